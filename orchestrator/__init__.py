@@ -1,0 +1,1 @@
+"""The driver: configuration, generations, recovery, ledgers, tracking, commands. Decides, never computes."""

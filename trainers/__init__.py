@@ -1,0 +1,1 @@
+"""The training program: runs the same under the orchestrator, in one process or in many. Never imports Ray."""

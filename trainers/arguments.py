@@ -1,0 +1,286 @@
+"""What a training run is asked to do: frozen dataclasses, checked as they are built.
+
+Free of JAX, so that a driver or a command line can read a configuration without importing it. A trainer that needs more
+fields subclasses `TrainingArguments` and names the subclass in the configuration (`arguments: package.module:Class`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeVar
+
+T = TypeVar("T")
+
+ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking")
+"""Top-level keys of a configuration file that concern machines; `python -m trainers.run` has no use for them."""
+
+
+class Section:
+    """A part of the configuration: unknown keys are errors (read by pydantic, which `trainers` does not import)."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message): what is wrong, the value found, what is allowed."""
+    if not condition:
+        raise ValueError(message)
+
+
+def parse_duration_s(text: str | int | float) -> float:
+    """`90`, `45s`, `30m`, `2h30m`, `1d12h` in seconds. Every character must belong to a number with a unit."""
+    if isinstance(text, int | float):
+        return float(text)
+    units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+    parts = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
+    if text.strip().isdigit():
+        return float(text)
+    if not parts or "".join(n + u for n, u in parts) != text.replace(" ", ""):
+        raise ValueError(f"duration {text!r}: expected seconds or numbers with units d, h, m, s, such as 45s, 30m or 2h30m")
+    return sum(float(n) * units[u] for n, u in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig(Section):
+    """Sizes of the mesh axes over all devices of the run; one of them may be -1: whatever is left."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        sizes = dataclasses.asdict(self)
+        for name, size in sizes.items():
+            require(size == -1 or size >= 1, f"mesh axis {name} = {size}: expected a positive size, or -1 for what is left")
+        require(list(sizes.values()).count(-1) <= 1, f"mesh {sizes}: at most one axis may be -1")
+
+    def resolve(self, num_devices: int) -> dict[str, int]:
+        """Axis sizes for `num_devices` devices. Raises ValueError when they do not multiply to it."""
+        sizes = dataclasses.asdict(self)
+        fixed = 1
+        for size in sizes.values():
+            fixed *= size if size != -1 else 1
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        if num_devices % fixed or (-1 not in sizes.values() and fixed != num_devices):
+            fits = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+            raise ValueError(
+                f"mesh {shown} does not fit {num_devices} devices: the sizes must multiply to {num_devices} "
+                f"(each a divisor: {', '.join(map(str, fits))}); set one axis to -1 to let it take what is left"
+            )
+        return {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    vocab_size: int = 256
+    width: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 4
+    mlp_width: int = 768
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+
+    def __post_init__(self):
+        for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"):
+            require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: expected a positive integer")
+        require(
+            self.width % self.num_heads == 0 and (self.width // self.num_heads) % 2 == 0,
+            f"width {self.width} / num_heads {self.num_heads}: each head needs an even, whole number of channels",
+        )
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads ({self.num_heads})",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Text as bytes, from files and folders. `dataset` names a function (arguments) -> (train, eval) to use another source."""
+
+    dataset: str = "trainers.data.text:byte_text"
+    paths: tuple[str, ...] = ("python-stdlib",)
+    """Files or folders; `python-stdlib` stands for the sources of the running Python's standard library."""
+    pattern: str = "*.py"
+    """Which files of a folder to read (a file named in `paths` is always read)."""
+    sequence_length: int = 256
+    eval_fraction: float = 0.05
+    """The tail of the text that is held out."""
+    shuffle: bool = True
+
+    def __post_init__(self):
+        require(len(self.paths) > 0, "paths is empty: expected at least one file or folder")
+        require(self.sequence_length >= 2, f"sequence_length = {self.sequence_length}: expected at least 2")
+        require(0 <= self.eval_fraction < 1, f"eval_fraction = {self.eval_fraction}: expected 0 <= eval_fraction < 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Section):
+    """Learning rate over steps, as a factor of `learning_rate`. See `trainers/schedules.py` for the names."""
+
+    name: str = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    """Steps after which the decay has ended, warm-up included; default: `max_num_steps`."""
+    final_factor: float = 0.1
+
+    def __post_init__(self):
+        require(self.warmup_steps >= 0, f"warmup_steps = {self.warmup_steps}: expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Section):
+    """See `trainers/optimizers.py` for the names; `package.module:function` may return any optax transformation."""
+
+    name: str = "adamw"
+    learning_rate: float = 3e-4
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    """Clips by global norm; null: no clipping (the norm is published all the same)."""
+    moment_dtype: Literal["float32", "bfloat16"] | None = None
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self):
+        require(self.learning_rate > 0, f"learning_rate = {self.learning_rate}: expected a positive number")
+        require(
+            self.max_grad_norm is None or self.max_grad_norm > 0,
+            f"max_grad_norm = {self.max_grad_norm}: expected a positive number, or null for no clipping",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(Section):
+    every_steps: int | None = None
+    """Default: once, at the end."""
+    at_start: bool = False
+    max_batches: int | None = None
+    """How many global batches of the held-out data to use; default: all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    save_steps: int | None = None
+    save_minutes: float | None = None
+    save_at_end: bool = True
+    save_total_limit: int = 3
+    """How many of the newest checkpoints are kept."""
+    restore: Literal["latest", "none"] = "latest"
+    """`none`: start from step 0, and refuse if the run already has checkpoints."""
+
+    def __post_init__(self):
+        require(self.save_steps is None or self.save_steps >= 1, f"save_steps = {self.save_steps}: expected at least 1")
+        require(self.save_total_limit >= 1, f"save_total_limit = {self.save_total_limit}: expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig(Section):
+    """The text generated at the end of a run."""
+
+    prompt: str = "def "
+    num_tokens: int = 200
+    temperature: float = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArguments(Section):
+    name: str
+    """The run's name: its folder is `storage`/`name`."""
+    storage: str = "runs"
+    trainer: str = "trainers.base:BaseTrainer"
+    task: str = "trainers.tasks.causal_lm:CausalLMTask"
+    seed: int = 0
+    global_batch_size: int = 16
+    """Sequences per optimizer step, over all hosts and micro-batches."""
+    accumulation_steps: int = 1
+    """Micro-batches per step."""
+    max_num_steps: int | None = None
+    max_num_data_epochs: int | None = None
+    time_limit: str | None = None
+    """Wall time of this process's training, such as `30m` or `2h30m`; the state is saved at the limit."""
+    publish_every_steps: int = 10
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters and optimizer keep `param_dtype`."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    def __post_init__(self):
+        require(
+            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None,
+            f"name = {self.name!r}: expected letters, digits, '.', '_' and '-', starting with a letter or digit",
+        )
+        for name in ("global_batch_size", "accumulation_steps", "publish_every_steps"):
+            require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: expected a positive integer")
+        require(
+            self.global_batch_size % self.accumulation_steps == 0,
+            f"global_batch_size = {self.global_batch_size} does not divide into accumulation_steps = {self.accumulation_steps}",
+        )
+        require(
+            self.max_num_steps is not None or self.max_num_data_epochs is not None or self.time_limit is not None,
+            "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit",
+        )
+        if self.time_limit is not None:
+            parse_duration_s(self.time_limit)
+
+    def check_devices(self, num_devices: int) -> dict[str, int]:
+        """The mesh's axis sizes on `num_devices` devices. Raises ValueError if mesh or batch do not divide."""
+        sizes = self.mesh.resolve(num_devices)
+        replicas = sizes["data"] * sizes["fsdp"]
+        micro_batch = self.global_batch_size // self.accumulation_steps
+        require(
+            micro_batch % replicas == 0,
+            f"global_batch_size {self.global_batch_size} / accumulation_steps {self.accumulation_steps} = {micro_batch} "
+            f"sequences do not divide over {replicas} replicas (data {sizes['data']} x fsdp {sizes['fsdp']}); "
+            f"nearest global_batch_size that fits: {max(1, round(micro_batch / replicas)) * replicas * self.accumulation_steps}",
+        )
+        return sizes
+
+
+def load_object(path: str) -> Any:
+    """The object named `package.module:attribute`. Raises ValueError that says which part was not found."""
+    module_name, _, attribute = path.partition(":")
+    require(bool(module_name and attribute), f"{path!r}: expected package.module:Name")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{path!r}: no module named {error.name!r} (searched from the working directory and PYTHONPATH)"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}")
+    return getattr(module, attribute)
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
+    """Builds a (nested) configuration dataclass from what JSON or YAML gives. Raises ValueError on an unknown key."""
+    hints = typing.get_type_hints(cls)
+    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if unknown := sorted(set(data) - fields):
+        raise ValueError(f"unknown keys of {cls.__name__}: {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
+    return cls(**{name: _convert(hints[name], value) for name, value in data.items()})
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next((arm for arm in typing.get_args(hint) if dataclasses.is_dataclass(arm)), hint)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_dict(typing.cast(type, hint), value)
+    if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(value)
+    return value
