@@ -11,7 +11,7 @@ import importlib
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -24,13 +24,35 @@ ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking")
 class Section:
     """A part of the configuration: unknown keys are errors (read by pydantic, which `trainers` does not import)."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}
 
 
 def require(condition: bool, message: str) -> None:
     """Raises ValueError(message): what is wrong, the value found, what is allowed."""
     if not condition:
         raise ValueError(message)
+
+
+def require_none(problems: Iterable[str]) -> None:
+    """Raises ValueError with a line for each problem, so that a user sees all of them at once."""
+    if lines := list(problems):
+        raise ValueError("\n".join(lines))
+
+
+def too_small(config: Any, minimum: float, *names: str) -> Iterator[str]:
+    """Problems of the fields that are less than `minimum` (null passes)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            yield f"{name} = {value}: expected at least {minimum}"
+
+
+def not_paths(config: Any, *names: str) -> Iterator[str]:
+    """Problems of the fields that do not have the form of `package.module:Name`."""
+    for name in names:
+        value = getattr(config, name)
+        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+            yield f"{name} = {value!r}: expected package.module:Name"
 
 
 def parse_duration_s(text: str | int | float) -> float:
@@ -91,16 +113,16 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
 
     def __post_init__(self):
-        for name in ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"):
-            require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: expected a positive integer")
-        require(
-            self.width % self.num_heads == 0 and (self.width // self.num_heads) % 2 == 0,
-            f"width {self.width} / num_heads {self.num_heads}: each head needs an even, whole number of channels",
-        )
-        require(
-            self.num_heads % self.num_kv_heads == 0,
-            f"num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads ({self.num_heads})",
-        )
+        require_none(too_small(self, 1, "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"))
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if self.width % self.num_heads or (self.width // self.num_heads) % 2:
+            yield f"width = {self.width}: expected an even number of channels for each of the {self.num_heads} heads (num_heads)"
+        if self.num_heads % self.num_kv_heads:
+            yield f"num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads ({self.num_heads})"
+        if self.rope_theta <= 0:
+            yield f"rope_theta = {self.rope_theta}: expected a positive number"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +140,15 @@ class DataConfig(Section):
     shuffle: bool = True
 
     def __post_init__(self):
-        require(len(self.paths) > 0, "paths is empty: expected at least one file or folder")
-        require(self.sequence_length >= 2, f"sequence_length = {self.sequence_length}: expected at least 2")
-        require(0 <= self.eval_fraction < 1, f"eval_fraction = {self.eval_fraction}: expected 0 <= eval_fraction < 1")
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from not_paths(self, "dataset")
+        yield from too_small(self, 2, "sequence_length")
+        if not self.paths:
+            yield "paths = []: expected at least one file or folder"
+        if not 0 <= self.eval_fraction < 1:
+            yield f"eval_fraction = {self.eval_fraction}: expected 0 <= eval_fraction < 1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +162,7 @@ class ScheduleConfig(Section):
     final_factor: float = 0.1
 
     def __post_init__(self):
-        require(self.warmup_steps >= 0, f"warmup_steps = {self.warmup_steps}: expected 0 or more")
+        require_none([*too_small(self, 0, "warmup_steps", "final_factor"), *too_small(self, 1, "decay_steps")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +180,16 @@ class OptimizerConfig(Section):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
 
     def __post_init__(self):
-        require(self.learning_rate > 0, f"learning_rate = {self.learning_rate}: expected a positive number")
-        require(
-            self.max_grad_norm is None or self.max_grad_norm > 0,
-            f"max_grad_norm = {self.max_grad_norm}: expected a positive number, or null for no clipping",
-        )
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if not self.learning_rate > 0:
+            yield f"learning_rate = {self.learning_rate}: expected a positive number"
+        yield from too_small(self, 0, "weight_decay", "eps")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            yield f"betas = {list(self.betas)}: expected 0 <= beta < 1"
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            yield f"max_grad_norm = {self.max_grad_norm}: expected a positive number, or null for no clipping"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +200,9 @@ class EvaluationConfig(Section):
     max_batches: int | None = None
     """How many global batches of the held-out data to use; default: all."""
 
+    def __post_init__(self):
+        require_none(too_small(self, 1, "every_steps", "max_batches"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
@@ -175,12 +211,14 @@ class CheckpointConfig(Section):
     save_at_end: bool = True
     save_total_limit: int = 3
     """How many of the newest checkpoints are kept."""
-    restore: Literal["latest", "none"] = "latest"
-    """`none`: start from step 0, and refuse if the run already has checkpoints."""
 
     def __post_init__(self):
-        require(self.save_steps is None or self.save_steps >= 1, f"save_steps = {self.save_steps}: expected at least 1")
-        require(self.save_total_limit >= 1, f"save_total_limit = {self.save_total_limit}: expected at least 1")
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from too_small(self, 1, "save_steps", "save_total_limit")
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            yield f"save_minutes = {self.save_minutes}: expected a positive number"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +228,9 @@ class SampleConfig(Section):
     prompt: str = "def "
     num_tokens: int = 200
     temperature: float = 0.7
+
+    def __post_init__(self):
+        require_none(too_small(self, 0, "num_tokens", "temperature"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,22 +262,30 @@ class TrainingArguments(Section):
     sample: SampleConfig = field(default_factory=SampleConfig)
 
     def __post_init__(self):
-        require(
-            re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name) is not None,
-            f"name = {self.name!r}: expected letters, digits, '.', '_' and '-', starting with a letter or digit",
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            yield f"name = {self.name!r}: expected letters, digits, '.', '_' and '-', starting with a letter or digit"
+        if not self.storage:
+            yield "storage = '': expected a folder or a URL"
+        yield from not_paths(self, "trainer", "task")
+        yield from too_small(self, 0, "seed")
+        yield from too_small(
+            self, 1, "global_batch_size", "accumulation_steps", "max_num_steps", "max_num_data_epochs", "publish_every_steps"
         )
-        for name in ("global_batch_size", "accumulation_steps", "publish_every_steps"):
-            require(getattr(self, name) >= 1, f"{name} = {getattr(self, name)}: expected a positive integer")
-        require(
-            self.global_batch_size % self.accumulation_steps == 0,
-            f"global_batch_size = {self.global_batch_size} does not divide into accumulation_steps = {self.accumulation_steps}",
-        )
-        require(
-            self.max_num_steps is not None or self.max_num_data_epochs is not None or self.time_limit is not None,
-            "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit",
-        )
+        if self.accumulation_steps >= 1 and self.global_batch_size % self.accumulation_steps:
+            yield (
+                f"global_batch_size = {self.global_batch_size}: expected a multiple of accumulation_steps "
+                f"({self.accumulation_steps})"
+            )
+        if self.max_num_steps is None and self.max_num_data_epochs is None and self.time_limit is None:
+            yield "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit"
         if self.time_limit is not None:
-            parse_duration_s(self.time_limit)
+            try:
+                parse_duration_s(self.time_limit)
+            except ValueError as error:
+                yield f"time_limit: {error}"
 
     def check_devices(self, num_devices: int) -> dict[str, int]:
         """The mesh's axis sizes on `num_devices` devices. Raises ValueError if mesh or batch do not divide."""

@@ -1,0 +1,244 @@
+"""BaseTrainer in one process, on eight devices: training, evaluation, saving, resuming, stopping."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests.programs.tiny import TableTask, numbers
+from trainers import runtime
+from trainers.arguments import TrainingArguments, from_dict
+from trainers.base import BaseTrainer
+from trainers.callbacks import Callback
+from trainers.errors import CheckpointError, NonFiniteLossError, NotConfiguredError
+from trainers.protocol import StopReason, TrainerProtocol
+
+
+def arguments(tmp_path, **changes):
+    base = {
+        "name": "run",
+        "storage": str(tmp_path),
+        "task": "tests.programs.tiny:TableTask",
+        "global_batch_size": 16,
+        "max_num_steps": 12,
+        "publish_every_steps": 1,
+        "data": {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers"},
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "checkpoint": {"save_steps": 4},
+    }
+    return from_dict(TrainingArguments, {**base, **changes})
+
+
+def trainer(tmp_path, *callbacks, cls=BaseTrainer, **changes):
+    made = arguments(tmp_path, **changes)
+    return cls(made, *numbers(made), callbacks=callbacks)
+
+
+@pytest.fixture
+def events():
+    """What the process would have told its agent."""
+    told: list[dict] = []
+    before = runtime.current()
+    runtime.install(runtime.Runtime(lambda event: told.append(json.loads(json.dumps(event)))))
+    yield told
+    runtime.install(before)
+
+
+def of(events, kind):
+    return [event for event in events if event["ev"] == kind]
+
+
+def losses(events):
+    return {e["step"]: e["metrics"]["loss"] for e in of(events, "metrics") if "loss" in e["metrics"]}
+
+
+def assert_equal(a, b):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
+
+
+def test_trains_to_its_limit_and_says_what_it_did(tmp_path, events):
+    made = trainer(tmp_path)
+    state = made.train()
+    output = made.output
+    assert isinstance(made, TrainerProtocol)
+    assert isinstance(TableTask(made.arguments).tokens_per_example, int)
+    assert output.stop_reason is StopReason.MAX_STEPS
+    assert int(state.step) == 12 == output.metrics["steps"]
+    assert output.metrics["samples"] == 12 * 16
+    assert output.metrics["tokens"] == 12 * 16 * 8
+    assert sorted(losses(events)) == list(range(1, 13))
+    assert losses(events)[12] < losses(events)[1]
+    assert output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / "12")
+    assert [e["step"] for e in of(events, "saved")] == [4, 8, 12]
+    assert output.metrics["eval_loss"] == pytest.approx(made.evaluate(state)["loss"])
+
+
+def test_resumes_bit_for_bit_from_the_newest_checkpoint(tmp_path, events):
+    whole = trainer(tmp_path / "whole").train()
+    trainer(tmp_path / "cut", max_num_steps=6, optimizer=FIXED).train()
+    events.clear()
+    whole = trainer(tmp_path / "whole2", optimizer=FIXED).train()
+    events.clear()
+    resumed = trainer(tmp_path / "cut", optimizer=FIXED).train()
+    assert of(events, "restored")[0]["step"] == 6
+    assert min(losses(events)) == 7
+    assert_equal(whole, resumed)
+
+
+FIXED = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "cosine", "decay_steps": 12}}
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_the_mesh_does_not_change_the_losses(tmp_path, events, mesh):
+    made = trainer(tmp_path, mesh=mesh, checkpoint={"save_at_end": False})
+    made.train()
+    digest = made.output.metrics["samples_digest"]
+    got = losses(events)
+    events.clear()
+    one = trainer(tmp_path, cls=OneDevice, checkpoint={"save_at_end": False})
+    one.train()
+    np.testing.assert_allclose(list(got.values()), list(losses(events).values()), rtol=2e-5)
+    assert digest == one.output.metrics["samples_digest"]
+
+
+class OneDevice(BaseTrainer):
+    @property
+    def _mesh(self):
+        from trainers.mesh import make_mesh
+
+        return make_mesh(self.arguments.mesh, jax.devices()[:1])
+
+
+def test_accumulation_does_not_change_the_losses(tmp_path, events):
+    runs = []
+    for accumulation_steps in (1, 2):
+        trainer(tmp_path, accumulation_steps=accumulation_steps, checkpoint={"save_at_end": False}).train()
+        runs.append(list(losses(events).values()))
+        events.clear()
+    np.testing.assert_allclose(runs[0], runs[1], rtol=2e-5)
+
+
+def test_the_held_out_set_is_counted_once_whatever_its_ragged_end(tmp_path, events):
+    made = trainer(tmp_path, max_num_steps=1)
+    state = made.train()
+    params = jax.device_get(state.params)
+    sets = numbers(made.arguments)[1]
+    rows = np.stack([sets[i]["tokens"] for i in range(len(sets))])
+    logits = np.tanh(params["embed"][rows[:, :-1]]) @ params["out"]
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(logp, rows[:, 1:, None], -1).mean()
+    assert made.evaluate(state)["loss"] == pytest.approx(expected, rel=1e-5)
+    assert len(list(made.eval(state))) == 2  # 21 examples in batches of 16
+
+
+def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path, events):
+    trainer(tmp_path, max_num_steps=8, optimizer=FIXED).train()
+    flip_a_byte(tmp_path / "run" / "checkpoints" / "8" / "state")
+    events.clear()
+    resumed = trainer(tmp_path, optimizer=FIXED).train()
+    restored = of(events, "restored")[0]
+    assert restored["step"] == 4
+    assert [bad["step"] for bad in restored["skipped"]] == [8]
+    assert_equal(resumed, trainer(tmp_path / "other", optimizer=FIXED).train())
+
+
+def test_when_no_checkpoint_is_whole_it_does_not_start_from_nothing(tmp_path, events):
+    trainer(tmp_path, max_num_steps=4).train()
+    flip_a_byte(tmp_path / "run" / "checkpoints" / "4" / "state")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be restored .*give the run another name"):
+        trainer(tmp_path).train()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, events):
+    trainer(tmp_path, max_num_steps=4).train()
+    with pytest.raises(CheckpointError, match="another model or optimizer .*absent here.*give the run another name"):
+        trainer(tmp_path, optimizer={"name": "sgd", "learning_rate": 0.1}).train()
+
+
+def flip_a_byte(folder):
+    """In the middle of the largest data file: Orbax itself does not notice."""
+    path = max((p for p in folder.rglob("*") if p.parent.name == "d"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+class StopAt(Callback):
+    def __init__(self, step, reason):
+        self.step, self.reason = step, reason
+
+    def on_step_end(self, state, **kwargs):
+        if state.global_step == self.step:
+            runtime.current().request_stop(self.reason)
+
+
+@pytest.mark.parametrize("reason", ["interrupted", "terminated", "requested"])
+def test_a_stop_request_saves_the_state_and_says_why(tmp_path, events, reason):
+    made = trainer(tmp_path, StopAt(5, reason), max_num_steps=1000, checkpoint={})
+    state = made.train()
+    assert made.output.stop_reason == reason
+    assert 5 < int(state.step) <= 5 + 4
+    assert made.output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / str(int(state.step)))
+
+
+def test_a_time_limit_stops(tmp_path, events):
+    made = trainer(tmp_path, max_num_steps=None, time_limit="1s", publish_every_steps=1000, optimizer=FIXED)
+    made.train()
+    assert made.output.stop_reason is StopReason.TIME_LIMIT
+    assert made.output.checkpoint_path is not None
+
+
+def test_epochs_limit_the_batches(tmp_path, events):
+    made = trainer(tmp_path, max_num_steps=None, max_num_data_epochs=2, optimizer=FIXED)
+    made.train()
+    assert made.output.stop_reason is StopReason.MAX_EPOCHS
+    assert made.output.metrics["samples"] == 2 * 96
+
+
+class NanAt(TableTask):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        bad = jax.numpy.any(batch["sample_id"] == 40)
+        return loss._replace(loss_sum=jax.numpy.where(bad, jax.numpy.nan, loss.loss_sum))
+
+
+def test_a_non_finite_loss_is_an_error_and_leaves_the_parameters_alone(tmp_path, events):
+    made = trainer(tmp_path, task="tests.unit.test_base_trainer:NanAt", checkpoint={})
+    with pytest.raises(NonFiniteLossError, match="non-finite loss or gradient"):
+        made.train()
+
+
+def test_an_error_in_a_callback_is_an_error(tmp_path, events):
+    class Bad(Callback):
+        def on_step_end(self, state, **kwargs):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        trainer(tmp_path, Bad()).train()
+
+
+def test_what_exists_later_says_so(tmp_path):
+    made = trainer(tmp_path)
+    with pytest.raises(NotConfiguredError, match="exists after configure_model"):
+        _ = made.model
+    made.prepare()
+    assert made.model is not None
+
+
+def test_save_pretrained_can_be_trained_on(tmp_path, events):
+    from trainers.checkpoints import load_from
+    from trainers.state import with_shardings
+
+    made = trainer(tmp_path, max_num_steps=3)
+    state = made.train()
+    path = made.save_pretrained(str(tmp_path / "exported"))
+    other = trainer(tmp_path / "other", max_num_steps=5, optimizer=FIXED)
+    other._configure()
+    loaded, meta = load_from(path, with_shardings(other._model_state, other._state_shardings))
+    assert_equal(loaded, state)
+    assert meta["arguments"]["name"] == "run"
+    assert int(other.train(state=loaded).step) == 5

@@ -1,0 +1,1 @@
+"""Data: examples by index, and global batches by step."""

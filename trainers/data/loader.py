@@ -1,0 +1,100 @@
+"""Global batches by their index: batch k is a pure function of (dataset, k), on any number of hosts.
+
+So the position of the data is one integer: resuming seeks, any number of hosts sees the same samples in the same order, and there is
+no iterator state to lose.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from trainers import mesh as meshes
+
+
+class RandomAccess(Protocol):
+    """Examples by index: `dataset[i]` is a dict of arrays of fixed shapes with an int32 `sample_id`, and always the same."""
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]: ...
+
+    def __len__(self) -> int:
+        """Examples in one epoch. A training dataset takes any index and repeats (reshuffled) after these."""
+
+
+class StepAddressedLoader:
+    """`batch(k)` for k, k + 1, ...: read ahead on threads; any other k seeks.
+
+    Leaves are [accumulation_steps, micro_batch, ...], row r of the global batch at [r // micro_batch, r % micro_batch], each
+    host filling the rows of its own devices. `weight` (float32) is 1 for a real example, 0 for padding: past `num_examples`, if
+    given, examples are padding (a held-out set is read once, its ragged end counted once).
+    """
+
+    def __init__(
+        self,
+        dataset: RandomAccess,
+        global_batch_size: int,
+        mesh: Mesh,
+        *,
+        accumulation_steps: int = 1,
+        num_examples: int | None = None,
+        read_ahead: int = 2,
+    ):
+        self.dataset, self.global_batch_size, self.num_examples = dataset, global_batch_size, num_examples
+        self.shape = (accumulation_steps, global_batch_size // accumulation_steps)
+        self.sharding = meshes.micro_batches(mesh)
+        self.read_ahead = read_ahead
+        self._threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="loader")
+        self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
+        self._next: int | None = None
+        slices = self.sharding.addressable_devices_indices_map(self.shape)
+        self._rows = {device: self._row_numbers(index) for device, index in slices.items()}
+
+    def __len__(self) -> int:
+        """Batches that `num_examples` (or one epoch) fills, the ragged last one included."""
+        return math.ceil((self.num_examples or len(self.dataset)) / self.global_batch_size)
+
+    def batch(self, k: int) -> dict[str, jax.Array]:
+        if self._next != k:
+            self._ahead.clear()
+            self._next = k
+        while len(self._ahead) <= self.read_ahead:
+            self._ahead.append(self._threads.submit(self._load, self._next + len(self._ahead)))
+        self._next += 1
+        return self._ahead.popleft().result()
+
+    def epoch(self) -> Iterator[dict[str, jax.Array]]:
+        return (self.batch(k) for k in range(len(self)))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _row_numbers(self, index: tuple[slice, ...]) -> tuple[tuple[int, ...], ...]:
+        micro, rows = (range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
+        return tuple(tuple(m * self.shape[1] + r for r in rows) for m in micro)
+
+    def _load(self, k: int) -> dict[str, jax.Array]:
+        # Devices that differ only along the tensor axis hold the same rows: read those once.
+        parts = {rows: self._read(k, rows) for rows in set(self._rows.values())}
+        out = {}
+        for name, first in next(iter(parts.values())).items():
+            shape = (*self.shape, *first.shape[2:])
+            shards = [jax.device_put(parts[rows][name], device) for device, rows in self._rows.items()]
+            out[name] = jax.make_array_from_single_device_arrays(shape, self.sharding, shards)
+        return out
+
+    def _read(self, k: int, rows: tuple[tuple[int, ...], ...]) -> dict[str, np.ndarray]:
+        start = k * self.global_batch_size
+        # Padding repeats the last example, so that its values are ordinary ones.
+        last = None if self.num_examples is None else self.num_examples - 1
+        numbers = [start + row for micro in rows for row in micro]
+        examples = [self.dataset[number if last is None else min(number, last)] for number in numbers]
+        out: dict[str, Any] = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+        out["weight"] = np.array([last is None or number <= last for number in numbers], np.float32)
+        return {name: value.reshape(len(rows), len(rows[0]), *value.shape[1:]) for name, value in out.items()}

@@ -1,0 +1,107 @@
+"""Text as bytes: files and folders, cut into windows, in an order that depends on nothing but the seed."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from trainers.arguments import DataConfig, TrainingArguments
+from trainers.errors import DataError
+
+PYTHON_STDLIB = "python-stdlib"
+LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
+)
+"""Folders of the standard library that are large, generated, or differ from one distribution to another."""
+
+
+class Windows:
+    """Example i: {"tokens": int32[T + 1], "sample_id": int32}, T + 1 bytes from every T-th place of the text."""
+
+    def __init__(self, text: np.ndarray, sequence_length: int, first_sample_id: int = 0):
+        self.text, self.sequence_length, self.first_sample_id = text, sequence_length, first_sample_id
+
+    def __len__(self) -> int:
+        return max(0, (len(self.text) - 1) // self.sequence_length)
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        start = index * self.sequence_length
+        tokens = self.text[start : start + self.sequence_length + 1].astype(np.int32)
+        return {"tokens": tokens, "sample_id": np.int32(self.first_sample_id + index)}
+
+
+class Epochs:
+    """Examples of one epoch after the other, each epoch in an order of its own: any index, `len` of one epoch."""
+
+    def __init__(self, items: Any, epoch_length: int):
+        self.items, self.epoch_length = items, epoch_length
+
+    def __len__(self) -> int:
+        return self.epoch_length
+
+    def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.items[index]
+
+
+def byte_text(arguments: TrainingArguments) -> tuple[Epochs, Windows]:
+    """(training examples, held-out examples) of `arguments.data`. Raises DataError."""
+    import grain
+
+    config = arguments.data
+    text = read(config)
+    held_out = int(len(text) * config.eval_fraction)
+    train = Windows(text[: len(text) - held_out], config.sequence_length)
+    held = Windows(text[len(text) - held_out :], config.sequence_length, first_sample_id=len(train))
+    for name, windows in (("training", train), ("held-out", held)):
+        if len(windows) == 0 and (name == "training" or config.eval_fraction > 0):
+            raise DataError(
+                f"data.paths {', '.join(config.paths)}: the {name} text has {len(windows.text):,} bytes, less than one sequence of "
+                f"{config.sequence_length} (and one byte to predict); give more text, a smaller data.sequence_length, "
+                f"or another data.eval_fraction (now {config.eval_fraction})"
+            )
+    items = grain.MapDataset.source(train)
+    if config.shuffle:
+        items = items.seed(arguments.seed).shuffle()
+    return Epochs(items.repeat(None), len(train)), held
+
+
+def read(config: DataConfig) -> np.ndarray:
+    """uint8: all files, one separator byte (newline) between them."""
+    parts = [part for path in config.paths for part in _read_path(path, config.pattern)]
+    return np.frombuffer(b"\n".join(parts), np.uint8)
+
+
+def _read_path(path: str, pattern: str) -> list[bytes]:
+    folder = sysconfig.get_paths()["stdlib"] if path == PYTHON_STDLIB else os.path.expanduser(path)
+    if os.path.isfile(folder):
+        return [_read_file(folder)]
+    if not os.path.isdir(folder):
+        raise DataError(
+            f"data.paths: {path!r} does not exist (looked for {os.path.abspath(folder)}); expected a file or a folder"
+        )
+    names = list(_matching(folder, pattern, LEFT_OUT if path == PYTHON_STDLIB else frozenset()))
+    if not names:
+        raise DataError(f"data.paths: no file in {path!r} matches data.pattern {pattern!r}")
+    # By a digest of the relative path: the held-out tail is a random choice of files, the same on every machine.
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [_read_file(os.path.join(folder, name)) for name in names]
+
+
+def _matching(folder: str, pattern: str, left_out: frozenset[str]) -> Iterator[str]:
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in left_out]
+        yield from (os.path.relpath(os.path.join(parent, name), folder) for name in files if fnmatch.fnmatch(name, pattern))
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise DataError(f"data.paths: {path} cannot be read: {error.strerror}; is it readable by user {os.getuid()}?") from error

@@ -1,0 +1,96 @@
+"""Joining one `jax.distributed` job, and leaving it without hurting the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax._src import compiler, distributed
+
+from trainers.errors import CoordinatorError
+
+HEARTBEAT_TIMEOUT_S = 30
+"""A backstop only: the process's owner watches exits and progress, both of which it sees much sooner."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One host's place in a generation of the gang. `coordinator` is `ip:port`, a port never used before."""
+
+    generation: int = 0
+    host: int = 0
+    num_hosts: int = 1
+    coordinator: str | None = None
+    local_device_ids: tuple[int, ...] | None = None
+    join_timeout_s: int = 60
+
+
+def join(member: Membership) -> None:
+    """Joins the gang; all hosts must call this, before anything touches a device. Raises CoordinatorError."""
+    # It would take SIGTERM away from the Python handler without a word.
+    jax.config.update("jax_enable_preemption_service", False)
+    if member.num_hosts == 1 or member.coordinator is None:
+        return
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        let_every_process_write_the_compile_cache()
+    if member.host > 0:
+        wait_for_listener(member.coordinator, member.join_timeout_s)
+    jax.distributed.initialize(
+        member.coordinator,
+        member.num_hosts,
+        member.host,
+        local_device_ids=member.local_device_ids,
+        cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
+        shutdown_timeout_seconds=10,
+        initialization_timeout=member.join_timeout_s,
+    )
+
+
+def wait_for_listener(address: str, timeout_s: float) -> None:
+    """Returns when `address` listens: dialing before that costs about a second of gRPC back-off."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise CoordinatorError(f"host 0 did not listen on {address} within {timeout_s:.0f} s: {error}") from error
+            time.sleep(0.002)
+
+
+def leave(member: Membership) -> None:
+    """At a clean end only; all hosts must call this. Host 0 goes last, or its peers would abort for want of their coordinator.
+
+    After a failure nobody calls this: it would wait for the dead. The process's owner kills the gang instead.
+    """
+    if distributed.global_state.client is not None:
+        jax.distributed.shutdown()
+
+
+def let_every_process_write_the_compile_cache() -> None:
+    """CPU only, each host with a cache folder of its own. There the cache key carries a fingerprint that differs from process to
+    process, and only process 0 writes: without this the others compile again at every start (0.3 s against 0.01 s)."""
+    write = compiler._cache_write
+
+    def write_as_process_0(*args, **kwargs):
+        state = distributed.global_state
+        own, state.process_id = state.process_id, 0
+        try:
+            return write(*args, **kwargs)
+        finally:
+            state.process_id = own
+
+    compiler._cache_write = write_as_process_0
+
+
+def compile_cache_folder() -> Path | None:
+    """The folder of this host's compiled programs, if its owner gave it one."""
+    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return Path(folder) if folder else None

@@ -1,0 +1,69 @@
+"""Errors of the training program, and what each says about trying again."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+
+class UsageError(Exception):
+    """The settings, the data or the checkpoint do not fit: trying again gives the same error. The message is for the user."""
+
+
+class DataError(UsageError):
+    """The data is missing, unreadable or too short."""
+
+
+class CheckpointError(UsageError):
+    """There are checkpoints, and none of them can be used."""
+
+
+class NotConfiguredError(UsageError):
+    """Something was asked for before the method that makes it was called."""
+
+
+class NonFiniteLossError(Exception):
+    """A loss or gradient was not finite; its update was not applied."""
+
+
+class CoordinatorError(Exception):
+    """Another host did not answer: a consequence of its failure, not a failure of this host."""
+
+
+LOST_PEER_SIGNS = (
+    "gloo",
+    "connection closed by peer",
+    "connection reset",
+    "coordination",
+    "heartbeat",
+    "nccl",
+    "deadline_exceeded",
+)
+OUT_OF_MEMORY_SIGNS = ("resource_exhausted", "out of memory")
+
+
+def kind_of(error: BaseException) -> dict[str, Any]:
+    """`kind` of failure (user, data, non_finite, out_of_memory, storage, collateral), and whether it is `deterministic`.
+
+    JAX raises one type for everything that happens on a device or between hosts; only its message tells which.
+    """
+    if isinstance(error, UsageError | ValueError) and not isinstance(error, UnicodeError):
+        return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": isinstance(error, UsageError)}
+    if isinstance(error, NonFiniteLossError):
+        return {"kind": "non_finite", "deterministic": False}
+    if isinstance(error, CoordinatorError):
+        return {"kind": "collateral", "deterministic": False}
+    if isinstance(error, MemoryError):
+        return {"kind": "out_of_memory", "deterministic": False}
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        return {"kind": "storage", "deterministic": False}
+    return {"kind": _kind_of_runtime_error(error), "deterministic": False}
+
+
+def _kind_of_runtime_error(error: BaseException) -> str:
+    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
+        return "user"
+    message = str(error).lower()
+    if any(sign in message for sign in OUT_OF_MEMORY_SIGNS):
+        return "out_of_memory"
+    return "collateral" if any(sign in message for sign in LOST_PEER_SIGNS) else "user"

@@ -1,0 +1,141 @@
+"""Metrics: summed on the device by the step, fetched when the numbers are there, published once per interval."""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from trainers.errors import NonFiniteLossError
+from trainers.step import Bag
+
+
+@dataclass
+class Seconds:
+    """Wall time that the loop's host spent in something other than steps, by category, since the last publish."""
+
+    clock: Callable[[], float] = time.perf_counter
+    spent: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def measure(self, category: str) -> Iterator[None]:
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.spent[category] = self.spent.get(category, 0.0) + self.clock() - start
+
+    def take(self) -> dict[str, float]:
+        spent, self.spent = self.spent, {}
+        return spent
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A bag on its way to the host, and the host's knowledge of the steps it covers."""
+
+    bag: Bag
+    first_step: int
+    last_step: int
+    wall_s: float
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What turns counts into rates. `samples_per_step` is the global batch, padding included."""
+
+    samples_per_step: int
+    flops_per_token: float
+    num_devices: int
+    peak_flops_per_s: float | None = None
+
+
+class Publisher:
+    """Collects the bag of each interval of `every_steps` and hands its numbers to `publish(step, metrics, seconds)`.
+
+    `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop knows
+    that the interval's last step is complete, so nothing waits for the device. All hosts must do both alike: all see the same
+    numbers, so all raise NonFiniteLossError at the same step.
+    """
+
+    def __init__(
+        self,
+        every_steps: int,
+        throughput: Throughput,
+        publish: Callable[[int, dict[str, float], dict[str, float]], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.every_steps, self.throughput, self.publish, self.clock = every_steps, throughput, publish, clock
+        self.pending: collections.deque[Interval] = collections.deque()
+        self.latest: dict[str, float] = {}
+        self._since_s = clock()
+        self._first_step = 0
+
+    def start(self, step: int) -> None:
+        self._first_step, self._since_s = step, self.clock()
+
+    def due(self, step: int) -> bool:
+        return step % self.every_steps == 0
+
+    def cut(self, step: int, bag: Bag, seconds: dict[str, float]) -> None:
+        for leaf in bag.values():
+            leaf.copy_to_host_async()
+        now = self.clock()
+        self.pending.append(Interval(bag, self._first_step, step, now - self._since_s, seconds))
+        self._first_step, self._since_s = step, now
+
+    def collect(self, completed_step: int) -> None:
+        """Publishes every interval whose last step is complete."""
+        while self.pending and self.pending[0].last_step <= completed_step:
+            self._publish(self.pending.popleft())
+
+    def flush(self, step: int, bag: Bag, seconds: dict[str, float]) -> None:
+        """Publishes all that is known when `step` is complete, a part of an interval too."""
+        if step > self._first_step:
+            self.cut(step, bag, seconds)
+        self.collect(step)
+
+    def _publish(self, interval: Interval) -> None:
+        bag = {name: np.asarray(value) for name, value in interval.bag.items()}
+        skipped = int(bag.pop("non_finite")[0])
+        if skipped:
+            raise NonFiniteLossError(
+                f"{skipped} of the steps {interval.first_step + 1}..{interval.last_step} had a non-finite loss or gradient (their updates "
+                f"were not applied; grad_norm {_mean(bag['grad_norm'])}); look at the data of these steps and lower the learning rate"
+            )
+        self.latest = {**means(bag), **self._rates(interval, float(bag["loss"][1]))}
+        self.publish(interval.last_step, self.latest, interval.seconds)
+
+    def _rates(self, interval: Interval, tokens: float) -> dict[str, float]:
+        steps = interval.last_step - interval.first_step
+        busy_s = max(interval.wall_s - interval.seconds.get("evaluation", 0) - interval.seconds.get("checkpoint", 0), 1e-9)
+        flops = self.throughput.flops_per_token * tokens / busy_s / self.throughput.num_devices
+        rates = {
+            "step_time_s": busy_s / max(steps, 1),
+            "tokens_per_s": tokens / busy_s,
+            "samples_per_s": steps * self.throughput.samples_per_step / busy_s,
+            "tflops_per_s_per_device": flops / 1e12,
+        }
+        if self.throughput.peak_flops_per_s:
+            rates["mfu"] = flops / self.throughput.peak_flops_per_s
+        return rates
+
+
+def means(bag: Bag) -> dict[str, float]:
+    """Weighted means by name; `perplexity` beside `loss`."""
+    out = {name: _mean(pair) for name, pair in bag.items()}
+    if "loss" in out:
+        out["perplexity"] = math.exp(min(out["loss"], 700.0))
+    return out
+
+
+def _mean(pair: jax.Array | np.ndarray) -> float:
+    total, weight = (float(x) for x in pair)
+    return total / weight if weight else 0.0

@@ -1,0 +1,1 @@
+"""Models: Flax NNX modules with logical axis names."""

@@ -1,0 +1,111 @@
+"""What a trainer is to whoever runs it, and what its parts hand to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+
+from trainers.arguments import TrainingArguments
+
+Batch = Mapping[str, jax.Array]
+
+
+class StopReason(StrEnum):
+    """Why a training run that did not fail came to its end."""
+
+    MAX_STEPS = "max_steps"
+    MAX_EPOCHS = "max_data_epochs"
+    END_OF_DATA = "end_of_data"
+    TIME_LIMIT = "time_limit"
+    INTERRUPTED = "interrupted"
+    TERMINATED = "terminated"
+    REQUESTED = "requested"
+
+    @property
+    def finished(self) -> bool:
+        """Whether training reached an end that its configuration names (a later start would have nothing left to do)."""
+        return self in (StopReason.MAX_STEPS, StopReason.MAX_EPOCHS, StopReason.END_OF_DATA)
+
+
+class Loss(NamedTuple):
+    """Sums over the examples of one (micro-)batch; the step divides once, by the global number of targets.
+
+    `parts` are further metrics by name, each a (sum, weight) pair that is divided at publishing.
+    """
+
+    loss_sum: jax.Array
+    num_targets: jax.Array
+    parts: Mapping[str, tuple[jax.Array, jax.Array]] = {}
+
+
+class TrainerConfigureModelOutput(NamedTuple):
+    model: Any
+    state: Any
+
+
+class TrainerConfigureDataloaderOutput(NamedTuple):
+    dataloader_train: Any
+    dataloader_eval: Any | None
+
+
+class TrainerConfigureFunctionOutput(NamedTuple):
+    train_step_fn: Any
+    eval_step_fn: Any
+    mesh: jax.sharding.Mesh
+    checkpoint_manager: Any
+
+
+class TrainerOutput(NamedTuple):
+    state: Any
+    mesh: jax.sharding.Mesh
+    checkpoint_path: str | None
+    last_save_file_name: str | None
+    stop_reason: StopReason
+    metrics: dict[str, float]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A unit of training: what is learnt, from what, by which loss. Named by `task` in the configuration."""
+
+    def build_model(self, rngs: Any) -> Any:
+        """A new Flax NNX module; called under `jax.eval_shape` and `jax.jit`."""
+
+    def loss(self, model: Any, batch: Batch) -> Loss:
+        """Pure and traced. `batch` leaves are [micro_batch, ...]; rows of weight 0 must not count."""
+
+    @property
+    def tokens_per_example(self) -> int: ...
+
+    def flops_per_token(self, num_parameters: int) -> float:
+        """Forward and backward."""
+
+
+@runtime_checkable
+class TrainerProtocol(Protocol):
+    """What the orchestrator needs of a trainer: built as `Class(arguments, dataset_train, dataset_eval, **kwargs)`.
+
+    All hosts call the same methods in the same order. What `trainers.runtime` offers (progress, stop requests, the
+    checkpoint to restore from) is optional: a trainer that calls none of it is watched for process exit only.
+    """
+
+    arguments: TrainingArguments
+    output: TrainerOutput | None
+
+    def train(self, model_parameters: Any = None, state: Any = None) -> Any:
+        """Starts or resumes; returns the final state and sets `output`."""
+
+    def evaluate(self, state: Any, metric_calculator: Any = None) -> dict[str, float]: ...
+
+    def eval(self, state: Any) -> Iterator[dict[str, float]]: ...
+
+    def save_pretrained(self, ckpt_path: str, state: Any = None) -> str: ...
+
+    def configure_model(self) -> TrainerConfigureModelOutput: ...
+
+    def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput: ...
+
+    def configure_functions(self) -> TrainerConfigureFunctionOutput: ...

@@ -1,0 +1,13 @@
+"""Random keys: every random number of a run is a function of (seed, name, step), whatever hosts and devices there are."""
+
+from __future__ import annotations
+
+import zlib
+
+import jax
+
+
+def key(seed: int, name: str, step: int | jax.Array) -> jax.Array:
+    """The key for what `name` draws at `step` (which may be traced). Different names or steps are independent."""
+    named = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+    return jax.random.fold_in(named, step)

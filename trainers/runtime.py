@@ -1,0 +1,97 @@
+"""What a trainer may ask of whoever runs it, and tell it. Works alike under the orchestrator and alone.
+
+A trainer of one's own calls `progress`, `stop_requested`, `restore_from` and `saved`; one that calls none of them is watched for
+process exit and total time only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class Runtime:
+    """One process's side of the conversation. `send` takes an event (a JSON-able dict with "ev" and "t") and must not block for long."""
+
+    def __init__(
+        self,
+        send: Callable[[Event], None],
+        *,
+        restore_from: str | None = None,
+        program_key: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ):
+        self.send, self.clock, self.restore_path = send, clock, restore_from
+        self.program_key = program_key
+        """Names the code that runs: compiled programs are kept for the next generation under it. None: they are not kept."""
+        self.step = self.batch_index = 0
+        """Completed, for the heartbeat: written by the loop, read by a thread."""
+        self._stop: str | None = None
+        self._save_requests = 0
+        self._lock = threading.Lock()
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.send({"t": self.clock(), "ev": kind, **fields})
+
+    def phase(self, name: str) -> None:
+        self.emit("phase", phase=name)
+
+    def note(self, message: str) -> None:
+        self.emit("note", message=message)
+
+    def request_stop(self, reason: str) -> None:
+        """The first reason stays. Safe in a signal handler."""
+        self._stop = self._stop or reason
+
+    def request_save(self) -> None:
+        with self._lock:
+            self._save_requests += 1
+
+    @property
+    def stop_reason(self) -> str | None:
+        return self._stop
+
+    @property
+    def save_requests(self) -> int:
+        return self._save_requests
+
+
+_current = Runtime(lambda event: None)
+
+
+def current() -> Runtime:
+    return _current
+
+
+def install(runtime: Runtime) -> None:
+    """Makes `runtime` this process's; called once by the process's main."""
+    global _current  # noqa: PLW0603 - one process, one conversation
+    _current = runtime
+
+
+def progress(step: int, metrics: Mapping[str, float] | None = None) -> None:
+    """Tells that `step` optimizer steps are complete, and any metrics of it. Cheap: call it every step."""
+    if _current.step == 0 and step > 0:
+        _current.emit("first_step", step=step)
+    _current.step = _current.batch_index = step
+    if metrics:
+        _current.emit("metrics", step=step, metrics=dict(metrics))
+
+
+def stop_requested() -> bool:
+    """Whether this host was asked to stop. One host's knowledge: agree on it (`trainers.agree`) before acting on several hosts."""
+    return _current.stop_reason is not None
+
+
+def restore_from() -> str | None:
+    """The path last given to `saved` by an earlier generation, or None."""
+    return _current.restore_path
+
+
+def saved(step: int, path: str) -> None:
+    """Tells that a checkpoint is complete and may be given to `restore_from` after a failure. Call it on host 0."""
+    _current.emit("saved", step=step, path=path)

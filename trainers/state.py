@@ -1,0 +1,112 @@
+"""Everything a training run carries from step to step, as one pytree, and how it comes to be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from trainers import mesh as meshes
+from trainers import rng
+from trainers.protocol import Task
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    step: jax.Array
+    """int32: optimizer steps done; drives schedules."""
+    batch_index: jax.Array
+    """int32: batches drawn; addresses data. Differs from `step` by the batches whose update was not applied."""
+    params: Any
+    opt_state: Any
+    totals: dict[str, jax.Array]
+    """uint32[2] each (high, low word): `tokens` and `samples` trained on, and `samples_digest`, the sum over all samples of a
+    hash of (batch index, row, sample id): the same on any number of hosts, different if any sample came twice, elsewhere or never."""
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A task's model, taken apart: `graph` and `rest` are static, `params` travel through the step as a plain dict."""
+
+    graph: Any
+    template: Any
+
+    def merge(self, params: Any) -> Any:
+        state = jax.tree.map(lambda leaf: leaf, self.template)  # a copy: replacing writes into it
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(self.graph, state)
+
+
+def abstract_model(task: Task, seed: int) -> tuple[ModelParts, Any, Any]:
+    """(parts, parameter shapes, logical axes), without touching a device."""
+    model = nnx.eval_shape(lambda: task.build_model(nnx.Rngs(rng.key(seed, "init", 0))))
+    graph, template = nnx.split(model, nnx.Param)
+    return ModelParts(graph, template), nnx.to_pure_dict(template), logical_axes(template)
+
+
+def logical_axes(template: Any) -> Any:
+    """The logical axis names of each parameter, from its NNX metadata `logical_axes`; one without them is replicated."""
+
+    def names(variable: nnx.Variable) -> tuple[str | None, ...]:
+        return tuple(variable.get_metadata().get("logical_axes", (None,) * variable.ndim))
+
+    # A variable is a leaf here: its metadata would be gone one level further down.
+    return jax.tree.map(names, nnx.to_pure_dict(template, extract_fn=lambda variable: variable), is_leaf=_is_variable)
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def num_parameters(shapes: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+
+
+def initial_state(task: Task, seed: int, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state at step 0; traced (for its shapes, or to be made where it belongs). A function of (task, seed) alone."""
+    model = task.build_model(nnx.Rngs(rng.key(seed, "init", 0)))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return state_from_parameters(params, optimizer)
+
+
+def state_from_parameters(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    totals = {name: jnp.zeros(2, jnp.uint32) for name in ("tokens", "samples", "samples_digest")}
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(step=zero, batch_index=zero, params=params, opt_state=optimizer.init(params), totals=totals)
+
+
+def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> TrainState:
+    """Where each leaf of the state lies: parameters by the logical axis rules, moments beside them, the rest replicated."""
+    params = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), abstract.params, axes)
+    everywhere = meshes.replicated(mesh)
+    return TrainState(
+        step=everywhere,
+        batch_index=everywhere,
+        params=params,
+        opt_state=meshes.like_parameters(mesh, abstract.opt_state, params, abstract.params),
+        totals=jax.tree.map(lambda _: everywhere, abstract.totals),
+    )
+
+
+def with_shardings(abstract: TrainState, shardings: TrainState) -> TrainState:
+    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract, shardings)
+
+
+def wide(words: Any) -> int:
+    """The Python integer of a (high, low) pair of uint32."""
+    high, low = (int(word) for word in words)
+    return (high << 32) | low
+
+
+def add_wide(total: jax.Array, amount: jax.Array) -> jax.Array:
+    """(high, low) + amount (uint32), with carry: exact where float32, and 32 bits, are not."""
+    low = total[1] + amount
+    carry = (low < amount).astype(jnp.uint32)
+    return jnp.stack([total[0] + carry, low])

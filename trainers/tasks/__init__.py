@@ -1,0 +1,1 @@
+"""Tasks: what is learnt, from what, by which loss."""

@@ -1,0 +1,173 @@
+"""The training process of one host: `python -m trainers.worker`, started and watched by a host agent.
+
+It first gets a *preparation* (one JSON line on standard input), does all that needs no device, and waits as a warm standby. Its
+*orders* (the next line) make it a member of a generation. Later lines ask it to stop or to save. Everything it has to tell goes as
+JSON lines to the file descriptor named by EVENT_FD. When its standard input ends, its agent is gone, and it goes too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TextIO
+
+from trainers.arguments import TrainingArguments, from_dict, load_object
+
+PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
+HEARTBEAT_INTERVAL_S = 0.1
+FAILED_EXIT_CODE = 1
+
+
+class EventPipe:
+    """JSON lines to the agent; any thread may send."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def send(self, event: dict[str, Any]) -> None:
+        line = json.dumps(event, default=str) + "\n"
+        with self._lock:
+            self._stream.write(line)
+            self._stream.flush()
+
+
+@dataclass
+class Prepared:
+    trainer_class: type
+    arguments: TrainingArguments
+    datasets: tuple[Any, Any]
+    trainer: Any | None
+    """Built ahead only if its class says, by having `prepare`, that building it touches no device."""
+
+
+def main() -> None:
+    # In order: stacks can be taken from here on, whatever hangs.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
+    pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
+    try:
+        prepared = prepare(next_message())
+        pipe.send({"t": time.time(), "ev": "warm"})
+        orders = next_message()
+        run(prepared, orders, pipe)
+    except BaseException as error:  # the process's boundary: recorded for the driver, then it ends
+        pipe.send(exception_event(error))
+        traceback.print_exc()
+        finish(FAILED_EXIT_CODE)
+    finish(0)
+
+
+def next_message() -> dict[str, Any]:
+    line = sys.stdin.readline()
+    if not line:
+        finish(0)
+    return json.loads(line)
+
+
+def finish(code: int) -> None:
+    """Ends the process without waiting for threads of libraries: what must be complete is complete by now."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def prepare(message: dict[str, Any]) -> Prepared:
+    """All that needs no device: imports, configuration, data, shapes."""
+    arguments = from_dict(load_object(message["arguments_class"]), message["arguments"])
+    trainer_class = load_object(arguments.trainer)
+    datasets = load_object(arguments.data.dataset)(arguments)
+    trainer = None
+    if prepare_ahead := getattr(trainer_class, "prepare", None):
+        trainer = trainer_class(arguments, *datasets)
+        prepare_ahead(trainer)
+    return Prepared(trainer_class, arguments, datasets, trainer)
+
+
+def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
+    from trainers import agree, distributed, runtime
+
+    host = runtime.Runtime(pipe.send, restore_from=orders.get("restore_from"), program_key=orders.get("program_key"))
+    runtime.install(host)
+    for number, reason in ((signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")):
+        signal.signal(number, stop_on_signal(host, reason))
+    threading.Thread(target=obey, args=(host,), name="orders", daemon=True).start()
+    host.phase("join")
+    member = distributed.Membership(
+        generation=orders["generation"],
+        host=orders["host"],
+        num_hosts=orders["num_hosts"],
+        coordinator=orders["coordinator"],
+        local_device_ids=orders.get("local_device_ids"),
+    )
+    distributed.join(member)
+    host.emit("joined")
+    threading.Thread(target=beat, args=(host,), name="heartbeat", daemon=True).start()
+    trainer = prepared.trainer or prepared.trainer_class(prepared.arguments, *prepared.datasets)
+    trainer.train()
+    host.emit("done", step=host.step, **result(trainer))
+    agree.barrier("done")
+    distributed.leave(member)
+
+
+def result(trainer: Any) -> dict[str, Any]:
+    output = getattr(trainer, "output", None)
+    if output is None:
+        return {"stop_reason": "max_steps", "result": {}}
+    return {"stop_reason": str(output.stop_reason), "result": {**output.metrics, "checkpoint": output.checkpoint_path}}
+
+
+def stop_on_signal(host: Any, reason: str) -> Any:
+    def handler(number: int, frame: FrameType | None) -> None:
+        host.request_stop(reason)
+
+    return handler
+
+
+def obey(host: Any) -> None:
+    """Reads later orders. The end of input means that the agent is gone: nobody would ever stop this process."""
+    for line in sys.stdin:
+        message = json.loads(line)
+        if message["cmd"] == "stop":
+            host.request_stop(message["reason"])
+        elif message["cmd"] == "save":
+            host.request_save()
+    finish(FAILED_EXIT_CODE)
+
+
+def beat(host: Any) -> None:
+    """Tells how far the loop is, from a thread of its own: the loop never waits for a pipe."""
+    told = None
+    while True:
+        if (now := (host.step, host.batch_index)) != told:
+            host.emit("heartbeat", step=now[0], batch_index=now[1])
+            told = now
+        time.sleep(HEARTBEAT_INTERVAL_S)
+
+
+def exception_event(error: BaseException) -> dict[str, Any]:
+    from trainers import runtime
+    from trainers.errors import kind_of
+
+    return {
+        "t": time.time(),
+        "ev": "exception",
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "step": runtime.current().step,
+        **kind_of(error),
+    }
+
+
+if __name__ == "__main__":
+    main()
