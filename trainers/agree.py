@@ -1,7 +1,7 @@
 """What one host alone knows, agreed on by all: every such decision goes through here, or through the flags of the train step.
 
-All hosts must call each function in the same order with the same `topic`. They talk through the coordination service, on the host:
-no device, no compilation. A host that never comes makes the others raise after `timeout_s`, naming the topic.
+All hosts must call each function in the same order with the same `topic`. They talk through the coordination service, on the
+host: no device, no compilation. A host that never comes makes the others raise after `timeout_s`, naming the topic.
 """
 
 from __future__ import annotations

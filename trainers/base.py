@@ -244,7 +244,8 @@ class BaseTrainer:
         return make()
 
     def _compile(self, state: TrainState) -> None:
-        """Compiles (or loads) the train step. After a restore everything else is compiled when it is first needed."""
+        """Compiles (or loads) the train step and what saving needs, so that no step has to wait for it."""
+        self.functions.checkpoint_manager.prepare(state)
         batch = self._batch_shapes(self.arguments.accumulation_steps, sharding=meshes.micro_batches(self._mesh))
         self.functions.train_step_fn.prepare(state, self._empty_bag(), batch, Flags(self._mesh).array())
 
@@ -291,6 +292,8 @@ class BaseTrainer:
         saved = agree.from_host0("last checkpoint", manager.last_saved_step)
         path = None if saved is None else manager.path(saved)
         metrics = self._final_metrics(state)
+        if reason.finished:
+            metrics["sample"] = self._sample(state)
         self.output = TrainerOutput(state, self._mesh, path, None if saved is None else str(saved), reason, metrics)
         self.dataloaders.dataloader_train.close()
 
@@ -311,6 +314,14 @@ class BaseTrainer:
         if self._last_evaluation is not None:
             metrics.update({f"eval_{name}": value for name, value in self._last_evaluation[1].items()})
         return metrics
+
+    def _sample(self, state: TrainState) -> str | None:
+        """A text that the model generates, if its task can; a look at what was learnt, never a reason to fail."""
+        config = self.arguments.sample
+        generate = getattr(self.task, "sample", None)
+        if generate is None or not config.prompt:
+            return None
+        return generate(self.model.merge(state.params), config.prompt, config.num_tokens, config.temperature, self.arguments.seed)
 
     def _save(self, state: TrainState) -> None:
         step = int(state.step)  # saving copies the state off the device anyway: here the host may wait

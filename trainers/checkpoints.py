@@ -1,7 +1,7 @@
 """Checkpoints by Orbax: asynchronous, atomic, fingerprinted, and restored from the newest one that is whole.
 
-A checkpoint of step S is the folder `checkpoints/S` with two items: `state` (the arrays of the TrainState) and `meta` (one readable
-JSON: where the data stands, the seed, the fingerprint of every leaf, and what produced it).
+A checkpoint of step S is the folder `checkpoints/S` with two items: `state` (the arrays of the TrainState) and `meta` (one
+readable JSON: where the data stands, the seed, the fingerprint of every leaf, and what produced it).
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class CheckpointManager:
     def restore(self, abstract: TrainState) -> Restored | None:
         """The newest checkpoint that is whole, on all hosts the same; None if there is none at all.
 
-        `abstract` gives shapes and shardings: any mesh will do. Raises CheckpointError if the checkpoints are of another model, or
-        if there are checkpoints and none of them is whole: starting again from nothing is never done silently.
+        `abstract` gives shapes and shardings: any mesh will do. Raises CheckpointError if the checkpoints are of another model,
+        or if there are checkpoints and none of them is whole: starting again from nothing is never done silently.
         """
         steps = agree.from_host0("checkpoints to restore", self.steps())
         skipped: list[dict[str, Any]] = []
@@ -124,9 +124,10 @@ class CheckpointManager:
         """uint32[num_leaves, 2], on the device, the same on all hosts. All hosts must call this."""
         return self._fingerprints(state)
 
-    def prepare(self, abstract: TrainState) -> None:
-        """Compiles what saving and restoring need."""
-        self._fingerprints.prepare(abstract)
+    def prepare(self, state: TrainState) -> None:
+        """Compiles what saving needs, if restoring has not done it. `state` may be shapes with shardings."""
+        if self._fingerprints.compiled is None:
+            self._fingerprints.prepare(state)
 
     def wait(self) -> None:
         """Returns when no save is under way."""
@@ -146,7 +147,7 @@ class CheckpointManager:
         if problem := _first(agree.all_hosts("checkpoint meta", problem)):
             return None, {}, problem
         check_same_model(meta, abstract, self.path(step))
-        state = None
+        state: Any = None
         try:
             state = self._open().load_checkpointables(step, {"state": abstract})["state"]
             state = jax.block_until_ready(state)

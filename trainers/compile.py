@@ -1,7 +1,8 @@
 """Compiled programs, and keeping them from one generation of the gang to the next.
 
 A restarted process would spend most of its recovery tracing, lowering and loading a program it has run before. So each host
-keeps the executables it compiled, serialized, in a folder that the run's owner gives it, under a key of everything they depend on.
+keeps the executables it compiled, serialized, in a folder that the run's owner gives it, under a key of everything they depend
+on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from jax.experimental import serialize_executable
 
 
 class ProgramStore:
-    """Executables in `folder` (None: nothing is kept). `key` names what they were compiled for: configuration, code, host, topology.
+    """Executables in `folder` (None: nothing is kept). `key` names what they were compiled for: configuration, code, host,
+    topology.
 
     The folder must be writable by this host's user only: loading an executable runs it.
     """

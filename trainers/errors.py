@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -28,6 +30,13 @@ class NonFiniteLossError(Exception):
 
 class CoordinatorError(Exception):
     """Another host did not answer: a consequence of its failure, not a failure of this host."""
+
+
+def unknown_name(field: str, name: str, known: Sequence[str]) -> UsageError:
+    """The error for a name that is neither one of `known` nor a user's `package.module:function`."""
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return UsageError(f"{field} = {name!r}: expected one of {', '.join(known)}, or package.module:function{hint}")
 
 
 LOST_PEER_SIGNS = (

@@ -1,7 +1,7 @@
 """The training loop: reads straight down; where order matters, the line says what would break.
 
-The host never waits for the step it has just dispatched. It waits for the step before last: that bounds how far it runs ahead, and
-tells it what all hosts agreed on by then.
+The host never waits for the step it has just dispatched. It waits for the step before last: that bounds how far it runs ahead,
+and tells it what all hosts agreed on by then.
 """
 
 from __future__ import annotations

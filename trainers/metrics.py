@@ -5,11 +5,11 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
-import jax
 import numpy as np
 
 from trainers.errors import NonFiniteLossError
@@ -60,9 +60,9 @@ class Throughput:
 class Publisher:
     """Collects the bag of each interval of `every_steps` and hands its numbers to `publish(step, metrics, seconds)`.
 
-    `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop knows
-    that the interval's last step is complete, so nothing waits for the device. All hosts must do both alike: all see the same
-    numbers, so all raise NonFiniteLossError at the same step.
+    `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop
+    knows that the interval's last step is complete, so nothing waits for the device. All hosts must do both alike: all see the
+    same numbers, so all raise NonFiniteLossError at the same step.
     """
 
     def __init__(
@@ -107,8 +107,9 @@ class Publisher:
         skipped = int(bag.pop("non_finite")[0])
         if skipped:
             raise NonFiniteLossError(
-                f"{skipped} of the steps {interval.first_step + 1}..{interval.last_step} had a non-finite loss or gradient (their updates "
-                f"were not applied; grad_norm {_mean(bag['grad_norm'])}); look at the data of these steps and lower the learning rate"
+                f"{skipped} of the steps {interval.first_step + 1}..{interval.last_step} had a non-finite loss or gradient "
+                f"(their updates were not applied; grad_norm {_mean(bag['grad_norm'])}); "
+                "look at the data of these steps and lower the learning rate"
             )
         self.latest = {**means(bag), **self._rates(interval, float(bag["loss"][1]))}
         self.publish(interval.last_step, self.latest, interval.seconds)
@@ -128,7 +129,7 @@ class Publisher:
         return rates
 
 
-def means(bag: Bag) -> dict[str, float]:
+def means(bag: Mapping[str, Any]) -> dict[str, float]:
     """Weighted means by name; `perplexity` beside `loss`."""
     out = {name: _mean(pair) for name, pair in bag.items()}
     if "loss" in out:
@@ -136,6 +137,6 @@ def means(bag: Bag) -> dict[str, float]:
     return out
 
 
-def _mean(pair: jax.Array | np.ndarray) -> float:
+def _mean(pair: Any) -> float:
     total, weight = (float(x) for x in pair)
     return total / weight if weight else 0.0

@@ -15,7 +15,7 @@ Event = dict[str, Any]
 
 
 class Runtime:
-    """One process's side of the conversation. `send` takes an event (a JSON-able dict with "ev" and "t") and must not block for long."""
+    """One process's side of the conversation. `send` takes an event, a JSON-able dict with "ev" and "t", and must not block."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ def progress(step: int, metrics: Mapping[str, float] | None = None) -> None:
 
 
 def stop_requested() -> bool:
-    """Whether this host was asked to stop. One host's knowledge: agree on it (`trainers.agree`) before acting on several hosts."""
+    """Whether this host was asked to stop. One host's knowledge: with several, agree on it (`trainers.agree`) before acting."""
     return _current.stop_reason is not None
 
 

@@ -42,7 +42,7 @@ def build_schedule(config: ScheduleConfig, learning_rate: float, max_num_steps: 
     if ":" in config.name:
         return load_object(config.name)(config, learning_rate, max_num_steps)
     if config.name == "constant":
-        return _with_warmup(config, learning_rate, lambda step: jnp.ones_like(step))
+        return _with_warmup(config, learning_rate, jnp.ones_like)
     if config.name == "inverse_sqrt":
         return _with_warmup(config, learning_rate, _inverse_sqrt(config))
     if config.name not in SHAPES:

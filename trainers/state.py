@@ -27,8 +27,8 @@ class TrainState:
     params: Any
     opt_state: Any
     totals: dict[str, jax.Array]
-    """uint32[2] each (high, low word): `tokens` and `samples` trained on, and `samples_digest`, the sum over all samples of a
-    hash of (batch index, row, sample id): the same on any number of hosts, different if any sample came twice, elsewhere or never."""
+    """uint32[2] each (high, low word): `tokens` and `samples` trained on, and `samples_digest`, the sum over all samples of
+    a hash of (batch index, row, sample id): the same on any number of hosts, another if a sample came twice or not at all."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def state_from_parameters(params: Any, optimizer: optax.GradientTransformation) 
     return TrainState(step=zero, batch_index=zero, params=params, opt_state=optimizer.init(params), totals=totals)
 
 
-def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> TrainState:
+def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> Any:
     """Where each leaf of the state lies: parameters by the logical axis rules, moments beside them, the rest replicated."""
     params = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), abstract.params, axes)
-    everywhere = meshes.replicated(mesh)
+    everywhere: Any = meshes.replicated(mesh)
     return TrainState(
         step=everywhere,
         batch_index=everywhere,

@@ -27,8 +27,8 @@ def make_train_step(
 
     `batch` leaves are [accumulation_steps, micro_batch, ...]. Gradients are sums over targets, divided once by the number of
     targets of the whole global batch: exact for ragged targets at any accumulation and on any number of hosts.
-    `flags` is int32[num_devices, num_flags], a host's wishes in the rows of its devices; every host gets their maximum, so that all
-    take the same decision at the same step without a collective of their own.
+    `flags` is int32[num_devices, num_flags], a host's wishes in the rows of its devices; every host gets their maximum, so that
+    all take the same decision at the same step without a collective of their own.
     An update with a non-finite loss or gradient is not applied; it is counted in the bag.
     """
 

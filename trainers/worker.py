@@ -1,8 +1,8 @@
 """The training process of one host: `python -m trainers.worker`, started and watched by a host agent.
 
 It first gets a *preparation* (one JSON line on standard input), does all that needs no device, and waits as a warm standby. Its
-*orders* (the next line) make it a member of a generation. Later lines ask it to stop or to save. Everything it has to tell goes as
-JSON lines to the file descriptor named by EVENT_FD. When its standard input ends, its agent is gone, and it goes too.
+*orders* (the next line) make it a member of a generation. Later lines ask it to stop or to save. Everything it has to tell goes
+as JSON lines to the file descriptor named by EVENT_FD. When its standard input ends, its agent is gone, and it goes too.
 """
 
 from __future__ import annotations

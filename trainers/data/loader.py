@@ -1,7 +1,7 @@
 """Global batches by their index: batch k is a pure function of (dataset, k), on any number of hosts.
 
-So the position of the data is one integer: resuming seeks, any number of hosts sees the same samples in the same order, and there is
-no iterator state to lose.
+So the position of the data is one integer: resuming seeks, any number of hosts sees the same samples in the same order, and
+there is no iterator state to lose.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StepAddressedLoader:
         self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
         self._next: int | None = None
         slices = self.sharding.addressable_devices_indices_map(self.shape)
-        self._rows = {device: self._row_numbers(index) for device, index in slices.items()}
+        self._rows = {device: self._row_numbers(index) for device, index in slices.items() if index}
 
     def __len__(self) -> int:
         """Batches that `num_examples` (or one epoch) fills, the ragged last one included."""
@@ -82,7 +82,7 @@ class StepAddressedLoader:
     def _load(self, k: int) -> dict[str, jax.Array]:
         # Devices that differ only along the tensor axis hold the same rows: read those once.
         parts = {rows: self._read(k, rows) for rows in set(self._rows.values())}
-        out = {}
+        out: dict[str, jax.Array] = {}
         for name, first in next(iter(parts.values())).items():
             shape = (*self.shape, *first.shape[2:])
             shards = [jax.device_put(parts[rows][name], device) for device, rows in self._rows.items()]

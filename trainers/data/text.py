@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from trainers.arguments import DataConfig, TrainingArguments
-from trainers.errors import DataError
+from trainers.errors import DataError, UsageError
 
+NUM_BYTES = 256
 PYTHON_STDLIB = "python-stdlib"
 LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
@@ -33,7 +34,7 @@ class Windows:
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         start = index * self.sequence_length
         tokens = self.text[start : start + self.sequence_length + 1].astype(np.int32)
-        return {"tokens": tokens, "sample_id": np.int32(self.first_sample_id + index)}
+        return {"tokens": tokens, "sample_id": np.asarray(self.first_sample_id + index, np.int32)}
 
 
 class Epochs:
@@ -54,6 +55,10 @@ def byte_text(arguments: TrainingArguments) -> tuple[Epochs, Windows]:
     import grain
 
     config = arguments.data
+    if arguments.model.vocab_size < NUM_BYTES:
+        raise UsageError(
+            f"model.vocab_size = {arguments.model.vocab_size}: expected at least {NUM_BYTES}, for the data are bytes"
+        )
     text = read(config)
     held_out = int(len(text) * config.eval_fraction)
     train = Windows(text[: len(text) - held_out], config.sequence_length)
@@ -61,9 +66,9 @@ def byte_text(arguments: TrainingArguments) -> tuple[Epochs, Windows]:
     for name, windows in (("training", train), ("held-out", held)):
         if len(windows) == 0 and (name == "training" or config.eval_fraction > 0):
             raise DataError(
-                f"data.paths {', '.join(config.paths)}: the {name} text has {len(windows.text):,} bytes, less than one sequence of "
-                f"{config.sequence_length} (and one byte to predict); give more text, a smaller data.sequence_length, "
-                f"or another data.eval_fraction (now {config.eval_fraction})"
+                f"data.paths {', '.join(config.paths)}: the {name} text has {len(windows.text):,} bytes; expected at least "
+                f"{config.sequence_length + 1}: data.sequence_length = {config.sequence_length} and one byte more to predict; "
+                f"give more text, a smaller sequence_length, or another data.eval_fraction (now {config.eval_fraction})"
             )
     items = grain.MapDataset.source(train)
     if config.shuffle:
@@ -72,25 +77,28 @@ def byte_text(arguments: TrainingArguments) -> tuple[Epochs, Windows]:
 
 
 def read(config: DataConfig) -> np.ndarray:
-    """uint8: all files, one separator byte (newline) between them."""
-    parts = [part for path in config.paths for part in _read_path(path, config.pattern)]
-    return np.frombuffer(b"\n".join(parts), np.uint8)
+    """uint8: all files, one separator byte (newline) between them.
+
+    In the order of a digest of their relative paths: the held-out tail is a random choice of files, the same on every machine.
+    """
+    files = [file for path in config.paths for file in _files(path, config.pattern)]
+    files.sort(key=lambda file: hashlib.sha256(file[0].encode()).digest())
+    return np.frombuffer(b"\n".join(_read_file(path) for _, path in files), np.uint8)
 
 
-def _read_path(path: str, pattern: str) -> list[bytes]:
-    folder = sysconfig.get_paths()["stdlib"] if path == PYTHON_STDLIB else os.path.expanduser(path)
-    if os.path.isfile(folder):
-        return [_read_file(folder)]
-    if not os.path.isdir(folder):
-        raise DataError(
-            f"data.paths: {path!r} does not exist (looked for {os.path.abspath(folder)}); expected a file or a folder"
-        )
-    names = list(_matching(folder, pattern, LEFT_OUT if path == PYTHON_STDLIB else frozenset()))
+def _files(path: str, pattern: str) -> list[tuple[str, str]]:
+    """(path relative to the folder given, path to open) of every file that `path` stands for."""
+    place = sysconfig.get_paths()["stdlib"] if path == PYTHON_STDLIB else os.path.expanduser(path)
+    if os.path.isfile(place):
+        return [(os.path.basename(place), place)]
+    if not os.path.isdir(place):
+        raise DataError(f"data.paths: {path!r} does not exist (looked for {os.path.abspath(place)}); expected a file or a folder")
+    names = list(_matching(place, pattern, LEFT_OUT if path == PYTHON_STDLIB else frozenset()))
     if not names:
-        raise DataError(f"data.paths: no file in {path!r} matches data.pattern {pattern!r}")
-    # By a digest of the relative path: the held-out tail is a random choice of files, the same on every machine.
-    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [_read_file(os.path.join(folder, name)) for name in names]
+        raise DataError(
+            f"data.paths: no file in {path!r} matches data.pattern {pattern!r}; files are matched by name, as in '*.txt'"
+        )
+    return [(name, os.path.join(place, name)) for name in names]
 
 
 def _matching(folder: str, pattern: str, left_out: frozenset[str]) -> Iterator[str]:
@@ -104,4 +112,4 @@ def _read_file(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise DataError(f"data.paths: {path} cannot be read: {error.strerror}; is it readable by user {os.getuid()}?") from error
+        raise DataError(f"data.paths: {path} cannot be read: {error.strerror}; is it there, and yours to read?") from error

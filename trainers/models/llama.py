@@ -1,9 +1,10 @@
 """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Shape suffixes: B batch, T time, D width, H query heads, K key/value heads, G query heads per key/value head, C channels of a head,
-F inner width of the MLP, V vocabulary, N = B * T. A leading L: one slice per layer.
+Shape suffixes: B batch, T time (of queries), S time (of keys), D width, K key/value heads, G query heads for each of them, C
+channels of a head, N = B * T, V vocabulary. A leading L: one slice for each layer.
 
-The layers are stacked and run in one scan: a program to trace, compile and load after a failure whose size does not grow with depth.
+The layers are stacked and run in one scan: a program to trace, compile and load after a failure whose size does not grow with
+depth.
 """
 
 from __future__ import annotations
@@ -17,64 +18,79 @@ from flax import nnx
 
 from trainers.arguments import ModelConfig
 
+TABLE_SCALE = 0.02
+"""Of the embedding's first values: small beside what the layers add, else a table that also scores the next token would begin by
+expecting every token to repeat itself."""
+
 
 class Llama(nnx.Module):
     """`__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
 
-    Every parameter carries logical axis names; `trainers.mesh.LOGICAL_AXIS_RULES` says where they lie.
+    Every parameter carries logical axis names; `trainers.mesh.LOGICAL_AXIS_RULES` says where they lie. The channels of all heads
+    are one dimension, so that each weight of a layer is a matrix.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32):
         self.config, self.dtype = config, dtype
-        layers, width, head_dim = config.num_layers, config.width, config.width // config.num_heads
-        # Each layer adds two branches to the residual stream: scaled so that its variance does not grow with depth.
-        branch = 1 / math.sqrt(2 * layers)
-
-        def normal(axes: tuple[str, ...], *shape: int, fan_in: int, scale: float = 1.0) -> nnx.Param:
-            values = jax.random.normal(rngs.params(), shape, param_dtype) * (scale / math.sqrt(fan_in))
-            return nnx.Param(values, logical_axes=axes)
-
-        def ones(axes: tuple[str, ...], *shape: int) -> nnx.Param:
-            return nnx.Param(jnp.ones(shape, param_dtype), logical_axes=axes)
-
-        heads, kv_heads, mlp = config.num_heads, config.num_kv_heads, config.mlp_width
-        self.embed = normal(("vocab", "embed"), config.vocab_size, width, fan_in=width)
-        self.attention_norm = ones(("layers", "embed"), layers, width)
-        self.query = normal(("layers", "embed", "heads", "head_dim"), layers, width, heads, head_dim, fan_in=width)
-        self.key = normal(("layers", "embed", "kv_heads", "head_dim"), layers, width, kv_heads, head_dim, fan_in=width)
-        self.value = normal(("layers", "embed", "kv_heads", "head_dim"), layers, width, kv_heads, head_dim, fan_in=width)
-        self.out = normal(("layers", "heads", "head_dim", "embed"), layers, heads, head_dim, width, fan_in=width, scale=branch)
-        self.mlp_norm = ones(("layers", "embed"), layers, width)
-        self.gate = normal(("layers", "embed", "mlp"), layers, width, mlp, fan_in=width)
-        self.up = normal(("layers", "embed", "mlp"), layers, width, mlp, fan_in=width)
-        self.down = normal(("layers", "mlp", "embed"), layers, mlp, width, fan_in=mlp, scale=branch)
-        self.final_norm = ones(("embed",), width)
+        shape = (config.vocab_size, config.width)
+        self.embed = parameter(rngs, ("vocab", "embed"), shape, TABLE_SCALE, param_dtype)
+        self.layers = Layers(config, rngs=rngs, param_dtype=param_dtype)
+        self.final_norm = nnx.Param(jnp.ones(config.width, param_dtype), logical_axes=("embed",))
         if not config.tie_embeddings:
-            self.unembed = normal(("embed", "vocab"), width, config.vocab_size, fan_in=width)
+            self.unembed = parameter(rngs, ("embed", "vocab"), shape[::-1], TABLE_SCALE, param_dtype)
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
         config, (batch, time) = self.config, tokens_BT.shape
         if positions_BT is None:
-            positions_BT = jnp.broadcast_to(jnp.arange(time), (batch, time))
+            positions_BT = jnp.arange(time)[None]
         angles = rotary_angles(positions_BT, config.width // config.num_heads, config.rope_theta)
-        layers = {name: getattr(self, name)[...].astype(self.dtype) for name in LAYER_PARAMETERS}
+        weights = jax.tree.map(lambda weight: weight.astype(self.dtype), nnx.to_pure_dict(nnx.state(self.layers)))
 
         def layer(x_ND: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-            x_ND = x_ND + attend(rms_norm(x_ND, weights["attention_norm"], config.norm_eps), weights, angles)
-            x_ND = x_ND + swiglu(rms_norm(x_ND, weights["mlp_norm"], config.norm_eps), weights)
-            return x_ND, None
+            normed_ND = rms_norm(x_ND, weights["attention_norm"], config.norm_eps)
+            x_ND = x_ND + attend(config, normed_ND, weights, batch, angles)
+            return x_ND + swiglu(rms_norm(x_ND, weights["mlp_norm"], config.norm_eps), weights), None
 
-        # Scaled by sqrt(D): the table is small enough to serve as the output matrix, the stream starts with variance 1.
-        embedded = self.embed[...].astype(self.dtype)[tokens_BT] * math.sqrt(config.width)
+        embedded = self.embed[...].astype(self.dtype)[tokens_BT]
         # Flat [B * T, D] operands: a CPU multiplies them 1.3 times faster than [B, T, D].
-        x_ND, _ = jax.lax.scan(layer, embedded.reshape(batch * time, config.width), layers)
+        x_ND, _ = jax.lax.scan(layer, embedded.reshape(batch * time, config.width), weights)
         x_ND = rms_norm(x_ND, self.final_norm[...].astype(self.dtype), config.norm_eps)
         table_DV = self.embed[...].T if config.tie_embeddings else self.unembed[...]
         logits_NV = (x_ND @ table_DV.astype(self.dtype)).astype(jnp.float32)
         return logits_NV.reshape(batch, time, config.vocab_size)
 
 
-LAYER_PARAMETERS = ("attention_norm", "query", "key", "value", "out", "mlp_norm", "gate", "up", "down")
+class Layers(nnx.Module):
+    """The parameters of all layers, each [L, ...]."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
+        layers, width = config.num_layers, config.width
+        kv_width = width // config.num_heads * config.num_kv_heads
+        # Each layer adds two branches to the residual stream: scaled so that its variance does not grow with depth.
+        branch = 1 / math.sqrt(2 * layers)
+
+        def matrix(rows: tuple[str, int], columns: tuple[str, int], scale: float = 1.0) -> nnx.Param:
+            (row_axis, num_rows), (column_axis, num_columns) = rows, columns
+            shape, axes = (layers, num_rows, num_columns), ("layers", row_axis, column_axis)
+            return parameter(rngs, axes, shape, scale / math.sqrt(num_rows), param_dtype)
+
+        def norm() -> nnx.Param:
+            return nnx.Param(jnp.ones((layers, width), param_dtype), logical_axes=("layers", "embed"))
+
+        embed, heads, kv_heads, mlp = ("embed", width), ("heads", width), ("kv_heads", kv_width), ("mlp", config.mlp_width)
+        self.attention_norm = norm()
+        self.query = matrix(embed, heads)
+        self.key = matrix(embed, kv_heads)
+        self.value = matrix(embed, kv_heads)
+        self.out = matrix(heads, embed, scale=branch)
+        self.mlp_norm = norm()
+        self.gate = matrix(embed, mlp)
+        self.up = matrix(embed, mlp)
+        self.down = matrix(mlp, embed, scale=branch)
+
+
+def parameter(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], scale: float, dtype: Any) -> nnx.Param:
+    return nnx.Param((jax.random.normal(rngs.params(), shape) * scale).astype(dtype), logical_axes=axes)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -84,17 +100,18 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return normed.astype(x.dtype) * scale
 
 
-def attend(x_ND: jax.Array, weights: dict[str, jax.Array], angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+def attend(
+    config: ModelConfig, x_ND: jax.Array, weights: dict[str, jax.Array], batch: int, angles: tuple[jax.Array, jax.Array]
+) -> jax.Array:
     """Causal grouped-query attention (Ainslie et al., 2023)."""
-    (batch, time, _), (width, heads, head_dim) = angles[0].shape, weights["query"].shape
+    channels = config.width // config.num_heads
 
-    def project(weight: jax.Array) -> jax.Array:
-        return (x_ND @ weight.reshape(width, -1)).reshape(batch, time, weight.shape[1], head_dim)
+    def project(name: str) -> jax.Array:
+        return (x_ND @ weights[name]).reshape(batch, -1, weights[name].shape[1] // channels, channels)
 
-    query = rotate(project(weights["query"]), angles)
-    key = rotate(project(weights["key"]), angles)
-    out_BTHC = jax.nn.dot_product_attention(query, key, project(weights["value"]), is_causal=True)
-    return out_BTHC.reshape(batch * time, heads * head_dim) @ weights["out"].reshape(heads * head_dim, width)
+    query, key = rotate(project("query"), angles), rotate(project("key"), angles)
+    mixed = jax.nn.dot_product_attention(query, key, project("value"), is_causal=True)
+    return mixed.reshape(x_ND.shape) @ weights["out"]
 
 
 def swiglu(x_ND: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
@@ -102,9 +119,9 @@ def swiglu(x_ND: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     return (jax.nn.silu(x_ND @ weights["gate"]) * (x_ND @ weights["up"])) @ weights["down"]
 
 
-def rotary_angles(positions_BT: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+def rotary_angles(positions_BT: jax.Array, channels: int, theta: float) -> tuple[jax.Array, jax.Array]:
     """cos and sin [B, T, C/2] of position * theta^(-2i/C) (Su et al., 2021, eq. 15)."""
-    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequencies = theta ** (-jnp.arange(0, channels, 2, dtype=jnp.float32) / channels)
     angles = positions_BT[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 

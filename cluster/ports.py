@@ -1,0 +1,29 @@
+"""Ports for coordinators."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+FIRST_PORT, LAST_PORT = 20_100, 32_700
+"""Above the ports of Ray's workers, below those that Linux gives to outgoing connections: a port chosen for the next
+generation is used minutes or days later, and must not be some connection's own end by then."""
+
+
+def free_port(rng: random.Random | None = None) -> int:
+    """A port that nothing listens on now. Raises OSError if a hundred tries find none."""
+    rng = rng or random.Random()
+    for _ in range(100):
+        port = rng.randint(FIRST_PORT, LAST_PORT)
+        if _is_free(port):
+            return port
+    raise OSError(f"no free port found between {FIRST_PORT} and {LAST_PORT} in 100 tries")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,92 @@
+"""Whole TPU slices, reserved so that host i of the gang is worker i of its slice.
+
+Ray's `SlicePlacementGroup` holds the hosts. Which slices they are is decided before, here: one group holds the heads of all
+slices at once, so that two runs never hold half of what each needs, and leaves out slices that lack a host or hold one to avoid.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.tpu import SlicePlacementGroup
+
+from cluster.topology import (
+    POD_TYPE_LABEL,
+    SLICE_NAME_LABEL,
+    WORKER_ID_LABEL,
+    HostsConfig,
+    Node,
+    bundle,
+    chips_per_host,
+    generation,
+    hosts_per_slice,
+    pod_type,
+    slice_bundle_labels,
+    unusable_slices,
+)
+
+LOOK_AGAIN_S = 5.0
+"""How often to look which slices have become whole, or have lost a host, while waiting."""
+
+
+def reserve(
+    config: HostsConfig,
+    name: str,
+    removers: list[Callable[[], None]],
+    deadline_s: float,
+    living_nodes: Callable[[], list[Node]],
+    avoid_nodes: Sequence[str] = (),
+) -> PlacementGroup:
+    """The group of all hosts, slice by slice; what undoes each part is added to `removers`. Raises TimeoutError."""
+    names: Sequence[str | None] = [None] * config.slices
+    if hosts_per_slice(config) > 1:
+        heads, names = _reserve_heads(config, name, deadline_s, living_nodes, avoid_nodes)
+        removers.append(lambda: remove_placement_group(heads))
+    held = SlicePlacementGroup(
+        topology=config.topology or "",
+        accelerator_version=generation(config.accelerator or ""),
+        resources_per_bundle=bundle(config),
+        num_slices=config.slices,
+        chips_per_vm=chips_per_host(config),
+        name=name,
+        bundle_label_selector=slice_bundle_labels(config, names),
+    )
+    removers.append(held.shutdown)
+    group = held.slice_placement_group
+    assert group is not None
+    if not ray.wait([group.ready()], timeout=max(0.0, deadline_s - time.monotonic()))[0]:
+        raise TimeoutError(f"hosts of TPU slices {names}")
+    return group
+
+
+def _reserve_heads(
+    config: HostsConfig,
+    name: str,
+    deadline_s: float,
+    living_nodes: Callable[[], list[Node]],
+    avoid_nodes: Sequence[str],
+) -> tuple[PlacementGroup, list[str]]:
+    """Holds the head of each slice; returns the group and the names of the slices."""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        labels = {WORKER_ID_LABEL: "0", POD_TYPE_LABEL: pod_type(config)}
+        if unusable := unusable_slices(config, living_nodes(), avoid_nodes):
+            labels[SLICE_NAME_LABEL] = f"!in({','.join(unusable)})"
+        heads = placement_group(
+            [{f"TPU-{pod_type(config)}-head": 1}] * config.slices,
+            strategy="STRICT_SPREAD",
+            name=name.removesuffix("-gang") + "-heads",
+            bundle_label_selector=[labels] * config.slices,
+        )
+        if ray.wait([heads.ready()], timeout=min(left_s, LOOK_AGAIN_S))[0]:
+            return heads, _slice_names(heads, living_nodes())
+        remove_placement_group(heads)
+    raise TimeoutError(f"{config.slices} slices of type {pod_type(config)}")
+
+
+def _slice_names(heads: PlacementGroup, nodes: Sequence[Node]) -> list[str]:
+    labels = {node.node_id: node.labels for node in nodes}
+    where = placement_group_table(heads)["bundles_to_node_id"]
+    return sorted(labels[node_id][SLICE_NAME_LABEL] for node_id in where.values())

@@ -1,0 +1,166 @@
+"""The configuration of a job: a YAML file and overrides in, checked dataclasses out, or every error at once.
+
+Top-level keys of the file are the fields of `trainers.arguments.TrainingArguments`, or of the subclass that `arguments` names;
+beside them lie the sections `hosts` (cluster/topology.py), `driver` (here) and `tracking` (tracking.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster import topology
+from cluster.topology import HostsConfig
+from orchestrator import config_check, config_source, storage
+from orchestrator.config_source import ConfigError, Origin, Source
+from orchestrator.restart import RestartPolicy
+from orchestrator.tracking import TrackingConfig
+from trainers.arguments import ORCHESTRATOR_SECTIONS, Section, TrainingArguments, load_object
+
+__all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "to_dict", "to_yaml"]
+
+ARGUMENTS_CLASS = "trainers.arguments:TrainingArguments"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverConfig(Section):
+    """The driver, and the Ray it runs on."""
+
+    address: str | None = None
+    """Of a running Ray cluster; default: `RAY_ADDRESS`, and without that a Ray of its own on this machine."""
+    supervise: bool = False
+    """Under real Ray Train even where this command started Ray itself (some 6 s slower to start)."""
+    dashboard: bool = False
+    """Start Ray's dashboard, where this command starts Ray itself."""
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """Everything a job was asked to do. Made by `load` or `build`."""
+
+    training: TrainingArguments
+    hosts: HostsConfig
+    driver: DriverConfig
+    tracking: TrackingConfig
+    arguments_class: str = ARGUMENTS_CLASS
+
+    @property
+    def run_dir(self) -> str:
+        """The run's folder: absolute, or a URL."""
+        return storage.join(self.training.storage, self.training.name)
+
+
+def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> JobConfig:
+    """Reads a YAML file; each override is `section.key=value`. The run is named after the file, unless it says `name`.
+
+    Raises ConfigError with every problem, in the order of the file.
+    """
+    source = config_source.read(path)
+    config_source.override(source, overrides)
+    source.data.setdefault("name", Path(path).stem)
+    return _build(source)
+
+
+def build(data: Mapping[str, Any], name: str = "configuration") -> JobConfig:
+    """From data of the form that the file has, such as `to_dict` gives. Raises ConfigError."""
+    return _build(Source(name, dict(data)))
+
+
+def to_dict(config: JobConfig) -> dict[str, Any]:
+    """Plain data, for JSON and YAML: `build(to_dict(config)) == config`."""
+    sections = {name: dataclasses.asdict(getattr(config, name)) for name in ORCHESTRATOR_SECTIONS}
+    named = {} if config.arguments_class == ARGUMENTS_CLASS else {"arguments": config.arguments_class}
+    return _plain(named | dataclasses.asdict(config.training) | sections)
+
+
+def to_yaml(config: JobConfig) -> str:
+    return yaml.safe_dump(to_dict(config), sort_keys=False, width=120, allow_unicode=True)
+
+
+def _build(source: Source) -> JobConfig:
+    problems = list(source.problems)
+    arguments_class = source.data.get("arguments") or ARGUMENTS_CLASS
+    cls, problem = _arguments_class(arguments_class)
+    if problem:
+        problems.append((source.origin(("arguments",)), problem))
+    whole, found = config_check.check(_whole(cls), source)
+    problems += [(source.origin(path), text) for path, texts in found.items() for text in texts]
+    if whole is None or problems:
+        raise _error(source, problems)
+    training = cls(**{item.name: getattr(whole, item.name) for item in dataclasses.fields(cls) if item.init})
+    if not storage.is_url(training.storage):
+        # Made absolute here: the driver and the training processes have working directories of their own.
+        training = dataclasses.replace(training, storage=os.path.abspath(os.path.expanduser(training.storage)))
+    config = JobConfig(
+        training=training,
+        arguments_class=arguments_class,
+        **{name: getattr(whole, name) for name in ORCHESTRATOR_SECTIONS},
+    )
+    if problems := [(None, text) for text in _cross_check(config)]:
+        raise _error(source, problems)
+    return config
+
+
+def _arguments_class(path: Any) -> tuple[type[TrainingArguments], str | None]:
+    """The class that `arguments` names, and what is wrong with it; the rest is then checked against the default."""
+    try:
+        cls = load_object(path if isinstance(path, str) else str(path))
+    except ValueError as error:
+        return TrainingArguments, f"arguments: {error}"
+    if not (isinstance(cls, type) and issubclass(cls, TrainingArguments) and dataclasses.is_dataclass(cls)):
+        return TrainingArguments, f"arguments: {path!r} is {cls!r}: expected a dataclass that extends TrainingArguments"
+    taken = [item.name for item in dataclasses.fields(cls) if item.name in (*ORCHESTRATOR_SECTIONS, "arguments")]
+    if taken:
+        return TrainingArguments, f"arguments: {path!r} has a field {taken[0]!r}: that key has a meaning already"
+    return cls, None
+
+
+def _whole(cls: type[TrainingArguments]) -> type:
+    """One dataclass for everything that a file may say, so that everything is checked together."""
+    sections = {"hosts": HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig}
+    extra: list[tuple[str, Any, Any]] = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
+    extra.append(("arguments", str, field(default=ARGUMENTS_CLASS)))
+    return dataclasses.make_dataclass("Configuration", extra, bases=(cls,), frozen=True, kw_only=True)
+
+
+def _cross_check(config: JobConfig) -> list[str]:
+    """What only the sections together can get wrong."""
+    problems, hosts = [], config.hosts
+    try:
+        config.training.check_devices(topology.num_devices(hosts))
+    except ValueError as error:
+        problems.append(f"{error} (hosts: {topology.num_hosts(hosts)} x {topology.devices_per_host(hosts)} devices)")
+    if not storage.is_url(config.run_dir) and (problem := _in_the_way(Path(config.run_dir))):
+        problems.append(f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to")
+    return problems
+
+
+def _in_the_way(folder: Path) -> str | None:
+    """Why the folder could not be made or written to, without making it."""
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not nearest.is_dir():
+        return f"{folder} cannot be made: {nearest} is a file"
+    return None if os.access(nearest, os.W_OK | os.X_OK) else f"{folder} cannot be written: no permission to write to {nearest}"
+
+
+def _error(source: Source, problems: list[tuple[Origin | None, str]]) -> ConfigError:
+    """Problems in the order of the file, then those of overrides and of the whole."""
+
+    def line(problem: tuple[Origin | None, str]) -> float:
+        origin = problem[0]
+        return origin.line if origin is not None and origin.line is not None else float("inf")
+
+    return ConfigError(source.name, (f"{origin}: {text}" if origin else text for origin, text in sorted(problems, key=line)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,239 @@
+"""Data checked against a configuration dataclass: all that is wrong, in words, with what is allowed and the likely intention."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from orchestrator.config_source import KeyPath, Source, shown
+
+T = TypeVar("T")
+Problems = dict[KeyPath, list[str]]
+
+EXPECTED = {
+    "int": "an integer",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list, such as [a, b]",
+    "list": "a list, such as [a, b]",
+    "dict": "a section of keys and values",
+    "none": "null",
+}
+"""By the first word of pydantic's error types."""
+
+
+def check(cls: type[T], source: Source) -> tuple[T | None, Problems]:
+    """The value, or None and everything that is wrong, by path; a problem of the whole is at ()."""
+    data = as_written(cls, source.data, (), source)
+    adapter, problems = TypeAdapter(cls), typing.cast(Problems, {})
+    removed: set[KeyPath] = set()
+    while True:
+        try:
+            value = adapter.validate_python(data)
+            return (None, problems) if problems else (value, {})
+        except ValidationError as error:
+            found = [_where(detail, data) for detail in error.errors()]
+            for path, detail in found:
+                _add_problem(problems, cls, path, detail, removed)
+        # The checks of a section do not run while one of its keys is wrong: leave the wrong ones out, to hear the rest as well.
+        wrong = {path for path, _ in found if _present(data, path)}
+        if not wrong:
+            return None, problems
+        data = _without(data, wrong)
+        removed |= wrong
+
+
+def as_written(hint: Any, value: Any, path: KeyPath, source: Source) -> Any:
+    """What the value's type says about it that YAML cannot know: text stays as written, an empty section is absent."""
+    text = source.origins[path].text if path in source.origins else None
+    if text is not None and _is_text(hint) and not (value is None and (text != "" or _admits(hint, type(None)))):
+        return text
+    dataclass_ = section_of(hint)
+    if isinstance(value, Mapping):
+        hints = typing.get_type_hints(dataclass_) if dataclass_ else {}
+        items = {key: (hints.get(key, _item_hint(hint)), item) for key, item in value.items()}
+        return {
+            key: as_written(inner, item, (*path, key), source)
+            for key, (inner, item) in items.items()
+            if not (item is None and section_of(inner) and not _admits(inner, type(None)))
+        }
+    if isinstance(value, list):
+        return [as_written(_item_hint(hint), item, (*path, number), source) for number, item in enumerate(value)]
+    # Python, and so pydantic, takes True for 1.
+    return json.dumps(value) if isinstance(value, bool) and _is_number(hint) else value
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass among the arms of a type."""
+    return next((arm for arm in _arms(hint) if isinstance(arm, type) and dataclasses.is_dataclass(arm)), None)
+
+
+def _arms(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) is typing.Annotated:
+        return _arms(typing.get_args(hint)[0])
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _admits(hint: Any, arm: type) -> bool:
+    return arm in _arms(hint)
+
+
+def _is_text(hint: Any) -> bool:
+    return set(_arms(hint)) <= {str, type(None)}
+
+
+def _is_number(hint: Any) -> bool:
+    return set(_arms(hint)) <= {int, float, type(None)}
+
+
+def _item_hint(hint: Any) -> Any:
+    """Of the items of a list, or the values of a mapping."""
+    for arm in _arms(hint):
+        args = typing.get_args(arm)
+        if typing.get_origin(arm) in (tuple, list):
+            return args[0] if args else Any
+        if typing.get_origin(arm) in (dict, Mapping):
+            return args[1]
+    return Any
+
+
+def _where(detail: ErrorDetails, data: Any) -> tuple[KeyPath, ErrorDetails]:
+    """The error's path in the data: pydantic's names the arm of a union, too."""
+    path: list[str | int] = []
+    for part in detail["loc"]:
+        if _has(data, part):
+            path, data = [*path, part], data[part]
+    if detail["type"] == "missing":
+        path.append(detail["loc"][-1])
+    return tuple(path), detail
+
+
+def _add_problem(problems: Problems, cls: type, path: KeyPath, detail: ErrorDetails, removed: set[KeyPath]) -> None:
+    """What speaks of a key that was left out is taken for a consequence of that."""
+    left_out = {str(inner[len(path)]) for inner in removed if inner[: len(path)] == path and len(inner) > len(path)}
+    for text in _texts(cls, path, detail):
+        known = problems.get(path, [])
+        if text not in known and not left_out & set(re.findall(r"\w+", text.removeprefix(shown(path)))):
+            problems[path] = [*known, text]
+
+
+def _texts(cls: type, path: KeyPath, detail: ErrorDetails) -> Iterator[str]:
+    """Usually one; the checks of a section may raise several, a line each."""
+    kind, found = detail["type"], _found(detail["input"])
+    if kind == "value_error":
+        yield from (_of_section(cls, path, line) for line in str(detail["ctx"]["error"]).splitlines())
+    elif kind == "unexpected_keyword_argument":
+        yield f"{shown(path)}: unknown key ({found}); {_suggestion(cls, path)}"
+    elif kind in ("too_long", "too_short") or (kind == "missing" and isinstance(path[-1], int)):
+        path = path[:-1] if kind == "missing" else path
+        yield f"{shown(path)}: expected {_length(cls, path)} values ({found})"
+    elif kind == "missing":
+        yield f"{shown(path)}: missing; it has no default"
+    elif kind == "literal_error":
+        yield f"{shown(path)}: expected one of {_choices(detail)} ({found}){_close(detail)}"
+    elif kind == "dataclass_type":
+        keys = ", ".join(field.name for field in dataclasses.fields(_section_at(cls, path)))
+        yield f"{shown(path)}: expected a section with keys among {keys} ({found})"
+    else:
+        expected = EXPECTED.get(kind.split("_")[0])
+        yield f"{shown(path)}: {f'expected {expected}' if expected else detail['msg']} ({found})"
+
+
+def _of_section(cls: type, path: KeyPath, text: str) -> str:
+    """The message of a section's own check, in which the section's keys are named without the section."""
+    names = {field.name for field in dataclasses.fields(_section_at(cls, path))}
+    if not path:
+        return text
+    return f"{shown(path)}.{text}" if text.partition(" ")[0].rstrip(":") in names else f"{shown(path)}: {text}"
+
+
+def _length(cls: type, path: KeyPath) -> int:
+    """Of the fixed-length list at `path`."""
+    hint = typing.get_type_hints(_section_at(cls, path[:-1]))[str(path[-1])]
+    return next(len(typing.get_args(arm)) for arm in _arms(hint) if typing.get_origin(arm) is tuple)
+
+
+def _section_at(cls: type, path: KeyPath) -> Any:
+    for part in path:
+        hint = typing.get_type_hints(cls).get(str(part)) if dataclasses.is_dataclass(cls) else None
+        cls = section_of(hint) or object
+    return cls if dataclasses.is_dataclass(cls) else _Empty
+
+
+@dataclasses.dataclass
+class _Empty:
+    """Stands for what is not a section."""
+
+
+def _suggestion(cls: type, path: KeyPath) -> str:
+    key, section = str(path[-1]).lstrip("-"), path[:-1]
+    here = [field.name for field in dataclasses.fields(_section_at(cls, section))]
+    if close := difflib.get_close_matches(key, here, 1):
+        return f"did you mean {shown((*section, close[0]))}?"
+    elsewhere = [inner for inner in _all_keys(cls) if inner[-1] == key]
+    if len(elsewhere) == 1:
+        return f"did you mean {shown(elsewhere[0])}?"
+    return f"known keys{f' of {shown(section)}' if section else ''}: {', '.join(here)}"
+
+
+@cache
+def _all_keys(cls: type) -> tuple[KeyPath, ...]:
+    keys: list[KeyPath] = []
+    for name, hint in typing.get_type_hints(cls).items():
+        inner = section_of(hint)
+        keys += [(name,)] if inner is None else [(name,), *((name, *rest) for rest in _all_keys(inner))]
+    return tuple(keys)
+
+
+def _choices(detail: ErrorDetails) -> str:
+    return detail["ctx"]["expected"].replace("'", "").replace(" or ", ", ")
+
+
+def _close(detail: ErrorDetails) -> str:
+    close = difflib.get_close_matches(str(detail["input"]), _choices(detail).split(", "), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _found(value: Any) -> str:
+    if value is None or value == "":
+        return "found nothing"
+    text = json.dumps(value, default=str)
+    return f"found {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _has(data: Any, part: str | int) -> bool:
+    if isinstance(data, list):
+        return part in range(len(data))
+    return isinstance(data, Mapping) and part in data
+
+
+def _present(data: Any, path: KeyPath) -> bool:
+    for part in path:
+        if not _has(data, part):
+            return False
+        data = data[part]
+    return bool(path)
+
+
+def _without(data: Any, wrong: set[KeyPath]) -> Any:
+    """Wrong items of a list take the list with them: its length may matter."""
+    if not isinstance(data, Mapping):
+        return data
+    whole = {path[0] for path in wrong if len(path) == 1 or isinstance(path[1], int)}
+    return {
+        key: _without(value, {path[1:] for path in wrong if len(path) > 1 and path[0] == key})
+        for key, value in data.items()
+        if key not in whole
+    }

@@ -1,0 +1,229 @@
+"""Runs a job: `python -m orchestrator.run CONFIG [key=value ...] [--dry-run]`.
+
+On this machine alone it starts Ray itself; with RAY_ADDRESS (or driver.address, or inside `ray job submit`) it uses that cluster.
+Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong, or the run is in use; 3 stopped on request, state
+saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from orchestrator import plan, storage, summary
+from orchestrator.board import Board, BoardLike, start_remote_board
+from orchestrator.config import ConfigError, JobConfig, load
+from orchestrator.console import make_console, watch
+from orchestrator.lease import RunInUse, check_free
+from orchestrator.ray_train import SETTINGS, Reporter, fit
+
+EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
+JOB_STOP_GRACE_S = 3.0
+"""`ray job stop` kills that long after its SIGTERM."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        config = load(arguments.config, arguments.overrides)
+        if arguments.dry_run:
+            print(plan.render(config, plan.check(config)))
+            return EXIT_FINISHED
+        return launch(config)
+    except (ConfigError, RunInUse, storage.StorageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.run", description="Train on one machine or many.")
+    parser.add_argument("config", help="a YAML file, such as configs/tiny.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-3 hosts.count=4")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, take no machine")
+    return parser.parse_args(argv)
+
+
+def launch(config: JobConfig) -> int:
+    """Checks, takes a Ray cluster, runs the driver, and shows what happens. Returns the exit status."""
+    started_at_s = time.time()
+    run_dir = config.run_dir
+    storage.check_writable(run_dir)
+    check_free(run_dir)
+    report = plan.check(config)
+    launch_id = uuid.uuid4().hex[:12]
+    supervised = connect(config)
+    board = start_remote_board() if supervised else Board()
+    board.post(report.header(config))
+    message = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir, "started_at_s": started_at_s}
+    outcome = Outcome()
+    driver = threading.Thread(target=outcome.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
+    driver.start()
+    with relay_signals(board, run_dir):
+        watch(board, make_console(sys.stdout), lambda: not driver.is_alive())
+    driver.join()
+    disconnect()
+    return exit_status(storage.read_verdict(run_dir, launch_id), outcome.error)
+
+
+def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> None:
+    fit(drive, message, name=config.training.name, storage=config.training.storage, supervised=supervised)
+
+
+def drive(message: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
+    """The driver's main, as Ray Train's worker. Ray Train calls it again after any failure of this process.
+
+    Ray Train takes a return for success, and tries again after an exception. So a verdict, once there, is final: it is returned again.
+    """
+    from orchestrator.driver import Driver, TrainingFailed
+    from orchestrator.launch import Launch
+
+    config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
+    verdict = storage.read_verdict(run_dir, launch_id)
+    if verdict is not None:
+        return verdict
+    job = Launch(run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), time.time)
+    status, result, error = "failed", {}, None
+    try:
+        result = Driver(config, job, board, reporter).run()
+        status = "finished" if result["stop_reason"] in FINISHED else "stopped"
+    except TrainingFailed as failure:
+        error = str(failure)
+        status = "stopped" if board.stop_requested() else "failed"
+    return conclude(job, board, config, status, result, error)
+
+
+FINISHED = ("max_steps", "max_data_epochs", "end_of_data")
+"""Stop reasons after which there is nothing left to train."""
+
+
+def conclude(
+    job: Any, board: BoardLike, config: JobConfig, status: str, result: dict[str, Any], error: str | None
+) -> dict[str, Any]:
+    """Writes the summary and, last of all, the verdict: whoever finds it finds everything else."""
+    left = job.close({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status])
+    made = summary.build(job, status, result, error, time.time())
+    summary.write(job.run_dir, made)
+    if left:
+        board.post({"ev": "note", "message": left, "level": "warning"})
+    extra = {
+        "name": config.training.name,
+        "prompt": config.training.sample.prompt,
+        "storage": job.run_dir,
+        "checkpoints": storage.join(job.run_dir, "checkpoints"),
+        "mlflow": job.tracker.where(),
+    }
+    board.post({"ev": "summary", "summary": {**made, **extra}})
+    verdict = {"launch_id": job.launch_id, "status": status, "stop_reason": result.get("stop_reason"), "error": error}
+    storage.write_verdict(job.run_dir, verdict)
+    return verdict
+
+
+# ---------------------------------------------------------------------- Ray
+
+
+def connect(config: JobConfig) -> bool:
+    """Connects to the cluster named by the environment or the configuration, or starts Ray on this machine.
+
+    Returns whether Ray Train shall supervise the driver as a process of its own.
+    """
+    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = os.environ.get("RAY_ADDRESS") or config.driver.address
+    if not address:
+        # Ray would switch token authentication on for a cluster that only this process uses, and leave a token file behind,
+        # after which other commands need the token too.
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    import ray
+
+    if address:
+        ray.init(address, log_to_driver=False)
+        return True
+    from cluster.topology import num_hosts
+
+    hosts = num_hosts(config.hosts) + config.hosts.spares
+    cpus = int(hosts * config.hosts.cpus_per_host) + 1
+    ray.init(num_cpus=cpus, include_dashboard=config.driver.dashboard, log_to_driver=False)
+    return config.driver.supervise
+
+
+def disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+# ---------------------------------------------------------------------- signals and exit
+
+
+class Outcome:
+    """What the driver's thread ended with."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def catch(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:  # a thread's boundary: shown by the main thread
+            self.error = error
+
+
+class relay_signals:
+    """SIGINT and SIGTERM ask the driver to save and stop; a second SIGINT ends this command at once."""
+
+    def __init__(self, board: BoardLike, run_dir: str):
+        self.board, self.run_dir = board, run_dir
+        self.asked_at_s: float | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> relay_signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked_at_s is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked_at_s = time.monotonic()
+        reason = "interrupted" if number == signal.SIGINT else "terminated"
+        # Not in the handler itself: the board may be an actor, and Ray's calls are not re-entrant.
+        threading.Thread(target=self.board.request_stop, args=(reason,), daemon=True).start()
+        if number == signal.SIGTERM:
+            late = threading.Timer(JOB_STOP_GRACE_S - 0.5, self._too_late)
+            late.daemon = True
+            late.start()
+
+    def _too_late(self) -> None:
+        print(
+            f"SIGTERM: the state could not be saved within {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed now, "
+            f"the next launch goes on from the newest checkpoint in {self.run_dir}/checkpoints",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def exit_status(verdict: dict[str, Any] | None, error: BaseException | None) -> int:
+    if verdict is None:
+        print(f"error: the driver ended without a verdict: {error!r}", file=sys.stderr)
+        return EXIT_FAILED
+    if verdict["status"] == "failed":
+        print(f"\nerror: {verdict['error']}", file=sys.stderr)
+    elif verdict["status"] == "stopped":
+        print(f"stopped ({verdict['error'] or verdict['stop_reason']}); run the same command again to go on", file=sys.stderr)
+    return {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED}.get(verdict["status"], EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

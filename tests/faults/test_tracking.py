@@ -1,0 +1,292 @@
+"""The MLflow shipper with real stores: killed, with its server down, refused, and out of time."""
+
+import contextlib
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from orchestrator import storage
+from orchestrator.tracking import Tracker, TrackingConfig
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return str(tmp_path / "runs" / "a")
+
+
+@pytest.fixture(scope="module")
+def made_store(tmp_path_factory):
+    """A store with its tables made, which takes seconds: tests that are not about making it take a copy."""
+    run_dir = tmp_path_factory.mktemp("made") / "runs" / "first"
+    assert Tracker(str(run_dir), TrackingConfig(experiment="other"), "first").close(PATIENCE_S) is None
+    return (run_dir.parent / "mlflow.db").read_bytes()
+
+
+@pytest.fixture
+def store(run_dir, made_store):
+    path = Path(run_dir).parent / "mlflow.db"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(made_store)
+    return path
+
+
+@contextlib.contextmanager
+def tracker(run_dir, close_s=PATIENCE_S, **config):
+    it = Tracker(run_dir, TrackingConfig(**config), "a", {"model": {"width": 3}})
+    try:
+        yield it
+    finally:
+        it.close(close_s)
+
+
+def query(store, text):
+    with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as database:
+        return database.execute(text).fetchall()
+
+
+def shipped(store, metric="loss", run_name="a"):
+    """(step, value) pairs of a metric, as often as they are in the store."""
+    return query(
+        store,
+        "select m.step, m.value from metrics m join runs r on r.run_uuid = m.run_uuid "
+        f"where m.key = '{metric}' and r.name = '{run_name}' order by m.step",
+    )
+
+
+def wait_for(condition, what):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S} s for: {what}"
+        time.sleep(0.05)
+
+
+def shipper_pid(it):
+    wait_for(lambda: it._shipper._process, "a shipper")
+    return it._shipper._process.pid
+
+
+def log_steps(it, steps):
+    for step in steps:
+        it.log_metrics(step, {"loss": float(step)})
+
+
+def expected(steps):
+    return [(step, float(step)) for step in steps]
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_everything_reaches_mlflow_and_the_driver_never_imports_it(run_dir, store, tmp_path):
+    (tmp_path / "page.html").write_text("hi")
+    with tracker(run_dir) as it:
+        log_steps(it, range(2000))
+        it.log_metrics(5, {"eval_loss": float("nan"), "note": "no number"})
+        it.set_tags({"digest": 12})
+        it.log_artifact(tmp_path / "page.html", "report")
+        it.register_model("tiny", str(tmp_path / "checkpoints" / "10"))
+        assert it.close(PATIENCE_S) is None
+        assert it.problem() == "metrics left out, since they are not numbers: note"
+        assert it.where()["command"] == f"mlflow ui --backend-store-uri sqlite:///{store}"
+        assert it.where()["run_id"] == query(store, "select run_uuid from runs where name = 'a'")[0][0]
+    assert shipped(store) == expected(range(2000))
+    assert query(store, "select is_nan from metrics where key = 'eval_loss'") == [(1,)]
+    assert query(store, "select key, value from params") == [("model.width", "3")]
+    assert ("digest", "12") in query(store, "select key, value from tags")
+    assert query(store, "select status from runs where name = 'a'") == [("FINISHED",)]
+    assert query(store, "select name, source from model_versions") == [("tiny", f"file://{tmp_path}/checkpoints/10")]
+    assert [path.read_text() for path in store.parent.glob("mlartifacts/*/artifacts/report/page.html")] == ["hi"]
+    assert "mlflow" not in sys.modules
+
+
+def test_one_mlflow_run_over_restarts_and_replayed_steps_are_there_once(run_dir, store):
+    with tracker(run_dir) as it:
+        log_steps(it, range(10))
+        it.close(PATIENCE_S, status="FAILED")
+    assert query(store, "select status from runs where name = 'a'") == [("FAILED",)]
+    with tracker(run_dir) as it:
+        log_steps(it, range(5, 15))
+        it.set_params({"model": {"width": 4}, "more": 1})
+    assert shipped(store) == expected(range(15))
+    assert query(store, "select status from runs where name = 'a'") == [("FINISHED",)]
+    assert sorted(query(store, "select key, value from params")) == [("model.width", "3"), ("more", "1")]
+    assert ("changed.model.width", "4") in query(store, "select key, value from tags")
+
+
+def test_a_killed_shipper_is_started_again_and_nothing_is_lost_or_doubled(run_dir, store):
+    with tracker(run_dir) as it:
+        for round_number in range(3):
+            log_steps(it, range(round_number * 50, round_number * 50 + 50))
+            if round_number == 1:
+                wait_for(lambda: len(shipped(store)) == 100, "the first two rounds in the store")
+            pid = shipper_pid(it)
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: shipper_pid(it) != pid, "another shipper")
+    assert shipped(store) == expected(range(150))
+
+
+def test_lines_shipped_twice_are_in_the_store_once(run_dir, store):
+    """As when the shipper dies between sending a batch and noting it."""
+    with tracker(run_dir) as it:
+        log_steps(it, range(50))
+    storage.delete(storage.join(run_dir, "tracking", "shipped.json"))
+    with tracker(run_dir) as it:
+        log_steps(it, range(50, 60))
+    assert shipped(store) == expected(range(60))
+    assert query(store, "select count(*) from runs where name = 'a'") == [(1,)]
+
+
+def test_the_shipper_does_not_outlive_a_killed_driver(run_dir, store):
+    program = (
+        "import sys, time; from orchestrator.tracking import *\n"
+        f"it = Tracker({run_dir!r}, TrackingConfig(), 'a'); it.log_metrics(1, {{'loss': 1.0}})\n"
+        "while it._shipper._process is None: time.sleep(0.01)\n"
+        "print(it._shipper._process.pid, flush=True); time.sleep(1000)"
+    )
+    driver = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pid = int(driver.stdout.readline())
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    wait_for(lambda: gone(pid), "the end of the shipper")
+    # What the dead driver had said is shipped by hand.
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.tracking", run_dir], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    assert done.stdout == "all shipped\n"
+    assert shipped(store) == expected([1])
+
+
+def test_two_runs_that_start_at_once_on_a_new_store(tmp_path):
+    run_dirs = [str(tmp_path / "runs" / name) for name in "ab"]
+    trackers = [Tracker(run_dir, TrackingConfig(), os.path.basename(run_dir)) for run_dir in run_dirs]
+    for it in trackers:
+        log_steps(it, range(20))
+    assert [it.close(PATIENCE_S) for it in trackers] == [None, None]
+    store = tmp_path / "runs" / "mlflow.db"
+    assert [shipped(store, run_name=name) for name in "ab"] == [expected(range(20))] * 2
+    assert query(store, "select count(*) from experiments where name = 'gangway'") == [(1,)]
+    assert not list(store.parent.glob("*.unfinished*"))
+
+
+def test_a_shipper_killed_while_it_makes_the_store_leaves_no_broken_one(run_dir):
+    store = Path(run_dir).parent / "mlflow.db"
+    with tracker(run_dir) as it:
+        log_steps(it, range(5))
+        wait_for(lambda: (store.parent / "mlflow.db.unfinished").exists() or store.exists(), "a database in the making")
+        os.kill(shipper_pid(it), signal.SIGKILL)
+    assert shipped(store) == expected(range(5))
+
+
+def test_what_mlflow_refuses_is_set_aside_and_the_rest_is_shipped(run_dir, store):
+    with tracker(run_dir) as it:
+        for step in range(40):
+            it.log_metrics(step, {"loss": float(step), "bad|name": 1.0} if step == 17 else {"loss": float(step)})
+        it.log_artifact("/no/such/file")
+        it.log_metrics(40, {"loss": 40.0})
+        assert it.close(PATIENCE_S) is None
+        folder = storage.join(run_dir, "tracking")
+        assert it.problem() == f"2 entries that MLflow refuses are set aside in {folder}/rejected.jsonl"
+    assert shipped(store) == expected(range(41))
+    rejected = Path(folder, "rejected.jsonl").read_text().splitlines()
+    assert len(rejected) == 2
+    assert "bad|name" in rejected[0]
+    assert "artifact /no/such/file is gone: it has to stay until it is shipped" in rejected[1]
+
+
+def test_a_line_that_a_dying_driver_left_unfinished_harms_no_other(run_dir, store):
+    with tracker(run_dir) as it:
+        log_steps(it, range(3))
+    with open(storage.join(run_dir, "tracking", "metrics.jsonl"), "a") as file:
+        file.write('{"t": 12.0, "step": 3, "metr')
+    with tracker(run_dir) as it:
+        log_steps(it, range(3, 6))
+    assert shipped(store) == expected(range(6))
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def test_a_server_that_refuses_connections_stalls_nothing_and_the_next_start_ships_all(run_dir, store):
+    with tracker(run_dir, close_s=1.0, uri=f"http://127.0.0.1:{free_port()}") as it:
+        started_s = time.monotonic()
+        log_steps(it, range(5000))
+        assert time.monotonic() - started_s < PATIENCE_S / 10
+        wait_for(it.problem, "the problem to be noticed")
+        assert it.problem().startswith("MLflow does not take metrics now: ")
+        message = it.close(PATIENCE_S)
+        assert gone(shipper_pid(it))
+    assert message.startswith("5003 tracking entries are not in MLflow yet (MLflow does not take metrics now: ")
+    assert message.endswith(f"shipped at the next start, or by: python -m orchestrator.tracking {run_dir}")
+    with tracker(run_dir) as it:  # The store is another one now: it gets everything from the beginning.
+        log_steps(it, range(5000, 5010))
+    assert shipped(store) == expected(range(5010))
+
+
+def test_close_keeps_to_its_time_with_a_server_that_never_answers(run_dir):
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        it = Tracker(run_dir, TrackingConfig(uri=f"http://127.0.0.1:{listener.getsockname()[1]}"), "a")
+        log_steps(it, range(10))
+        listener.accept()[0].close()
+        closing = threading.Thread(target=it.close, args=(1.0,), daemon=True)
+        closing.start()
+        closing.join(PATIENCE_S / 4)  # Left to itself the shipper would go on for ever.
+        assert not closing.is_alive()
+        assert gone(shipper_pid(it))
+    assert it.close(1.0).startswith("12 tracking entries are not in MLflow yet")
+
+
+def test_a_server_that_comes_back_gets_what_it_missed(run_dir, store):
+    """A real server: down at first, then up, then the run goes on."""
+    port = free_port()
+    uri = f"http://127.0.0.1:{port}"
+    with tracker(run_dir, uri=uri) as it:
+        log_steps(it, range(10))
+        wait_for(it.problem, "the problem to be noticed")
+        with mlflow_server(store, port):
+            wait_for(lambda: len(shipped(store)) == 10, "what was logged while the server was down")
+            log_steps(it, range(10, 20))
+            assert it.close(PATIENCE_S) is None
+            assert it.problem() is None
+            assert it.where() == {"uri": uri, "run_id": it.where()["run_id"], "command": None}
+    assert shipped(store) == expected(range(20))
+
+
+@contextlib.contextmanager
+def mlflow_server(store, port):
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{store}", "--port", str(port)]
+    command += ["--workers", "1", "--artifacts-destination", str(store.parent / "served")]
+    with open(store.parent / "server.log", "wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        wait_for(lambda: answers(f"http://127.0.0.1:{port}/health"), "the server")
+        yield
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def answers(url):
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except OSError:
+        return False

@@ -1,0 +1,99 @@
+"""Stands for a training process: speaks its protocol with the agent, computes nothing, imports nothing big.
+
+The preparation says what goes wrong before it is warm, the orders what happens after:
+prepare: {"fail": message}, {"exit": code}, {"hang": true}, {"marker": path, "die_once": true}
+go:      {"steps": n}, {"ignore_sigterm": true}, {"workers": n}, {"then": "exit"|"raise"|"abort"|"done"|"wait"}
+orders:  {"cmd": "echo", ...} comes back as a note; {"cmd": "exit", "code": n}; {"cmd": "stop"} ends it well
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+EVENTS = os.fdopen(int(os.environ["EVENT_FD"]), "w", buffering=1)
+
+
+def emit(kind, **fields):
+    EVENTS.write(json.dumps({"t": time.time(), "ev": kind, **fields}) + "\n")
+
+
+def next_line():
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(0)
+    return json.loads(line)
+
+
+def fail(kind, message):
+    print(f"Traceback of {message}", flush=True)
+    emit("exception", type="ValueError", message=message, traceback="...", step=None, kind=kind)
+    os._exit(1)
+
+
+def prepare(message):
+    emit("phase", phase="import")
+    if "fail" in message:
+        fail("user", message["fail"])
+    if "exit" in message:
+        print("last words", flush=True)
+        os._exit(message["exit"])
+    if message.get("die_once"):
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(message["marker"], os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+    if message.get("hang"):
+        print("hanging in prepare", flush=True)
+        time.sleep(1000)
+    emit("warm", num_lines=message.get("num_lines"))
+
+
+def start_workers(count):
+    """Grandchildren as a data loader has them: in the group, with the event pipe open, deaf to the end of their parent."""
+    fd = EVENTS.fileno()
+    return [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=(fd,)).pid for _ in range(count)]
+
+
+def end(orders):
+    then = orders.get("then", "wait")
+    if then == "raise":
+        fail("user", "boom")
+    if then == "abort":
+        os.abort()
+    if then == "done":
+        emit("done", step=orders.get("steps", 1), stop_reason="max_steps", result={})
+        os._exit(0)
+    if then == "exit":
+        print("leaving", flush=True)
+        os._exit(3)
+
+
+def main():
+    with contextlib.suppress(AttributeError):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    prepare(next_line())
+    orders = next_line()
+    if orders.get("ignore_sigterm"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    workers = start_workers(orders.get("workers", 0))
+    emit("joined", received_at=time.time(), env=dict(os.environ), workers=workers, parent=os.getppid())
+    for step in range(1, orders.get("steps", 1) + 1):
+        emit("first_step" if step == 1 else "heartbeat", step=step, batch_index=step)
+    end(orders)
+    while True:
+        message = next_line()
+        if message["cmd"] == "echo":
+            emit("note", message=message["message"])
+        elif message["cmd"] == "exit":
+            os._exit(message["code"])
+        elif message["cmd"] == "stop":
+            emit("done", step=1, stop_reason=message["reason"], result={})
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
