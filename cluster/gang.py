@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node  # as in ray.util.tpu: there is no public way to ask
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster import slices
+from cluster import groups, slices
 from cluster.agent import HostAgent
 from cluster.topology import (
     NODE_ID_LABEL,
@@ -112,15 +113,14 @@ def clear(run_name: str, timeout_s: float = CLEAR_TIMEOUT_S) -> list[str]:
 
     A group outlives its driver's process for as long as the driver's job lives. Only one driver of a run may call this.
     """
-    found = {info["name"]: key for key, info in placement_group_table().items() if _is_ours(info, run_name)}
-    groups = [_group_by_id(key) for key in found.values()]
-    for group in groups:
-        remove_placement_group(group)
-    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if _is_agent_of(actor, run_name)]
-    for name in names:
+    left = {key: info["name"] for key, info in groups.living().items() if _is_group_of(info["name"], run_name)}
+    for key in left:
+        remove_placement_group(groups.by_id(key))
+    agents = _agents_of(run_name)
+    for name in agents:
         _kill_named(name)
-    _wait_until(lambda: all(map(_is_removed, groups)) and not _named_agents(run_name), timeout_s)
-    return [*found, *names]
+    groups.wait_until(lambda: not left.keys() & groups.living().keys() and not _agents_of(run_name), timeout_s)
+    return [*left.values(), *agents]
 
 
 class Gang:
@@ -228,12 +228,11 @@ class Gang:
     def _group(self, count: int, how: str, name: str) -> PlacementGroup:
         labels = [{NODE_ID_LABEL: f"!in({','.join(self._avoid_nodes)})"}] * count if self._avoid_nodes else None
         group = placement_group([bundle(self.config)] * count, strategy=how, name=name, bundle_label_selector=labels)
-        self._removers.append(lambda: _remove(group))
+        self._removers.append(lambda: groups.remove(group))
         return group
 
     def _wait_for_group(self, group: PlacementGroup, deadline_s: float, limit_s: float) -> None:
-        ready, _ = ray.wait([group.ready()], timeout=max(0.0, deadline_s - time.monotonic()))
-        if not ready:
+        if not groups.is_ready(group, deadline_s):
             raise self._timeout(limit_s)
 
     def _timeout(self, limit_s: float) -> GangTimeout:
@@ -257,7 +256,7 @@ class Gang:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.index),
         }
         log_dir = f"{self._log_dir}/host-{number:04d}"
-        agent = ray.remote(HostAgent).options(**options).remote(self._module, self._env(number), log_dir)
+        agent: Any = ray.remote(HostAgent).options(**options).remote(self._module, self._env(number), log_dir)
         if self._preparation is not None:
             agent.prepare.remote(self._preparation)
         return Member(agent, place, number)
@@ -281,7 +280,7 @@ class Gang:
 
 def _node_of(place: Place) -> Node:
     """The machine that a place is on."""
-    node_id = placement_group_table(place.group)["bundles_to_node_id"][place.index]
+    node_id = groups.node_ids(place.group)[place.index]
     return next(node for node in living_nodes() if node.node_id == node_id)
 
 
@@ -293,23 +292,9 @@ def _answers(spare: Member) -> bool:
     return True
 
 
-def _remove(group: PlacementGroup) -> None:
-    remove_placement_group(group)
-    _wait_until(lambda: _is_removed(group), CLEAR_TIMEOUT_S)
-
-
-def _state(group: PlacementGroup) -> str:
-    return placement_group_table(group).get("state", "REMOVED")
-
-
-def _is_removed(group: PlacementGroup) -> bool:
-    return _state(group) == "REMOVED"
-
-
-def _is_ours(info: dict[str, Any], run_name: str) -> bool:
-    kind = info["name"].removeprefix(f"{run_name}-")
-    ours = kind != info["name"] and (kind in ("gang", "heads") or _is_numbered(kind, "spare"))
-    return ours and info["state"] != "REMOVED"
+def _is_group_of(name: str, run_name: str) -> bool:
+    kind = name.removeprefix(f"{run_name}-")
+    return kind != name and (kind in ("gang", "heads") or _is_numbered(kind, "spare"))
 
 
 def _is_numbered(name: str, kind: str) -> bool:
@@ -317,30 +302,12 @@ def _is_numbered(name: str, kind: str) -> bool:
     return number != name and number.replace("-", "").isdigit()
 
 
-def _is_agent_of(actor: dict[str, str], run_name: str) -> bool:
-    kind = actor["name"].removeprefix(f"{run_name}-")
-    return (
-        actor["namespace"] == NAMESPACE and kind != actor["name"] and (_is_numbered(kind, "host") or _is_numbered(kind, "spare"))
-    )
-
-
-def _named_agents(run_name: str) -> list[str]:
-    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if _is_agent_of(actor, run_name)]
+def _agents_of(run_name: str) -> list[str]:
+    ours = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+    kinds = {name: name.removeprefix(f"{run_name}-") for name in ours}
+    return [name for name, kind in kinds.items() if kind != name and (_is_numbered(kind, "host") or _is_numbered(kind, "spare"))]
 
 
 def _kill_named(name: str) -> None:
-    try:
+    with suppress(ValueError):  # gone by itself meanwhile
         ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-    except ValueError:  # gone by itself meanwhile
-        return
-
-
-def _group_by_id(group_id: str) -> PlacementGroup:
-    return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
-
-
-def _wait_until(done: Callable[[], bool], timeout_s: float) -> None:
-    """For what Ray does in its own time and gives no notice of."""
-    deadline_s = time.monotonic() + timeout_s
-    while not done() and time.monotonic() < deadline_s:
-        time.sleep(0.01)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.tpu import SlicePlacementGroup
 
+from cluster import groups
 from cluster.topology import (
     POD_TYPE_LABEL,
     SLICE_NAME_LABEL,
@@ -44,7 +44,7 @@ def reserve(
     names: Sequence[str | None] = [None] * config.slices
     if hosts_per_slice(config) > 1:
         heads, names = _reserve_heads(config, name, deadline_s, living_nodes, avoid_nodes)
-        removers.append(lambda: remove_placement_group(heads))
+        removers.append(lambda: groups.remove(heads))
     held = SlicePlacementGroup(
         topology=config.topology or "",
         accelerator_version=generation(config.accelerator or ""),
@@ -54,10 +54,11 @@ def reserve(
         name=name,
         bundle_label_selector=slice_bundle_labels(config, names),
     )
-    removers.append(held.shutdown)
     group = held.slice_placement_group
     assert group is not None
-    if not ray.wait([group.ready()], timeout=max(0.0, deadline_s - time.monotonic()))[0]:
+    removers.append(lambda: groups.remove(group))
+    removers.append(held.shutdown)
+    if not groups.is_ready(group, deadline_s):
         raise TimeoutError(f"hosts of TPU slices {names}")
     return group
 
@@ -70,7 +71,7 @@ def _reserve_heads(
     avoid_nodes: Sequence[str],
 ) -> tuple[PlacementGroup, list[str]]:
     """Holds the head of each slice; returns the group and the names of the slices."""
-    while (left_s := deadline_s - time.monotonic()) > 0:
+    while time.monotonic() < deadline_s:
         labels = {WORKER_ID_LABEL: "0", POD_TYPE_LABEL: pod_type(config)}
         if unusable := unusable_slices(config, living_nodes(), avoid_nodes):
             labels[SLICE_NAME_LABEL] = f"!in({','.join(unusable)})"
@@ -80,13 +81,12 @@ def _reserve_heads(
             name=name.removesuffix("-gang") + "-heads",
             bundle_label_selector=[labels] * config.slices,
         )
-        if ray.wait([heads.ready()], timeout=min(left_s, LOOK_AGAIN_S))[0]:
+        if groups.is_ready(heads, min(deadline_s, time.monotonic() + LOOK_AGAIN_S)):
             return heads, _slice_names(heads, living_nodes())
-        remove_placement_group(heads)
+        groups.remove(heads)
     raise TimeoutError(f"{config.slices} slices of type {pod_type(config)}")
 
 
 def _slice_names(heads: PlacementGroup, nodes: Sequence[Node]) -> list[str]:
     labels = {node.node_id: node.labels for node in nodes}
-    where = placement_group_table(heads)["bundles_to_node_id"]
-    return sorted(labels[node_id][SLICE_NAME_LABEL] for node_id in where.values())
+    return sorted(labels[node_id][SLICE_NAME_LABEL] for node_id in groups.node_ids(heads).values())

@@ -91,7 +91,7 @@ def _check_tpu(config: HostsConfig) -> None:
         value = getattr(config, name)
         _require(
             value in (None, derived),
-            f"{name} = {value}: {config.slices} slice(s) {config.topology} of {config.accelerator} make it {derived}; leave it out",
+            f"{name} = {value}: {config.slices} slice(s) {config.topology} of {config.accelerator} have {derived}; leave it out",
         )
 
 

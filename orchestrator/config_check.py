@@ -8,7 +8,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
@@ -58,7 +58,7 @@ def check(cls: type[T], source: Source) -> tuple[T | None, Problems]:
 def as_written(hint: Any, value: Any, path: KeyPath, source: Source) -> Any:
     """What the value's type says about it that YAML cannot know: text stays as written, an empty section is absent."""
     text = source.origins[path].text if path in source.origins else None
-    if text is not None and _is_text(hint) and not (value is None and (text != "" or _admits(hint, type(None)))):
+    if text is not None and _is_text(hint) and not _means_null(hint, value, text):
         return text
     dataclass_ = section_of(hint)
     if isinstance(value, Mapping):
@@ -90,6 +90,11 @@ def _admits(hint: Any, arm: type) -> bool:
     return arm in _arms(hint)
 
 
+def _means_null(hint: Any, value: Any, text: str) -> bool:
+    """Nothing at all is empty text where null is not allowed; a comment sign is text in an override."""
+    return value is None and (text.strip().lower() in ("~", "null") or (text == "" and _admits(hint, type(None))))
+
+
 def _is_text(hint: Any) -> bool:
     return set(_arms(hint)) <= {str, type(None)}
 
@@ -115,7 +120,7 @@ def _where(detail: ErrorDetails, data: Any) -> tuple[KeyPath, ErrorDetails]:
     for part in detail["loc"]:
         if _has(data, part):
             path, data = [*path, part], data[part]
-    if detail["type"] == "missing":
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
         path.append(detail["loc"][-1])
     return tuple(path), detail
 
@@ -123,40 +128,42 @@ def _where(detail: ErrorDetails, data: Any) -> tuple[KeyPath, ErrorDetails]:
 def _add_problem(problems: Problems, cls: type, path: KeyPath, detail: ErrorDetails, removed: set[KeyPath]) -> None:
     """What speaks of a key that was left out is taken for a consequence of that."""
     left_out = {str(inner[len(path)]) for inner in removed if inner[: len(path)] == path and len(inner) > len(path)}
-    for text in _texts(cls, path, detail):
-        known = problems.get(path, [])
+    section_check = detail["type"] == "value_error"
+    texts = [_of_section(cls, path, line) for line in _lines(detail)] if section_check else [(path, _text(cls, path, detail))]
+    for about, text in texts:
+        known = problems.get(about, [])
         if text not in known and not left_out & set(re.findall(r"\w+", text.removeprefix(shown(path)))):
-            problems[path] = [*known, text]
+            problems[about] = [*known, text]
 
 
-def _texts(cls: type, path: KeyPath, detail: ErrorDetails) -> Iterator[str]:
-    """Usually one; the checks of a section may raise several, a line each."""
+def _lines(detail: ErrorDetails) -> list[str]:
+    """The check of a section may raise several problems, a line each."""
+    return str(detail["ctx"]["error"]).splitlines()
+
+
+def _of_section(cls: type, path: KeyPath, text: str) -> tuple[KeyPath, str]:
+    """The message of a section's own check, which names the section's keys without the section; and what it is about."""
+    key = text.partition(" ")[0].rstrip(":")
+    if key in {field.name for field in dataclasses.fields(_section_at(cls, path))}:
+        return (*path, key), f"{shown(path)}.{text}" if path else text
+    return path, f"{shown(path)}: {text}" if path else text
+
+
+def _text(cls: type, path: KeyPath, detail: ErrorDetails) -> str:
     kind, found = detail["type"], _found(detail["input"])
-    if kind == "value_error":
-        yield from (_of_section(cls, path, line) for line in str(detail["ctx"]["error"]).splitlines())
-    elif kind == "unexpected_keyword_argument":
-        yield f"{shown(path)}: unknown key ({found}); {_suggestion(cls, path)}"
-    elif kind in ("too_long", "too_short") or (kind == "missing" and isinstance(path[-1], int)):
-        path = path[:-1] if kind == "missing" else path
-        yield f"{shown(path)}: expected {_length(cls, path)} values ({found})"
-    elif kind == "missing":
-        yield f"{shown(path)}: missing; it has no default"
-    elif kind == "literal_error":
-        yield f"{shown(path)}: expected one of {_choices(detail)} ({found}){_close(detail)}"
-    elif kind == "dataclass_type":
+    if kind == "unexpected_keyword_argument":
+        return f"{shown(path)}: unknown key ({found}); {_suggestion(cls, path)}"
+    if kind in ("too_long", "too_short") or (kind == "missing" and isinstance(detail["loc"][-1], int)):
+        return f"{shown(path)}: expected {_length(cls, path)} values ({found})"
+    if kind == "missing":
+        return f"{shown(path)}: missing; it has no default"
+    if kind == "literal_error":
+        return f"{shown(path)}: expected one of {_choices(detail)} ({found}){_close(detail)}"
+    if kind == "dataclass_type":
         keys = ", ".join(field.name for field in dataclasses.fields(_section_at(cls, path)))
-        yield f"{shown(path)}: expected a section with keys among {keys} ({found})"
-    else:
-        expected = EXPECTED.get(kind.split("_")[0])
-        yield f"{shown(path)}: {f'expected {expected}' if expected else detail['msg']} ({found})"
-
-
-def _of_section(cls: type, path: KeyPath, text: str) -> str:
-    """The message of a section's own check, in which the section's keys are named without the section."""
-    names = {field.name for field in dataclasses.fields(_section_at(cls, path))}
-    if not path:
-        return text
-    return f"{shown(path)}.{text}" if text.partition(" ")[0].rstrip(":") in names else f"{shown(path)}: {text}"
+        return f"{shown(path)}: expected a section with keys among {keys} ({found})"
+    expected = EXPECTED.get(kind.split("_", maxsplit=1)[0])
+    return f"{shown(path)}: {f'expected {expected}' if expected else detail['msg']} ({found})"
 
 
 def _length(cls: type, path: KeyPath) -> int:

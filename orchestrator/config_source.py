@@ -48,8 +48,10 @@ class Source:
     problems: list[tuple[Origin | None, str]] = field(default_factory=list)
 
     def origin(self, path: KeyPath) -> Origin | None:
-        """Of the value at `path`, or of the nearest section around it."""
-        return next((self.origins[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.origins), None)
+        """Of the value at `path`, of the nearest section around it, or of something in it; None for what nobody said."""
+        around = (path[:length] for length in range(len(path), 0, -1))
+        inside = (inner for inner in self.origins if path and inner[: len(path)] == path)
+        return next((self.origins[key] for key in (*around, *inside) if key in self.origins), None)
 
 
 def shown(path: KeyPath) -> str:
@@ -142,7 +144,7 @@ def _walk(
         seen: dict[str, int] = {}
         for key, value in node.value:
             inner, line = (*path, str(key.value)), key.start_mark.line + 1
-            if (first := seen.setdefault(inner[-1], line)) != line:
+            if (first := seen.setdefault(str(key.value), line)) != line:
                 problems.append((Origin(line, None), f"{shown(inner)}: given twice, first in line {first}; keep one of them"))
             yield inner, value
             yield from _walk(value, inner, name, problems, (*ancestors, node))

@@ -263,6 +263,8 @@ class Driver:
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 generation.broken[host], answer = "agent", None
             dead.append(failures.read_post_mortem(host, answer, done=host in generation.done))
+        # Heartbeats come along with other news: the last one may not have been read.
+        self.launch.high_water_step = max([self.launch.high_water_step, *(d.last_step or 0 for d in dead)])
         failure = failures.classify(dead, self._lost(generation))
         times = [d.failed_at_s for d in dead if d.failed_at_s is not None and d.failed]
         return failure, min([*times, detected_s])

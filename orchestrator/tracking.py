@@ -74,6 +74,11 @@ class Tracker:
         params: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
     ):
+        if storage.is_url(run_dir):
+            raise storage.StorageError(
+                f"storage: {run_dir} is no folder: the file of metrics is appended to, which object storage cannot do; "
+                "set storage=PATH to a local or mounted folder"
+            )
         self._folder = storage.join(os.path.abspath(run_dir), FOLDER)
         self._clock = clock
         self._not_numbers: set[str] = set()

@@ -317,19 +317,44 @@ def load_object(path: str) -> Any:
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Builds a (nested) configuration dataclass from what JSON or YAML gives. Raises ValueError on an unknown key."""
+    """Builds a (nested) configuration dataclass from what JSON or YAML gives. Raises ValueError on unknown keys and wrong types.
+
+    The orchestrator checks more kindly (`orchestrator/config.py`); this is for those who run `trainers` alone.
+    """
     hints = typing.get_type_hints(cls)
     fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(set(data) - fields):
         raise ValueError(f"unknown keys of {cls.__name__}: {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
-    return cls(**{name: _convert(hints[name], value) for name, value in data.items()})
+    return cls(**{name: _convert(hints[name], value, name) for name, value in data.items()})
 
 
-def _convert(hint: Any, value: Any) -> Any:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next((arm for arm in typing.get_args(hint) if dataclasses.is_dataclass(arm)), hint)
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return from_dict(typing.cast(type, hint), value)
-    if typing.get_origin(hint) is tuple and isinstance(value, list | tuple):
-        return tuple(value)
-    return value
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    arms = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    section = next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
+    if value is None and type(None) in arms:
+        return None
+    if section is not None and isinstance(value, Mapping | None):
+        return from_dict(typing.cast(type, section), value or {})
+    require(section is None, f"{name} = {value!r}: expected a section of keys and values")
+    if typing.get_origin(hint) is tuple:
+        require(isinstance(value, list | tuple), f"{name} = {value!r}: expected a list")
+        return tuple(_convert(typing.get_args(hint)[0], item, name) for item in value)
+    if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
+        raise ValueError(f"{name} = {value!r}: expected one of {', '.join(map(repr, typing.get_args(hint)))}")
+    return _scalar(arms, value, name)
+
+
+def _scalar(arms: tuple[Any, ...], value: Any, name: str) -> Any:
+    scalars = tuple(arm for arm in arms if arm in (bool, int, float, str))
+    if not scalars or type(value) in scalars:
+        return value
+    try:
+        # YAML 1.1 takes 3e-4 for text; 1e3 may stand for an integer.
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+    except ValueError:
+        number = None
+    if number is not None and float in scalars:
+        return number
+    if number is not None and int in scalars and number.is_integer():
+        return int(number)
+    raise ValueError(f"{name} = {value!r}: expected {' or '.join(kind.__name__ for kind in scalars)}")

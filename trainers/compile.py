@@ -1,8 +1,8 @@
-"""Compiled programs, and keeping them from one generation of the gang to the next.
+"""Compiled programs, kept from one generation of the gang to the next.
 
-A restarted process would spend most of its recovery tracing, lowering and loading a program it has run before. So each host
-keeps the executables it compiled, serialized, in a folder that the run's owner gives it, under a key of everything they depend
-on.
+A restarted process would spend most of its recovery tracing, lowering and loading a program that it has run before. So each host
+keeps the executables it compiled, serialized, in a folder that the run's owner gives it: by the lowered program, as a compile
+cache that outlives launches; and by what the program was made from (configuration, code, shapes), as a way past tracing.
 """
 
 from __future__ import annotations
@@ -11,60 +11,112 @@ import hashlib
 import json
 import os
 import pickle
+import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+LOAD_ERRORS = (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError)
 
 
 class ProgramStore:
-    """Executables in `folder` (None: nothing is kept). `key` names what they were compiled for: configuration, code, host,
-    topology.
+    """Executables in `folder` (None: nothing is kept). `origin` names all that programs are made from but their arguments.
 
     The folder must be writable by this host's user only: loading an executable runs it.
     """
 
-    def __init__(self, folder: Path | None, key: Any, note: Callable[[str], None]):
+    def __init__(self, folder: Path | None, origin: Any, note: Callable[[str], None]):
         self.folder, self.note = folder, note
-        self._key = json.dumps(key, sort_keys=True, default=str)
+        self._origin = json.dumps(origin, sort_keys=True, default=str)
 
     def get(self, name: str, jitted: Any, args: Sequence[Any]) -> jax.stages.Compiled:
         """The program `jitted` compiled for `args` (arrays, or shapes with shardings)."""
         if self.folder is None:
             return jitted.lower(*args).compile()
-        path = self.folder / f"{name}-{self._digest(args)}.xla"
-        return self._load(path) or self._compile(path, jitted, args)
+        known = self.folder / f"{name}-{_digest(self._origin, _signature(args))}.json"
+        return self._load(self._target(known)) or self._compile(name, known, jitted.lower(*args))
 
-    def _load(self, path: Path) -> jax.stages.Compiled | None:
-        if not path.exists():
+    def _target(self, known: Path) -> Path | None:
+        """The executable that was made from the same before."""
+        try:
+            return known.parent / json.loads(known.read_text())["executable"]
+        except FileNotFoundError:
+            return None
+
+    def _load(self, path: Path | None) -> jax.stages.Compiled | None:
+        if path is None or not path.exists():
             return None
         try:
             return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
-        except (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        except LOAD_ERRORS as error:
             self.note(f"{path.name} could not be loaded ({type(error).__name__}: {error}): compiling again")
             return None
 
-    def _compile(self, path: Path, jitted: Any, args: Sequence[Any]) -> jax.stages.Compiled:
-        compiled = jitted.lower(*args).compile()
+    def _compile(self, name: str, known: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        path = known.parent / f"{name}-{_digest(lowered.as_text(), _this_machine())}.xla"
+        compiled = self._load(path)
         try:
-            payload = pickle.dumps(serialize_executable.serialize(compiled))
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_bytes(payload)
-            temporary.replace(path)
+            if compiled is None:
+                with without_compile_cache():
+                    compiled = lowered.compile()
+                _write(path, pickle.dumps(serialize_executable.serialize(compiled)))
+            _write(known, json.dumps({"executable": path.name}).encode())
         except (ValueError, NotImplementedError, OSError, jax.errors.JaxRuntimeError) as error:
+            if compiled is None:
+                raise
             self.note(f"{path.name} is not kept for the next restart: {type(error).__name__}: {error}")
         return compiled
 
-    def _digest(self, args: Sequence[Any]) -> str:
-        leaves = [
-            (jax.tree_util.keystr(path), leaf.shape, str(leaf.dtype), str(getattr(leaf, "sharding", None)))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tuple(args))
-        ]
-        return hashlib.sha256(repr((self._key, leaves)).encode()).hexdigest()[:24]
+
+@contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """An executable that came out of JAX's compile cache serializes without complaint, on a CPU, into one that does not run
+    ("Function ... not found"): what we keep must be compiled afresh."""
+    enabled = jax.config.read("jax_enable_compilation_cache")
+    compilation_cache.reset_cache()
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+def _write(path: Path, payload: bytes) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_bytes(payload)
+    temporary.replace(path)
+
+
+def _signature(args: Sequence[Any]) -> str:
+    return json.dumps(_shapes(tuple(args)))
+
+
+def _this_machine() -> str:
+    """What an executable depends on beside its program: versions, the devices, and the instructions of the CPU."""
+    devices = [(d.platform, d.device_kind, d.id, d.process_index) for d in jax.devices()]
+    flags = os.environ.get("XLA_FLAGS", "")
+    return repr((jax.__version__, jaxlib.__version__, devices, jax.process_index(), flags, platform.machine(), _cpu_flags()))
+
+
+def _cpu_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 class Program:

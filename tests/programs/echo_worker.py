@@ -1,7 +1,7 @@
 """Stands for a training process: speaks its protocol with the agent, computes nothing, imports nothing big.
 
 The preparation says what goes wrong before it is warm, the orders what happens after:
-prepare: {"fail": message}, {"exit": code}, {"hang": true}, {"marker": path, "die_once": true}
+prepare: {"fail": message}, {"exit": code}, {"hang": true}, {"die": times, "folder": where to count}; "tag" comes back with warm
 go:      {"steps": n}, {"ignore_sigterm": true}, {"workers": n}, {"then": "exit"|"raise"|"abort"|"done"|"wait"}
 orders:  {"cmd": "echo", ...} comes back as a note; {"cmd": "exit", "code": n}; {"cmd": "stop"} ends it well
 """
@@ -18,8 +18,8 @@ import time
 EVENTS = os.fdopen(int(os.environ["EVENT_FD"]), "w", buffering=1)
 
 
-def emit(kind, **fields):
-    EVENTS.write(json.dumps({"t": time.time(), "ev": kind, **fields}) + "\n")
+def emit(ev, **fields):
+    EVENTS.write(json.dumps({"t": time.time(), "ev": ev, **fields}) + "\n")
 
 
 def next_line():
@@ -42,14 +42,13 @@ def prepare(message):
     if "exit" in message:
         print("last words", flush=True)
         os._exit(message["exit"])
-    if message.get("die_once"):
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(message["marker"], os.O_CREAT | os.O_EXCL))
-            os.kill(os.getpid(), signal.SIGKILL)
+    if message.get("die", 0) > len(os.listdir(message.get("folder", "/"))):
+        open(f"{message['folder']}/{os.getpid()}", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
     if message.get("hang"):
         print("hanging in prepare", flush=True)
         time.sleep(1000)
-    emit("warm", num_lines=message.get("num_lines"))
+    emit("warm", tag=message.get("tag"))
 
 
 def start_workers(count):

@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator import shipper
 from orchestrator.shipper import Line, Shipper, Value, fresh_values, next_batch, read_lines
+from orchestrator.storage import StorageError
 from orchestrator.tracking import Spool, Tracker, TrackingConfig, flatten, left_over
 
 
@@ -84,6 +85,11 @@ def test_without_mlflow_there_is_the_file_and_no_process(tmp_path):
         {"t": 102, "status": "FINISHED"},
     ]
     assert not [thread for thread in threading.enumerate() if thread.name == "shipper"]
+
+
+def test_object_storage_is_refused_for_now():
+    with pytest.raises(StorageError, match=r"storage: gs://b/a is no folder: .*; set storage=PATH to a local or mounted folder"):
+        Tracker("gs://b/a", TrackingConfig(mlflow=False), "a")
 
 
 def test_flatten():

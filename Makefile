@@ -1,0 +1,60 @@
+# Each target does all its own set-up. `make` alone says what there is.
+
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+IN_VENV := $(VENV)/bin/python
+CONFIG ?= configs/quickstart.yaml
+
+.DEFAULT_GOAL := help
+.PHONY: help env install quickstart test lint format lock clean
+
+help:  ## What there is
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+# Done when the environment's interpreter runs and the lock file is the one that was installed: told in milliseconds.
+env:  ## Create .venv with the locked dependencies; nothing to do if that is done
+	@{ cmp -s requirements.lock $(VENV)/installed.lock && $(IN_VENV) -c '' 2>/dev/null; } || $(MAKE) --no-print-directory install
+
+# `incomplete` lies in an environment until all is installed. One that was left half-made is made anew: an interrupted
+# installation can leave packages that look installed.
+install:
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer, with venv and pip, was not found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo '$(PYTHON) is not Python 3.11 or newer with venv and pip; name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@if test -e $(VENV)/incomplete || ! $(IN_VENV) -m pip --version >/dev/null 2>&1; then rm -rf $(VENV); fi
+	@mkdir -p $(VENV) && touch $(VENV)/incomplete && rm -f $(VENV)/installed.lock
+	@test -x $(IN_VENV) || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing the locked dependencies into $(VENV) (some minutes the first time)'
+	@$(IN_VENV) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(IN_VENV) -m pip check
+	@cp requirements.lock $(VENV)/installed.lock && rm $(VENV)/incomplete
+
+quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=..., ARGS="key=value ...")
+	@$(IN_VENV) -m orchestrator.run $(CONFIG) $(ARGS)
+
+test: env  ## Run all tests, the unit tests first (ARGS="-k name ...")
+	@$(IN_VENV) -m pytest tests/unit tests $(ARGS)
+
+lint: env  ## Check style, format and types
+	@$(IN_VENV) -m ruff check .
+	@$(IN_VENV) -m ruff format --check .
+	@$(IN_VENV) -m mypy
+
+format: env  ## Put the code into the one format
+	@$(IN_VENV) -m ruff check --fix .
+	@$(IN_VENV) -m ruff format .
+
+lock:  ## Resolve pyproject.toml anew into requirements.lock
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")' > build/lock/wanted.txt
+	build/lock/bin/python -m pip install --disable-pip-version-check -r build/lock/wanted.txt
+	build/lock/bin/python -m pip freeze | LC_ALL=C.UTF-8 sort -f > build/lock/frozen.txt
+	grep '^#' requirements.lock > build/lock/header.txt
+	cat build/lock/header.txt build/lock/frozen.txt > requirements.lock
+	rm -rf build/lock
+
+clean:  ## Remove caches; keep .venv and runs
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find trainers cluster orchestrator tests -name __pycache__ -prune -exec rm -rf {} +

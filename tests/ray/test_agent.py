@@ -1,0 +1,406 @@
+"""The host agent with real processes, without Ray around it."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from cluster import agent as agent_module
+from cluster.agent import HostAgent
+from tests.programs.processes import is_gone, wait_until
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def start(tmp_path):
+    agents = []
+
+    def start(preparation=None, module="tests.programs.echo_worker", env=None):
+        agents.append(HostAgent(module, env or {}, str(tmp_path / "logs")))
+        if preparation is not None:
+            agents[-1].prepare(preparation)
+        return agents[-1]
+
+    yield start
+    for agent in agents:
+        agent.shutdown()
+
+
+def events_until(agent, kind, cursor=0):
+    """All events from `cursor` to the first of this kind."""
+    found = []
+    deadline_s = time.monotonic() + LONG_S
+    while time.monotonic() < deadline_s:
+        answer = agent.poll(cursor, LONG_S)
+        cursor = answer["cursor"]
+        found += answer["events"]
+        if any(event["ev"] == kind for event in found):
+            return found
+    raise AssertionError(f"no {kind} among {found}")
+
+
+def event(agent, kind, cursor=0):
+    return next(event for event in events_until(agent, kind, cursor) if event["ev"] == kind)
+
+
+def state(agent):
+    return agent.poll(0, 0)["host_state"]
+
+
+def wait_for_standby(agent, how="warm"):
+    assert wait_until(lambda: state(agent)["standby"] == how), state(agent)
+    return state(agent)["standby_pid"]
+
+
+def test_a_standby_becomes_the_process_of_its_generation(start):
+    agent = start({"tag": "a"})
+    standby = wait_for_standby(agent)
+    answer = agent.go({"generation": 7, "steps": 3})
+    assert answer["pid"] == standby
+    events = events_until(agent, "first_step")
+    assert [each["ev"] for each in events] == ["phase", "warm", "joined", "first_step"]
+    assert {each["generation"] for each in events} == {7}
+    assert agent.poll(0, 0)["host_state"]["alive"]
+    assert wait_until(lambda: (agent.poll(0, 0)["heartbeat"] or {}).get("step") == 3)
+    assert agent.poll(0, 0)["heartbeat"]["generation"] == 7
+
+
+def test_orders_reach_the_process(start):
+    agent = start({})
+    assert agent.order({"cmd": "echo", "message": "too early"}) is False
+    agent.go({"generation": 0})
+    assert agent.order({"cmd": "echo", "message": "hello"})
+    assert event(agent, "note")["message"] == "hello"
+
+
+def test_the_process_has_the_environment_it_was_given(start, monkeypatch):
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "5")
+    agent = start({}, env={"NAME": "value", "JAX_COMPILATION_CACHE_DIR": "~/cache"})
+    agent.go({"generation": 0})
+    env = event(agent, "joined")["env"]
+    assert env["NAME"] == "value"
+    assert env["JAX_COMPILATION_CACHE_DIR"] == os.path.expanduser("~/cache")
+    assert "MEGASCALE_SLICE_ID" not in env
+
+
+def test_a_poll_waits_for_an_event_and_no_longer(start):
+    agent = start({})
+    agent.go({"generation": 0})
+    events_until(agent, "first_step")
+    cursor = agent.poll(0, 0)["cursor"]
+    assert agent.poll(cursor, 0.01)["events"] == []
+    threading.Timer(0.2, agent.order, [{"cmd": "echo", "message": "now"}]).start()
+    answer = agent.poll(cursor, LONG_S)
+    assert [each["message"] for each in answer["events"]] == ["now"]
+    assert agent.poll(answer["cursor"], 0)["events"] == []
+
+
+def test_only_the_newest_events_are_kept(start, monkeypatch):
+    monkeypatch.setattr(agent_module, "MAX_EVENTS", 8)
+    agent = start({})
+    agent.go({"generation": 0})
+    for number in range(20):
+        agent.order({"cmd": "echo", "message": number})
+    assert wait_until(lambda: agent.poll(0, 0)["events"][-1].get("message") == 19)
+    answer = agent.poll(0, 0)
+    numbers = [each["message"] for each in answer["events"]]
+    assert len(numbers) <= 8
+    assert numbers == list(range(numbers[0], 20))
+    assert answer["cursor"] == 24  # phase, warm, joined, first_step and the twenty
+
+
+def test_an_exit_is_told_with_the_last_lines_of_the_log(start):
+    agent = start({})
+    agent.go({"generation": 0, "then": "exit"})
+    last = events_until(agent, "exit")[-1]
+    assert (last["ev"], last["code"], last["signal"]) == ("exit", 3, None)
+    assert last["log_tail"] == ["leaving"]
+
+
+def test_an_exception_comes_before_the_exit(start):
+    agent = start({})
+    agent.go({"generation": 0, "then": "raise"})
+    events = events_until(agent, "exit")
+    assert [each["ev"] for each in events[-2:]] == ["exception", "exit"]
+    after = agent.halt()
+    assert after["exception"]["message"] == "boom"
+    assert after["exit"]["code"] == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT, signal.SIGTERM])
+def test_a_killed_process_is_told_by_its_signal(start, how):
+    agent = start({})
+    pid = agent.go({"generation": 0})["pid"]
+    cursor = events_until(agent, "first_step") and agent.poll(0, 0)["cursor"]
+    threading.Timer(0.2, os.kill, [pid, how]).start()
+    answer = agent.poll(cursor, LONG_S)
+    assert [(each["ev"], each["signal"]) for each in answer["events"]] == [("exit", how)]
+    assert agent.halt()["exit"]["signal"] == how
+
+
+def test_halt_is_no_failure_and_ends_a_process_that_ignores_sigterm(start):
+    agent = start({})
+    pid = agent.go({"generation": 0, "ignore_sigterm": True, "steps": 2})["pid"]
+    events_until(agent, "first_step")
+    os.kill(pid, signal.SIGTERM)
+    after = agent.halt()
+    assert is_gone(pid)
+    assert after["exit"] is None
+    assert after["pid"] == pid
+    assert [each for each in agent.poll(0, 0)["events"] if each["ev"] == "exit"] == []
+    assert agent.halt() == after
+
+
+def test_halt_ends_a_frozen_process(start):
+    agent = start({})
+    pid = agent.go({"generation": 0})["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    assert agent.halt()["exit"] is None
+    assert is_gone(pid)
+
+
+def test_a_process_that_died_just_before_halt_keeps_its_own_exit(start):
+    agent = start({})
+    pid = agent.go({"generation": 0})["pid"]
+    os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: is_gone(pid))
+    assert agent.halt()["exit"]["signal"] == signal.SIGKILL
+
+
+def test_halt_without_a_process(start):
+    assert start({}).halt()["pid"] is None
+
+
+@pytest.mark.parametrize("how", ["halt", "crash"])
+def test_data_workers_end_with_their_process(start, how):
+    agent = start({})
+    pid = agent.go({"generation": 0, "workers": 2})["pid"]
+    workers = event(agent, "joined")["workers"]
+    assert not any(map(is_gone, workers))
+    if how == "halt":
+        agent.halt()
+    else:
+        os.kill(pid, signal.SIGKILL)
+        event(agent, "exit")  # though the workers hold the event pipe open
+    assert wait_until(lambda: all(map(is_gone, workers)))
+
+
+def test_nothing_is_left_of_a_process_group(start):
+    agent = start({})
+    pid = agent.go({"generation": 0, "workers": 1})["pid"]
+    event(agent, "joined")
+    members = [each.pid for each in psutil.process_iter() if not is_gone(each.pid) and os.getpgid(each.pid) == pid]
+    assert len(members) == 3  # the process, its worker, the guard
+    agent.halt()
+    assert wait_until(lambda: all(map(is_gone, members)))
+
+
+def test_the_next_standby_waits_for_the_first_step(start):
+    agent = start({})
+    agent.go({"generation": 0, "steps": 0})
+    event(agent, "joined")
+    assert state(agent)["standby"] == "none"
+    agent.relaunch({"generation": 1, "steps": 1})
+    wait_for_standby(agent)
+
+
+def test_a_failed_process_gets_a_successor_at_once(start):
+    agent = start({})
+    agent.go({"generation": 0, "steps": 0, "then": "exit"})
+    event(agent, "exit")
+    wait_for_standby(agent)
+
+
+def test_a_finished_process_gets_no_successor(start):
+    agent = start({})
+    agent.go({"generation": 0, "steps": 0, "then": "done"})
+    assert event(agent, "exit")["code"] == 0
+    assert state(agent)["standby"] == "none"
+    assert agent.halt()["done"]
+
+
+def test_go_works_after_any_number_of_generations(start):
+    agent = start({})
+    pids = set()
+    for generation in range(4):
+        pids.add(agent.relaunch({"generation": generation})["pid"])
+        assert {each["generation"] for each in events_until(agent, "first_step")} == {generation}
+    assert len(pids) == 4
+
+
+def test_relaunch_tells_what_halt_would(start):
+    agent = start({})
+    agent.go({"generation": 0, "then": "raise"})
+    event(agent, "exit")
+    answer = agent.relaunch({"generation": 1})
+    assert answer["post_mortem"]["exception"]["message"] == "boom"
+    assert event(agent, "joined")["generation"] == 1
+
+
+def test_events_of_an_earlier_generation_are_not_told_again(start):
+    agent = start({})
+    agent.go({"generation": 0})
+    events_until(agent, "first_step")
+    agent.relaunch({"generation": 1})
+    assert {each["generation"] for each in events_until(agent, "first_step")} == {1}
+
+
+def test_a_standby_that_dies_is_replaced(start):
+    agent = start({})
+    first = wait_for_standby(agent)
+    os.kill(first, signal.SIGKILL)
+    assert wait_until(lambda: state(agent)["standby_pid"] not in (first, None))
+    assert agent.go({"generation": 0})["pid"] != first
+    assert event(agent, "joined")["generation"] == 0
+
+
+def test_a_standby_killed_while_it_prepares_is_replaced_while_go_waits(start, tmp_path):
+    (tmp_path / "deaths").mkdir()
+    agent = start({"die": 2, "folder": str(tmp_path / "deaths")})
+    agent.go({"generation": 0})
+    assert event(agent, "joined")["generation"] == 0
+    assert len(os.listdir(tmp_path / "deaths")) == 2
+
+
+def test_standbys_that_are_killed_again_and_again_are_a_failure(start, tmp_path):
+    (tmp_path / "deaths").mkdir()
+    agent = start({"die": 100, "folder": str(tmp_path / "deaths")})
+    wait_for_standby(agent, "failed")
+    agent.go({"generation": 0})
+    assert event(agent, "exit")["signal"] == signal.SIGKILL
+    assert len(os.listdir(tmp_path / "deaths")) == agent_module.MAX_STANDBY_DEATHS + 1
+
+
+def test_a_failed_preparation_comes_as_a_failure_of_the_generation(start):
+    agent = start({"fail": "no such data"})
+    answer = agent.go({"generation": 0})
+    assert answer["pid"]
+    events = events_until(agent, "exit")
+    assert [each["ev"] for each in events] == ["phase", "exception", "exit"]
+    assert events[1]["message"] == "no such data"
+    assert events[2]["log_tail"] == ["Traceback of no such data"]
+    assert {each["generation"] for each in events} == {0}
+    assert agent.halt()["exit"]["code"] == 1
+
+
+def test_a_preparation_that_exits_says_so_with_its_log(start):
+    agent = start({"exit": 4})
+    agent.go({"generation": 0})
+    exited = event(agent, "exit")
+    assert (exited["code"], exited["log_tail"]) == (4, ["last words"])
+
+
+def test_a_mended_preparation_is_tried_again(start):
+    agent = start({"fail": "no such data"})
+    agent.go({"generation": 0})
+    event(agent, "exit")
+    agent.prepare({"tag": "mended"})
+    agent.go({"generation": 1})
+    assert event(agent, "warm")["tag"] == "mended"
+
+
+def test_a_failed_preparation_is_tried_afresh_by_the_next_go(start, tmp_path):
+    agent = start({"fail": "no such data"})
+    first = agent.go({"generation": 0})["pid"]
+    event(agent, "exit")
+    assert agent.go({"generation": 1})["pid"] != first
+    assert event(agent, "exception")["generation"] == 1
+
+
+def test_a_module_that_is_missing(start):
+    agent = start({}, module="tests.programs.absent")
+    agent.go({"generation": 0})
+    assert "No module named tests.programs.absent" in event(agent, "exit")["log_tail"][-1]
+
+
+def test_a_standby_that_is_not_ready_in_time(start):
+    agent = start({"hang": True})
+    wait_until(lambda: state(agent)["standby_pid"])
+    with pytest.raises(TimeoutError, match=r"generation 3: .* is not ready after 1 s; it printed:"):
+        agent.go({"generation": 3}, timeout_s=1)
+    told = event(agent, "exception")
+    assert (told["generation"], told["type"], told["kind"]) == (3, "TimeoutError", "crash")
+
+
+def test_go_without_a_preparation(start):
+    with pytest.raises(RuntimeError, match="call prepare first"):
+        start().go({"generation": 0})
+
+
+def test_go_while_a_process_runs(start):
+    agent = start({})
+    pid = agent.go({"generation": 0})["pid"]
+    with pytest.raises(RuntimeError, match=f"process {pid} of generation 0 still runs; call halt first"):
+        agent.go({"generation": 1})
+    assert not is_gone(pid)
+
+
+def test_a_process_that_cannot_be_started(start, tmp_path):
+    agent = start()
+    (tmp_path / "logs").rmdir()
+    agent.prepare({})
+    with pytest.raises(RuntimeError, match=r"cannot start `tests.programs.echo_worker`.*No such file"):
+        agent.go({"generation": 0})
+    (tmp_path / "logs").mkdir()
+    agent.go({"generation": 1})
+    assert event(agent, "joined")["generation"] == 1
+
+
+def test_a_new_preparation_replaces_the_standby_and_the_same_one_does_not(start):
+    agent = start({"tag": "old"})
+    old = wait_for_standby(agent)
+    agent.prepare({"tag": "old"})
+    assert state(agent)["standby_pid"] == old
+    agent.prepare({"tag": "new"})
+    agent.go({"generation": 0})
+    assert event(agent, "warm")["tag"] == "new"
+    assert wait_until(lambda: is_gone(old))
+
+
+def test_a_process_outlives_the_thread_that_asked_for_it(start):
+    agent = start()
+    for call in (lambda: agent.prepare({}), lambda: agent.go({"generation": 0})):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    pid = event(agent, "first_step") and state(agent)["pid"]
+    time.sleep(0.2)
+    assert not is_gone(pid)
+
+
+def test_stacks_of_a_running_process(start):
+    agent = start({})
+    assert agent.stacks() == "no process is running"
+    agent.go({"generation": 0})
+    event(agent, "first_step")
+    assert "next_line" in agent.stacks()
+
+
+def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
+    monkeypatch.setattr("cluster.diagnosis._py_spy", lambda pid: ("", "not permitted"))
+    agent = start({})
+    agent.go({"generation": 0})
+    event(agent, "first_step")
+    assert "next_line" in agent.stacks()
+    assert state(agent)["alive"]
+
+
+def test_shutdown_leaves_nothing(start):
+    agent = start({})
+    pid = agent.go({"generation": 0})["pid"]
+    event(agent, "first_step")
+    standby = wait_for_standby(agent)
+    agent.shutdown()
+    assert is_gone(pid)
+    assert is_gone(standby)
+
+
+def test_describe(start):
+    about = start().describe()
+    assert about["pid"] == os.getpid()
+    assert about["host_ip"]
+    assert about["next_port"] > 0

@@ -1,0 +1,151 @@
+"""TPU slices that are Ray nodes with the labels and resources of TPU hosts."""
+
+import pytest
+import ray
+from ray._private.accelerators import tpu as ray_tpu
+
+from cluster import fake, groups
+from cluster.gang import GangTimeout, living_nodes, reserve
+from cluster.topology import HostsConfig, chips_per_host, num_hosts, pod_type
+from tests.programs.processes import wait_until
+
+MODULE = "tests.programs.echo_worker"
+LABELS = ("ray.io/tpu-slice-name", "ray.io/tpu-worker-id")
+
+
+def tpu(slices=1, **more):
+    return HostsConfig(kind="tpu", accelerator="v4", topology="2x2x2", slices=slices, env={"JAX_PLATFORMS": "cpu"}, **more)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two slices of two hosts; the order of Ray's nodes is not that of the workers."""
+    slice_a, slice_b = (fake.slice_nodes(tpu(), name) for name in ("slice-a", "slice-b"))
+    with fake.cluster_of([slice_b[1], slice_a[1], slice_a[0], slice_b[0]], log_to_driver=False) as (cluster, nodes):
+        yield cluster, nodes
+
+
+@pytest.fixture
+def take(cluster, tmp_path):
+    gangs = []
+
+    def take(config, name="run", timeout_s=60, **options):
+        gangs.append(reserve(config, name, log_dir=str(tmp_path), module=MODULE, timeout_s=timeout_s, **options))
+        return gangs[-1]
+
+    yield take
+    for gang in gangs:
+        gang.release()
+    assert wait_until(everything_is_free)
+
+
+def everything_is_free():
+    return not groups.living() and all(node.free.get("TPU") == node.total.get("TPU") for node in living_nodes())
+
+
+def workers(gang):
+    return [tuple(each["labels"][label] for label in LABELS) for each in gang.descriptions]
+
+
+def environments(gang):
+    """What the training processes see, in host order."""
+    gang.prepare({})
+    ray.get([agent.go.remote({"generation": 0}) for agent in gang.agents])
+    return [joined(agent) for agent in gang.agents]
+
+
+def joined(agent):
+    assert wait_until(lambda: any(event["ev"] == "joined" for event in ray.get(agent.poll.remote(0, 1.0))["events"]))
+    return next(event["env"] for event in ray.get(agent.poll.remote(0, 0))["events"] if event["ev"] == "joined")
+
+
+def test_the_arithmetic_of_slices_is_rays():
+    for accelerator, topologies in ray_tpu.VALID_TPU_TOPOLOGY.items():
+        for topology in topologies:
+            config = HostsConfig(kind="tpu", accelerator=accelerator, topology=topology)
+            assert chips_per_host(config) == ray_tpu.get_chips_per_host(topology, accelerator), (accelerator, topology)
+            assert pod_type(config) == ray_tpu.infer_tpu_pod_type_from_topology(topology, f"TPU-{accelerator.upper()}")
+
+
+def test_process_ids_follow_worker_ids_in_one_slice(take):
+    gang = take(tpu())
+    names = {name for name, _ in workers(gang)}
+    assert [worker for _, worker in workers(gang)] == ["0", "1"]
+    assert len(names) == 1
+    for env, (name, worker) in zip(environments(gang), workers(gang), strict=True):
+        assert (env["TPU_NAME"], env["TPU_WORKER_ID"]) == (name, worker)
+        assert not [variable for variable in env if variable.startswith("MEGASCALE_")]
+        assert env["JAX_PLATFORMS"] == "cpu"
+
+
+def test_two_slices_are_counted_slice_by_slice_and_find_each_other(take):
+    gang = take(tpu(slices=2))
+    assert num_hosts(gang.config) == 4
+    assert workers(gang) == [("slice-a", "0"), ("slice-a", "1"), ("slice-b", "0"), ("slice-b", "1")]
+    envs = environments(gang)
+    assert [env["MEGASCALE_SLICE_ID"] for env in envs] == ["0", "0", "1", "1"]
+    assert {env["MEGASCALE_NUM_SLICES"] for env in envs} == {"2"}
+    assert {env["MEGASCALE_COORDINATOR_ADDRESS"] for env in envs} == {gang.descriptions[0]["host_ip"]}
+    assert {env["MEGASCALE_PORT"] for env in envs} == {"8081"}
+    assert [gang.slice_of(host) for host in range(4)] == [0, 0, 1, 1]
+    assert gang.orders(3)["slice"] == 1
+
+
+def test_two_runs_get_a_slice_each(take):
+    first, second = take(tpu(), "first"), take(tpu(), "second")
+    assert {name for gang in (first, second) for name, _ in workers(gang)} == {"slice-a", "slice-b"}
+    with pytest.raises(GangTimeout, match=r"slice-a: in use, slice-b: in use\); 1 slice\(s\) missing"):
+        take(tpu(), "third", timeout_s=1)
+
+
+def test_more_slices_than_there_are(take):
+    with pytest.raises(GangTimeout, match=r"asked for 3 slice\(s\) 2x2x2 of v4 .*has 2 \(.*\); 1 slice\(s\) missing"):
+        take(tpu(slices=3), timeout_s=1)
+    assert wait_until(everything_is_free)
+
+
+def test_slices_of_another_shape(take):
+    with pytest.raises(GangTimeout, match=r"the cluster has none; TPU types it has: v4-16"):
+        take(HostsConfig(kind="tpu", accelerator="v4", topology="2x2x4"), timeout_s=1)
+
+
+def test_a_slice_with_a_host_to_avoid_is_not_used(take):
+    first = take(tpu())
+    name = workers(first)[0][0]
+    avoid = first.descriptions[1]["node_id"]
+    first.release()
+    assert wait_until(everything_is_free)
+    second = take(tpu(), avoid_nodes=[avoid])
+    assert workers(second)[0][0] != name
+
+
+def test_a_lost_agent_is_replaced_on_its_own_worker(take):
+    gang = take(tpu(slices=2))
+    gang.prepare({})
+    gang.replace(2)
+    assert workers(gang)[2] == ("slice-b", "0")
+    ray.get(gang.agents[2].go.remote({"generation": 0}))
+    assert joined(gang.agents[2])["MEGASCALE_SLICE_ID"] == "1"
+
+
+def test_slices_of_one_host(cluster, take):
+    shape = HostsConfig(kind="tpu", accelerator="v6e", topology="2x4", slices=1)
+    node = cluster[0].add_node(
+        num_cpus=1, resources={"TPU": 8}, labels=dict(fake.slice_nodes(shape, "small")[0].labels), env_vars={"TPU_NAME": "small"}
+    )
+    try:
+        gang = take(shape)
+        assert workers(gang) == [("small", "0")]
+        gang.release()
+    finally:
+        cluster[0].remove_node(node)
+
+
+def test_a_slice_that_has_lost_a_host_is_left_alone(cluster, take):
+    """Last: the host does not come back."""
+    cluster[0].remove_node(cluster[1][0])  # worker 1 of slice-b; its head is still there
+    assert wait_until(lambda: len(living_nodes()) == 4)
+    gang = take(tpu())
+    assert workers(gang) == [("slice-a", "0"), ("slice-a", "1")]
+    with pytest.raises(GangTimeout, match=r"slice-a: in use, slice-b: worker 1 missing"):
+        take(tpu(), "other", timeout_s=1)

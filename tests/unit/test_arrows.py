@@ -1,0 +1,126 @@
+"""Who may import whom: read from the sources, so that nothing has to be imported to know."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("trainers", "cluster", "orchestrator")
+MAY_IMPORT = {"trainers": set(), "cluster": set(), "orchestrator": {"trainers", "cluster"}}
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "chex"}
+NEVER = {
+    "trainers": {"ray", "mlflow", "pydantic"},
+    "cluster": JAX | {"mlflow", "pydantic"},
+    "orchestrator": JAX,
+}
+ONLY_WHERE_USED = {"trainers": {"grain"}, "orchestrator": {"mlflow"}}
+"""Heavy, or absent where a package is used alone: imported inside the functions that need them."""
+
+ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
+"""What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
+LIGHT_MODULES = ("trainers/__init__.py", "trainers/arguments.py", "trainers/errors.py")
+"""Read by the driver and by command lines: free of everything but the standard library."""
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path, *, only_at_import: bool = False) -> Iterator[tuple[str, int]]:
+    """(module, line) of every import in a file; of those that run when the file is imported, if asked."""
+    tree = ast.parse(path.read_text())
+    for node in _run_at_import(tree) if only_at_import else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((name if file_of(name) else str(node.module), node.lineno) for name in names)
+
+
+def file_of(module: str) -> Path | None:
+    """Of a module of ours."""
+    path = ROOT / module.replace(".", "/")
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+
+
+def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            continue
+        yield child
+        yield from _run_at_import(child)
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def offenders(package: str, forbidden: set[str], *, only_at_import: bool = False) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in sources(package)
+        for module, line in imports(path, only_at_import=only_at_import)
+        if top(module) in forbidden
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_along_the_arrows(package):
+    forbidden = {*PACKAGES, "tests", "configs"} - {package} - MAY_IMPORT[package]
+    assert offenders(package, forbidden) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_never_imports(package):
+    assert offenders(package, NEVER[package]) == []
+
+
+@pytest.mark.parametrize("package", ONLY_WHERE_USED)
+def test_what_is_imported_only_where_it_is_used(package):
+    assert offenders(package, ONLY_WHERE_USED[package], only_at_import=True) == []
+
+
+@pytest.mark.parametrize("package", ASSUMED_OF_THE_MACHINE)
+def test_the_core_asks_no_more_of_a_machine(package):
+    known = ASSUMED_OF_THE_MACHINE[package] | {package} | sys.stdlib_module_names
+    asked = {top(module) for path in sources(package) for module, _ in imports(path, only_at_import=True)}
+    assert asked <= known
+
+
+@pytest.mark.parametrize("path", LIGHT_MODULES)
+def test_light_modules_need_the_standard_library_only(path):
+    assert [module for module, _ in imports(ROOT / path) if top(module) not in sys.stdlib_module_names] == []
+
+
+def test_the_driver_reaches_only_the_light_modules_of_trainers():
+    allowed = {path.removesuffix(".py").replace("/", ".") for path in LIGHT_MODULES}
+    reached = {module for path in sources("orchestrator") for module, _ in imports(path) if top(module) == "trainers"}
+    assert reached <= allowed
+
+
+def test_a_wrong_configuration_is_told_without_waiting_for_ray():
+    reached, waiting = set(), {"orchestrator.run", "orchestrator.plan", "orchestrator.config"}
+    while waiting:
+        module = waiting.pop()
+        reached.add(module)
+        path = file_of(module)
+        waiting |= {name for name, _ in imports(path, only_at_import=True)} - reached if path else set()
+    assert "cluster.topology" in reached
+    assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
+
+
+def test_the_reader_of_imports_sees_what_it_should(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text(
+        "import a\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import b\n"
+        "try:\n    import c.d\nexcept ImportError:\n    pass\n"
+        "class C:\n    import e\n    def f(self):\n        import g\n"
+    )
+    assert [module for module, _ in imports(path, only_at_import=True)] == ["a", "typing", "c.d", "e"]
+    assert {module for module, _ in imports(path)} == {"a", "typing", "b", "c.d", "e", "g"}

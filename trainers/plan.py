@@ -1,0 +1,160 @@
+"""What a run will be, worked out before any machine is taken: `python -m trainers.plan`, JSON in and out. Touches no device.
+
+In: {"arguments_class", "arguments", "num_devices"}. Out: {"problems": [one line each, empty if it can run], "facts": {...}}.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+
+from trainers.arguments import TrainingArguments, from_dict, load_object
+from trainers.base import BaseTrainer
+from trainers.errors import UsageError
+from trainers.protocol import Task, TrainerProtocol
+from trainers.state import TrainState, num_parameters, state_shardings
+
+Facts = dict[str, Any]
+
+
+def main() -> None:
+    # Whatever a user's module prints goes to standard error: standard output is the answer.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        request = json.load(sys.stdin)
+        arguments = from_dict(load_object(request["arguments_class"]), request["arguments"])
+        problems, facts = plan(arguments, request["num_devices"])
+        json.dump({"problems": problems, "facts": facts}, answer)
+
+
+def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Facts]:
+    """Everything that is wrong with the run as far as it can be known here, and its numbers."""
+    problems: list[str] = []
+    trainer_class = attempt(problems, "trainer", lambda: load_trainer(arguments.trainer))
+    datasets = attempt(problems, "data", lambda: load_datasets(arguments))
+    # Without data there still is a model to look at.
+    train, held_out = datasets or (None, None)
+    facts = data_facts(arguments, train, held_out)
+    if datasets and arguments.evaluation.every_steps is not None and not held_out:
+        problems.append("evaluation.every_steps: there is no held-out data to evaluate on; set data.eval_fraction")
+    # A trainer that only implements the protocol builds what it likes, when it is built: on the machines.
+    if trainer_class is not None and issubclass(trainer_class, BaseTrainer):
+        facts |= model_facts(problems, trainer_class, arguments, (train, held_out), num_devices)
+    return problems, facts
+
+
+def attempt(problems: list[str], what: str, make: Callable[[], Any]) -> Any:
+    """What `make` returns; None if it raised, and then the problem is recorded."""
+    try:
+        return make()
+    except (UsageError, ValueError) as error:
+        lines = str(error).splitlines() if isinstance(error, UsageError) else [f"{what}: {error}"]
+        problems.extend(line for line in lines if line not in problems)  # The optimizer says again what the schedule said.
+    except Exception as error:  # the user's code, at the boundary of this process: recorded, with where it happened
+        traceback.print_exc()
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        problems.append(f"{what}: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")
+    return None
+
+
+def load_trainer(path: str) -> type:
+    cls = load_object(path)
+    methods = [name for name, member in vars(TrainerProtocol).items() if callable(member) and not name.startswith("_")]
+    missing = [name for name in methods if not callable(getattr(cls, name, None))]
+    if not isinstance(cls, type) or missing:
+        raise ValueError(
+            f"{path!r} is not a trainer: expected a class with the methods of trainers.protocol.TrainerProtocol"
+            + (f"; it lacks {', '.join(missing)}" if missing else "")
+        )
+    return cls
+
+
+def load_datasets(arguments: TrainingArguments) -> tuple[Any, Any]:
+    datasets = load_object(arguments.data.dataset)(arguments)
+    if not (isinstance(datasets, tuple) and len(datasets) == 2):
+        raise ValueError(f"data.dataset {arguments.data.dataset!r} returned {type(datasets).__name__}: expected (train, eval)")
+    return datasets
+
+
+def data_facts(arguments: TrainingArguments, train: Any, held_out: Any) -> Facts:
+    batch, epochs = arguments.global_batch_size, arguments.max_num_data_epochs
+    steps = [arguments.max_num_steps] if arguments.max_num_steps is not None else []
+    if train is not None and epochs is not None:
+        steps.append(math.ceil(epochs * len(train) / batch))
+    return {
+        "train_examples": None if train is None else len(train),
+        "eval_examples": None if held_out is None else len(held_out),
+        "max_steps": min(steps) if steps else None,
+    }
+
+
+def model_facts(
+    problems: list[str],
+    trainer_class: type[BaseTrainer],
+    arguments: TrainingArguments,
+    datasets: tuple[Any, Any],
+    num_devices: int,
+) -> Facts:
+    before = len(problems)
+    trainer = attempt(problems, "trainer", lambda: trainer_class(arguments, *datasets))
+    # One by one, so that each can say what is wrong with it.
+    for part in ("task", "scheduler", "optimizer") if trainer is not None else ():
+        attempt(problems, part, functools.partial(getattr, trainer, part))
+    if len(problems) > before:
+        return {}
+    return attempt(problems, "model", lambda: count(trainer, num_devices)) or {}
+
+
+def count(trainer: BaseTrainer, num_devices: int) -> Facts:
+    """The numbers of a model, from its shapes alone."""
+    parts, state = trainer.configure_model()
+    task, arguments = trainer.task, trainer.arguments
+    if trainer.dataset_train is not None:
+        check_loss(task, parts, state, trainer.dataset_train[0], arguments.global_batch_size // arguments.accumulation_steps)
+    parameters = num_parameters(state.params)
+    tokens_per_step = arguments.global_batch_size * task.tokens_per_example
+    facts = {
+        "parameters": parameters,
+        "tokens_per_step": tokens_per_step,
+        "tokens_per_example": task.tokens_per_example,
+        "flops_per_step": task.flops_per_token(parameters) * tokens_per_step,
+        "checkpoint_bytes": sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)),
+    }
+    if type(trainer).configure_model is BaseTrainer.configure_model:
+        facts["state_bytes_per_device"] = state_bytes_per_device(state, trainer._axes, arguments.check_devices(num_devices))
+    return facts
+
+
+def check_loss(task: Task, parts: Any, state: TrainState, example: Mapping[str, np.ndarray], rows: int) -> None:
+    """Traces the loss on a batch of the data's shapes: raises what the first step would raise."""
+    leaves = {**example, "weight": np.zeros((), np.float32)}
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *np.shape(leaf)), jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+        for name, leaf in leaves.items()
+    }
+    jax.eval_shape(lambda params, rows: task.loss(parts.merge(params), rows), state.params, batch)
+
+
+def state_bytes_per_device(state: TrainState, axes: Any, mesh_sizes: Mapping[str, int]) -> int:
+    """Parameters, optimizer state and counters as they lie on one device; activations and gradients come on top."""
+    mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), tuple(mesh_sizes), axis_types=(AxisType.Auto,) * len(mesh_sizes))
+    placed = zip(jax.tree.leaves(state), jax.tree.leaves(state_shardings(mesh, state, axes)), strict=True)
+    return sum(num_bytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in placed)
+
+
+def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+if __name__ == "__main__":
+    main()
