@@ -12,23 +12,29 @@ CONFIG ?= configs/quickstart.yaml
 help:  ## What there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-# Done when the environment's interpreter runs and the lock file is the one that was installed: told in milliseconds.
+# Told in milliseconds: the environment's interpreter runs, and the lock file is the one that was installed.
+UP_TO_DATE := cmp -s requirements.lock $(VENV)/installed.lock && $(IN_VENV) -c '' 2>/dev/null
+# Of two `make` at once, one installs and the other waits for it.
+ONE_AT_A_TIME := $(if $(shell command -v flock),flock build/env.lock)
+
 env:  ## Create .venv with the locked dependencies; nothing to do if that is done
-	@{ cmp -s requirements.lock $(VENV)/installed.lock && $(IN_VENV) -c '' 2>/dev/null; } || $(MAKE) --no-print-directory install
+	@{ $(UP_TO_DATE); } || { mkdir -p build && $(ONE_AT_A_TIME) $(MAKE) --no-print-directory install; }
 
 # `incomplete` lies in an environment until all is installed. One that was left half-made is made anew: an interrupted
 # installation can leave packages that look installed.
 install:
-	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer, with venv and pip, was not found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
-	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo '$(PYTHON) is not Python 3.11 or newer with venv and pip; name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
-	@if test -e $(VENV)/incomplete || ! $(IN_VENV) -m pip --version >/dev/null 2>&1; then rm -rf $(VENV); fi
-	@mkdir -p $(VENV) && touch $(VENV)/incomplete && rm -f $(VENV)/installed.lock
-	@test -x $(IN_VENV) || $(PYTHON) -m venv $(VENV)
-	@echo 'Installing the locked dependencies into $(VENV) (some minutes the first time)'
-	@$(IN_VENV) -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	@$(IN_VENV) -m pip check
-	@cp requirements.lock $(VENV)/installed.lock && rm $(VENV)/incomplete
+	@if $(UP_TO_DATE); then exit 0; fi; set -e; \
+	python='$(PYTHON)'; \
+	"$${python:-python3}" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "$${python:-python3} is not Python 3.11 or newer with venv and pip; name one that is: make PYTHON=/path/to/python" >&2; \
+		exit 1; }; \
+	if test -e $(VENV)/incomplete || ! $(IN_VENV) -m pip --version >/dev/null 2>&1; then rm -rf $(VENV); fi; \
+	mkdir -p $(VENV); touch $(VENV)/incomplete; rm -f $(VENV)/installed.lock; \
+	test -x $(IN_VENV) || "$$python" -m venv $(VENV); \
+	echo 'Installing the locked dependencies into $(VENV): takes minutes the first time'; \
+	$(IN_VENV) -m pip install --quiet --disable-pip-version-check -r requirements.lock; \
+	$(IN_VENV) -m pip check; \
+	cp requirements.lock $(VENV)/installed.lock; rm $(VENV)/incomplete
 
 quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=..., ARGS="key=value ...")
 	@$(IN_VENV) -m orchestrator.run $(CONFIG) $(ARGS)

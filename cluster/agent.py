@@ -108,8 +108,8 @@ class HostAgent:
         """Makes the standby the current process as soon as it is warm, and gives it its orders.
 
         A standby whose preparation failed becomes the current process too: its exception and its exit are then the events of
-        this generation. Raises RuntimeError without a preparation, while a process runs, or if none can be started;
-        TimeoutError if the standby is not warm in time; either is an event of the generation too.
+        this generation. Raises RuntimeError while a process runs, or if none can be started; TimeoutError if the standby is not
+        warm in time, or no preparation has come (Ray may deliver it after this). Either is an event of the generation too.
         """
         try:
             life = self._take_standby(orders["generation"], timeout_s)
@@ -181,10 +181,13 @@ class HostAgent:
         self._standby_wanted, self._standby_deaths, self._spawn_error = True, 0, None
         self._changed.notify_all()
 
+    def _standby_due(self) -> bool:
+        return self._standby_wanted and self._standby is None and self._preparation is not None
+
     def _keep_standby(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._standby_wanted and self._standby is None))
+                self._changed.wait_for(lambda: self._closed or self._standby_due())
                 if self._closed:
                     return
                 self._standby_wanted = False
@@ -213,7 +216,7 @@ class HostAgent:
 
     def _take_standby(self, generation: int, timeout_s: float) -> Life:
         with self._changed:
-            self._check_ready_for_go(generation)
+            self._check_none_runs(generation)
             if self._standby is None:
                 self._want_standby()
             if not self._changed.wait_for(self._standby_settled, timeout_s):
@@ -228,9 +231,7 @@ class HostAgent:
                 self._append(event, generation)
             return life
 
-    def _check_ready_for_go(self, generation: int) -> None:
-        if self._preparation is None:
-            raise RuntimeError(f"go for generation {generation}: call prepare first, there is nothing to start")
+    def _check_none_runs(self, generation: int) -> None:
         if self._current is not None and self._current.exit is None:
             running = f"process {self._current.child.pid} of generation {self._current.generation} still runs"
             raise RuntimeError(f"go for generation {generation}: {running}; call halt first, or relaunch")
@@ -246,6 +247,8 @@ class HostAgent:
         return self._spawn_error is not None or (standby is not None and (standby.warm or standby.exit is not None))
 
     def _describe_slow_standby(self, timeout_s: float) -> str:
+        if self._preparation is None:
+            return f"no preparation has come within {timeout_s:g} s; call prepare"
         if self._standby is None:
             return f"no standby could be started within {timeout_s:g} s"
         tail = "\n".join(self._standby.child.log_tail()) or "(nothing)"

@@ -98,10 +98,9 @@ def reserve(
     `log_dir` is a local folder of each machine (or one they share); `~` in `cache_dir` is the machine's. Raises GangTimeout, with
     nothing left reserved, if they are not there within `timeout_s` (default: the configuration's).
     """
-    deadline_s = time.monotonic() + (config.start_timeout_s if timeout_s is None else timeout_s)
     gang = Gang(config, run_name, log_dir, cache_dir, module, avoid_nodes)
     try:
-        gang._take_hosts(deadline_s)
+        gang._take_hosts(config.start_timeout_s if timeout_s is None else timeout_s)
     except BaseException:  # an interrupt too must leave nothing behind
         gang.release()
         raise
@@ -164,7 +163,10 @@ class Gang:
         return {"local_device_ids": list(range(devices_per_host(self.config))) if own else None, "slice": self.slice_of(host)}
 
     def prepare(self, preparation: dict[str, Any]) -> None:
-        """Starts the standbys of all agents, spares and agents of later included."""
+        """Starts the standbys of all agents, spares and agents of later included, without waiting for any.
+
+        A `go` that follows at once waits for a first preparation, but may still take a standby made with an earlier one.
+        """
         self._preparation = preparation
         for member in [*self._members, *self._spares]:
             member.agent.prepare.remote(preparation)
@@ -176,8 +178,6 @@ class Gang:
         """
         old = self._members[host]
         ray.kill(old.agent)
-        limit_s = self.config.start_timeout_s if timeout_s is None else timeout_s
-        deadline_s = time.monotonic() + limit_s
         while self._spares:
             spare = self._spares.pop(0)
             if _answers(spare):
@@ -185,7 +185,12 @@ class Gang:
                 self._spares.append(self._create(old.place, old.number))
                 return spare.agent
             ray.kill(spare.agent)
-        self._wait_for_group(old.place.group, deadline_s, limit_s)
+        timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            groups.wait_ready(old.place.group, deadline_s)
+        except TimeoutError as error:
+            raise self._explained(timeout_s) from error
         self._members[host] = self._create(old.place, old.number)
         self._wait_for_answers([self._members[host]], deadline_s)
         return self._members[host].agent
@@ -198,8 +203,13 @@ class Gang:
             remove()
         self._members, self._spares, self._removers = [], [], []
 
-    def _take_hosts(self, deadline_s: float) -> None:
-        places = self._take_slices(deadline_s) if self.config.kind == "tpu" else self._take_group(deadline_s)
+    def _take_hosts(self, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        take = self._take_slices if self.config.kind == "tpu" else self._take_group
+        try:
+            places = take(deadline_s)
+        except TimeoutError as error:
+            raise self._explained(timeout_s) from error
         self._coordinator_ip = _node_of(places[0]).ip
         self._members = [self._create(place, number) for number, place in enumerate(places)]
         # The agents of spares wait for their groups inside Ray, and start whenever there is room for them.
@@ -209,18 +219,13 @@ class Gang:
     def _take_group(self, deadline_s: float) -> list[Place]:
         config, count = self.config, num_hosts(self.config)
         group = self._group(count, strategy(config), f"{self.run_name}-gang")
-        self._wait_for_group(group, deadline_s, deadline_s - time.monotonic())
+        groups.wait_ready(group, deadline_s)
         return [Place(group, index) for index in range(count)]
 
     def _take_slices(self, deadline_s: float) -> list[Place]:
-        limit_s = deadline_s - time.monotonic()
-        try:
-            reservation = slices.reserve(
-                self.config, f"{self.run_name}-gang", self._removers, deadline_s, living_nodes, self._avoid_nodes
-            )
-        except TimeoutError as error:
-            raise self._timeout(limit_s) from error
-        return [Place(reservation, index) for index in range(num_hosts(self.config))]
+        name = f"{self.run_name}-gang"
+        group = slices.reserve(self.config, name, self._removers, deadline_s, living_nodes, self._avoid_nodes)
+        return [Place(group, index) for index in range(num_hosts(self.config))]
 
     def _take_spares(self) -> list[Place]:
         return [Place(self._group(1, "PACK", f"{self.run_name}-spare-{index}"), 0) for index in range(self.config.spares)]
@@ -231,13 +236,9 @@ class Gang:
         self._removers.append(lambda: groups.remove(group))
         return group
 
-    def _wait_for_group(self, group: PlacementGroup, deadline_s: float, limit_s: float) -> None:
-        if not groups.is_ready(group, deadline_s):
-            raise self._timeout(limit_s)
-
-    def _timeout(self, limit_s: float) -> GangTimeout:
+    def _explained(self, timeout_s: float) -> GangTimeout:
         why = explain_missing(self.config, living_nodes(), self._avoid_nodes)
-        return GangTimeout(f"the hosts of run {self.run_name!r} could not be had within {limit_s:.0f} s: {why}")
+        return GangTimeout(f"the hosts of run {self.run_name!r} could not be had within {timeout_s:g} s: {why}")
 
     def _create(self, place: Place, number: int) -> Member:
         """Asks Ray for an agent. It need not run yet: calls to it wait."""

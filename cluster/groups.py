@@ -17,6 +17,12 @@ def is_ready(group: PlacementGroup, deadline_s: float) -> bool:
     return bool(ray.wait([group.ready()], timeout=max(0.0, deadline_s - time.monotonic()))[0])
 
 
+def wait_ready(group: PlacementGroup, deadline_s: float) -> None:
+    """Raises TimeoutError if the bundles of a group are not all there at `deadline_s`."""
+    if not is_ready(group, deadline_s):
+        raise TimeoutError(f"placement group {group.id.hex()}")
+
+
 def remove(group: PlacementGroup) -> None:
     """Gives back what a group holds, and waits for it: until then its name is taken."""
     remove_placement_group(group)

@@ -58,8 +58,7 @@ def reserve(
     assert group is not None
     removers.append(lambda: groups.remove(group))
     removers.append(held.shutdown)
-    if not groups.is_ready(group, deadline_s):
-        raise TimeoutError(f"hosts of TPU slices {names}")
+    groups.wait_ready(group, deadline_s)
     return group
 
 

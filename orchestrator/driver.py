@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import statistics
 import time
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class Driver:
     def _take_machines(self) -> None:
         self._say("reserving")
         self.launch.goodput.switch("schedule", self.clock())
-        name = self.config.training.name
+        name = self._name_in_cluster()
         clear(name)
         try:
             self.gang = reserve(self.config.hosts, name, log_dir=storage.join(self.launch.run_dir, "logs"))
@@ -71,6 +72,10 @@ class Driver:
         self.launch.goodput.switch("import", self.clock())
         self._say("importing")
         self.gang.prepare(self._preparation())
+
+    def _name_in_cluster(self) -> str:
+        """Two runs of one name in different storages may share a cluster."""
+        return f"{self.config.training.name}-{hashlib.sha256(self.launch.run_dir.encode()).hexdigest()[:6]}"
 
     def _preparation(self) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -77,6 +78,13 @@ def acquire(
         mine = _this_driver(epoch + 1, launch_id, now_s)
         if storage.create_json(_epoch_path(run_dir, mine.epoch), asdict(mine)):
             return Lease(run_dir, mine, clock, ttl_s, on_lost)
+
+
+def check_free(run_dir: str, clock: Clock = time.time) -> None:
+    """Raises RunInUse if a launch drives the run: an early word to the user. Only `acquire` decides."""
+    holder, now_s = holder_of(run_dir), clock()
+    if holder is not None and is_live(holder, now_s):
+        raise RunInUse(_in_use_message(run_dir, holder, now_s, TTL_S))
 
 
 def this_machine() -> str:

@@ -80,7 +80,7 @@ class ProgramStore:
 def without_compile_cache() -> Iterator[None]:
     """An executable that came out of JAX's compile cache serializes without complaint, on a CPU, into one that does not run
     ("Function ... not found"): what we keep must be compiled afresh."""
-    enabled = jax.config.read("jax_enable_compilation_cache")
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     compilation_cache.reset_cache()
     jax.config.update("jax_enable_compilation_cache", False)
     try:

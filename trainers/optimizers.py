@@ -14,6 +14,7 @@ Weight decay is decoupled from the gradient (Loshchilov & Hutter 2019), scaled b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,14 +48,12 @@ def build_optimizer(
     if ":" in config.name:
         return load_object(config.name)(config, schedule)
     mask = decay_mask or matrices
-    if config.name == "muon":
-        return _muon(config, schedule, mask)
     if config.name not in DIRECTIONS:
         raise unknown_name("optimizer.name", config.name, NAMES)
     weight_decay = 0.0 if config.name == "adam" else config.weight_decay
     return optax.chain(
         DIRECTIONS[config.name](config),
-        optax.add_decayed_weights(weight_decay, mask),
+        optax.add_decayed_weights(weight_decay, decay_mask or matrices),
         optax.scale_by_learning_rate(schedule),
     )
 
@@ -94,6 +93,31 @@ def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(ADAFACTOR_MAX_UPDATE_RMS))
 
 
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    # Not optax's own composition (contrib.muon): it decays vectors too, and gives its AdamW a Nesterov momentum.
+    orthogonal = contrib.scale_by_muon(
+        beta=config.betas[1], eps=config.eps, mu_dtype=config.moment_dtype, weight_dimension_numbers=_dimension_numbers
+    )
+    resized = optax.stateless(lambda updates, _: jax.tree.map(_with_size_of_adam, updates))
+    return optax.partition({"linear_maps": optax.chain(orthogonal, resized), "others": _adam(config)}, _muon_labels)
+
+
+def _with_size_of_adam(update: jax.Array) -> jax.Array:
+    return update * (MUON_UPDATE_RMS * math.sqrt(max(update.shape[-2:])))
+
+
+def _dimension_numbers(params: Any) -> Any:
+    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
+
+
+def _muon_labels(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: "linear_maps" if _is_linear_map(path, leaf) else "others", params)
+
+
+def _is_linear_map(path: Any, leaf: Any) -> bool:
+    return _num_dimensions(path, leaf) == 2 and not any(name in TABLES for name in _names(path))
+
+
 DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
     "adamw": _adam,
     "adam": _adam,
@@ -101,34 +125,6 @@ DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]]
     "sgd": _sgd,
     "rmsprop": _rmsprop,
     "adafactor": _adafactor,
+    "muon": _muon,
 }
-NAMES = (*DIRECTIONS, "muon")
-
-
-def _muon(config: OptimizerConfig, schedule: optax.Schedule, decay_mask: Mask) -> optax.GradientTransformation:
-    b1, b2 = config.betas
-    matrix = contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-
-    def for_muon(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: matrix if _is_linear_map(path, leaf) else None, params)
-
-    def decayed(params: Any) -> Any:
-        return jax.tree.map(lambda flag: flag, decay_mask(params))
-
-    return contrib.muon(
-        schedule,
-        beta=b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        weight_decay_mask=decayed,
-        mu_dtype=config.moment_dtype,
-        adam_b1=b1,
-        adam_b2=b2,
-        adam_weight_decay=config.weight_decay,
-        muon_weight_dimension_numbers=for_muon,
-        consistent_rms=MUON_UPDATE_RMS,
-    )
-
-
-def _is_linear_map(path: Any, leaf: Any) -> bool:
-    return _num_dimensions(path, leaf) == 2 and not any(name in TABLES for name in _names(path))
+NAMES = tuple(DIRECTIONS)

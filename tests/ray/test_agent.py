@@ -327,8 +327,15 @@ def test_a_standby_that_is_not_ready_in_time(start):
 
 
 def test_go_without_a_preparation(start):
-    with pytest.raises(RuntimeError, match="call prepare first"):
-        start().go({"generation": 0})
+    with pytest.raises(TimeoutError, match=r"no preparation has come within 0.1 s; call prepare"):
+        start().go({"generation": 0}, timeout_s=0.1)
+
+
+def test_a_preparation_may_come_after_go(start):
+    agent = start()
+    threading.Timer(0.2, agent.prepare, [{"tag": "late"}]).start()
+    agent.go({"generation": 0})
+    assert event(agent, "warm")["tag"] == "late"
 
 
 def test_go_while_a_process_runs(start):

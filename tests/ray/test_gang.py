@@ -175,7 +175,7 @@ def test_a_gang_that_cannot_be_placed_says_what_is_missing_and_holds_nothing(tak
     with pytest.raises(GangTimeout) as error:
         take(count=CPUS + 3, timeout_s=0.5)
     assert str(error.value) == (
-        "the hosts of run 'run' could not be had within 0 s: asked for 7 hosts with CPU 1 each; "
+        "the hosts of run 'run' could not be had within 0.5 s: asked for 7 hosts with CPU 1 each; "
         "CPU: 7 needed, the cluster has 4, 4 free: 3 missing; 1 machine(s): room for 4 hosts when idle, for 4 hosts now; "
         "add machines to the cluster, or set hosts.count to at most 4, or hosts.cpus_per_host lower"
     )

@@ -91,7 +91,7 @@ def test_another_mask_may_be_given():
         config("adamw", weight_decay=1.0), optax.constant_schedule(RATE), lambda tree: jax.tree.map(lambda _: True, tree)
     )
     zeros = jax.tree.map(jnp.zeros_like, params)
-    update, _ = everything.update(zeros, everything.init(params), params)
+    update, _ = jax.jit(everything.update)(zeros, everything.init(params), params)
     np.testing.assert_allclose(update["final_norm"], -RATE * params["final_norm"], rtol=1e-6)
 
 
@@ -134,9 +134,14 @@ def test_every_optimizer_goes_downhill(name):
 
     optimizer = build_optimizer(config(name), optax.constant_schedule(0.01))
     state, start = optimizer.init(params), float(loss(params))
-    for _ in range(20):
+
+    @jax.jit
+    def step(params, state):
         update, state = optimizer.update(jax.grad(loss)(params), state, params)
-        params = optax.apply_updates(params, update)
+        return optax.apply_updates(params, update), state
+
+    for _ in range(20):
+        params, state = step(params, state)
     assert float(loss(params)) < 0.95 * start
 
 
