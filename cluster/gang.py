@@ -113,9 +113,9 @@ def clear(run_name: str, timeout_s: float = CLEAR_TIMEOUT_S) -> list[str]:
     A group outlives its driver's process for as long as the driver's job lives. Only one driver of a run may call this.
     """
     left = {key: info["name"] for key, info in groups.living().items() if _is_group_of(info["name"], run_name)}
+    agents = _agents_of(run_name)
     for key in left:
         remove_placement_group(groups.by_id(key))
-    agents = _agents_of(run_name)
     for name in agents:
         _kill_named(name)
     groups.wait_until(lambda: not left.keys() & groups.living().keys() and not _agents_of(run_name), timeout_s)

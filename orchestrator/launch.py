@@ -18,6 +18,9 @@ from orchestrator.restart import PastFailure
 from orchestrator.tracking import Tracker, TrackingConfig
 
 STATE = "launch.json"
+TRACKING_CLOSE_TIMEOUT_S = 10.0
+HURRIED_CLOSE_TIMEOUT_S = 1.0
+"""When the machine is about to be taken away: what is not tracked by then is shipped by the next launch."""
 
 
 class Launch:
@@ -95,10 +98,10 @@ class Launch:
             },
         )
 
-    def close(self, status: str) -> str | None:
+    def close(self, status: str, timeout_s: float = TRACKING_CLOSE_TIMEOUT_S) -> str | None:
         """Delivers what is to be tracked and gives the run free; returns what could not be delivered, as a sentence."""
         self.store()
-        left = self.tracker.close(status=status)
+        left = self.tracker.close(timeout_s, status=status)
         self.lease.release()
         return left
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
@@ -15,6 +14,10 @@ SETTINGS = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
 MAX_DRIVER_RESTARTS = 100
+
+
+class FinalVerdict(Exception):
+    """The driver's word that the run has failed and that trying again is of no use."""
 
 
 class Reporter(Protocol):
@@ -66,7 +69,7 @@ class TrainReporter:
 
 
 def fit(
-    drive: Callable[[dict[str, Any], Reporter], dict[str, Any]],
+    drive: Callable[[dict[str, Any], Reporter], None],
     message: dict[str, Any],
     *,
     name: str,
@@ -75,7 +78,8 @@ def fit(
 ) -> None:
     """Runs `drive(message, reporter)` as Ray Train's single worker, or (not supervised) in this process.
 
-    Blocks until it ends; raises what it raised. `drive` must be importable by its name where the worker runs. `message` is what it needs, picklable.
+    Blocks until it ends, raises what it raised. After any failure but FinalVerdict it is run again. `drive` must be importable by
+    its name where the worker runs; `message` is what it needs, picklable.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -86,11 +90,25 @@ def fit(
         scaling_config=ScalingConfig(num_workers=1 if supervised else 0),
         run_config=RunConfig(
             name=name,
-            storage_path=os.path.abspath(storage) if "://" not in storage else storage,
+            storage_path=storage,
             failure_config=FailureConfig(max_failures=MAX_DRIVER_RESTARTS),
+            callbacks=[_stop_at_a_final_verdict()],
         ),
     )
     trainer.fit()
+
+
+def _stop_at_a_final_verdict() -> Any:
+    """Ray Train tries again after any exception of its worker; one of its controller's own ends the run as failed, at once."""
+    from ray.train import UserCallback
+
+    class StopAtFinalVerdict(UserCallback):
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            for error in worker_exceptions.values():
+                if FinalVerdict.__name__ in f"{type(error).__name__} {error!r}":
+                    raise FinalVerdict(str(error))
+
+    return StopAtFinalVerdict()
 
 
 def _worker(config: dict[str, Any]) -> None:

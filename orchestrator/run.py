@@ -8,6 +8,7 @@ saved.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -22,8 +23,9 @@ from orchestrator import plan, storage, summary
 from orchestrator.board import Board, BoardLike, start_remote_board
 from orchestrator.config import ConfigError, JobConfig, load
 from orchestrator.console import make_console, watch
+from orchestrator.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch
 from orchestrator.lease import RunInUse, check_free
-from orchestrator.ray_train import SETTINGS, Reporter, fit
+from orchestrator.ray_train import SETTINGS, FinalVerdict, Reporter, fit
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
@@ -77,27 +79,30 @@ def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> 
     fit(drive, message, name=config.training.name, storage=config.training.storage, supervised=supervised)
 
 
-def drive(message: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
-    """The driver's main, as Ray Train's worker. Ray Train calls it again after any failure of this process.
+def drive(message: dict[str, Any], reporter: Reporter) -> None:
+    """The driver's main, as Ray Train's worker; called again after any other failure of this process.
 
-    Ray Train takes a return for success, and tries again after an exception. So a verdict, once there, is final: it is returned again.
+    Ray Train takes a return for success. So a failure is raised, and a verdict, once there, is final: it is raised again.
     """
     from orchestrator.driver import Driver, TrainingFailed
-    from orchestrator.launch import Launch
 
     config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
     verdict = storage.read_verdict(run_dir, launch_id)
-    if verdict is not None:
-        return verdict
-    job = Launch(run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), time.time)
-    status, result, error = "failed", {}, None
-    try:
-        result = Driver(config, job, board, reporter).run()
-        status = "finished" if result["stop_reason"] in FINISHED else "stopped"
-    except TrainingFailed as failure:
-        error = str(failure)
-        status = "stopped" if board.stop_requested() else "failed"
-    return conclude(job, board, config, status, result, error)
+    if verdict is None:
+        try:
+            job = Launch(run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), time.time)
+        except RunInUse as error:
+            raise FinalVerdict(str(error)) from error
+        status, result, failure = "failed", {}, None
+        try:
+            result = Driver(config, job, board, reporter).run()
+            status = "finished" if result["stop_reason"] in FINISHED else "stopped"
+        except TrainingFailed as error:
+            failure = str(error)
+            status = "stopped" if board.stop_requested() else "failed"
+        verdict = conclude(job, board, config, status, result, failure)
+    if verdict["status"] == "failed":
+        raise FinalVerdict(verdict["error"])
 
 
 FINISHED = ("max_steps", "max_data_epochs", "end_of_data")
@@ -108,7 +113,9 @@ def conclude(
     job: Any, board: BoardLike, config: JobConfig, status: str, result: dict[str, Any], error: str | None
 ) -> dict[str, Any]:
     """Writes the summary and, last of all, the verdict: whoever finds it finds everything else."""
-    left = job.close({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status])
+    hurried = board.stop_requested() == "terminated"
+    tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
+    left = job.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried else TRACKING_CLOSE_TIMEOUT_S)
     made = summary.build(job, status, result, error, time.time())
     summary.write(job.run_dir, made)
     if left:
@@ -143,14 +150,17 @@ def connect(config: JobConfig) -> bool:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     import ray
 
+    for name in ("ray", "ray.train"):
+        # Its lines would tear the console's: what matters of them is told there.
+        logging.getLogger(name).setLevel(logging.WARNING)
     if address:
-        ray.init(address, log_to_driver=False)
+        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
         return True
     from cluster.topology import num_hosts
 
     hosts = num_hosts(config.hosts) + config.hosts.spares
     cpus = int(hosts * config.hosts.cpus_per_host) + 1
-    ray.init(num_cpus=cpus, include_dashboard=config.driver.dashboard, log_to_driver=False)
+    ray.init(num_cpus=cpus, include_dashboard=config.driver.dashboard, log_to_driver=False, logging_level=logging.WARNING)
     return config.driver.supervise
 
 

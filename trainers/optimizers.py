@@ -47,7 +47,6 @@ def build_optimizer(
     """
     if ":" in config.name:
         return load_object(config.name)(config, schedule)
-    mask = decay_mask or matrices
     if config.name not in DIRECTIONS:
         raise unknown_name("optimizer.name", config.name, NAMES)
     weight_decay = 0.0 if config.name == "adam" else config.weight_decay

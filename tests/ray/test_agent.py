@@ -384,7 +384,7 @@ def test_stacks_of_a_running_process(start):
     assert agent.stacks() == "no process is running"
     agent.go({"generation": 0})
     event(agent, "first_step")
-    assert "next_line" in agent.stacks()
+    assert "echo_worker.py" in agent.stacks()
 
 
 def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
@@ -392,7 +392,7 @@ def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
     agent = start({})
     agent.go({"generation": 0})
     event(agent, "first_step")
-    assert "next_line" in agent.stacks()
+    assert "echo_worker.py" in agent.stacks()
     assert state(agent)["alive"]
 
 

@@ -1,7 +1,11 @@
 """Gangs of CPU hosts on a real local Ray, with a stand-in for the training process."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 
 import pytest
 import ray
@@ -190,10 +194,7 @@ def test_machines_in_use_are_told_from_machines_that_are_missing(take):
 
 
 def test_a_gang_waits_for_machines_in_use(take):
-    other = take("other", count=3)
-    ready = ray.remote(num_cpus=0)(lambda: None)
-    ray.get(ready.remote())
-    other.release()
+    threading.Timer(1.0, take("other", count=3).release).start()
     assert len(take(count=3).agents) == 3
 
 
@@ -244,6 +245,17 @@ def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
     assert {info["name"] for info in groups.living().values()} == {"left-behind-too-gang"}
     assert clear("left-behind") == []
     assert len(take("left-behind", count=3).agents) == 3
+
+
+def test_nothing_outlives_a_killed_job(take, tmp_path):
+    command = [sys.executable, "-m", "tests.programs.holder", "doomed", str(tmp_path)]
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as job:
+        pids = json.loads(job.stdout.readline())
+        assert not any(map(is_gone, pids))
+        job.kill()
+    assert wait_until(lambda: all(map(is_gone, pids)))
+    assert wait_until(everything_is_free)
 
 
 def test_clear_ends_agents_that_live(take):

@@ -2,13 +2,16 @@
 
 import json
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cluster.topology import HostsConfig
-from orchestrator import config
+from orchestrator import config, config_source
 from orchestrator.config import ConfigError, DriverConfig, build, load, to_dict, to_yaml
 from orchestrator.restart import RestartPolicy
 from trainers.arguments import Section, TrainingArguments, from_dict, parse_duration_s
@@ -415,3 +418,42 @@ def test_durations(text, seconds):
 def test_durations_that_are_none(text):
     with pytest.raises(ValueError, match="expected seconds or numbers with units"):
         parse_duration_s(text)
+
+
+# ---------------------------------------------------------------------- whatever comes in
+
+
+keys = st.sampled_from(
+    ["seed", "name", "data", "hosts", "mesh", "optimizer", "paths", "schedule", "env", "betas", "x", "restart"]
+)
+scalars = st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.floats(), st.text(max_size=4), st.just("1e-3"))
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=8)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.dictionaries(
+        st.sampled_from([*TrainingArguments.__dataclass_fields__, "hosts", "driver", "tracking", "arguments"]), values
+    )
+)
+def test_any_data_is_a_configuration_or_an_error_in_words(data):
+    with suppress(ConfigError):  # Nothing else may come out.
+        job = build(data | {"max_num_steps": 1, "storage": "/tmp"})
+        assert build(to_dict(job)) == job
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(alphabet="ab:[]{}&*!|>'\"-#,? \n\t1.\0~", max_size=30))
+def test_any_text_is_read_or_an_error_in_words(text):
+    with suppress(ConfigError):
+        assert isinstance(config_source.parse(text, "text").data, dict)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    key=st.sampled_from(["seed", "data", "data.paths", "hosts.env.A", "mesh.x.y", "sample.prompt", ""]), text=st.text(max_size=12)
+)
+def test_any_override_is_applied_or_an_error_in_words(key, text):
+    source = config_source.parse("max_num_steps: 1\nname: x\n", "text")
+    config_source.override(source, [f"{key}={text}"])
+    assert bool(source.problems) == (key == "")

@@ -71,9 +71,7 @@ def test_an_unknown_name_is_an_error_with_a_suggestion():
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "wsd"])
 def test_a_decay_without_an_end_is_an_error(name):
-    with pytest.raises(
-        UsageError, match=f"name = '{name}' does not know where to end: set optimizer.schedule.decay_steps or max_num"
-    ):
+    with pytest.raises(UsageError, match=f"name = '{name}' does not know where to end: set optimizer.schedule.decay_steps"):
         build_schedule(ScheduleConfig(name=name), RATE, None)
 
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from trainers import rng
 from trainers.arguments import TrainingArguments
+from trainers.errors import UsageError
 from trainers.models.llama import Llama
 from trainers.protocol import Batch, Loss
 
@@ -40,9 +41,11 @@ class CausalLMTask:
 
     def flops_per_token(self, num_parameters: int) -> float:
         """6 N + 6 L T D: each parameter multiplies and adds once forward and twice backward; causal attention looks back at T / 2
-        tokens on average, with two products of width D (Chowdhery et al., 2022, appendix B, halved for causality)."""
+        tokens on average, with two products of width D (Chowdhery et al., 2022, appendix B, halved for causality).
+        A table that is only looked up multiplies nothing."""
         model = self.arguments.model
-        return 6.0 * num_parameters + 6.0 * model.num_layers * self.tokens_per_example * model.width
+        looked_up = 0 if model.tie_embeddings else model.vocab_size * model.width
+        return 6.0 * (num_parameters - looked_up) + 6.0 * model.num_layers * self.tokens_per_example * model.width
 
     def sample(self, model: nnx.Module, prompt: str, num_tokens: int, temperature: float, seed: int) -> str:
         """`prompt` continued by `num_tokens` bytes. All hosts must call this; all get the same text."""
@@ -51,6 +54,8 @@ class CausalLMTask:
 
 def generate(model: nnx.Module, prompt: bytes, num_tokens: int, temperature: float, seed: int, window: int) -> bytes:
     """One token after another, each from the last `window` tokens; temperature 0 takes the likeliest."""
+    if not prompt:
+        raise UsageError("sample.prompt is empty: expected at least one character to continue from")
     graph, state = nnx.split(model)
     # On the host all along: every process draws the same numbers, and the batch is one row that every device computes.
     keep = np.frombuffer(prompt, np.uint8)[-window:]
@@ -71,7 +76,5 @@ def generate(model: nnx.Module, prompt: bytes, num_tokens: int, temperature: flo
 
         return jax.lax.scan(one, (tokens, length), jnp.arange(num_tokens))[1]
 
-    if len(keep) == 0:
-        raise ValueError("the prompt is empty: expected at least one character to continue from")
     new = extend(state, start, np.int32(len(keep)))
     return prompt + bytes(np.asarray(new).astype(np.uint8))

@@ -1,0 +1,42 @@
+"""The lock file and what must stay true of it."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def locked() -> dict[str, str]:
+    lines = [line for line in (ROOT / "requirements.lock").read_text().splitlines() if not line.startswith("#")]
+    pins = [re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+_-]+)", line) for line in lines]
+    assert all(pins), "exact versions only: no index, address, option or path"
+    return {canonicalize_name(pin[1]): pin[2] for pin in pins if pin}
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["dev"])]
+
+
+def test_the_lock_fulfils_the_project(locked, wanted):
+    unmet = [str(need) for need in wanted if not need.specifier.contains(locked.get(canonicalize_name(need.name), "0"))]
+    assert unmet == [], "run `make lock`"
+
+
+def test_every_locked_version_is_plain(locked):
+    assert [f"{name}=={version}" for name, version in locked.items() if "+" in version] == [], (
+        "a local build cannot be installed elsewhere"
+    )
+
+
+def test_pip_is_told_of_no_index_anywhere():
+    files = ["Makefile", "pyproject.toml", "requirements.lock", ".ci/run", ".pre-commit-config.yaml"]
+    found = [name for name in files if re.search(r"index-url|find-links|trusted-host|https?://", (ROOT / name).read_text())]
+    assert found == []
