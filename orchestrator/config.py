@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from trainers.arguments import ORCHESTRATOR_SECTIONS, Section, TrainingArguments
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "to_dict", "to_yaml"]
 
 ARGUMENTS_CLASS = "trainers.arguments:TrainingArguments"
+UNPACKED_BY_RAY = "/runtime_resources/working_dir_files/"
+"""In the path of the working folder of a job that was submitted with `--working-dir`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +93,35 @@ def _build(source: Source) -> JobConfig:
     cls, problem = _arguments_class(arguments_class)
     if problem:
         problems.append((source.origin(("arguments",)), problem))
-    whole, found = config_check.check(_whole(cls), source)
+    form = _whole(cls)  # type: ignore[arg-type]  # mypy: a class is not hashable
+    whole, found = config_check.check(form, source)
+    if problem:
+        # Keys of the class that could not be had would all look unknown.
+        known = {item.name for item in dataclasses.fields(form)}
+        found = {path: texts for path, texts in found.items() if not path or path[0] in known}
     problems += [(source.origin(path), text) for path, texts in found.items() for text in texts]
-    if whole is None or problems:
+    config = None if whole is None else _split(cls, whole)
+    if config is not None:
+        problems += [(None, text) for text in _cross_check(config, wrong={str(path[0]) for path in found})]
+    if config is None or problems:
         raise _error(source, problems)
+    return config
+
+
+def _split(cls: type[TrainingArguments], whole: Any) -> JobConfig:
     training = cls(**{item.name: getattr(whole, item.name) for item in dataclasses.fields(cls) if item.init})
     if not storage.is_url(training.storage):
         # Made absolute here: the driver and the training processes have working directories of their own.
-        training = dataclasses.replace(training, storage=os.path.abspath(os.path.expanduser(training.storage)))
-    config = JobConfig(
-        training=training,
-        arguments_class=arguments_class,
-        **{name: getattr(whole, name) for name in ORCHESTRATOR_SECTIONS},
-    )
-    if problems := [(None, text) for text in _cross_check(config)]:
-        raise _error(source, problems)
-    return config
+        folder = os.path.join(_base_folder(os.getcwd()), os.path.expanduser(training.storage))
+        training = dataclasses.replace(training, storage=os.path.abspath(folder))
+    sections = {name: getattr(whole, name) for name in ORCHESTRATOR_SECTIONS}
+    return JobConfig(training=training, arguments_class=whole.arguments, **sections)
+
+
+def _base_folder(working_dir: str) -> str:
+    """What a relative storage path is relative to: the working folder; in a submitted job, the home folder, since the working
+    folder is then a copy of the submitter's that Ray deletes, and the next job would look for its checkpoints in another."""
+    return os.path.expanduser("~") if UNPACKED_BY_RAY in working_dir else working_dir
 
 
 def _arguments_class(path: Any) -> tuple[type[TrainingArguments], str | None]:
@@ -122,6 +138,7 @@ def _arguments_class(path: Any) -> tuple[type[TrainingArguments], str | None]:
     return cls, None
 
 
+@cache
 def _whole(cls: type[TrainingArguments]) -> type:
     """One dataclass for everything that a file may say, so that everything is checked together."""
     sections = {"hosts": HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig}
@@ -130,16 +147,16 @@ def _whole(cls: type[TrainingArguments]) -> type:
     return dataclasses.make_dataclass("Configuration", extra, bases=(cls,), frozen=True, kw_only=True)
 
 
-def _cross_check(config: JobConfig) -> list[str]:
-    """What only the sections together can get wrong."""
-    problems, hosts = [], config.hosts
-    try:
-        config.training.check_devices(topology.num_devices(hosts))
-    except ValueError as error:
-        problems.append(f"{error} (hosts: {topology.num_hosts(hosts)} x {topology.devices_per_host(hosts)} devices)")
-    if not storage.is_url(config.run_dir) and (problem := _in_the_way(Path(config.run_dir))):
-        problems.append(f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to")
-    return problems
+def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
+    """What only the sections together can get wrong. Those of `wrong` have been told; they hold defaults here."""
+    if not wrong & {"mesh", "global_batch_size", "accumulation_steps", "hosts"}:
+        hosts = config.hosts
+        try:
+            config.training.check_devices(topology.num_devices(hosts))
+        except ValueError as error:
+            yield f"{error} (hosts: {topology.num_hosts(hosts)} x {topology.devices_per_host(hosts)} devices)"
+    if not wrong & {"storage", "name"} and not storage.is_url(config.run_dir) and (problem := _in_the_way(Path(config.run_dir))):
+        yield f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to"
 
 
 def _in_the_way(folder: Path) -> str | None:

@@ -35,14 +35,17 @@ EXPECTED = {
 
 
 def check(cls: type[T], source: Source) -> tuple[T | None, Problems]:
-    """The value, or None and everything that is wrong, by path; a problem of the whole is at ()."""
+    """The value and everything that is wrong, by path, a problem of the whole at ().
+
+    What is wrong is left out of the value, so that it can be checked further; None if there is none even so.
+    """
     data = as_written(cls, source.data, (), source)
-    adapter, problems = TypeAdapter(cls), typing.cast(Problems, {})
+    adapter = _adapter(cls)  # type: ignore[arg-type]  # mypy: a class is not hashable
+    problems: Problems = {}
     removed: set[KeyPath] = set()
     while True:
         try:
-            value = adapter.validate_python(data)
-            return (None, problems) if problems else (value, {})
+            return adapter.validate_python(data), problems
         except ValidationError as error:
             found = [_where(detail, data) for detail in error.errors()]
             for path, detail in found:
@@ -53,6 +56,11 @@ def check(cls: type[T], source: Source) -> tuple[T | None, Problems]:
             return None, problems
         data = _without(data, wrong)
         removed |= wrong
+
+
+@cache
+def _adapter(cls: type) -> TypeAdapter:
+    return TypeAdapter(cls)
 
 
 def as_written(hint: Any, value: Any, path: KeyPath, source: Source) -> Any:

@@ -15,6 +15,7 @@ from cluster.gang import Gang, GangTimeout, clear, reserve
 from orchestrator import failures, storage
 from orchestrator.board import BoardLike
 from orchestrator.config import JobConfig
+from orchestrator.gauges import Gauges
 from orchestrator.generation import Generation
 from orchestrator.launch import Launch
 from orchestrator.ledger import Incident
@@ -43,6 +44,7 @@ class Driver:
     ):
         self.config, self.launch, self.board, self.reporter, self.clock = config, launch, board, reporter, clock
         self.gang: Gang | None = None
+        self.gauges = Gauges(config.training.name)
         self.step_times_s: list[float] = []
         self.stop_sent_at_s: float | None = None
 
@@ -175,6 +177,8 @@ class Driver:
             self.board.post({"ev": "metrics", "step": step, "metrics": metrics})
             self.launch.publish(step, metrics)
             self.reporter.report({"step": step, **metrics})
+            about = {"step": step, "generations": self.launch.generations, "goodput": self.launch.goodput.goodput(self.clock())}
+            self.gauges.set({**metrics, **about})
 
     def _on_saved(self, generation: Generation, host: int, event: dict[str, Any]) -> None:
         self.launch.saved(event["step"], event["path"])

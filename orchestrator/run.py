@@ -68,7 +68,7 @@ def launch(config: JobConfig) -> int:
     outcome = Outcome()
     driver = threading.Thread(target=outcome.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
     driver.start()
-    with relay_signals(board, run_dir):
+    with relay_signals(board, run_dir, launch_id):
         watch(board, make_console(sys.stdout), lambda: not driver.is_alive())
     driver.join()
     disconnect()
@@ -189,8 +189,8 @@ class Outcome:
 class relay_signals:
     """SIGINT and SIGTERM ask the driver to save and stop; a second SIGINT ends this command at once."""
 
-    def __init__(self, board: BoardLike, run_dir: str):
-        self.board, self.run_dir = board, run_dir
+    def __init__(self, board: BoardLike, run_dir: str, launch_id: str):
+        self.board, self.run_dir, self.launch_id = board, run_dir, launch_id
         self.asked_at_s: float | None = None
         self.before: dict[int, Any] = {}
 
@@ -216,6 +216,8 @@ class relay_signals:
             late.start()
 
     def _too_late(self) -> None:
+        if storage.read_verdict(self.run_dir, self.launch_id) is not None:
+            return  # saved and told: only Ray is still being shut down
         print(
             f"SIGTERM: the state could not be saved within {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed now, "
             f"the next launch goes on from the newest checkpoint in {self.run_dir}/checkpoints",

@@ -21,6 +21,10 @@ ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking")
 """Top-level keys of a configuration file that concern machines; `python -m trainers.run` has no use for them."""
 
 
+PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""`package.module:Name`"""
+
+
 class Section:
     """A part of the configuration: unknown keys are errors (read by pydantic, which `trainers` does not import)."""
 
@@ -51,7 +55,7 @@ def not_paths(config: Any, *names: str) -> Iterator[str]:
     """Problems of the fields that do not have the form of `package.module:Name`."""
     for name in names:
         value = getattr(config, name)
-        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        if not PATH.fullmatch(value):
             yield f"{name} = {value!r}: expected package.module:Name"
 
 
@@ -304,7 +308,7 @@ class TrainingArguments(Section):
 def load_object(path: str) -> Any:
     """The object named `package.module:attribute`. Raises ValueError that says which part was not found."""
     module_name, _, attribute = path.partition(":")
-    require(bool(module_name and attribute), f"{path!r}: expected package.module:Name")
+    require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -7,7 +7,7 @@ import zlib
 import jax
 
 
-def key(seed: int, name: str, step: int | jax.Array) -> jax.Array:
-    """The key for what `name` draws at `step` (which may be traced). Different names or steps are independent."""
+def key(seed: int | jax.Array, name: str, step: int | jax.Array) -> jax.Array:
+    """The key for what `name` draws at `step`; seed and step may be traced. Different names or steps are independent."""
     named = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
     return jax.random.fold_in(named, step)

@@ -147,6 +147,14 @@ def test_arguments_of_ones_own(write):
     )
 
 
+def test_keys_of_an_arguments_class_that_is_missing_are_not_called_unknown(write):
+    path = write("arguments: nowhere:Thing\ndistillation: {teacher: big}\nseed: x\n")
+    missing, seed, *_ = problems(path)
+    assert "arguments: 'nowhere:Thing': no module" in missing
+    assert seed == 'line 3: seed: expected an integer (found "x")'
+    assert not any("distillation" in text for text in problems(path))
+
+
 # ---------------------------------------------------------------------- overrides
 
 
@@ -294,6 +302,18 @@ def test_a_mesh_that_does_not_divide_the_devices(write):
         "mesh data -1 x fsdp 4 x tensor 1 does not fit 6 devices: the sizes must multiply to 6 (each a divisor: 1, 2, 3, 6); "
         "set one axis to -1 to let it take what is left (hosts: 3 x 2 devices)"
     )
+
+
+def test_what_does_not_fit_together_is_told_with_the_rest(write):
+    path = write(SMALL + "global_batch_size: 10\nhosts: {count: 4}\nsede: 1\n")
+    assert [text.partition(" (")[0] for text in problems(path)] == [
+        "line 4: sede: unknown key",
+        "global_batch_size 10 / accumulation_steps 1 = 10 sequences do not divide over 4 replicas",
+    ]
+    assert [text.partition(" (")[0] for text in problems(path, "hosts.count=many")] == [
+        "line 4: sede: unknown key",
+        "override: hosts.count: expected an integer",
+    ]
 
 
 def test_a_batch_that_does_not_divide_over_the_replicas(write):

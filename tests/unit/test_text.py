@@ -140,7 +140,7 @@ def test_a_path_that_does_not_exist(tmp_path):
 def test_a_folder_without_matching_files(tmp_path):
     write(tmp_path, {"a.py": b"x"})
     assert error_of(config(tmp_path)) == (
-        f"data.paths: no file in '{tmp_path}' matches data.pattern '*.txt'; expected one for names, as '*.txt'"
+        f"data.paths: no file in '{tmp_path}' matches data.pattern '*.txt'; files are matched by name, as in '*.txt'"
     )
 
 
@@ -169,5 +169,5 @@ def test_held_out_text_shorter_than_one_sequence(tmp_path):
 
 
 def test_a_vocabulary_that_has_not_every_byte(folder):
-    with pytest.raises(UsageError, match=r"model\.vocab_size = 128: expected at least 256: the data are bytes"):
+    with pytest.raises(UsageError, match=r"model\.vocab_size = 128: expected at least 256, for the data are bytes"):
         byte_text(arguments(config(folder), model=ModelConfig(vocab_size=128)))

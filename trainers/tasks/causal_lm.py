@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,22 +60,28 @@ def generate(model: nnx.Module, prompt: bytes, num_tokens: int, temperature: flo
     graph, state = nnx.split(model)
     # On the host all along: every process draws the same numbers, and the batch is one row that every device computes.
     keep = np.frombuffer(prompt, np.uint8)[-window:]
-    start = np.zeros(window, np.int32)
-    start[: len(keep)] = keep
-
-    @jax.jit
-    def extend(state: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        def one(carry: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            tokens, length = carry
-            logits = nnx.merge(graph, state)(tokens[None])[0, length - 1]
-            noise = jax.random.gumbel(rng.key(seed, "sample", i), logits.shape)
-            token = jnp.argmax(logits + temperature * noise if temperature else logits).astype(jnp.int32)
-            full = length == window
-            tokens = jnp.where(full, jnp.roll(tokens, -1), tokens)
-            tokens = tokens.at[jnp.where(full, window - 1, length)].set(token)
-            return (tokens, jnp.minimum(length + 1, window)), token
-
-        return jax.lax.scan(one, (tokens, length), jnp.arange(num_tokens))[1]
-
-    new = extend(state, start, np.int32(len(keep)))
+    tokens = np.zeros(window, np.int32)
+    tokens[: len(keep)] = keep
+    new = _extend(graph, state, tokens, np.int32(len(keep)), np.float32(temperature), np.uint32(seed), num_tokens=num_tokens)
     return prompt + bytes(np.asarray(new).astype(np.uint8))
+
+
+@partial(jax.jit, static_argnames=("graph", "num_tokens"))
+def _extend(
+    graph: Any, state: Any, tokens: jax.Array, length: jax.Array, temperature: jax.Array, seed: jax.Array, *, num_tokens: int
+) -> jax.Array:
+    """`num_tokens` tokens that follow the first `length` of `tokens` (the window, filled up with zeros)."""
+    model, window = nnx.merge(graph, state), tokens.shape[0]
+
+    def one(carry: tuple[jax.Array, jax.Array], i: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        tokens, length = carry
+        logits = model(tokens[None])[0, length - 1]
+        # The likeliest after adding Gumbel noise is a draw from softmax(logits / temperature) (Gumbel 1954).
+        noise = jax.random.gumbel(rng.key(seed, "sample", i), logits.shape)
+        token = jnp.argmax(logits + temperature * noise).astype(jnp.int32)
+        full = length == window
+        tokens = jnp.where(full, jnp.roll(tokens, -1), tokens)
+        tokens = tokens.at[jnp.where(full, window - 1, length)].set(token)
+        return (tokens, jnp.minimum(length + 1, window)), token
+
+    return jax.lax.scan(one, (tokens, length), jnp.arange(num_tokens))[1]

@@ -1,0 +1,127 @@
+"""kill -9 of parts of a real job: it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator import chaos
+
+ROOT = Path(__file__).parents[2]
+TINY = str(ROOT / "configs" / "tiny.yaml")
+
+
+def overrides(tmp_path, *more):
+    return [f"storage={tmp_path}", "tracking.mlflow=false", "max_num_steps=600", "checkpoint.save_steps=40", *more]
+
+
+@pytest.fixture(autouse=True)
+def in_the_project(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_process_agent_and_driver_killed_at_random_steps(tmp_path):
+    """The same final parameters and the same samples as the undisturbed run, bit for bit; every fault struck and was named."""
+    assert chaos.main([TINY, *overrides(tmp_path), "--count", "3", "--seed", str(random_seed())]) == 0
+    score = json.loads((tmp_path / "tiny" / "chaos.json").read_text())
+    assert [strike["kind"] for strike in score["strikes"]] == ["process", "agent", "driver"]
+    assert [incident["kind"] for incident in score["incidents"]] == ["process_crash", "host_lost", "driver_lost"]
+    assert all(score["incidents"][i]["host"] == score["strikes"][i]["host"] for i in (0, 1))
+    assert sum(score["goodput"].values()) == pytest.approx(score["wall_s"], rel=1e-3)
+
+
+def random_seed():
+    """Another one at each run of the tests, and in the log if one fails."""
+    seed = int(time.time()) % 10_000
+    print(f"chaos seed {seed}")
+    return seed
+
+
+def start(tmp_path, *more):
+    log = (tmp_path / "console.log").open("w")
+    command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={tmp_path}", "tracking.mlflow=false", *more]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
+
+
+def wait_until(condition, process, tmp_path, timeout_s=120):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, (tmp_path / "console.log").read_text()
+        assert time.monotonic() < deadline_s, (tmp_path / "console.log").read_text()
+        time.sleep(0.05)
+
+
+def saved(tmp_path, step):
+    return lambda: (tmp_path / "tiny" / "checkpoints" / str(step)).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(tmp_path, number):
+    process = start(tmp_path, "max_num_steps=100000")
+    try:
+        wait_until(saved(tmp_path, 20), process, tmp_path)
+        process.send_signal(number)
+        assert process.wait(60) == 3
+    finally:
+        process.kill()
+    summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    assert summary["stop_reason"] == {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+    assert summary["checkpoint"].endswith(f"/{summary['steps']}")
+    again = start(tmp_path, f"max_num_steps={summary['steps'] + 5}")
+    assert again.wait(120) == 0
+    summary_of_second = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+    assert summary_of_second["steps"] == summary["steps"] + 5
+    assert summary_of_second["samples"] == 8 * summary_of_second["steps"]
+
+
+def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
+    process = start(tmp_path, "max_num_steps=100000")
+    try:
+        wait_until(saved(tmp_path, 20), process, tmp_path)
+        command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={tmp_path}"]
+        second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+        assert second.returncode == 2
+        assert "is in use" in second.stderr
+        assert str(process.pid) in second.stderr
+        assert process.poll() is None
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
+    process = start(tmp_path, "max_num_steps=100000")
+    wait_until(saved(tmp_path, 40), process, tmp_path)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    again = start(tmp_path, "max_num_steps=500", "checkpoint.save_steps=1000")
+    assert again.wait(120) == 0, (tmp_path / "console.log").read_text()
+    summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
+    assert summary["samples"] == 8 * 500
+    assert summary["samples_digest"] == undisturbed_digest(500)
+
+
+def undisturbed_digest(steps):
+    """Which samples an undisturbed run trains on, worked out without training."""
+    from orchestrator.config import load
+    from trainers.data.text import byte_text
+    from trainers.step import sample_hash
+
+    arguments = load(TINY).training
+    train, _ = byte_text(arguments)
+    size, total = arguments.global_batch_size, [0, 0]
+    for k in range(steps):
+        import numpy as np
+
+        ids = np.array([train[k * size + row]["sample_id"] for row in range(size)])
+        for lane, hashes in enumerate(np.asarray(sample_hash(np.int32(k), np.arange(size, dtype=np.uint32), ids))):
+            total[lane] = (total[lane] + int(hashes.astype(np.uint64).sum())) % 2**32
+    return f"{(total[0] << 32) | total[1]:016x}"
