@@ -36,6 +36,10 @@ class TrainingFailed(Exception):
     """The run cannot go on; the message is for the user."""
 
 
+class Superseded(Exception):
+    """Another driver has taken the run: it has the say now."""
+
+
 class Driver:
     """One driver process's part in a launch. `run` returns the summary of a finished or stopped run, or raises TrainingFailed."""
 
@@ -136,6 +140,10 @@ class Driver:
                 if cursor is not None:
                     polls[self.gang.agents[host].poll.remote(cursor, POLL_S)] = host
             self._pass_on_stop_request(generation)
+            if self.launch.succeeded.is_set():
+                raise Superseded(
+                    f"another driver has taken the run in {self.launch.run_dir}; this one ends its processes and leaves"
+                )
         return generation.finished
 
     def _take_answer(self, generation: Generation, host: int, ref: ray.ObjectRef) -> int | None:

@@ -7,6 +7,7 @@ launch of the same run name goes on from the run's checkpoints with ledgers and 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,9 @@ class Launch:
         clock: Callable[[], float],
     ):
         self.run_dir, self.launch_id, self.clock = run_dir, launch_id, clock
-        self.lease: Lease = acquire(run_dir, launch_id, clock)
+        self.succeeded = threading.Event()
+        """Set when another driver has taken the run: this one must stop at once, and write nothing more."""
+        self.lease: Lease = acquire(run_dir, launch_id, clock, on_lost=self.succeeded.set)
         self.goodput = Goodput(started_at_s)
         self.incidents: list[Incident] = []
         self.history: list[PastFailure] = []

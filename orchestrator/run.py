@@ -43,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, RunInUse, storage.StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except plan.PlanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -84,7 +87,7 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
 
     Ray Train takes a return for success. So a failure is raised, and a verdict, once there, is final: it is raised again.
     """
-    from orchestrator.driver import Driver, TrainingFailed
+    from orchestrator.driver import Driver, Superseded, TrainingFailed
 
     config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
     verdict = storage.read_verdict(run_dir, launch_id)
@@ -97,6 +100,8 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         try:
             result = Driver(config, job, board, reporter).run()
             status = "finished" if result["stop_reason"] in FINISHED else "stopped"
+        except Superseded as error:
+            raise FinalVerdict(str(error)) from error
         except TrainingFailed as error:
             failure = str(error)
             status = "stopped" if board.stop_requested() else "failed"

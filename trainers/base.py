@@ -21,7 +21,7 @@ from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.checkpoints import CheckpointManager, save_to
 from trainers.compile import Program, ProgramStore
 from trainers.data.loader import RandomAccess, StepAddressedLoader
-from trainers.errors import NotConfiguredError, UsageError
+from trainers.errors import NotConfiguredError, SaveFailedError, UsageError
 from trainers.fingerprint import digest, leaf_names
 from trainers.loop import Flags, Limits, Loop, Wishes
 from trainers.metrics import Publisher, Seconds, Throughput, means
@@ -281,7 +281,8 @@ class BaseTrainer:
 
     def _finish(self, state: TrainState, reason: StopReason) -> None:
         host, manager, step = runtime.current(), self.functions.checkpoint_manager, self.info.global_step
-        if self.arguments.checkpoint.save_at_end or not reason.finished:
+        wanted = self.arguments.checkpoint.save_at_end or not reason.finished
+        if wanted:
             host.phase("save")
             self._save(state)
         if reason.finished and (self._last_evaluation is None or self._last_evaluation[0] != step):
@@ -289,6 +290,8 @@ class BaseTrainer:
             self._evaluate_and_publish(state)
         host.phase("finish")
         manager.wait()
+        if wanted and not agree.every_host("saved at the end", manager.last_saved_step == step):
+            raise SaveFailedError(f"training is over, but the checkpoint of its last step, {step}, could not be saved")
         saved = agree.from_host0("last checkpoint", manager.last_saved_step)
         path = None if saved is None else manager.path(saved)
         metrics = self._final_metrics(state)

@@ -7,6 +7,7 @@ readable JSON: where the data stands, the seed, the fingerprint of every leaf, a
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,8 +57,9 @@ class CheckpointManager:
         on_failed: Callable[[int, str], None],
         note: Callable[[str], None],
     ):
-        logging.getLogger("absl").setLevel(logging.WARNING)
-        self.folder = epath.Path(folder)
+        # What Orbax's threads log at length they raise as well, and what is raised is reported.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        self.folder = epath.Path(folder if "://" in folder else os.path.abspath(folder))
         self.on_saved, self.on_failed = on_saved, on_failed
         self.damaged: set[int] = set()
         self.last_saved_step: int | None = None

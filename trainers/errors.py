@@ -24,6 +24,10 @@ class NotConfiguredError(UsageError):
     """Something was asked for before the method that makes it was called."""
 
 
+class SaveFailedError(Exception):
+    """The last state of a run is not in its storage: the run has not succeeded."""
+
+
 class NonFiniteLossError(Exception):
     """A loss or gradient was not finite; its update was not applied."""
 
@@ -60,6 +64,8 @@ def kind_of(error: BaseException) -> dict[str, Any]:
         return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": isinstance(error, UsageError)}
     if isinstance(error, NonFiniteLossError):
         return {"kind": "non_finite", "deterministic": False}
+    if isinstance(error, SaveFailedError):
+        return {"kind": "storage", "deterministic": False}
     if isinstance(error, CoordinatorError):
         return {"kind": "collateral", "deterministic": False}
     if isinstance(error, MemoryError):

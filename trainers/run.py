@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -34,8 +35,13 @@ def main() -> int:
 
 
 def read(path: str) -> TrainingArguments:
-    with open(path) as file:
-        settings = yaml.safe_load(file)
+    try:
+        settings = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise UsageError(f"{path}: expected keys and values, such as those of configs/tiny.yaml")
+    settings.setdefault("name", Path(path).stem)
     cls = load_object(settings.pop("arguments", DEFAULT_ARGUMENTS))
     return from_dict(cls, {key: value for key, value in settings.items() if key not in ORCHESTRATOR_SECTIONS})
 

@@ -34,7 +34,9 @@ def one_process(tmp_path_factory):
     return host
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 4}])
+@pytest.mark.parametrize(
+    "mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 4}]
+)
 def test_two_hosts_of_four_devices_give_the_losses_of_one_of_eight(tmp_path, one_process, mesh):
     hosts = harness.run(arguments(tmp_path, mesh=mesh), tmp_path / "logs", hosts=2, devices_per_host=4)
     expected, got = harness.losses(one_process), harness.losses(hosts[0])

@@ -102,9 +102,9 @@ def by_hand(config, params, tokens):
     return norm(x, p["final_norm"]) @ p.get("unembed", p["embed"].T)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_model_is_the_one_written_out_with_loops(tied):
-    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+@pytest.mark.parametrize(("tied", "num_layers"), [(True, 2), (False, llama.UNROLLED_LAYERS + 1)])
+def test_the_model_is_the_one_written_out_with_loops(tied, num_layers):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied, num_layers=num_layers)
     model = build(config)
     params = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(3), leaf.shape), weights(model))
     nnx.update(model, params)

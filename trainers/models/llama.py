@@ -22,6 +22,10 @@ TABLE_SCALE = 0.02
 """Of the embedding's first values: small beside what the layers add, else a table that also scores the next token would begin by
 expecting every token to repeat itself."""
 
+UNROLLED_LAYERS = 4
+"""Up to this many layers are compiled one by one: on a CPU 8 % faster than a loop, compiled in three quarters of the time, and
+the executable loads as fast. A deeper model is a loop."""
+
 
 class Llama(nnx.Module):
     """`__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
@@ -53,7 +57,8 @@ class Llama(nnx.Module):
 
         embedded = self.embed[...].astype(self.dtype)[tokens_BT]
         # Flat [B * T, D] operands: a CPU multiplies them 1.3 times faster than [B, T, D].
-        x_ND, _ = jax.lax.scan(layer, embedded.reshape(batch * time, config.width), weights)
+        unroll = config.num_layers <= UNROLLED_LAYERS
+        x_ND, _ = jax.lax.scan(layer, embedded.reshape(batch * time, config.width), weights, unroll=unroll)
         x_ND = rms_norm(x_ND, self.final_norm[...].astype(self.dtype), config.norm_eps)
         table_DV = self.embed[...].T if config.tie_embeddings else self.unembed[...]
         logits_NV = (x_ND @ table_DV.astype(self.dtype)).astype(jnp.float32)

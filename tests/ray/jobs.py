@@ -1,0 +1,66 @@
+"""Whole jobs on a Ray that the test has started: the driver in this process, everything else as it always is."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from orchestrator import run, storage
+from orchestrator.board import Board
+from orchestrator.config import build
+from orchestrator.ray_train import FinalVerdict
+
+
+class NoTrain:
+    """Ray Train is not there: what would have been reported."""
+
+    def __init__(self) -> None:
+        self.reported: list[tuple[dict[str, Any], str | None]] = []
+
+    def report(self, metrics: dict[str, Any], checkpoint_path: str | None = None) -> None:
+        self.reported.append((metrics, checkpoint_path))
+
+    def close(self) -> None: ...
+
+
+def settings(tmp_path, **changes: Any) -> dict[str, Any]:
+    """A job of seconds."""
+    return {
+        "name": "job",
+        "storage": str(tmp_path),
+        "global_batch_size": 8,
+        "max_num_steps": 6,
+        "publish_every_steps": 2,
+        "model": {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64},
+        "data": {"paths": [__file__], "sequence_length": 16, "eval_fraction": 0.2},
+        "checkpoint": {"save_steps": 3},
+        "sample": {"num_tokens": 4},
+        "hosts": {"count": 2},
+        "tracking": {"mlflow": False},
+        **changes,
+    }
+
+
+def run_job(made: dict[str, Any], board: Board | None = None) -> dict[str, Any]:
+    """Its summary, whether it finished or failed."""
+    config = build(made)
+    message = {
+        "config": config,
+        "board": board or Board(),
+        "launch_id": f"{time.time_ns():x}",
+        "run_dir": config.run_dir,
+        "started_at_s": time.time(),
+    }
+    try:
+        run.drive(message, NoTrain())
+    except FinalVerdict as error:
+        assert str(error) == storage.read_verdict(config.run_dir, message["launch_id"])["error"]
+    summary = storage.read_json(storage.join(config.run_dir, "summary.json"))
+    assert sum(summary["goodput"].values()) == pytest_approx(summary["wall_s"])
+    return summary
+
+
+def pytest_approx(value: float) -> Any:
+    import pytest
+
+    return pytest.approx(value, rel=1e-3)
