@@ -60,19 +60,21 @@ def kind_of(error: BaseException) -> dict[str, Any]:
 
     JAX raises one type for everything that happens on a device or between hosts; only its message tells which.
     """
-    if isinstance(error, UsageError | ValueError) and not isinstance(error, UnicodeError):
-        return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": isinstance(error, UsageError)}
-    if isinstance(error, NonFiniteLossError):
-        return {"kind": "non_finite", "deterministic": False}
-    if isinstance(error, SaveFailedError):
-        return {"kind": "storage", "deterministic": False}
-    if isinstance(error, CoordinatorError):
-        return {"kind": "collateral", "deterministic": False}
-    if isinstance(error, MemoryError):
-        return {"kind": "out_of_memory", "deterministic": False}
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-        return {"kind": "storage", "deterministic": False}
-    return {"kind": _kind_of_runtime_error(error), "deterministic": False}
+    if isinstance(error, UsageError):
+        return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": True}
+    kind = next((kind for types, kind in KIND_OF_TYPE.items() if isinstance(error, types)), None)
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        kind = "storage"
+    return {"kind": kind or _kind_of_runtime_error(error), "deterministic": False}
+
+
+KIND_OF_TYPE = {
+    NonFiniteLossError: "non_finite",
+    SaveFailedError: "storage",
+    CoordinatorError: "collateral",
+    MemoryError: "out_of_memory",
+}
+STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def _kind_of_runtime_error(error: BaseException) -> str:

@@ -59,7 +59,7 @@ def wait_until(condition, process, tmp_path, timeout_s=120):
 
 
 def saved(tmp_path, step):
-    return lambda: (tmp_path / "tiny" / "checkpoints" / str(step)).exists()
+    return (tmp_path / "tiny" / "checkpoints" / str(step)).exists
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

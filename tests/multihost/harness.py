@@ -1,4 +1,4 @@
-"""Runs the real training process, `python -m trainers.worker`, on several local hosts without Ray: real jax.distributed, real pipes."""
+"""Runs the real training process, `python -m trainers.worker`, on several local hosts without Ray."""
 
 from __future__ import annotations
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
+
+import pytest
 
 from orchestrator import run, storage
 from orchestrator.board import Board
@@ -51,16 +54,9 @@ def run_job(made: dict[str, Any], board: Board | None = None) -> dict[str, Any]:
         "run_dir": config.run_dir,
         "started_at_s": time.time(),
     }
-    try:
+    with suppress(FinalVerdict):
         run.drive(message, NoTrain())
-    except FinalVerdict as error:
-        assert str(error) == storage.read_verdict(config.run_dir, message["launch_id"])["error"]
     summary = storage.read_json(storage.join(config.run_dir, "summary.json"))
-    assert sum(summary["goodput"].values()) == pytest_approx(summary["wall_s"])
+    assert sum(summary["goodput"].values()) == pytest.approx(summary["wall_s"], rel=1e-3)
+    assert storage.read_verdict(config.run_dir, message["launch_id"])["error"] == summary["error"]
     return summary
-
-
-def pytest_approx(value: float) -> Any:
-    import pytest
-
-    return pytest.approx(value, rel=1e-3)

@@ -13,7 +13,7 @@ from trainers import runtime
 from trainers.arguments import TrainingArguments, from_dict
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.errors import CheckpointError, NonFiniteLossError, NotConfiguredError
+from trainers.errors import CheckpointError, NonFiniteLossError, NotConfiguredError, SaveFailedError
 from trainers.protocol import StopReason, TrainerProtocol
 
 
@@ -149,13 +149,13 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path, events):
 def test_when_no_checkpoint_is_whole_it_does_not_start_from_nothing(tmp_path, events):
     trainer(tmp_path, max_num_steps=4).train()
     flip_a_byte(tmp_path / "run" / "checkpoints" / "4" / "state")
-    with pytest.raises(CheckpointError, match="no checkpoint in .* can be restored .*give the run another name"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be restored .*give the run another name"):
         trainer(tmp_path).train()
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, events):
     trainer(tmp_path, max_num_steps=4).train()
-    with pytest.raises(CheckpointError, match="another model or optimizer .*absent here.*give the run another name"):
+    with pytest.raises(CheckpointError, match=r"another model or optimizer .*absent here.*give the run another name"):
         trainer(tmp_path, optimizer={"name": "sgd", "learning_rate": 0.1}).train()
 
 
@@ -242,3 +242,16 @@ def test_save_pretrained_can_be_trained_on(tmp_path, events):
     assert_equal(loaded, state)
     assert meta["arguments"]["name"] == "run"
     assert int(other.train(state=loaded).step) == 5
+
+
+def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path, events):
+    class FillTheDisk(Callback):
+        """A file where the folder of the checkpoints should be made."""
+
+        def on_train_begin(self, state, **kwargs):
+            (tmp_path / "run").mkdir(parents=True)
+            (tmp_path / "run" / "checkpoints").write_text("in the way")
+
+    with pytest.raises(SaveFailedError, match="the checkpoint of its last step, 6, could not be saved"):
+        trainer(tmp_path, FillTheDisk(), max_num_steps=6).train()
+    assert {event["step"] for event in of(events, "save_failed")} == {4, 6}
