@@ -85,7 +85,7 @@ class CheckpointManager:
             response = self._open().save_checkpointables_async(
                 step, {"state": state, "meta": meta}, force=True, overwrite=step in self.damaged
             )
-        except (OSError, ValueError, RuntimeError, ocp.errors.StepAlreadyExistsError) as error:
+        except Exception as error:  # Orbax raises whatever its layers raise: reported, and the next save tries again
             self._failed(step, error)
             return
         self._watcher = threading.Thread(target=self._watch, args=(step, response), name="checkpoint-watcher", daemon=True)
