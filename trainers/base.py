@@ -46,7 +46,7 @@ from trainers.state import (
     wide,
     with_shardings,
 )
-from trainers.step import Bag, empty_bag, make_eval_step, make_train_step
+from trainers.step import STEP_METRICS, Bag, make_eval_step, make_train_step
 
 
 class BaseTrainer:
@@ -89,7 +89,8 @@ class BaseTrainer:
         """The jitted train and eval steps (state donated, shardings pinned in and out), the mesh, the checkpoint manager."""
         host, everywhere = runtime.current(), meshes.replicated(self._mesh)
         places, batch_place = self._state_shardings, meshes.micro_batches(self._mesh)
-        step = make_train_step(self.task, self.model, self.optimizer, self.scheduler, self.arguments.optimizer.max_grad_norm)
+        limit, names = self.arguments.optimizer.max_grad_norm, (*self._metric_names, *STEP_METRICS)
+        step = make_train_step(self.task, self.model, self.optimizer, self.scheduler, names, limit)
         train_step = jax.jit(
             step,
             in_shardings=(places, everywhere, batch_place, meshes.one_per_device(self._mesh)),
@@ -97,7 +98,7 @@ class BaseTrainer:
             donate_argnums=(0, 1),
         )
         eval_step = jax.jit(
-            make_eval_step(self.task, self.model),
+            make_eval_step(self.task, self.model, self._metric_names),
             in_shardings=(places.params, everywhere, batch_place),
             out_shardings=everywhere,
             donate_argnums=1,
@@ -197,10 +198,10 @@ class BaseTrainer:
 
         `metric_calculator` gets the means and returns further metrics. Empty if there is no held-out data.
         """
-        state, bag = self._current(state), self._zeros(self._metric_names)
+        state, bag = self._current(state), self._zeros(len(self._metric_names))
         for batch in self._eval_batches():
             bag = self.functions.eval_step_fn(state.params, bag, batch)
-        metrics = means(jax.device_get(bag)) if self.dataset_eval is not None else {}
+        metrics = self._means(bag) if self.dataset_eval is not None else {}
         if metric_calculator is not None:
             metrics.update(metric_calculator(metrics))
         return metrics
@@ -209,7 +210,7 @@ class BaseTrainer:
         """Yields the metrics of each held-out batch."""
         state = self._current(state)
         for batch in self._eval_batches():
-            yield means(jax.device_get(self.functions.eval_step_fn(state.params, self._zeros(self._metric_names), batch)))
+            yield self._means(self.functions.eval_step_fn(state.params, self._zeros(len(self._metric_names)), batch))
 
     def save_pretrained(self, ckpt_path: str, state: TrainState | None = None) -> str:
         """Writes parameters, optimizer state, arguments and all else of `state` (None: the current one) to the folder
@@ -260,7 +261,9 @@ class BaseTrainer:
         )
         self.info.global_step, self.info.batch_index = step, step
         self.seconds = Seconds()
-        self.publisher = Publisher(arguments.publish_every_steps, self._throughput(), self._publish)
+        self.publisher = Publisher(
+            arguments.publish_every_steps, self._throughput(), (*self._metric_names, *STEP_METRICS), self._publish
+        )
         return Loop(
             train_step=self.functions.train_step_fn,
             loader=loader,
@@ -372,11 +375,13 @@ class BaseTrainer:
         return state
 
     def _empty_bag(self) -> Bag:
-        names = (*self._metric_names, "grad_norm", "learning_rate", "non_finite")
-        return self._zeros(names)
+        return self._zeros(len(self._metric_names) + len(STEP_METRICS))
 
-    def _zeros(self, names: tuple[str, ...]) -> Bag:
-        return jax.device_put(empty_bag(names), meshes.replicated(self._mesh))
+    def _zeros(self, num_metrics: int) -> Bag:
+        return meshes.put_everywhere(self._mesh, np.zeros((num_metrics, 2), np.float32))
+
+    def _means(self, bag: Bag) -> dict[str, float]:
+        return means(dict(zip(self._metric_names, np.asarray(bag), strict=True)))
 
     @cached_property
     def _metric_names(self) -> tuple[str, ...]:

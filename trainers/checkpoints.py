@@ -6,6 +6,7 @@ readable JSON: where the data stands, the seed, the fingerprint of every leaf, a
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -28,6 +29,7 @@ from trainers.mesh import replicated
 from trainers.state import TrainState
 
 FORMAT = 1
+META_FILE = "data.json"
 ASYNC_TIMEOUT_S = 60
 """How long a save waits for the other hosts before it is given up as failed."""
 
@@ -166,11 +168,12 @@ class CheckpointManager:
 
     def _read_meta(self, step: int) -> tuple[dict[str, Any], str]:
         try:
-            meta = self._open().load_checkpointables(step, {"meta": None})["meta"]
+            # Read as the file it is: through Orbax it takes ten times as long.
+            meta = json.loads((self.folder / str(step) / "meta" / META_FILE).read_text())
             if meta["format"] != FORMAT or meta["step"] != step:
                 return {}, f"meta says format {meta['format']}, step {meta['step']}: expected {FORMAT}, {step}"
             return meta, ""
-        except Exception as error:  # as above
+        except (OSError, ValueError, KeyError, TypeError) as error:
             return {}, f"meta cannot be read: {type(error).__name__}: {error.__cause__ or error}".splitlines()[0][:300]
 
     def _open(self) -> ocp.training.Checkpointer:

@@ -36,6 +36,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def put_everywhere(mesh: Mesh, value: np.ndarray) -> jax.Array:
+    """A host's copy of a value that all hosts have, as one replicated array. Unlike `jax.device_put`, it does not make the
+    hosts compare their copies, which would be a collective and a wait."""
+    return jax.make_array_from_callback(value.shape, replicated(mesh), lambda index: value[index])
+
+
 def micro_batches(mesh: Mesh) -> NamedSharding:
     """For arrays [accumulation_steps, micro_batch, ...]."""
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))

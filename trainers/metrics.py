@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,10 +69,12 @@ class Publisher:
         self,
         every_steps: int,
         throughput: Throughput,
+        names: Sequence[str],
         publish: Callable[[int, dict[str, float], dict[str, float]], None],
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.every_steps, self.throughput, self.publish, self.clock = every_steps, throughput, publish, clock
+        self.names = tuple(names)
         self.pending: collections.deque[Interval] = collections.deque()
         self.latest: dict[str, float] = {}
         self._since_s = clock()
@@ -85,8 +87,7 @@ class Publisher:
         return step % self.every_steps == 0
 
     def cut(self, step: int, bag: Bag, seconds: dict[str, float]) -> None:
-        for leaf in bag.values():
-            leaf.copy_to_host_async()
+        bag.copy_to_host_async()
         now = self.clock()
         self.pending.append(Interval(bag, self._first_step, step, now - self._since_s, seconds))
         self._first_step, self._since_s = step, now
@@ -103,7 +104,7 @@ class Publisher:
         self.collect(step)
 
     def _publish(self, interval: Interval) -> None:
-        bag = {name: np.asarray(value) for name, value in interval.bag.items()}
+        bag = dict(zip(self.names, np.asarray(interval.bag), strict=True))
         skipped = int(bag.pop("non_finite")[0])
         if skipped:
             raise NonFiniteLossError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,11 @@ import optax
 from trainers.protocol import Batch, Loss, Task
 from trainers.state import ModelParts, TrainState, add_wide
 
-Bag = dict[str, jax.Array]
-"""Metrics on the device: name -> float32[2], a (sum, weight) pair accumulated since the last publish."""
+Bag = jax.Array
+"""Metrics on the device: float32[num_metrics, 2], (sum, weight) pairs in the order of their names, since the last publish."""
+
+STEP_METRICS = ("grad_norm", "learning_rate", "non_finite")
+"""Of the step itself, after those of the task's loss."""
 
 
 def make_train_step(
@@ -21,6 +24,7 @@ def make_train_step(
     parts: ModelParts,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
+    names: Sequence[str],
     max_grad_norm: float | None,
 ) -> Callable[[TrainState, Bag, Batch, jax.Array], tuple[TrainState, Bag, jax.Array]]:
     """The function (state, bag, batch, flags) -> (state, bag, flags of all hosts).
@@ -50,8 +54,8 @@ def make_train_step(
             finite, (optax.apply_updates(state.params, updates), opt_state), (state.params, state.opt_state)
         )
         one = jnp.ones((), jnp.float32)
-        bag = add_to_bag(
-            bag,
+        bag = bag + pairs(
+            names,
             {
                 "loss": (loss.loss_sum, loss.num_targets),
                 **loss.parts,
@@ -72,13 +76,13 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(task: Task, parts: ModelParts) -> Callable[[Any, Bag, Batch], Bag]:
-    """The function (params, bag, batch) -> bag. Nothing is donated but the bag."""
+def make_eval_step(task: Task, parts: ModelParts, names: Sequence[str]) -> Callable[[Any, Bag, Batch], Bag]:
+    """The function (params, bag, batch) -> bag, of the loss's metrics alone. Nothing is donated but the bag."""
 
     def eval_step(params: Any, bag: Bag, batch: Batch) -> Bag:
         model = parts.merge(params)
         loss = task.loss(model, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch))
-        return add_to_bag(bag, {"loss": (loss.loss_sum, loss.num_targets), **loss.parts})
+        return bag + pairs(names, {"loss": (loss.loss_sum, loss.num_targets), **loss.parts})
 
     return eval_step
 
@@ -103,15 +107,9 @@ def keep_unless(apply: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(apply, a, b), new, old)
 
 
-def empty_bag(names: Any) -> Bag:
-    return {name: jnp.zeros(2, jnp.float32) for name in names}
-
-
-def add_to_bag(bag: Bag, values: dict[str, tuple[Any, Any]]) -> Bag:
-    return {
-        name: bag[name] + jnp.stack([jnp.asarray(total, jnp.float32), jnp.asarray(weight, jnp.float32)])
-        for name, (total, weight) in values.items()
-    }
+def pairs(names: Sequence[str], values: Mapping[str, tuple[Any, Any]]) -> Bag:
+    """What one batch adds to the bag."""
+    return jnp.stack([jnp.stack([jnp.asarray(part, jnp.float32) for part in values[name]]) for name in names])
 
 
 def count_samples(totals: dict[str, jax.Array], batch_index: jax.Array, batch: Batch, num_targets: Any) -> dict[str, jax.Array]:
