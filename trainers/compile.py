@@ -23,7 +23,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-LOAD_ERRORS = (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError, ValueError, OSError)
+LOAD_ERRORS = (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, OSError)
 
 
 class ProgramStore:
@@ -54,7 +54,7 @@ class ProgramStore:
         if path is None or not path.exists():
             return None
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+            return _deserialize(path.read_bytes())
         except LOAD_ERRORS as error:
             self.note(f"{path.name} could not be loaded ({type(error).__name__}: {error}): compiling again")
             return None
@@ -67,7 +67,7 @@ class ProgramStore:
             if compiled is None:
                 with without_compile_cache():
                     compiled = lowered.compile()
-                _write(path, pickle.dumps(serialize_executable.serialize(compiled)))
+                _write(path, _serialize(compiled))
             _write(known, json.dumps({"executable": path.name}).encode())
         except (ValueError, NotImplementedError, OSError, jax.errors.JaxRuntimeError) as error:
             if compiled is None:
@@ -88,6 +88,19 @@ def without_compile_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()
+
+
+def _serialize(compiled: jax.stages.Compiled) -> bytes:
+    places = jax.tree.leaves(compiled.output_shardings)
+    device_ids = [device.id for device in places[0]._device_assignment]
+    return pickle.dumps((device_ids, serialize_executable.serialize(compiled)))
+
+
+def _deserialize(payload: bytes) -> jax.stages.Compiled:
+    device_ids, parts = pickle.loads(payload)
+    devices = {device.id: device for device in jax.devices()}
+    # Said explicitly: it would take all devices there are, also for a program that runs on some of them.
+    return serialize_executable.deserialize_and_load(*parts, execution_devices=[devices[number] for number in device_ids])
 
 
 def _write(path: Path, payload: bytes) -> None:

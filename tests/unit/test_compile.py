@@ -1,0 +1,71 @@
+"""Compiled programs: kept for the next generation, loaded without tracing, compiled again when they must be."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from trainers.compile import Program, ProgramStore
+
+
+@pytest.fixture
+def made(tmp_path):
+    """`made()` is a process's program: its answers, how often it was traced, what was noted."""
+
+    def make(origin="launch 1"):
+        traces, notes = [], []
+
+        def double(x):
+            traces.append(x.shape)
+            return 2 * x
+
+        store = ProgramStore(tmp_path, origin, notes.append)
+        return Program("double", jax.jit(double), store, notes.append), traces, notes
+
+    return make
+
+
+def test_the_next_process_loads_it_without_tracing(made):
+    program, traces, _ = made()
+    assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert len(traces) == 1
+    again, traces, notes = made()
+    assert again(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert (traces, notes) == ([], [])
+
+
+def test_another_launch_traces_again_since_the_code_may_have_changed(made, tmp_path):
+    made()[0](jnp.ones(3))
+    program, traces, _ = made("launch 2")
+    program(jnp.ones(3))
+    assert len(traces) == 1
+    assert len(list(tmp_path.glob("*.xla"))) == 1  # the same program, compiled once
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"", lambda data: b"nonsense"])
+def test_a_damaged_one_is_compiled_again_and_said(made, tmp_path, damage):
+    made()[0](jnp.ones(3))
+    (path,) = tmp_path.glob("*.xla")
+    path.write_bytes(damage(path.read_bytes()))
+    program, traces, notes = made()
+    assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert len(traces) == 1
+    assert "could not be loaded" in notes[0]
+
+
+def test_other_shapes_compile_it_again_and_say_what_changed(made):
+    program, traces, notes = made()
+    program(jnp.ones(3))
+    assert program(jnp.ones(5)).tolist() == [2] * 5
+    assert traces == [(3,), (5,)]
+    assert "double compiles again, because its arguments changed" in notes[0]
+    assert "float32[3]" in notes[0]
+    assert "float32[5]" in notes[0]
+
+
+def test_a_wrong_number_of_arguments_is_an_error(made):
+    program, _, _ = made()
+    program(jnp.ones(3))
+    with pytest.raises(TypeError):
+        program(jnp.ones(3), jnp.ones(3))
