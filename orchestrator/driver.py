@@ -224,6 +224,8 @@ class Driver:
                 incident.mark(phase, at_s)
         incident.recovered(generation.started_s() or self.clock(), self._median_step_s())
         incident.resumed_step = generation.resumed_step
+        # Of a lost driver: the last heartbeat that it took in may be older than the checkpoint.
+        incident.step = max(incident.step or 0, generation.resumed_step or 0)
         self.launch.store()
         self.board.post({"ev": "recovered", "incident": incident.to_dict()})
 

@@ -248,7 +248,7 @@ class BaseTrainer:
         """Compiles (or loads) the train step and what saving needs, so that no step has to wait for it."""
         self.functions.checkpoint_manager.prepare(state)
         batch = self._batch_shapes(self.arguments.accumulation_steps, sharding=meshes.micro_batches(self._mesh))
-        self.functions.train_step_fn.prepare(state, self._empty_bag(), batch, Flags(self._mesh).array())
+        self.functions.train_step_fn.prepare(state, self._empty_bag(), batch, self._no_wishes())
 
     def _build_loop(self, step: int, started_s: float) -> Loop:
         arguments = self.arguments
@@ -302,6 +302,7 @@ class BaseTrainer:
             metrics["sample"] = self._sample(state)
         self.output = TrainerOutput(state, self._mesh, path, None if saved is None else str(saved), reason, metrics)
         self.dataloaders.dataloader_train.close()
+        self._dataloaders = None  # made anew if this trainer goes on
 
     def _final_metrics(self, state: TrainState) -> dict[str, Any]:
         names, values = leaf_names(state), np.asarray(self.functions.checkpoint_manager.fingerprint(state))
@@ -376,6 +377,9 @@ class BaseTrainer:
 
     def _empty_bag(self) -> Bag:
         return self._zeros(len(self._metric_names) + len(STEP_METRICS))
+
+    def _no_wishes(self) -> jax.Array:
+        return Flags(self._mesh).array()
 
     def _zeros(self, num_metrics: int) -> Bag:
         return meshes.put_everywhere(self._mesh, np.zeros((num_metrics, 2), np.float32))

@@ -100,7 +100,9 @@ def _deserialize(payload: bytes) -> jax.stages.Compiled:
     device_ids, parts = pickle.loads(payload)
     devices = {device.id: device for device in jax.devices()}
     # Said explicitly: it would take all devices there are, also for a program that runs on some of them.
-    return serialize_executable.deserialize_and_load(*parts, execution_devices=[devices[number] for number in device_ids])
+    executable, in_tree, out_tree = parts
+    places = [devices[number] for number in device_ids]
+    return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, execution_devices=places)
 
 
 def _write(path: Path, payload: bytes) -> None:

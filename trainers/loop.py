@@ -191,6 +191,7 @@ class Loop:
         return every is not None and step % every == 0
 
     def _save(self, state: TrainState) -> None:
+        jax.block_until_ready(state)  # copying waits for the steps in flight anyway: their time is theirs
         with self.seconds.measure("checkpoint"):
             self.save(state)
         self.wishes.saved()

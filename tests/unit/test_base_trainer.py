@@ -255,3 +255,11 @@ def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path, events):
     with pytest.raises(SaveFailedError, match="the checkpoint of its last step, 6, could not be saved"):
         trainer(tmp_path, FillTheDisk(), max_num_steps=6).train()
     assert {event["step"] for event in of(events, "save_failed")} == {4, 6}
+
+
+def test_a_trainer_can_go_on_after_its_end(tmp_path, events):
+    made = trainer(tmp_path, StopAt(5, "requested"), optimizer=FIXED)
+    first = made.train()
+    runtime.install(runtime.Runtime(events.append))
+    made.callbacks.callbacks.clear()
+    assert_equal(made.train(state=first), trainer(tmp_path / "whole", optimizer=FIXED).train())
