@@ -22,7 +22,6 @@ from trainers.checkpoints import CheckpointManager, save_to
 from trainers.compile import Program, ProgramStore
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.errors import NotConfiguredError, SaveFailedError, UsageError
-from trainers.fingerprint import digest, leaf_names
 from trainers.loop import Flags, Limits, Loop, Wishes
 from trainers.metrics import Publisher, Seconds, Throughput, means
 from trainers.optimizers import build_optimizer
@@ -34,6 +33,7 @@ from trainers.protocol import (
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
+from trainers.results import describe
 from trainers.schedules import build_schedule
 from trainers.state import (
     ModelParts,
@@ -43,7 +43,6 @@ from trainers.state import (
     num_parameters,
     state_from_parameters,
     state_shardings,
-    wide,
     with_shardings,
 )
 from trainers.step import STEP_METRICS, Bag, make_eval_step, make_train_step
@@ -77,6 +76,8 @@ class BaseTrainer:
         self._dataloaders: TrainerConfigureDataloaderOutput | None = None
         self._state: TrainState | None = None
         self._last_evaluation: tuple[int, dict[str, float]] | None = None
+        self._latest_metrics: dict[str, float] = {}
+        """Of the last publish, if need be the last before the checkpoint that was restored."""
 
     # ------------------------------------------------------------------ what a subclass may replace
 
@@ -182,7 +183,7 @@ class BaseTrainer:
         state = self._starting_state(model_parameters, state)
         host.phase("compile")
         self._compile(state)
-        loop = self._build_loop(int(state.step), started_s)
+        loop = self._build_loop(int(state.step), int(state.batch_index), started_s)
         self.callbacks.call(Callback.on_train_begin, self.info)
         host.phase("train")
         state, reason = loop.run(state)
@@ -240,6 +241,7 @@ class BaseTrainer:
         restored = manager.restore(with_shardings(self._model_state, places))
         if restored is not None:
             host.emit("restored", step=int(restored.state.step), skipped=restored.skipped)
+            self._latest_metrics = restored.meta["metrics"]
             return restored.state
         make = jax.jit(lambda: initial_state(self.task, self.arguments.seed, self.optimizer), out_shardings=places)
         return make()
@@ -250,7 +252,7 @@ class BaseTrainer:
         batch = self._batch_shapes(self.arguments.accumulation_steps, sharding=meshes.micro_batches(self._mesh))
         self.functions.train_step_fn.prepare(state, self._empty_bag(), batch, self._no_wishes())
 
-    def _build_loop(self, step: int, started_s: float) -> Loop:
+    def _build_loop(self, step: int, batch_index: int, started_s: float) -> Loop:
         arguments = self.arguments
         loader = self.dataloaders.dataloader_train
         epochs = arguments.max_num_data_epochs
@@ -259,16 +261,15 @@ class BaseTrainer:
             max_batches=None if epochs is None else -(-epochs * len(self.dataset_train or ()) // arguments.global_batch_size),
             deadline_s=None if arguments.time_limit is None else started_s + parse_duration_s(arguments.time_limit),
         )
-        self.info.global_step, self.info.batch_index = step, step
-        self.seconds = Seconds()
-        self.publisher = Publisher(
+        self.info.global_step, self.info.batch_index = step, batch_index
+        publisher = Publisher(
             arguments.publish_every_steps, self._throughput(), (*self._metric_names, *STEP_METRICS), self._publish
         )
         return Loop(
             train_step=self.functions.train_step_fn,
             loader=loader,
             empty_bag=self._empty_bag,
-            publisher=self.publisher,
+            publisher=publisher,
             flags=Flags(self._mesh),
             wishes=Wishes(limits, arguments.checkpoint.save_minutes),
             checkpoint=arguments.checkpoint,
@@ -276,7 +277,7 @@ class BaseTrainer:
             save=self._save,
             evaluate=self._evaluate_and_publish,
             callbacks=self.callbacks,
-            seconds=self.seconds,
+            seconds=Seconds(),
             info=self.info,
             samples_per_epoch=len(self.dataset_train or ()),
             resumed_step=step,
@@ -305,19 +306,8 @@ class BaseTrainer:
         self._dataloaders = None  # made anew if this trainer goes on
 
     def _final_metrics(self, state: TrainState) -> dict[str, Any]:
-        names, values = leaf_names(state), np.asarray(self.functions.checkpoint_manager.fingerprint(state))
-        params = [(n, v) for n, v in zip(names, values, strict=True) if n.startswith(".params")]
-        totals = {name: wide(np.asarray(words)) for name, words in state.totals.items()}
-        metrics: dict[str, Any] = {
-            "steps": int(state.step),
-            "batches": int(state.batch_index),
-            "tokens": totals["tokens"],
-            "samples": totals["samples"],
-            "train_loss": self.publisher.latest.get("loss"),
-            "num_parameters": num_parameters(state.params),
-            "params_digest": digest([n for n, _ in params], [v for _, v in params]),
-            "samples_digest": f"{totals['samples_digest']:016x}",
-        }
+        metrics = describe(state, self.functions.checkpoint_manager.fingerprint(state))
+        metrics["train_loss"] = self._latest_metrics.get("loss")
         if self._last_evaluation is not None:
             metrics.update({f"eval_{name}": value for name, value in self._last_evaluation[1].items()})
         return metrics
@@ -342,7 +332,7 @@ class BaseTrainer:
             "skipped_batches": [],
             "num_hosts": jax.process_count(),
             "mesh": dict(self._mesh.shape),
-            "metrics": self.publisher.latest if hasattr(self, "publisher") else {},
+            "metrics": self._latest_metrics,
             "arguments": dataclasses.asdict(self.arguments),
         }
 
@@ -358,6 +348,7 @@ class BaseTrainer:
 
     def _publish(self, step: int, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         metrics["epoch"] = self.info.epoch
+        self._latest_metrics = metrics
         self.callbacks.call(Callback.on_publish, self.info, metrics=metrics)
         if jax.process_index() == 0:
             runtime.current().emit("metrics", step=step, metrics=metrics, seconds=seconds)

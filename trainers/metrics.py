@@ -76,7 +76,6 @@ class Publisher:
         self.every_steps, self.throughput, self.publish, self.clock = every_steps, throughput, publish, clock
         self.names = tuple(names)
         self.pending: collections.deque[Interval] = collections.deque()
-        self.latest: dict[str, float] = {}
         self._since_s = clock()
         self._first_step = 0
 
@@ -112,8 +111,8 @@ class Publisher:
                 f"(their updates were not applied; grad_norm {_mean(bag['grad_norm'])}); "
                 "look at the data of these steps and lower the learning rate"
             )
-        self.latest = {**means(bag), **self._rates(interval, float(bag["loss"][1]))}
-        self.publish(interval.last_step, self.latest, interval.seconds)
+        metrics = {**means(bag), **self._rates(interval, float(bag["loss"][1]))}
+        self.publish(interval.last_step, metrics, interval.seconds)
 
     def _rates(self, interval: Interval, tokens: float) -> dict[str, float]:
         steps = interval.last_step - interval.first_step

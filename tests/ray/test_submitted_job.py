@@ -57,7 +57,7 @@ def test_a_job_that_fails_is_failed_everywhere(dashboard, submit, tmp_path):
     status, log = submit(f"storage={tmp_path}", "name=bad", "trainer=tests_that_are_not_there:Trainer")
     assert status == JobStatus.FAILED
     assert "tests_that_are_not_there" in log
-    status, log = submit(f"storage={tmp_path}", "name=worse", "hosts.count=9", "hosts.start_timeout_s=2")
+    status, log = submit(f"storage={tmp_path}", "name=worse", "hosts.count=9", "global_batch_size=9", "hosts.start_timeout_s=2")
     assert status == JobStatus.FAILED
     assert "could not be had within 2 s" in log
     with urllib.request.urlopen(f"{dashboard}/api/train/v2/runs/v1") as answer:

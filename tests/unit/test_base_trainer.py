@@ -263,3 +263,11 @@ def test_a_trainer_can_go_on_after_its_end(tmp_path, events):
     runtime.install(runtime.Runtime(events.append))
     made.callbacks.callbacks.clear()
     assert_equal(made.train(state=first), trainer(tmp_path / "whole", optimizer=FIXED).train())
+
+
+def test_started_again_at_its_end_it_tells_the_same(tmp_path, events):
+    first, second = trainer(tmp_path, optimizer=FIXED), trainer(tmp_path, optimizer=FIXED)
+    first.train()
+    second.train()
+    assert second.output.metrics == first.output.metrics
+    assert second.output.checkpoint_path == first.output.checkpoint_path
