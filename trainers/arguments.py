@@ -200,7 +200,6 @@ class OptimizerConfig(Section):
 class EvaluationConfig(Section):
     every_steps: int | None = None
     """Default: once, at the end."""
-    at_start: bool = False
     max_batches: int | None = None
     """How many global batches of the held-out data to use; default: all."""
 

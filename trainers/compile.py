@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import platform
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,12 +140,9 @@ class Program:
         self.name, self.jitted, self.store, self.note = name, jitted, store, note
         self.compiled: jax.stages.Compiled | None = None
         self.shapes: dict[str, str] = {}
-        self.compile_s = 0.0
 
     def prepare(self, *args: Any) -> None:
-        start = time.perf_counter()
         self.compiled = self.store.get(self.name, self.jitted, args)
-        self.compile_s = time.perf_counter() - start
         self.shapes = _shapes(args)
 
     def __call__(self, *args: Any) -> Any:

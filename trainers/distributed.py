@@ -21,7 +21,6 @@ HEARTBEAT_TIMEOUT_S = 30
 class Membership:
     """One host's place in a generation of the gang. `coordinator` is `ip:port`, a port never used before."""
 
-    generation: int = 0
     host: int = 0
     num_hosts: int = 1
     coordinator: str | None = None
@@ -65,7 +64,7 @@ def wait_for_listener(address: str, timeout_s: float) -> None:
             time.sleep(0.002)
 
 
-def leave(member: Membership) -> None:
+def leave() -> None:
     """At a clean end only; all hosts must call this. Host 0 goes last, or its peers would abort for want of their coordinator.
 
     After a failure nobody calls this: it would wait for the dead. The process's owner kills the gang instead.

@@ -103,7 +103,6 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
     threading.Thread(target=obey, args=(host,), name="orders", daemon=True).start()
     host.phase("join")
     member = distributed.Membership(
-        generation=orders["generation"],
         host=orders["host"],
         num_hosts=orders["num_hosts"],
         coordinator=orders["coordinator"],
@@ -116,7 +115,7 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
     trainer.train()
     host.emit("done", step=host.step, **result(trainer))
     agree.barrier("done")
-    distributed.leave(member)
+    distributed.leave()
 
 
 def result(trainer: Any) -> dict[str, Any]:

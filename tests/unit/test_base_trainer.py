@@ -133,6 +133,7 @@ def test_the_held_out_set_is_counted_once_whatever_its_ragged_end(tmp_path, even
     expected = -np.take_along_axis(logp, rows[:, 1:, None], -1).mean()
     assert made.evaluate(state)["loss"] == pytest.approx(expected, rel=1e-5)
     assert len(list(made.eval(state))) == 2  # 21 examples in batches of 16
+    assert made.evaluate(state, lambda means: {"twice": 2 * means["loss"]})["twice"] == pytest.approx(2 * expected, rel=1e-5)
 
 
 def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path, events):

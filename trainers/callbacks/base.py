@@ -33,8 +33,6 @@ class Callback:
 
     def on_evaluate(self, state: RunInfo, *, metrics: dict[str, float], **kwargs: Any) -> None: ...
 
-    def on_save(self, state: RunInfo, *, path: str, **kwargs: Any) -> None: ...
-
 
 @dataclass
 class CallbackList:
