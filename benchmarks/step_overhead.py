@@ -66,8 +66,8 @@ class StopAfterWarmUp(Callback):
 
 def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     """Everything the loop does: reading, wishes, publishing every few steps."""
-    first = int(state.step)
-    loop = trainer._build_loop(first, first, time.monotonic())
+    first = int(state.batch_index)
+    loop = trainer._build_loop(first, time.monotonic())
     loop.wishes.limits = dataclasses.replace(loop.wishes.limits, max_steps=first + steps)
     loop.resumed_step = -1  # the first step of a generation is waited for; these are not the first
     start = time.perf_counter()

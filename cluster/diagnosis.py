@@ -11,6 +11,8 @@ import time
 
 from cluster.process import ChildProcess
 
+STOPPED = ("T", "t")
+"""States of a process that a signal, or a debugger, holds."""
 _DUMP_TIMEOUT_S = 15.0
 _FAULTHANDLER_TIMEOUT_S = 2.0
 
@@ -25,8 +27,11 @@ def stacks(child: ChildProcess) -> str:
     dump, trouble = _py_spy(child.pid)
     if dump:
         return dump
+    state = process_state(child.pid)
+    if state.startswith(STOPPED):
+        return f"no stacks of process {child.pid}, which is {state} and cannot answer: py-spy: {trouble}"
     own = _faulthandler(child)
-    return own or f"no stacks of process {child.pid}: py-spy: {trouble}; it has no handler for SIGUSR1 that answers"
+    return own or f"no stacks of process {child.pid} ({state}): py-spy: {trouble}; it has no handler for SIGUSR1 that answers"
 
 
 def _py_spy(pid: int) -> tuple[str, str]:
@@ -35,7 +40,7 @@ def _py_spy(pid: int) -> tuple[str, str]:
     program = beside if os.path.exists(beside) else shutil.which("py-spy")
     if program is None:
         return "", "not installed"
-    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    command = [program, "dump", "--full-filenames", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:

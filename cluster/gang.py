@@ -1,86 +1,57 @@
-"""The gang: one host agent on each machine of a run, all of them or none.
+"""The gang: one host agent on each machine of a run.
 
-CPU and GPU hosts sit on one placement group; each spare has a group of its own, so that a missing spare holds nothing up.
-TPU hosts sit on whole slices (`slices.py`), each on the machine whose worker id is the host's place in its slice.
+Hosts sit on seats. The hosts that a run cannot do without share one placement group, all of them or none; each further seat, for
+a host that may come later or for a spare, has a group of its own, so that a missing one holds nothing up. TPU hosts sit on whole
+slices (`slices.py`), each on the machine whose worker id is the host's place in its slice. Agents and groups outlive their
+driver: the next one adopts them, or clears them away, or they leave by themselves when their lease ends.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node  # as in ray.util.tpu: there is no public way to ask
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster import groups, slices
-from cluster.agent import HostAgent
+from cluster import groups
+from cluster.agent import LEASE_S
+from cluster.capacity import explain_missing
+from cluster.lease import StaleDriver
+from cluster.leftovers import clear, find_agent
+from cluster.places import Place, Places, living_nodes, place_of
+from cluster.seats import AgentMaker, Seat
 from cluster.topology import (
-    NODE_ID_LABEL,
     HostsConfig,
-    Node,
-    bundle,
+    compile_cache_dir,
     devices_per_host,
-    explain_missing,
-    megascale_env,
     num_hosts,
-    process_env,
     slice_of,
     strategy,
 )
 
-NAMESPACE = "gangway"
+__all__ = ["AdoptError", "Gang", "GangTimeout", "Seat", "StaleDriver", "adopt", "clear", "living_nodes", "reserve"]
+
 TRAINING_MODULE = "trainers.worker"
 CACHE_DIR = "~/.cache/gangway/compile"
 AGENT_START_TIMEOUT_S = 60.0
 """For a Ray actor to answer once its place is reserved."""
-SPARE_TIMEOUT_S = 2.0
-"""For a spare to answer; one that has found no machine yet, or has lost it, does not."""
-CLEAR_TIMEOUT_S = 20.0
-MAX_CONCURRENCY = 16
-"""Calls that an agent answers at a time; a long poll is one of them."""
+ADOPT_TIMEOUT_S = 10.0
+"""For the agents of a gang that is to be adopted."""
+PROBE_INTERVAL_S = 2.0
+"""How often agents that are no members are asked whether they are there, which also renews their lease."""
+PROBE_TIMEOUT_S = 10.0
+"""For an agent that had answered before; later it counts as not available."""
+RELEASE_TIMEOUT_S = 5.0
 
 
 class GangTimeout(Exception):
     """The machines of the gang were not to be had in time; the message says what is missing."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A bundle of a placement group: room for one host."""
-
-    group: PlacementGroup
-    index: int
-
-
-@dataclass
-class Member:
-    """An agent and its place. `number` is the host it was started for, which names its logs and its compile cache."""
-
-    agent: Any
-    place: Place
-    number: int
-    description: dict[str, Any] = field(default_factory=dict)
-
-
-def living_nodes() -> list[Node]:
-    """The machines of the cluster with what they have and what is free."""
-    free = available_resources_per_node()
-    return [
-        Node(
-            node_id=node["NodeID"],
-            ip=node["NodeManagerAddress"],
-            total=node["Resources"],
-            free=free.get(node["NodeID"], node["Resources"]),
-            labels=node.get("Labels") or {},
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+class AdoptError(Exception):
+    """What an earlier driver left is not a gang that could go on; the message says why."""
 
 
 def reserve(
@@ -88,17 +59,22 @@ def reserve(
     run_name: str,
     *,
     log_dir: str,
+    epoch: int = 0,
+    lease_s: float = LEASE_S,
     cache_dir: str = CACHE_DIR,
     module: str = TRAINING_MODULE,
     avoid_nodes: Sequence[str] = (),
     timeout_s: float | None = None,
 ) -> Gang:
-    """Takes all machines of the gang and starts an agent on each. `run_name` must be unique among the cluster's runs.
+    """Takes the machines of the gang and starts an agent on each: at least `min_hosts`, all of those or none.
 
-    `log_dir` is a local folder of each machine (or one they share); `~` in `cache_dir` is the machine's. Raises GangTimeout, with
-    nothing left reserved, if they are not there within `timeout_s` (default: the configuration's).
+    More seats, up to `num_hosts` and for spares, are asked for at once; after at most `config.wait_for_max_s` the gang begins
+    with what there is of them. `run_name` must be unique among the cluster's runs. `log_dir` is a local folder of each machine
+    (or one they share); `~` in `cache_dir` is the machine's. Raises GangTimeout, with nothing left reserved, if the machines are
+    not there within `timeout_s` (default: the configuration's).
     """
-    gang = Gang(config, run_name, log_dir, cache_dir, module, avoid_nodes)
+    maker = AgentMaker(config, run_name, epoch=epoch, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module)
+    gang = Gang(maker, avoid_nodes)
     try:
         gang._take_hosts(config.start_timeout_s if timeout_s is None else timeout_s)
     except BaseException:  # an interrupt too must leave nothing behind
@@ -107,208 +83,277 @@ def reserve(
     return gang
 
 
-def clear(run_name: str, timeout_s: float = CLEAR_TIMEOUT_S) -> list[str]:
-    """Removes what an earlier driver of this run left in the cluster: agents, and groups that hold machines. Returns their names.
+def adopt(
+    config: HostsConfig,
+    run_name: str,
+    record: Mapping[str, Any],
+    *,
+    log_dir: str,
+    epoch: int,
+    lease_s: float = LEASE_S,
+    cache_dir: str = CACHE_DIR,
+    module: str = TRAINING_MODULE,
+) -> Gang:
+    """Takes the lead of the agents that another driver's gang had when it wrote `record`, and removes what else the run has in
+    the cluster. Seats that are no members and do not answer become pending ones; `leads` says what each member is at.
 
-    A group outlives its driver's process for as long as the driver's job lives. Only one driver of a run may call this.
+    Raises AdoptError unless all members answer, with one generation: `clear` and `reserve` then. Raises StaleDriver if a driver
+    with a newer epoch leads them.
     """
-    left = {key: info["name"] for key, info in groups.living().items() if _is_group_of(info["name"], run_name)}
-    agents = _agents_of(run_name)
-    for key in left:
-        remove_placement_group(groups.by_id(key))
-    for name in agents:
-        _kill_named(name)
-    groups.wait_until(lambda: not left.keys() & groups.living().keys() and not _agents_of(run_name), timeout_s)
-    return [*left.values(), *agents]
+    maker = AgentMaker(config, run_name, epoch=epoch, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module)
+    gang = Gang(maker)
+    gang._adopt(record)
+    return gang
 
 
 class Gang:
-    """The agents of a run in host order: `agents[i]` is JAX's process i. Made by `reserve`, which has filled it."""
+    """The seats of a run and who sits there. Made by `reserve` or `adopt`. Not for several threads at a time.
 
-    def __init__(
-        self, config: HostsConfig, run_name: str, log_dir: str, cache_dir: str, module: str, avoid_nodes: Sequence[str] = ()
-    ):
-        self.config, self.run_name = config, run_name
-        self._log_dir, self._cache_dir, self._module = log_dir, cache_dir, module
-        self._avoid_nodes = tuple(avoid_nodes)
-        self._members: list[Member] = []
-        self._spares: list[Member] = []
-        self._removers: list[Callable[[], None]] = []
+    The driver calls `refresh` about once a second: it keeps the lease of those agents that nothing else is asked of.
+    """
+
+    def __init__(self, maker: AgentMaker, avoid_nodes: Sequence[str] = ()):
+        self.config, self.run_name, self.epoch = maker.config, maker.run_name, maker.epoch
+        self.seats: list[Seat] = []
+        self.members: list[Seat] = []
+        """In host order: `members[i]` is JAX's process i."""
+        self.leads: list[dict[str, Any]] = []
+        """After `adopt`: what the agent of each member said when this driver took the lead (`HostAgent.lead`)."""
+        self._maker, self._avoid_nodes = maker, tuple(avoid_nodes)
+        self._places = Places(self.config, self.run_name, self.epoch)
         self._preparation: dict[str, Any] | None = None
-        self._coordinator_ip = ""
-        self._num_started = 0
 
     @property
     def agents(self) -> list[Any]:
-        """Actor handles in host order."""
-        return [member.agent for member in self._members]
-
-    @property
-    def spares(self) -> list[Any]:
-        """Agents to take a host's place; one for which there is no machine answers when there is."""
-        return [member.agent for member in self._spares]
+        """The members' actor handles in host order."""
+        return [seat.agent for seat in self.members]
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
-        """What each agent said of itself when it started, in host order: host_ip, node_id, pid, ..."""
-        return [member.description for member in self._members]
+        """What each member's agent last said of itself, in host order: host_ip, node_id, pid, ..."""
+        return [seat.description or {} for seat in self.members]
 
     def slice_of(self, host: int) -> int:
         """The TPU slice that a host belongs to; 0 elsewhere."""
-        return slice_of(self.config, host)
+        return slice_of(self.config, host) if self.config.kind == "tpu" else 0
 
     def orders(self, host: int) -> dict[str, Any]:
         """What the machines add to the orders of a host's training process."""
-        own = self.config.kind == "gpu"
-        return {"local_device_ids": list(range(devices_per_host(self.config))) if own else None, "slice": self.slice_of(host)}
+        config = self.config
+        return {
+            "local_device_ids": list(range(devices_per_host(config))) if config.kind == "gpu" else None,
+            "slice": self.slice_of(host),
+            # By rank, not by seat: whoever takes a host's place finds the programs of that place compiled.
+            "cache_dir": compile_cache_dir(config, host, self._maker.cache_dir) if config.kind == "cpu" else None,
+        }
+
+    def call(self, host: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of a member's agent in this driver's name; returns Ray's reference to the answer."""
+        return self.ask(self.members[host], method, *args, **kwargs)
+
+    def ask(self, seat: Seat, method: str, *args: Any, **kwargs: Any) -> Any:
+        """The same for any seat."""
+        return getattr(seat.agent, method).remote(*args, epoch=self.epoch, **kwargs)
 
     def prepare(self, preparation: dict[str, Any]) -> None:
-        """Starts the standbys of all agents, spares and agents of later included, without waiting for any.
+        """Starts the standbys of all agents, those of later included, without waiting for any.
 
         A `go` that follows at once waits for a first preparation, but may still take a standby made with an earlier one.
         """
         self._preparation = preparation
-        for member in [*self._members, *self._spares]:
-            member.agent.prepare.remote(preparation)
+        for seat in self.seats:
+            self.ask(seat, "prepare", preparation)
 
-    def replace(self, host: int, timeout_s: float | None = None) -> Any:
-        """Puts another agent in a host's place, and returns it: a spare if one answers, else a new one where the old one was.
+    def record(self) -> dict[str, Any]:
+        """What another driver needs to adopt this gang, JSON-able. It changes with `set_members`, `lose`, and `refresh`."""
+        return {
+            "hosts": dataclasses.asdict(self.config),
+            "coordinator_ip": self._maker.coordinator_ip,
+            "seats": [seat.record() for seat in self.seats],
+            "members": [seat.number for seat in self.members],
+            **self._places.record(),
+        }
 
-        A spare takes over at once, and the place it leaves open gets a new spare. Raises GangTimeout if a new one does not start.
+    # ------------------------------------------------------------------ who sits where
+
+    def set_members(self, seats: Iterable[Seat]) -> None:
+        """Makes these the gang, in this order. Raises ValueError if one is not available, or comes twice."""
+        seats = list(seats)
+        for seat in seats:
+            if not seat.available:
+                raise ValueError(f"seat {seat.number} of run {self.run_name!r} is not available: no agent has answered there")
+        if len(set(seats)) < len(seats):
+            raise ValueError(f"a seat comes twice among {[seat.number for seat in seats]}")
+        self.members = seats
+        for seat in seats:
+            seat.lost = False
+
+    def refresh(self) -> list[Seat]:
+        """The seats that are available now. Never waits.
+
+        One whose agent has died gets a new one, unless it is a member that is not lost yet: that is for `lose`. Raises
+        StaleDriver if a newer driver leads the agents.
         """
-        old = self._members[host]
-        ray.kill(old.agent)
-        while self._spares:
-            spare = self._spares.pop(0)
-            if _answers(spare):
-                self._members[host] = spare
-                self._spares.append(self._create(old.place, old.number))
-                return spare.agent
-            ray.kill(spare.agent)
-        timeout_s = self.config.start_timeout_s if timeout_s is None else timeout_s
-        deadline_s = time.monotonic() + timeout_s
-        try:
-            groups.wait_ready(old.place.group, deadline_s)
-        except TimeoutError as error:
-            raise self._explained(timeout_s) from error
-        self._members[host] = self._create(old.place, old.number)
-        self._wait_for_answers([self._members[host]], deadline_s)
-        return self._members[host].agent
+        for seat in self.seats:
+            self._probe(seat)
+        asked = {seat.probe: seat for seat in self.seats if seat.probe is not None}
+        for ref in ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else ():
+            self._take_answer(asked[ref], ref)
+        return [seat for seat in self.seats if seat.available]
+
+    def wait_available(self, count: int, timeout_s: float) -> list[Seat]:
+        """Waits until so many seats are available, members included, at most `timeout_s`; returns those that are."""
+        groups.wait_until(lambda: len(self.refresh()) >= count, timeout_s)
+        return [seat for seat in self.seats if seat.available]
+
+    def lose(self, seat: Seat, avoid_nodes: Sequence[str] = ()) -> None:
+        """Ends the agent of a seat, whatever is left of it, and asks for a new one; until that answers, the seat is pending.
+
+        It sits in the same place; if that is on one of the machines to avoid, or its machine is gone, in a group of its own that
+        avoids them. Called without machines to avoid, it brings a seat that has found no other machine back to where it was. A
+        TPU host always sits in the same place: to leave a slice, release the gang and reserve another one.
+        """
+        ray.kill(seat.agent)
+        seat.description, seat.probe, seat.lost = None, None, True
+        node_id = seat.place.node_id()
+        elsewhere = node_id in avoid_nodes or (node_id is None and (avoid_nodes or self._places.vacant))
+        if elsewhere and self.config.kind != "tpu":
+            seat.place = self._places.exchange(seat.place, seat.number, avoid_nodes)
+        self._fill(seat)
 
     def release(self) -> None:
-        """Ends all agents, and with them their processes, and gives the machines back."""
-        for member in [*self._members, *self._spares]:
-            ray.kill(member.agent)
-        for remove in self._removers:
-            remove()
-        self._members, self._spares, self._removers = [], [], []
+        """Ends all agents, and with them their processes, and gives the machines back; not if a newer driver leads them."""
+        asked = [self.ask(seat, "shutdown") for seat in self.seats if seat.available]
+        for ref in ray.wait(asked, num_returns=len(asked), timeout=RELEASE_TIMEOUT_S)[0] if asked else ():
+            try:
+                ray.get(ref)
+            except StaleDriver:
+                self.seats, self.members = [], []
+                self._places.forget()
+                return
+            except ray.exceptions.RayActorError:  # gone before
+                pass
+        for seat in self.seats:
+            ray.kill(seat.agent)
+        self._places.give_all_back()
+        self.seats, self.members = [], []
+
+    # ------------------------------------------------------------------ taking machines
 
     def _take_hosts(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
-        take = self._take_slices if self.config.kind == "tpu" else self._take_group
         try:
-            places = take(deadline_s)
+            places = self._places.take_base(deadline_s, self._avoid_nodes)
         except TimeoutError as error:
             raise self._explained(timeout_s) from error
-        self._coordinator_ip = _node_of(places[0]).ip
-        self._members = [self._create(place, number) for number, place in enumerate(places)]
-        # The agents of spares wait for their groups inside Ray, and start whenever there is room for them.
-        self._spares = [self._create(place, len(places) + number) for number, place in enumerate(self._take_spares())]
-        self._wait_for_answers(self._members, max(deadline_s, time.monotonic() + AGENT_START_TIMEOUT_S))
+        nodes = groups.node_ids(places[0].group)
+        self._maker.coordinator_ip = next(node.ip for node in living_nodes() if node.node_id == nodes[0])
+        base = [self._add_seat(place) for place in places]
+        further = num_hosts(self.config) - len(base)
+        avoid = [*self._avoid_nodes, *(nodes.values() if self._spread() else ())]
+        optional = [self._add_seat(self._places.ask_for_one(len(self.seats), avoid)) for _ in range(further + self.config.spares)]
+        begin = [*base, *self._placed(optional, further)]
+        self._wait_for_answers(begin, max(deadline_s, time.monotonic() + AGENT_START_TIMEOUT_S))
+        self.set_members(begin)
 
-    def _take_group(self, deadline_s: float) -> list[Place]:
-        config, count = self.config, num_hosts(self.config)
-        group = self._group(count, strategy(config), f"{self.run_name}-gang")
-        groups.wait_ready(group, deadline_s)
-        return [Place(group, index) for index in range(count)]
+    def _placed(self, seats: Sequence[Seat], count: int) -> list[Seat]:
+        """At most `count` of these seats for which Ray finds room while the start waits for them."""
 
-    def _take_slices(self, deadline_s: float) -> list[Place]:
-        name = f"{self.run_name}-gang"
-        group = slices.reserve(self.config, name, self._removers, deadline_s, living_nodes, self._avoid_nodes)
-        return [Place(group, index) for index in range(num_hosts(self.config))]
+        def found() -> list[Seat]:
+            return [seat for seat in seats if groups.is_created(seat.place.group)]
 
-    def _take_spares(self) -> list[Place]:
-        return [Place(self._group(1, "PACK", f"{self.run_name}-spare-{index}"), 0) for index in range(self.config.spares)]
-
-    def _group(self, count: int, how: str, name: str) -> PlacementGroup:
-        labels = [{NODE_ID_LABEL: f"!in({','.join(self._avoid_nodes)})"}] * count if self._avoid_nodes else None
-        group = placement_group([bundle(self.config)] * count, strategy=how, name=name, bundle_label_selector=labels)
-        self._removers.append(lambda: groups.remove(group))
-        return group
+        if count:
+            groups.wait_until(lambda: len(found()) >= count, self.config.wait_for_max_s)
+        return found()[:count]
 
     def _explained(self, timeout_s: float) -> GangTimeout:
         why = explain_missing(self.config, living_nodes(), self._avoid_nodes)
         return GangTimeout(f"the hosts of run {self.run_name!r} could not be had within {timeout_s:g} s: {why}")
 
-    def _create(self, place: Place, number: int) -> Member:
-        """Asks Ray for an agent. It need not run yet: calls to it wait."""
-        need = bundle(self.config)
-        self._num_started += 1
-        role = "host" if number < num_hosts(self.config) else "spare"
-        options = {
-            "name": f"{self.run_name}-{role}-{number}-{self._num_started}",
-            "namespace": NAMESPACE,
-            "num_cpus": need["CPU"],
-            "num_gpus": need.get("GPU", 0),
-            "resources": {"TPU": need["TPU"]} if "TPU" in need else None,
-            "max_restarts": 0,
-            "max_concurrency": MAX_CONCURRENCY,
-            "enable_task_events": False,  # long polls would fill Ray's record of tasks
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.index),
-        }
-        log_dir = f"{self._log_dir}/host-{number:04d}"
-        agent: Any = ray.remote(HostAgent).options(**options).remote(self._module, self._env(number), log_dir)
+    # ------------------------------------------------------------------ agents
+
+    def _add_seat(self, place: Place) -> Seat:
+        seat = Seat(len(self.seats), place, "", None)
+        self._fill(seat)
+        self.seats.append(seat)
+        return seat
+
+    def _fill(self, seat: Seat) -> None:
+        seat.name, seat.agent = self._maker.create(seat.place, seat.number)
+        seat.probe, seat.next_probe_s = self.ask(seat, "describe"), time.monotonic() + PROBE_INTERVAL_S
         if self._preparation is not None:
-            agent.prepare.remote(self._preparation)
-        return Member(agent, place, number)
+            self.ask(seat, "prepare", self._preparation)
 
-    def _env(self, number: int) -> dict[str, str]:
-        config = self.config
-        return {
-            **megascale_env(slice_of(config, number), config.slices, self._coordinator_ip),
-            **process_env(config, number, self._cache_dir),
-        }
-
-    def _wait_for_answers(self, members: Sequence[Member], deadline_s: float) -> None:
-        answers = [member.agent.describe.remote() for member in members]
+    def _wait_for_answers(self, seats: Sequence[Seat], deadline_s: float) -> None:
         try:
-            found = ray.get(answers, timeout=max(0.0, deadline_s - time.monotonic()))
+            found = ray.get([seat.probe for seat in seats], timeout=max(0.0, deadline_s - time.monotonic()))
         except (ray.exceptions.GetTimeoutError, ray.exceptions.RayActorError) as error:
             raise GangTimeout(f"an agent of run {self.run_name!r} did not start: {error}") from error
-        for member, description in zip(members, found, strict=True):
-            member.description = description
+        for seat, description in zip(seats, found, strict=True):
+            seat.description, seat.probe = description, None
 
+    def _probe(self, seat: Seat) -> None:
+        now_s = time.monotonic()
+        if seat.probe is None and now_s >= seat.next_probe_s:
+            seat.probe, seat.next_probe_s = self.ask(seat, "describe"), now_s + PROBE_INTERVAL_S
+        elif seat.probe is not None and seat.available and now_s > seat.next_probe_s + PROBE_TIMEOUT_S:
+            seat.description = None  # it will be available again if it ever answers
 
-def _node_of(place: Place) -> Node:
-    """The machine that a place is on."""
-    node_id = groups.node_ids(place.group)[place.index]
-    return next(node for node in living_nodes() if node.node_id == node_id)
+    def _take_answer(self, seat: Seat, ref: Any) -> None:
+        try:
+            seat.description, seat.probe = ray.get(ref), None
+        except ray.exceptions.RayActorError:
+            seat.description = None
+            ours = seat.lost or seat not in self.members
+            if ours and time.monotonic() >= seat.next_probe_s:  # not all the time, should none live there
+                self.lose(seat)
+            return
+        taken = [other.node_id for other in self.seats if other.available and other is not seat]
+        if self._spread() and seat.place.alone and seat.node_id in taken:
+            self.lose(seat, [node for node in taken if node])
 
+    def _spread(self) -> bool:
+        return strategy(self.config) == "STRICT_SPREAD"
 
-def _answers(spare: Member) -> bool:
-    try:
-        spare.description = ray.get(spare.agent.describe.remote(), timeout=SPARE_TIMEOUT_S)
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-        return False
-    return True
+    # ------------------------------------------------------------------ adopting
 
+    def _adopt(self, record: Mapping[str, Any]) -> None:
+        if record["hosts"] != dataclasses.asdict(self.config):
+            raise AdoptError("the configuration of the hosts is another one now")
+        self._maker.coordinator_ip = record["coordinator_ip"]
+        self._places.recall(record)
+        living = groups.living()
+        dead = []
+        for about in record["seats"]:
+            seat = Seat(about["number"], place_of(about), about["name"], None)
+            self.seats.append(seat)
+            seat.agent = find_agent(seat.name)
+            if seat.agent is None:
+                dead.append(seat)
+            else:
+                seat.probe, seat.next_probe_s = seat.agent.lead.remote(self.epoch), time.monotonic() + PROBE_INTERVAL_S
+        by_number = {seat.number: seat for seat in self.seats}
+        self.members = [by_number[number] for number in record["members"]]
+        asked = [seat.probe for seat in self.members if seat.probe is not None]
+        ray.wait(asked, num_returns=len(asked), timeout=ADOPT_TIMEOUT_S)
+        self.leads = [self._lead_of(host, seat) for host, seat in enumerate(self.members)]
+        generations = [lead["generation"] for lead in self.leads]
+        if len(set(generations)) != 1 or generations[0] is None:
+            raise AdoptError(f"the hosts are not in one generation: {generations}")
+        names = {info["name"] for key, info in living.items() if key in record["groups"]}
+        clear(self.run_name, keep={*names, *(seat.name for seat in self.seats)})
+        for seat in dead:
+            if seat.place.group.id.hex() not in living:
+                seat.place = self._places.ask_for_one(seat.number, self._avoid_nodes)
+            self._fill(seat)
 
-def _is_group_of(name: str, run_name: str) -> bool:
-    kind = name.removeprefix(f"{run_name}-")
-    return kind != name and (kind in ("gang", "heads") or _is_numbered(kind, "spare"))
-
-
-def _is_numbered(name: str, kind: str) -> bool:
-    number = name.removeprefix(f"{kind}-")
-    return number != name and number.replace("-", "").isdigit()
-
-
-def _agents_of(run_name: str) -> list[str]:
-    ours = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    kinds = {name: name.removeprefix(f"{run_name}-") for name in ours}
-    return [name for name, kind in kinds.items() if kind != name and (_is_numbered(kind, "host") or _is_numbered(kind, "spare"))]
-
-
-def _kill_named(name: str) -> None:
-    with suppress(ValueError):  # gone by itself meanwhile
-        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    def _lead_of(self, host: int, seat: Seat) -> dict[str, Any]:
+        if seat.probe is None:
+            raise AdoptError(f"the agent of host {host} is gone")
+        try:
+            seat.description = ray.get(seat.probe, timeout=0)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            raise AdoptError(f"the agent of host {host} does not answer: {error}") from error
+        seat.probe = None
+        assert seat.description is not None
+        return seat.description

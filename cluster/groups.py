@@ -33,6 +33,11 @@ def is_removed(group: PlacementGroup) -> bool:
     return placement_group_table(group).get("state", "REMOVED") == "REMOVED"
 
 
+def is_created(group: PlacementGroup) -> bool:
+    """Whether Ray has found room for all bundles of a group."""
+    return placement_group_table(group).get("state") == "CREATED"
+
+
 def by_id(group_id: str) -> PlacementGroup:
     return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
 
@@ -55,3 +60,11 @@ def wait_until(done: Callable[[], bool], timeout_s: float) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def place() -> dict[str, Any]:
+    """Where Ray has put this process; a process without Ray is on the machine's own."""
+    if not ray.is_initialized():
+        return {"host_ip": "127.0.0.1", "node_id": None, "labels": {}}
+    context = ray.get_runtime_context()
+    return {"host_ip": ray.util.get_node_ip_address(), "node_id": context.get_node_id(), "labels": context.get_node_labels()}

@@ -26,6 +26,9 @@ _LOG_TAIL_BYTES = 16 * 1024
 _PIPE_GRACE_S = 5.0
 """How long to wait for the rest of the pipe from a dead process: something that left its group may hold it open."""
 
+_PF_EXITING = 0x4
+"""The kernel's flag of a process on its way out (include/linux/sched.h)."""
+
 _LAUNCHER = """
 import ctypes, os, signal, sys
 parent, guard, events, module = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -159,7 +162,8 @@ class ChildProcess:
         with self._signals:
             if self._reaped:  # the id may be another process's by now
                 return
-            self._killed |= os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+            gone = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+            self._killed |= not gone and not _is_dying(self.pid)
             _kill_group(self.pid)
 
     def wait_gone(self, timeout_s: float) -> bool:
@@ -204,6 +208,18 @@ def _parse(line: bytes) -> dict[str, Any]:
     if not isinstance(event, dict):
         return {"t": time.time(), "ev": "note", "message": f"not an event: {line[:200]!r}"}
     return event
+
+
+def _is_dying(pid: int) -> bool:
+    """Whether somebody else has killed it: a process with much memory takes milliseconds to go, and is no zombie until then."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            flags = int(file.read().rpartition(b")")[2].split()[6])
+        with open(f"/proc/{pid}/status") as file:
+            pending = [int(line.split()[1], 16) for line in file if line.startswith(("SigPnd:", "ShdPnd:"))]
+    except OSError:
+        return True
+    return bool(flags & _PF_EXITING) or any(signals >> (signal.SIGKILL - 1) & 1 for signals in pending)
 
 
 def _kill_group(pid: int) -> None:

@@ -13,19 +13,18 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.tpu import SlicePlacementGroup
 
 from cluster import groups
+from cluster.capacity import Node, unusable_slices
 from cluster.topology import (
     POD_TYPE_LABEL,
     SLICE_NAME_LABEL,
     WORKER_ID_LABEL,
     HostsConfig,
-    Node,
     bundle,
     chips_per_host,
     generation,
     hosts_per_slice,
     pod_type,
     slice_bundle_labels,
-    unusable_slices,
 )
 
 LOOK_AGAIN_S = 5.0
@@ -35,16 +34,18 @@ LOOK_AGAIN_S = 5.0
 def reserve(
     config: HostsConfig,
     name: str,
-    removers: list[Callable[[], None]],
+    taken: list[PlacementGroup],
     deadline_s: float,
     living_nodes: Callable[[], list[Node]],
     avoid_nodes: Sequence[str] = (),
 ) -> PlacementGroup:
-    """The group of all hosts, slice by slice; what undoes each part is added to `removers`. Raises TimeoutError."""
+    """The group of all hosts, slice by slice. All groups are detached, and are added to `taken` as soon as they are asked for.
+
+    Raises TimeoutError.
+    """
     names: Sequence[str | None] = [None] * config.slices
     if hosts_per_slice(config) > 1:
-        heads, names = _reserve_heads(config, name, deadline_s, living_nodes, avoid_nodes)
-        removers.append(lambda: groups.remove(heads))
+        names = _reserve_heads(config, name, taken, deadline_s, living_nodes, avoid_nodes)
     held = SlicePlacementGroup(
         topology=config.topology or "",
         accelerator_version=generation(config.accelerator or ""),
@@ -52,12 +53,12 @@ def reserve(
         num_slices=config.slices,
         chips_per_vm=chips_per_host(config),
         name=name,
+        lifetime="detached",
         bundle_label_selector=slice_bundle_labels(config, names),
     )
     group = held.slice_placement_group
     assert group is not None
-    removers.append(lambda: groups.remove(group))
-    removers.append(held.shutdown)
+    taken.append(group)  # all that `held` has: since the slices are named, it holds no heads of its own
     groups.wait_ready(group, deadline_s)
     return group
 
@@ -65,11 +66,12 @@ def reserve(
 def _reserve_heads(
     config: HostsConfig,
     name: str,
+    taken: list[PlacementGroup],
     deadline_s: float,
     living_nodes: Callable[[], list[Node]],
     avoid_nodes: Sequence[str],
-) -> tuple[PlacementGroup, list[str]]:
-    """Holds the head of each slice; returns the group and the names of the slices."""
+) -> list[str]:
+    """Holds the head of each slice; returns the names of the slices."""
     while time.monotonic() < deadline_s:
         labels = {WORKER_ID_LABEL: "0", POD_TYPE_LABEL: pod_type(config)}
         if unusable := unusable_slices(config, living_nodes(), avoid_nodes):
@@ -77,12 +79,15 @@ def _reserve_heads(
         heads = placement_group(
             [{f"TPU-{pod_type(config)}-head": 1}] * config.slices,
             strategy="STRICT_SPREAD",
+            lifetime="detached",
             name=name.removesuffix("-gang") + "-heads",
             bundle_label_selector=[labels] * config.slices,
         )
+        taken.append(heads)
         if groups.is_ready(heads, min(deadline_s, time.monotonic() + LOOK_AGAIN_S)):
-            return heads, _slice_names(heads, living_nodes())
+            return _slice_names(heads, living_nodes())
         groups.remove(heads)
+        taken.remove(heads)
     raise TimeoutError(f"{config.slices} slices of type {pod_type(config)}")
 
 

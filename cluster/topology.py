@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -42,9 +42,14 @@ class HostsConfig:
 
     kind: Literal["cpu", "gpu", "tpu"] = "cpu"
     count: int | None = None
-    """Hosts of the gang; 1 if not given. On TPU it follows from `topology` and `slices`."""
+    """Hosts of the gang, no fewer and no more; 1 if not given. On TPU it follows from `topology` and `slices`."""
+    min: int | None = None
+    """CPU and GPU, with `max` and instead of `count`: the run goes on with any number of hosts from `min` to `max`."""
+    max: int | None = None
     spares: int = 0
     """Hosts held ready beside the gang to take the place of one that is lost; a run starts without them if there are none."""
+    wait_for_max_s: float = 5.0
+    """How long a start that has `min` hosts waits for more of them, up to `max`."""
     devices_per_host: int | None = None
     """CPU: devices that each process is made to see; GPU: GPUs of a machine; 1 if not given. On TPU it follows."""
     cpus_per_host: float = 1.0
@@ -57,42 +62,80 @@ class HostsConfig:
     spread: bool = False
     """CPU: each host on a machine of its own. GPU and TPU hosts always are."""
     start_timeout_s: float = 120.0
-    """How long to wait for all machines of the gang before giving up and saying what is missing."""
+    """How long to wait for the machines of the gang (`count`, or `min`) before giving up and saying what is missing."""
+    notice_file: str | None = None
+    """A file of each machine: when it is there, the machine is about to go away, and the run saves and leaves it. It may hold
+    JSON with `reason` and `deadline_s`."""
+    metadata: Literal["none", "gce"] = "none"
+    """Where else a machine learns that it is about to be taken away: `gce` asks Google Cloud's metadata server."""
     env: dict[str, str] = field(default_factory=dict)
     """More environment variables for the training processes; these win."""
 
     def __post_init__(self):
-        for name, least in (("count", 1), ("spares", 0), ("devices_per_host", 1), ("slices", 1)):
-            value = getattr(self, name)
-            _require(value is None or value >= least, f"{name} = {value}: expected a whole number of at least {least}")
-        for name in ("cpus_per_host", "start_timeout_s"):
-            _require(getattr(self, name) > 0, f"{name} = {getattr(self, name)}: expected more than 0")
-        if self.kind == "tpu":
-            _check_tpu(self)
-        else:
-            _check_not_tpu(self)
+        if problems := list(_problems(self)):
+            raise ValueError("\n".join(problems))
 
 
-def _check_not_tpu(config: HostsConfig) -> None:
+def _problems(config: HostsConfig) -> Iterator[str]:
+    """Everything that is wrong, a line each."""
+    for name, least in (("count", 1), ("min", 1), ("max", 1), ("spares", 0), ("devices_per_host", 1), ("slices", 1)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            yield f"{name} = {value}: expected a whole number of at least {least}"
+    for name in ("cpus_per_host", "start_timeout_s"):
+        if getattr(config, name) <= 0:
+            yield f"{name} = {getattr(config, name)}: expected more than 0"
+    if config.wait_for_max_s < 0:
+        yield f"wait_for_max_s = {config.wait_for_max_s}: expected at least 0"
+    yield from _tpu_problems(config) if config.kind == "tpu" else _elastic_problems(config)
+
+
+def _elastic_problems(config: HostsConfig) -> Iterator[str]:
     for name, default in (("accelerator", None), ("topology", None), ("slices", 1)):
         value = getattr(config, name)
-        _require(value == default, f"{name} = {value}: only TPU hosts have one; set kind: tpu, or leave {name} out")
+        if value != default:
+            yield f"{name} = {value}: only TPU hosts have one; set kind: tpu, or leave {name} out"
+    low, high = config.min, config.max
+    if config.count is not None and (low is not None or high is not None):
+        yield f"count = {config.count}, min = {low}, max = {high}: give either count, or min and max"
+    elif (low is None) != (high is None):
+        given, missing = ("max", "min") if low is None else ("min", "max")
+        yield f"{given} = {getattr(config, given)}: give {missing} too, or count instead"
+    elif low is not None and high is not None and low > high:
+        yield f"min = {low}: expected at most max, which is {high}"
 
 
-def _check_tpu(config: HostsConfig) -> None:
-    _require(bool(config.accelerator and config.topology), "kind: tpu needs accelerator (such as v5e) and topology (such as 4x4)")
-    _require(config.spares == 0, f"spares = {config.spares}: a TPU slice is replaced whole; spares are for cpu and gpu hosts")
+def _tpu_problems(config: HostsConfig) -> Iterator[str]:
+    if config.spares:
+        yield f"spares = {config.spares}: a TPU slice is replaced whole; spares are for cpu and gpu hosts"
+    for name in ("min", "max"):
+        if getattr(config, name) is not None:
+            value = getattr(config, name)
+            yield f"{name} = {value}: TPU slices are of one size; min and max are for cpu and gpu hosts, leave {name} out"
+    if not (config.accelerator and config.topology):
+        yield "kind: tpu needs accelerator (such as v5e) and topology (such as 4x4)"
+        return
+    wrong = []
+    for parse, text in ((generation, config.accelerator), (topology_dims, config.topology)):
+        try:
+            parse(text)
+        except ValueError as error:
+            wrong.append(str(error))
+    yield from wrong
+    if not wrong and config.slices >= 1:
+        yield from _shape_problems(config)
+
+
+def _shape_problems(config: HostsConfig) -> Iterator[str]:
     chips, per_host = num_chips(config), chips_per_host(config)
-    _require(
-        chips % per_host == 0,
-        f"topology {config.topology} of {config.accelerator}: {chips} chips do not fill hosts of {per_host} chips each",
-    )
+    if chips % per_host:
+        yield f"topology {config.topology} of {config.accelerator}: {chips} chips do not fill hosts of {per_host} chips each"
+        return
     for name, derived in (("count", num_hosts(config)), ("devices_per_host", devices_per_host(config))):
         value = getattr(config, name)
-        _require(
-            value in (None, derived),
-            f"{name} = {value}: {config.slices} slice(s) {config.topology} of {config.accelerator} have {derived}; leave it out",
-        )
+        if value not in (None, derived):
+            shape = f"{config.slices} slice(s) {config.topology} of {config.accelerator}"
+            yield f"{name} = {value}: {shape} have {derived}; leave it out"
 
 
 def generation(accelerator: str) -> str:
@@ -132,12 +175,17 @@ def hosts_per_slice(config: HostsConfig) -> int:
     """Hosts that share one fast interconnect: those of a TPU slice; all hosts elsewhere."""
     if config.kind == "tpu":
         return num_chips(config) // chips_per_host(config)
-    return config.count or 1
+    return config.count or config.max or 1
 
 
 def num_hosts(config: HostsConfig) -> int:
-    """Hosts of the gang, spares not counted."""
+    """Hosts of the gang when it has all it asks for, spares not counted."""
     return hosts_per_slice(config) * config.slices
+
+
+def min_hosts(config: HostsConfig) -> int:
+    """Hosts without which the run cannot go on."""
+    return config.min or num_hosts(config)
 
 
 def devices_per_host(config: HostsConfig) -> int:
@@ -195,14 +243,10 @@ def slice_bundle_labels(config: HostsConfig, slice_names: Sequence[str | None]) 
 
 
 def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str]:
-    """Environment of the training process of `host`; a spare has the number that follows the last host's.
-
-    On CPU each host has a compile cache of its own: the keys hold a fingerprint of the process's place, so a shared one is
-    never hit. On TPU and GPU all hosts should read the same directory.
-    """
+    """Environment of the training process of `host`."""
     own = {
         "JAX_PLATFORMS": {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[config.kind],
-        "JAX_COMPILATION_CACHE_DIR": f"{cache_dir}/host-{host:04d}" if config.kind == "cpu" else cache_dir,
+        "JAX_COMPILATION_CACHE_DIR": compile_cache_dir(config, host, cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -210,6 +254,15 @@ def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str
     if config.kind == "cpu":
         flags = f"{flags} --xla_force_host_platform_device_count={devices_per_host(config)}".strip()
     return {**own, **config.env, **({"XLA_FLAGS": flags} if flags else {})}
+
+
+def compile_cache_dir(config: HostsConfig, host: int, cache_dir: str) -> str:
+    """Where the training process of `host` keeps compiled programs.
+
+    On CPU each host has a folder of its own: the keys hold a fingerprint of the process's place, so a shared one is never hit.
+    On TPU and GPU all hosts should read the same folder.
+    """
+    return f"{cache_dir}/host-{host:04d}" if config.kind == "cpu" else cache_dir
 
 
 def megascale_env(slice_id: int, num_slices: int, coordinator_ip: str, port: int = MEGASCALE_PORT) -> dict[str, str]:
@@ -222,122 +275,3 @@ def megascale_env(slice_id: int, num_slices: int, coordinator_ip: str, port: int
         "MEGASCALE_NUM_SLICES": str(num_slices),
         "MEGASCALE_SLICE_ID": str(slice_id),
     }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Node:
-    """A living machine of the cluster as Ray sees it."""
-
-    node_id: str
-    ip: str
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-    labels: Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SliceState:
-    """What the cluster has of one TPU slice."""
-
-    name: str
-    nodes: tuple[Node, ...]
-    missing_workers: tuple[int, ...]
-    busy: bool
-
-
-def find_slices(config: HostsConfig, nodes: Sequence[Node]) -> list[SliceState]:
-    """The slices of the wanted type in the cluster, broken and busy ones included."""
-    by_name: dict[str, list[Node]] = {}
-    for node in nodes:
-        if node.labels.get(POD_TYPE_LABEL) == pod_type(config):
-            name = node.labels.get(SLICE_NAME_LABEL) if hosts_per_slice(config) > 1 else node.node_id
-            by_name.setdefault(name or f"(node {node.node_id} without the label {SLICE_NAME_LABEL})", []).append(node)
-    return [_slice_state(config, name, members) for name, members in sorted(by_name.items())]
-
-
-def _slice_state(config: HostsConfig, name: str, nodes: Sequence[Node]) -> SliceState:
-    present = {node.labels.get(WORKER_ID_LABEL) for node in nodes}
-    return SliceState(
-        name=name,
-        nodes=tuple(nodes),
-        missing_workers=tuple(w for w in range(hosts_per_slice(config)) if str(w) not in present),
-        busy=any(not _fits(bundle(config), node.free) for node in nodes),
-    )
-
-
-def unusable_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str] = ()) -> list[str]:
-    """Names of slices that lack a host, or hold a host to avoid: a gang placed there would wait for ever."""
-    return [s.name for s in find_slices(config, nodes) if s.missing_workers or any(n.node_id in avoid_nodes for n in s.nodes)]
-
-
-def explain_missing(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str] = ()) -> str:
-    """Why the gang cannot be placed: what was asked for, and what the cluster has and has free."""
-    if config.kind == "tpu":
-        return _explain_missing_slices(config, nodes, avoid_nodes)
-    need, count, allowed = bundle(config), num_hosts(config), [n for n in nodes if n.node_id not in avoid_nodes]
-    lines = [f"asked for {_hosts(count)} with {_show(need)} each" + (", on different machines" if _spread(config) else "")]
-    for name, per_host in need.items():
-        total, free = (sum(getattr(node, at).get(name, 0.0) for node in allowed) for at in ("total", "free"))
-        short = "" if free >= per_host * count else f": {_number(per_host * count - free)} missing"
-        lines.append(f"{name}: {_number(per_host * count)} needed, the cluster has {_number(total)}, {_number(free)} free{short}")
-    could, can = (_room(need, [getattr(n, at) for n in allowed], _spread(config)) for at in ("total", "free"))
-    avoided = f" ({len(nodes) - len(allowed)} more avoided)" if len(nodes) > len(allowed) else ""
-    lines.append(f"{len(allowed)} machine(s){avoided}: room for {_hosts(could)} when idle, for {_hosts(can)} now")
-    lines.append("wait for the machines that are in use, or ask for less" if could >= count else _advice(config, could))
-    return "; ".join(lines)
-
-
-def _advice(config: HostsConfig, could: int) -> str:
-    less = f"set hosts.count to at most {could}" if could else "ask for less on each host"
-    return f"add machines to the cluster, or {less}" + (", or hosts.cpus_per_host lower" if config.kind == "cpu" else "")
-
-
-def _explain_missing_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str]) -> str:
-    wanted = (
-        f"asked for {config.slices} slice(s) {config.topology} of {config.accelerator} (type {pod_type(config)}: "
-        f"{_hosts(hosts_per_slice(config))} with {_show(bundle(config))} each)"
-    )
-    found = find_slices(config, nodes)
-    if not found:
-        types = sorted({node.labels[POD_TYPE_LABEL] for node in nodes if POD_TYPE_LABEL in node.labels})
-        return (
-            f"{wanted}; the cluster has none; TPU types it has: {', '.join(types) or 'none'}; add such slices, or change topology"
-        )
-    ready = [s for s in found if _slice_trouble(s, avoid_nodes) == "free"]
-    states = ", ".join(f"{s.name}: {_slice_trouble(s, avoid_nodes)}" for s in found)
-    missing = max(0, config.slices - len(ready))
-    return f"{wanted}; the cluster has {len(found)} ({states}); {missing} slice(s) missing; wait for them, or ask for fewer"
-
-
-def _slice_trouble(state: SliceState, avoid_nodes: Sequence[str]) -> str:
-    if state.missing_workers:
-        return f"worker {', '.join(map(str, state.missing_workers))} missing"
-    if any(node.node_id in avoid_nodes for node in state.nodes):
-        return "has a host to avoid"
-    return "in use" if state.busy else "free"
-
-
-def _spread(config: HostsConfig) -> bool:
-    return strategy(config) == "STRICT_SPREAD"
-
-
-def _fits(need: Mapping[str, float], have: Mapping[str, float]) -> bool:
-    return all(have.get(name, 0.0) >= amount for name, amount in need.items())
-
-
-def _room(need: Mapping[str, float], machines: Sequence[Mapping[str, float]], spread: bool) -> int:
-    """Hosts that fit on machines with these resources."""
-    each = [min(int(have.get(name, 0.0) / amount) for name, amount in need.items() if amount) for have in machines]
-    return sum(min(room, 1) if spread else room for room in each)
-
-
-def _hosts(count: int) -> str:
-    return f"{count} host" if count == 1 else f"{count} hosts"
-
-
-def _show(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {_number(amount)}" for name, amount in resources.items())
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"

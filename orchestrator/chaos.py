@@ -1,293 +1,263 @@
-"""Kills parts of a real local run at random moments and scores what comes of it: `python -m orchestrator.chaos CONFIG ...`.
+"""Breaks parts of a real run and scores what comes of it: `python -m orchestrator.chaos CONFIG [key=value ...]`.
 
-First an undisturbed run of the same configuration, then one with the faults. The score: it finished, its final parameters and the
-samples it trained on are those of the undisturbed run, bit for bit, and how long each recovery took. Ends with a table and a
-JSON file.
+The run trains as always, while faults strike by a seeded schedule. Afterwards a reference run goes undisturbed along the lineage
+of the first: on as many hosts at each batch, without the batches that were left out. Both must end in the same parameters and
+samples, bit for bit; each fault must have been noticed and named rightly; nothing may be left behind. Ends with a table and a
+JSON file. Exit status 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
-import re
+import shutil
 import signal
-import statistics
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
-from rich.table import Table
 
-from orchestrator import storage
-from orchestrator.config import JobConfig, load
-from orchestrator.launch import STATE
-from orchestrator.summary import SUMMARY
+from cluster.topology import num_hosts
+from orchestrator import chaos_faults as faults
+from orchestrator import plan, storage
+from orchestrator.chaos_cluster import local_cluster, network, why_no_network
+from orchestrator.chaos_faults import KINDS
+from orchestrator.chaos_ground import GroundError, mlflow_server, small_disk, why_no_small_disk
+from orchestrator.chaos_run import Run, RunError
+from orchestrator.chaos_score import Disturbed, Score, score, show, unfinished_files
+from orchestrator.chaos_strikes import Fault, Scene, Strike, detected_at_s
+from orchestrator.config import ConfigError, JobConfig, load
+from orchestrator.tracking import FOLDER as TRACKING
+from orchestrator.tracking import left_over
 
-FAULTS = ("process", "agent", "driver")
-LOG_OF_PROCESS = re.compile(r"/host-(\d+)/process-\d+-(\d+)\.log$")
-WAIT_LIMIT_S = 240.0
-"""For the run to get to where the next fault may strike."""
-QUIET_S = 0.5
-"""A standby that used no CPU for so long is warm: it waits for orders."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    kind: str
-    host: int
-    delay_s: float
-    """After the run is ready for it: where in its steps it strikes."""
-
-
-@dataclass
-class Score:
-    """`strikes` are the faults that really struck; `incidents` are the run's own records of what followed."""
-
-    finished: bool
-    same_parameters: bool
-    same_samples: bool
-    planned: int
-    strikes: list[dict[str, Any]] = field(default_factory=list)
-    incidents: list[dict[str, Any]] = field(default_factory=list)
-    left_behind: list[str] = field(default_factory=list)
-    goodput: dict[str, float] = field(default_factory=dict)
-    wall_s: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        equal = self.same_parameters and self.same_samples
-        return self.finished and equal and len(self.strikes) == self.planned and not self.left_behind
+DEFAULT_KINDS = ("process", "agent", "driver")
+SMALLEST_DISK_BYTES = 64 << 20
+CHECKPOINTS_ON_A_DISK = 8
+"""As many fit on the small disk: those that are kept, and one in the making."""
+LOG_WIDTH = 160
+FAULT_S, LONGEST_PACE_S = 12.0, 0.15
+"""A run is slowed down so that each fault that is to come has so many seconds, but no step by more than that."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parse(argv)
-    config = load(arguments.config, arguments.overrides)
-    hosts = config.hosts.count or 1
-    faults = schedule(arguments.faults.split(","), arguments.count, hosts, arguments.seed, arguments.spread_s)
-    score = play(arguments.config, arguments.overrides, config, faults)
-    path = storage.join(config.run_dir, "chaos.json")
-    storage.write_json(path, asdict(score))
-    show(score, Console())
-    print(f"written to {path}")
-    return 0 if score.passed else 1
+    arguments = parse(argv)
+    overrides = [*arguments.overrides, *hosts_overrides(arguments.hosts)]
+    try:
+        result = play(arguments, overrides, load(arguments.config, overrides))
+    except (ConfigError, RunError, GroundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    show(result, Console(width=None if sys.stdout.isatty() else LOG_WIDTH))
+    return 0 if result.passed else 1
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.chaos", description=__doc__)
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.chaos", description=__doc__.splitlines()[0])
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--faults", default=",".join(FAULTS), help=f"kinds, separated by commas: {', '.join(FAULTS)}")
-    parser.add_argument("--count", type=int, default=3, help="how many faults")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--spread-s", type=float, default=1.0, help="faults strike up to so many seconds after the run is ready")
+    parser.add_argument("--faults", default=",".join(DEFAULT_KINDS), help=f"`all`, or some of: {', '.join(KINDS)}")
+    parser.add_argument("--count", type=int, help="how many faults in all, each kind equally often (default: each once)")
+    parser.add_argument("--seed", type=int, default=0, help="of order, hosts and moments (default: 0)")
+    parser.add_argument("--hosts", help="4, or 2-4 for a gang that may shrink and grow")
+    parser.add_argument("--spread-s", type=float, default=1.0, help="faults strike up to so long after the run is ready for them")
+    parser.add_argument("--full-speed", action="store_true", help="do not slow the steps down while faults are to come")
+    parser.add_argument("--json", help="where to write the score (default: chaos.json in the folder NAME-chaos of the storage)")
     arguments = parser.parse_args(argv)
-    if unknown := sorted(set(arguments.faults.split(",")) - set(FAULTS)):
-        parser.error(f"--faults {', '.join(unknown)}: expected some of {', '.join(FAULTS)}")
+    arguments.kinds = [*KINDS] if arguments.faults == "all" else arguments.faults.split(",")
+    if unknown := sorted(set(arguments.kinds) - set(KINDS)):
+        parser.error(f"--faults {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
     return arguments
 
 
-def schedule(kinds: Sequence[str], count: int, hosts: int, seed: int, spread_s: float) -> list[Fault]:
-    """The same faults for the same seed: each kind in turn, on random hosts, at random delays."""
-    rng = random.Random(seed)
-    return [Fault(kinds[i % len(kinds)], rng.randrange(hosts), rng.uniform(0, spread_s)) for i in range(count)]
+def hosts_overrides(hosts: str | None) -> list[str]:
+    """`3`, or `2-4`."""
+    if hosts is None:
+        return []
+    least, dash, most = hosts.partition("-")
+    return [f"hosts.min={least}", f"hosts.max={most}", "hosts.count=null"] if dash else [f"hosts.count={least}"]
 
 
-def play(config_path: str, overrides: Sequence[str], config: JobConfig, faults: Sequence[Fault]) -> Score:
-    name = config.training.name
-    supervise = ["driver.supervise=true"] if any(fault.kind == "driver" for fault in faults) else []
-    reference = Run(config_path, [*overrides, f"name={name}-reference"], f"{config.run_dir}-reference")
-    reference.finish()
-    run = Run(config_path, [*overrides, *supervise], config.run_dir)
-    strikes: list[dict[str, Any]] = []
-    try:
-        for fault in faults:
-            if not run.ready(len(strikes)):
-                break
-            time.sleep(fault.delay_s)
-            strikes.append({**asdict(fault), "at_s": time.time(), "pid": run.strike(fault)})
-        run.finish()
-    finally:
-        left = run.clean_up()
-    expected, got = reference.summary(), run.summary()
-    return Score(
-        finished=got["status"] == "finished" and expected["status"] == "finished",
-        same_parameters=got["params_digest"] == expected["params_digest"],
-        same_samples=got["samples_digest"] == expected["samples_digest"],
-        planned=len(faults),
-        strikes=strikes,
-        incidents=got["incidents"],
-        left_behind=left,
-        goodput=got["goodput"],
-        wall_s=got["wall_s"],
-    )
+def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobConfig) -> Score:
+    """The disturbed run, then its reference; writes the score."""
+    if storage.is_url(config.run_dir):
+        raise RunError(f"{config.run_dir}: chaos damages files, for which it needs a local or mounted folder; set storage=PATH")
+    skipped = {kind: why for kind in dict.fromkeys(arguments.kinds) if (why := why_not(kind, config))}
+    kinds = [kind for kind in arguments.kinds if kind not in skipped]
+    if not kinds:
+        raise RunError("; ".join(f"{kind}: {why}" for kind, why in skipped.items()))
+    planned = faults.schedule(kinds, arguments.count or len(kinds), num_hosts(config.hosts), arguments.seed, arguments.spread_s)
+    folder = Path(f"{config.run_dir}-chaos")
+    run = disturb(arguments, overrides, config, planned, folder)
+    reference = run.summary if run.trouble else replay(arguments.config, overrides, config, run.summary, folder)
+    result = score(planned, skipped, run, reference)
+    path = arguments.json or str(folder / "chaos.json")
+    storage.write_json(path, {"config": arguments.config, "overrides": overrides, "seed": arguments.seed, **result.to_dict()})
+    print(f"written to {path}")
+    return result
 
 
-class Run:
-    """A job in a process of its own, seen from outside: its process tree and the files that it writes."""
-
-    def __init__(self, config_path: str, overrides: Sequence[str], run_dir: str):
-        if storage.exists(storage.join(run_dir, STATE)):
-            raise SystemExit(
-                f"{run_dir} holds a run already: chaos needs names that are free; remove it, or set name= or storage="
+def why_not(kind: str, config: JobConfig) -> str | None:
+    """Why this kind cannot be tried here; None if it can."""
+    needs = KINDS[kind].needs.split()
+    if "cluster" in needs or "network" in needs:
+        if config.hosts.kind != "cpu":
+            return (
+                f"it needs a cluster of its own on this machine: only hosts of kind cpu can be had there, not {config.hosts.kind}"
             )
-        self.run_dir = Path(run_dir)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        self.output = self.run_dir / "console.log"
-        command = [sys.executable, "-m", "orchestrator.run", config_path, *overrides]
-        with self.output.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        self.seen: dict[int, psutil.Process] = {}
+        if os.environ.get("RAY_ADDRESS") or config.driver.address:
+            return "it needs a cluster of its own, and the run is to use one that is there"
+    if "network" in needs:
+        return why_no_network()
+    return why_no_small_disk() if "disk" in needs else None
 
-    def ready(self, strikes: int) -> bool:
-        """Waits until all earlier faults are overcome, a new checkpoint is there and the standbys are warm. False if it ended."""
-        state = self._launch()
-        checkpoint = state["checkpoint_step"] if state else None
 
-        def recovered() -> bool:
-            now = self._launch()
-            if now is None or len(now["incidents"]) < strikes or now["checkpoint_step"] is None:
-                return False
-            over = all(incident["resumed_step"] is not None for incident in now["incidents"])
-            return over and (strikes == 0 or now["checkpoint_step"] != checkpoint) and self._standbys_are_warm()
-
-        return self._wait(recovered)
-
-    def strike(self, fault: Fault) -> int:
-        """SIGKILL; returns whose process it was."""
-        victim = {"process": self._training, "agent": self._agent, "driver": lambda host: self._named("RayTrainWorker")[0]}
-        process = victim[fault.kind](fault.host)
-        os.kill(process.pid, signal.SIGKILL)
-        return process.pid
-
-    def finish(self) -> None:
-        while self.process.poll() is None:
-            self._tree()
-            time.sleep(0.2)
-
-    def summary(self) -> dict[str, Any]:
-        summary = storage.read_json(self.run_dir / SUMMARY)
-        if summary is None:
-            raise SystemExit(f"the run left no summary; it printed:\n{self.output.read_text()[-4000:]}")
-        return summary
-
-    def clean_up(self) -> list[str]:
-        """Ends the run if it still goes on; returns the processes of it that were left behind, and ends them too."""
-        if self.process.poll() is None:
-            self._tree()
-            self.process.kill()
-            self.process.wait()
-        _, alive = psutil.wait_procs(list(self.seen.values()), timeout=20)
-        left = [f"{p.pid} {_command(p)[:80]}" for p in alive]
-        for process in alive:
-            process.kill()
-        return left
-
-    def _wait(self, condition: Callable[[], bool]) -> bool:
-        deadline_s = time.monotonic() + WAIT_LIMIT_S
-        while self.process.poll() is None:
-            if condition():
-                return True
-            if time.monotonic() > deadline_s:
-                raise SystemExit(f"{self.run_dir.name} was not ready for a fault after {WAIT_LIMIT_S:.0f} s; see {self.output}")
-            time.sleep(0.05)
-        return False
-
-    def _launch(self) -> dict[str, Any] | None:
-        return storage.read_json(self.run_dir / STATE)
-
-    def _tree(self) -> list[psutil.Process]:
+def disturb(
+    arguments: argparse.Namespace, overrides: Sequence[str], config: JobConfig, planned: Sequence[Fault], folder: Path
+) -> Disturbed:
+    kinds = {fault.kind for fault in planned}
+    strikes: list[Strike] = []
+    trouble = None
+    with ExitStack() as ground:
+        scene, run_dir = build_scene(ground, arguments.config, overrides, config, kinds, folder)
+        run = scene.run
+        max_steps = None if arguments.full_speed else config.training.max_num_steps
         try:
-            tree = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
-        self.seen.update({process.pid: process for process in tree})
-        return tree
-
-    def _named(self, name: str) -> list[psutil.Process]:
-        return [process for process in self._tree() if name in _command(process)]
-
-    def _trainings(self) -> dict[int, list[psutil.Process]]:
-        """By host: the training process, then its standby, as their log files are numbered."""
-        found: dict[int, list[tuple[int, psutil.Process]]] = {}
-        for process in self._named("trainers.worker"):
-            if place := _log_of(process):
-                found.setdefault(place[0], []).append((place[1], process))
-        return {host: [process for _, process in sorted(numbered, key=lambda n: n[0])] for host, numbered in found.items()}
-
-    def _training(self, host: int) -> psutil.Process:
-        return self._trainings()[host][0]
-
-    def _agent(self, host: int) -> psutil.Process:
-        agent = self._training(host).parent()
-        assert agent is not None
-        return agent
-
-    def _standbys_are_warm(self) -> bool:
-        pairs = self._trainings()
-        if not pairs or any(len(processes) < 2 for processes in pairs.values()):
-            return False
-        before = [_cpu_s(processes[1]) for processes in pairs.values()]
-        time.sleep(QUIET_S)
-        return before == [_cpu_s(processes[1]) for processes in pairs.values()]
+            strike_all(scene, planned, max_steps, strikes)
+            run.finish()
+        except RunError as error:
+            trouble = str(error)
+        finally:
+            left = run.clean_up()
+        if scene.cluster:
+            left += scene.cluster.left_behind()
+        left += unfinished_files(run.run_dir)
+        if run_dir != Path(config.run_dir):
+            shutil.copytree(run_dir, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
+        tracked = config.tracking.mlflow or scene.mlflow is not None
+        not_shipped = left_over(str(run.run_dir / TRACKING)) if tracked else None
+        summary = unfinished(run) if trouble else run.summary()
+        return Disturbed(strikes, summary, left, not_shipped, trouble)
 
 
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return ""
+def unfinished(run: Run) -> dict[str, Any]:
+    """What can be said of a run that had to be ended."""
+    return {"status": "ended by chaos", "incidents": run.incidents(), "goodput": {}, "wall_s": 0.0}
 
 
-def _cpu_s(process: psutil.Process) -> float | None:
-    try:
-        return sum(process.cpu_times()[:2])
-    except psutil.NoSuchProcess:
+def build_scene(
+    ground: ExitStack, config_path: str, overrides: Sequence[str], config: JobConfig, kinds: Collection[str], folder: Path
+) -> tuple[Scene, Path]:
+    """(the run, started on whatever these kinds need; its folder)"""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = [*overrides, *faults.overrides_for(kinds)]
+    env: dict[str, str] = {}
+    run_dir = Path(config.run_dir)
+    disk = server = made_cluster = None
+    if faults.need(kinds, "disk"):
+        disk = ground.enter_context(small_disk(disk_bytes(config)))
+        own.append(f"storage={disk.folder}")
+        run_dir = disk.folder / config.training.name
+    if faults.need(kinds, "mlflow"):
+        server = ground.enter_context(mlflow_server(folder))
+        own += ["tracking.mlflow=true", f"tracking.uri={server.uri}"]
+    if faults.need(kinds, "supervisor"):
+        own.append("driver.supervise=true")
+    if faults.need(kinds, "cluster") or faults.need(kinds, "network"):
+        joined = ground.enter_context(network()) if faults.need(kinds, "network") else None
+        made_cluster = ground.enter_context(local_cluster(joined))
+        env = {"RAY_ADDRESS": made_cluster.address, "RAY_AUTH_MODE": "disabled"}
+    run = Run(config_path, own, str(run_dir), folder, env)
+    ground.callback(run.clean_up)
+    run.start()
+    if made_cluster:
+        # Not before the driver has its place on the head: what follows may be lost.
+        run.wait((run_dir / "lease.json").exists, "the driver")
+        for _ in range(num_hosts(config.hosts) + config.hosts.spares + 1):
+            made_cluster.add_node()
+    return Scene(run, made_cluster, disk, server), run_dir
+
+
+def disk_bytes(config: JobConfig) -> int:
+    return max(SMALLEST_DISK_BYTES, CHECKPOINTS_ON_A_DISK * (plan.check(config).checkpoint_bytes or 0))
+
+
+def strike_all(scene: Scene, planned: Sequence[Fault], max_steps: int | None, strikes: list[Strike]) -> None:
+    """Strikes one after the other, each when the one before is overcome, and notes it; fewer if the run ends before.
+
+    Raises RunError if the run does not overcome one.
+    """
+    run = scene.run
+    for number, fault in enumerate(planned):
+        run.pace(pace_s(max_steps, run.state().get("checkpoint_step") or 0, len(planned) - number))
+        if not run.wait(lambda: overcome(run, strikes) and run.standbys_are_warm(), "the run to be ready for a fault"):
+            return
+        if "fresh" in KINDS[fault.kind].needs:
+            wait_for_fresh_checkpoint(run)
+        else:
+            time.sleep(fault.delay_s)
+        if run.running():
+            strikes.append(faults.strike(scene, fault))
+    run.wait(lambda: overcome(run, strikes), "the last fault to be overcome")
+    run.pace(None)
+
+
+def overcome(run: Run, strikes: Sequence[Strike]) -> bool:
+    """Whether the last fault has shown, nothing is being recovered from, and a checkpoint was completed since."""
+    if not strikes:
+        return bool(run.checkpoints())
+    incidents = run.incidents()
+    last = strikes[-1]
+    if KINDS[last.kind].must_show and not any(detected_at_s(incident) >= last.at_s for incident in incidents):
+        return False
+    if any(incident["resumed_step"] is None for incident in incidents):
+        return False
+    over_s = max([last.healed_at_s, *(incident["failed_at_s"] + incident["total_s"] for incident in incidents)])
+    return run.saved_after(over_s)
+
+
+def wait_for_fresh_checkpoint(run: Run) -> None:
+    """And one before it to go back to."""
+    now_s = time.time()
+    run.wait(lambda: len(run.checkpoints()) > 1 and run.saved_after(now_s), "two checkpoints")
+
+
+def pace_s(max_steps: int | None, step: int, faults_left: int) -> float | None:
+    """By how much to slow down each step, so that the run does not end before its faults; None: not at all."""
+    if max_steps is None or step >= max_steps:
         return None
+    return min(LONGEST_PACE_S, FAULT_S * faults_left / (max_steps - step))
 
 
-def _log_of(process: psutil.Process) -> tuple[int, int] | None:
-    """(host, number) of a training process, from where its output goes; None for what is not one, or not any more."""
-    try:
-        match = LOG_OF_PROCESS.search(os.readlink(f"/proc/{process.pid}/fd/1"))
-    except OSError:
-        return None
-    # The guard of a training process shares its command line, but has closed its output.
-    return (int(match.group(1)), int(match.group(2))) if match else None
+def replay(
+    config_path: str, overrides: Sequence[str], config: JobConfig, summary: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """The summary of an undisturbed run along the lineage of that one."""
+    own = [*overrides, f"name={config.training.name}-reference", "tracking.mlflow=false"]
+    if not is_plain(summary, num_hosts(config.hosts)):
+        path = folder / "lineage.json"
+        storage.write_json(path, {name: summary[name] for name in ("lineage", "skipped_batches")})
+        own.append(f"driver.replay={path}")
+    with tempfile.TemporaryDirectory(prefix="gangway-reference-") as orders:
+        run = Run(config_path, own, f"{config.run_dir}-reference", Path(orders))
+        run.start()
+        try:
+            run.finish()
+        finally:
+            run.clean_up()
+        return run.summary()
 
 
-def show(score: Score, console: Console) -> None:
-    table = Table(title="faults", title_justify="left", box=None, pad_edge=False)
-    for name in ("fault", "host", "at step", "went on from", "recovery s", "phases s"):
-        table.add_column(name, justify="left" if name in ("fault", "phases s") else "right")
-    for strike, incident in zip(score.strikes, score.incidents, strict=False):
-        phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in incident["recovery_s"].items())
-        table.add_row(
-            strike["kind"],
-            str(strike["host"]),
-            str(incident["step"]),
-            str(incident["resumed_step"]),
-            f"{incident['total_s']:.2f}",
-            phases,
-        )
-    console.print(table)
-    if score.incidents:
-        console.print(f"median recovery {statistics.median(i['total_s'] for i in score.incidents):.2f} s")
-    for name, good in (
-        ("finished", score.finished),
-        ("final parameters equal to the undisturbed run's, bit for bit", score.same_parameters),
-        ("the same samples, each once", score.same_samples),
-        (f"{len(score.strikes)} of {score.planned} faults struck", len(score.strikes) == score.planned),
-        ("nothing left behind", not score.left_behind),
-    ):
-        console.print(f"  {'✓' if good else '✗'} {name}", style="green" if good else "red")
+def is_plain(summary: Mapping[str, Any], hosts: int) -> bool:
+    """Whether that run trained on all its hosts from the beginning to the end, and left no batch out."""
+    stretches: Iterable[dict[str, Any]] = summary.get("lineage") or ()
+    return not summary.get("skipped_batches") and [stretch["num_hosts"] for stretch in stretches] in ([], [hosts])
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that everything is cleaned up
     sys.exit(main())

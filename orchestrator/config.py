@@ -18,11 +18,15 @@ import yaml
 
 from cluster import topology
 from cluster.topology import HostsConfig
+from cluster.watchdog import WatchdogConfig
 from orchestrator import config_check, config_source, storage
 from orchestrator.config_source import ConfigError, Origin, Source
+from orchestrator.elasticity import ElasticityPolicy
+from orchestrator.quarantine import QuarantinePolicy
 from orchestrator.restart import RestartPolicy
+from orchestrator.stragglers import StragglerPolicy
 from orchestrator.tracking import TrackingConfig
-from trainers.arguments import ORCHESTRATOR_SECTIONS, Section, TrainingArguments, load_object
+from trainers.arguments import ORCHESTRATOR_SECTIONS, Section, TrainingArguments, load_object, require
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "to_dict", "to_yaml"]
 
@@ -41,7 +45,20 @@ class DriverConfig(Section):
     """Under real Ray Train even where this command started Ray itself (some 6 s slower to start)."""
     dashboard: bool = False
     """Start Ray's dashboard, where this command starts Ray itself."""
+    agent_lease_s: float = 120.0
+    """An agent that hears from no driver for so long ends its processes, gives its machine back and leaves. A driver that dies
+    and is started again within that time finds the training going on."""
+    replay: str | None = None
+    """A JSON file with another run's `lineage` and `skipped_batches` (its summary will do): trains along it, on as many hosts at
+    each batch. For comparing runs (`verify`, `chaos`)."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
+    quarantine: QuarantinePolicy = field(default_factory=QuarantinePolicy)
+    elasticity: ElasticityPolicy = field(default_factory=ElasticityPolicy)
+    stragglers: StragglerPolicy = field(default_factory=StragglerPolicy)
+
+    def __post_init__(self):
+        require(self.agent_lease_s >= 10, f"agent_lease_s = {self.agent_lease_s}: expected at least 10")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +167,12 @@ def _whole(cls: type[TrainingArguments]) -> type:
 def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
     """What only the sections together can get wrong. Those of `wrong` have been told; they hold defaults here."""
     if not wrong & {"mesh", "global_batch_size", "accumulation_steps", "hosts"}:
-        hosts = config.hosts
-        try:
-            config.training.check_devices(topology.num_devices(hosts))
-        except ValueError as error:
-            yield f"{error} (hosts: {topology.num_hosts(hosts)} x {topology.devices_per_host(hosts)} devices)"
+        hosts, per_host = config.hosts, topology.devices_per_host(config.hosts)
+        for count in sorted({topology.min_hosts(hosts), topology.num_hosts(hosts)}):
+            try:
+                config.training.check_devices(count * per_host)
+            except ValueError as error:
+                yield f"{error} (hosts: {count} x {per_host} devices)"
     if not wrong & {"storage", "name"} and not storage.is_url(config.run_dir) and (problem := _in_the_way(Path(config.run_dir))):
         yield f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to"
 

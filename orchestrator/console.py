@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.board import BoardLike, Event
-from orchestrator.console_text import clock_time, count, printable, recovery, seconds, sentence, summary_page
+from orchestrator.console_text import PLANNED, action_of, clock_time, count, printable, recovery, seconds, sentence, summary_page
 
 PLAIN_EVERY_S = 5.0
 """Between two lines of metrics in a log; evaluations and the last step are always shown."""
@@ -269,8 +269,9 @@ def _evaluation(event: Event) -> Text:
 
 def _incident(incident: dict[str, Any]) -> Text:
     what = incident["evidence"].get("summary", incident["kind"])
-    action = "restarting" if incident["action"] == "restart" else sentence(incident["action"])
-    return Text.assemble(("✗ ", "bold red"), f"{sentence(what)} ", (f"→ {action}", "yellow"))
+    planned = incident["kind"] in PLANNED
+    mark, style = ("↻ ", "bold cyan") if planned else ("✗ ", "bold red")
+    return Text.assemble((mark, style), f"{sentence(what)} ", (f"→ {action_of(incident)}", "yellow"))
 
 
 def _recovered(incident: dict[str, Any]) -> Text:

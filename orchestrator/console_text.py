@@ -30,6 +30,18 @@ CATEGORY_NAMES = {
     "idle": "waiting on purpose",
     "finish": "finishing",
 }
+PLANNED = ("resize", "preemption", "straggler")
+"""Kinds of incident in which nothing broke."""
+ACTIONS = {
+    "restart": "restarting",
+    "replace": "restarting with another host in its place",
+    "shrink": "going on with {after}",
+    "grow": "going on with {after}",
+    "adopt": "taken over",
+    "skip": "skipped",
+    "rollback": "rolled back",
+    "reported": "watched",
+}
 PHASE_FLOOR_S = 0.005
 """Shorter phases of a recovery are not worth their place on the line."""
 
@@ -62,6 +74,16 @@ def recovery(phases: Mapping[str, float]) -> str:
     """detect 0.02 · restore 0.11 s"""
     shown = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in phases.items() if value >= PHASE_FLOOR_S]
     return " · ".join(shown) + ("\u00a0s" if shown else "")  # The unit stays with its number.
+
+
+def action_of(incident: Mapping[str, Any]) -> str:
+    """What was done about an incident, in words."""
+    action = str(incident["action"])
+    after = incident.get("hosts_after")
+    words = ACTIONS.get(action, action)
+    if action == "give up":
+        return sentence(f"give up: {incident.get('detail', '')}")
+    return words.format(after=f"{after} host" + ("" if after == 1 else "s")) if after is not None else words.partition(" {")[0]
 
 
 def printable(text: str) -> str:
@@ -117,18 +139,23 @@ def _incidents(screen: Screen, incidents: list[Mapping[str, Any]]) -> None:
         table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column()  # The phases of the recovery, on two lines if they must.
     for incident in incidents[-SHOWN_INCIDENTS:]:
-        recovered = incident["action"] == "restart"
+        recovered = not str(incident["action"]).startswith("give up")
         table.add_row(
             Text("    ✓" if recovered else "    ✗", "green" if recovered else "red"),
             str(incident["kind"]).replace("_", " "),
             f"host {incident['host']}" if incident.get("host") is not None else "",
             f"step {incident['step']}" if incident.get("step") is not None else "",
             seconds(incident["total_s"]) if recovered else "",
-            Text(recovery(incident["recovery_s"]), "dim") if recovered else Text(sentence(incident["action"]), "red"),
+            _what_was_done(incident) if recovered else Text(action_of(incident), "red"),
         )
     screen.print(table)
     if len(incidents) > SHOWN_INCIDENTS:
         screen.print(Text(f"    and {len(incidents) - SHOWN_INCIDENTS} before these: all are in summary.json", "dim"))
+
+
+def _what_was_done(incident: Mapping[str, Any]) -> Text:
+    done = "" if incident["action"] == "restart" else f"{action_of(incident)}  "
+    return Text.assemble(done, (recovery(incident["recovery_s"]), "dim"))
 
 
 def _goodput(screen: Screen, goodput: Mapping[str, float], wall_s: float) -> None:

@@ -1,43 +1,41 @@
-"""The driver: reserves the gang, starts generations, watches them, and decides what follows. It computes nothing itself."""
+"""The driver: reserves the gang, starts generations, watches them, and decides what follows. It computes nothing itself.
+
+The gang does not need it: agents and their places are held by the cluster, and training goes on while no driver lives. A driver
+that finds the gang of the one before it takes it over.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from cluster.gang import Gang, GangTimeout, clear, reserve
-from orchestrator import failures, storage
+from cluster import gang as gangs
+from cluster.gang import Gang, GangTimeout, StaleDriver
+from orchestrator import replay, storage
 from orchestrator.board import BoardLike
 from orchestrator.config import JobConfig
+from orchestrator.failures import Failure, FailureKind
 from orchestrator.gauges import Gauges
 from orchestrator.generation import Generation
+from orchestrator.intake import Intake
 from orchestrator.launch import Launch
-from orchestrator.ledger import Incident
+from orchestrator.ledger import Action, Incident
+from orchestrator.post_mortem import AGENT_TIMEOUT_S, Findings, epitaph, examine, halt, keep_stacks, lost_hosts
 from orchestrator.ray_train import Reporter
-from orchestrator.restart import GiveUp, decide, past_failure
+from orchestrator.replay import Lineage, ReplayError, Stretch
+from orchestrator.restart import GiveUp, PastFailure, decide, past_failure
+from orchestrator.roster import Change, NoHosts, Roster
+from orchestrator.stops import Stops, Superseded, TrainingFailed
+from orchestrator.watch import Watch
+from trainers.stop_reason import StopReason
 
-POLL_S = 1.0
-"""How long an agent holds a poll when nothing happens: what happens is told at once."""
-WATCH_INTERVAL_S = 0.2
-"""How often the driver looks for a stop request."""
-AGENT_TIMEOUT_S = 20.0
-"""For an agent's answer to a call that does not wait for its process."""
-STOP_TIMEOUT_S = 120.0
-"""For the gang to save and stop on request; then it is killed."""
-
-
-class TrainingFailed(Exception):
-    """The run cannot go on; the message is for the user."""
-
-
-class Superseded(Exception):
-    """Another driver has taken the run: it has the say now."""
+RESTARTING = (StopReason.RESIZE, StopReason.PREEMPTED)
+"""Stops that another generation follows."""
 
 
 class Driver:
@@ -46,38 +44,103 @@ class Driver:
     def __init__(
         self, config: JobConfig, launch: Launch, board: BoardLike, reporter: Reporter, clock: Callable[[], float] = time.time
     ):
-        self.config, self.launch, self.board, self.reporter, self.clock = config, launch, board, reporter, clock
-        self.gang: Gang | None = None
-        self.gauges = Gauges(config.training.name)
-        self.step_times_s: list[float] = []
-        self.stop_sent_at_s: float | None = None
+        self.config, self.launch, self.board, self.clock = config, launch, board, clock
+        self.intake = Intake(launch, board, reporter, Gauges(config.training.name), config.driver.stragglers, clock)
+        self.lineage = self._lineage_to_replay()
+        self._roster: Roster | None = None
+        self._stops: Stops
+        self._told_storage_problem: str | None = None
 
     def run(self) -> dict[str, Any]:
         try:
-            self._take_machines()
+            generation = self._adopt() or self._first_generation()
             while True:
-                generation = self._start_generation()
-                finished = self._watch(generation)
-                if finished:
-                    return self._result(generation)
-                self._recover(generation)
-        finally:
+                Watch(self.roster.gang, generation, self.intake).run(self._attend)
+                if generation.finished and not self._goes_on(generation):
+                    break
+                generation = self._follow_up(generation)
+            result = self._result(generation)
+        except (Superseded, StaleDriver) as error:
+            if not self.launch.lease.succeeded_by(self.launch.launch_id):
+                self._release()
+            raise Superseded(f"another driver has taken the run in {self.launch.run_dir}; this one leaves") from error
+        except TrainingFailed:
             self._release()
+            raise
+        self._release()
+        return result
+
+    @property
+    def roster(self) -> Roster:
+        assert self._roster is not None
+        return self._roster
 
     # ------------------------------------------------------------------ machines
 
-    def _take_machines(self) -> None:
-        self._say("reserving")
+    def _adopt(self) -> Generation | None:
+        """The generation that the driver before left, if its gang lives; else what is left of it is cleared away."""
+        left, now_s = self.launch.gang, self.clock()
+        if left is None:
+            if self.launch.drivers > 1:
+                self.launch.gang_lost(now_s, "it had none")
+            return None
+        try:
+            gang = gangs.adopt(self.config.hosts, self._name_in_cluster(), left["gang"], **self._about_agents())
+        except gangs.AdoptError as error:
+            self.intake.post_incident(self.launch.gang_lost(now_s, str(error)))
+            return None
+        self._take(gang)
+        gang.prepare(self._preparation())
+        generation = Generation(left["generation"], len(gang.members), high_water_step=left["high_water_step"])
+        self.intake.start(generation)
+        for host in range(generation.num_hosts):
+            gang.call(host, "order", {"cmd": "fence", "path": self.launch.lease.fence})
+        self._catch_up(generation)
+        self.intake.post_incident(self.launch.adopted(now_s, generation.step))
+        self.intake.say("training")
+        return generation
+
+    def _catch_up(self, generation: Generation) -> None:
+        """Takes in what the agents told while nobody asked."""
+        gang = self.roster.gang
+        polls = [gang.call(host, "poll", 0, 0.0) for host in range(generation.num_hosts)]
+        answers = {}
+        for host, poll in enumerate(polls):
+            try:
+                answers[host] = ray.get(poll, timeout=AGENT_TIMEOUT_S)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                generation.broken.setdefault(host, "agent")
+        self.intake.catch_up(generation, answers)
+        for host, answer in answers.items():
+            if not answer["host_state"]["alive"] and host not in generation.done:
+                generation.broken.setdefault(host, "exit")  # halted by the driver before, which tells no event
+
+    def _first_generation(self) -> Generation:
+        self.intake.say("reserving")
         self.launch.goodput.switch("schedule", self.clock())
         name = self._name_in_cluster()
-        clear(name)
+        gangs.clear(name)
         try:
-            self.gang = reserve(self.config.hosts, name, log_dir=storage.join(self.launch.run_dir, "logs"))
+            gang = gangs.reserve(self.config.hosts, name, **self._about_agents())
         except GangTimeout as error:
             raise TrainingFailed(str(error)) from error
+        self._take(gang)
+        self._form()
         self.launch.goodput.switch("import", self.clock())
-        self._say("importing")
-        self.gang.prepare(self._preparation())
+        self.intake.say("importing")
+        gang.prepare(self._preparation())
+        return self._start_generation()
+
+    def _take(self, gang: Gang) -> None:
+        self._roster = Roster(self.config, gang)
+        self._stops = Stops(self.config, self.launch, self.board, self.intake, self._roster, self.clock)
+
+    def _about_agents(self) -> dict[str, Any]:
+        return {
+            "log_dir": storage.join(self.launch.run_dir, "logs"),
+            "epoch": self.launch.lease.epoch,
+            "lease_s": self.config.driver.agent_lease_s,
+        }
 
     def _name_in_cluster(self) -> str:
         """Two runs of one name in different storages may share a cluster."""
@@ -90,159 +153,139 @@ class Driver:
             "arguments": dataclasses.asdict(self.config.training),
         }
 
-    def _replace(self, host: int) -> None:
-        """A new agent where the host's agent is gone: on a spare, or on the same machine."""
-        assert self.gang is not None
+    def _form(self, lost: tuple[int, ...] = ()) -> Change:
+        avoid = self.roster.quarantine(self.launch.history, self.clock())
         try:
-            self.gang.replace(host)
-        except GangTimeout as error:
+            return self.roster.form(lost, avoid=avoid, wanted=self._stretch().num_hosts, waiting=self._wait_for_machines)
+        except NoHosts as error:
             raise TrainingFailed(str(error)) from error
 
+    def _wait_for_machines(self) -> None:
+        self.launch.goodput.switch("schedule", self.clock())
+        self.intake.say("reserving", "waiting for machines")
+
     def _release(self) -> None:
-        if self.gang is not None:
-            self.gang.release()
+        if self._roster is not None:
+            self.roster.gang.release()
 
     # ------------------------------------------------------------------ a generation
 
     def _start_generation(self) -> Generation:
-        assert self.gang is not None
-        generation = Generation(self.launch.next_generation(), len(self.gang.agents), high_water_step=self.launch.high_water_step)
-        address = self._coordinator()
-        for host, agent in enumerate(self.gang.agents):
-            orders = {
-                "cmd": "go",
-                "generation": generation.number,
-                "host": host,
-                "num_hosts": generation.num_hosts,
-                "coordinator": address,
-                "restore_from": self.launch.saved_path,
-                "program_key": self.launch.launch_id,
-            }
-            agent.go.remote({**orders, **self.gang.orders(host)})
+        gang, launch = self.roster.gang, self.launch
+        generation = Generation(launch.next_generation(), len(gang.members), high_water_step=launch.high_water_step)
+        address, stretch = self._coordinator(), self._stretch()
+        common = {
+            "cmd": "go",
+            "generation": generation.number,
+            "num_hosts": generation.num_hosts,
+            "coordinator": address,
+            "restore_from": launch.saved_path,
+            "program_key": launch.launch_id,
+            "stop_at": stretch.stop_at,
+            "skip_batches": list(stretch.skip_batches),
+            "fence": launch.lease.fence,
+            "limits": dataclasses.asdict(self.config.driver.watchdog),
+        }
+        for host in range(generation.num_hosts):
+            gang.call(host, "go", {**common, "host": host, **gang.orders(host)})
+        self.intake.start(generation)
+        launch.formed({"gang": gang.record(), "generation": generation.number, "high_water_step": generation.high_water_step})
         self.board.post({"ev": "generation", "generation": generation.number, "hosts": generation.num_hosts})
         return generation
 
     def _coordinator(self) -> str:
         """Host 0's address with a port never used before: joining an old service again is refused."""
-        assert self.gang is not None
-        about = ray.get(self.gang.agents[0].describe.remote(), timeout=AGENT_TIMEOUT_S)
+        try:
+            about = ray.get(self.roster.gang.call(0, "describe"), timeout=AGENT_TIMEOUT_S)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return "0.0.0.0:1"  # the generation fails at once, and host 0 is known to be lost then
         return f"{about['host_ip']}:{about['next_port']}"
 
-    def _watch(self, generation: Generation) -> bool:
-        """Follows the generation to its end: True if all hosts are done, False if one failed."""
-        assert self.gang is not None
-        polls = {agent.poll.remote(0, POLL_S): host for host, agent in enumerate(self.gang.agents)}
-        while not generation.finished and not generation.broken:
-            ready, _ = ray.wait(list(polls), num_returns=1, timeout=WATCH_INTERVAL_S)
-            for ref in ready:
-                host = polls.pop(ref)
-                cursor = self._take_answer(generation, host, ref)
-                if cursor is not None:
-                    polls[self.gang.agents[host].poll.remote(cursor, POLL_S)] = host
-            self._pass_on_stop_request(generation)
-            if self.launch.succeeded.is_set():
-                raise Superseded(
-                    f"another driver has taken the run in {self.launch.run_dir}; this one ends its processes and leaves"
-                )
-        return generation.finished
+    def _stretch(self) -> Stretch:
+        """What the next generation is to do: anything, or its part of the lineage that is replayed."""
+        return self.lineage.stretch_at(self.launch.checkpoint_step or 0) if self.lineage else Stretch()
 
-    def _take_answer(self, generation: Generation, host: int, ref: ray.ObjectRef) -> int | None:
-        """Takes in what an agent told; returns where to go on reading, or None if the agent is gone."""
+    def _lineage_to_replay(self) -> Lineage | None:
+        path = self.config.driver.replay
         try:
-            answer = ray.get(ref)
-        except ray.exceptions.RayActorError:
-            generation.broken.setdefault(host, "agent")
-            return None
-        for event in answer["events"]:
-            if event.get("generation", generation.number) == generation.number:
-                self._take_event(generation, host, event)
-        if answer["heartbeat"]:
-            self._take_event(generation, host, answer["heartbeat"])
-        return answer["cursor"]
+            return replay.read(path) if path else None
+        except ReplayError as error:
+            raise TrainingFailed(str(error)) from error
 
-    def _take_event(self, generation: Generation, host: int, event: dict[str, Any]) -> None:
-        was_training, phase = generation.training, generation.phase
-        generation.take(host, event)
-        launch = self.launch
-        launch.high_water_step = max(launch.high_water_step, generation.step)
-        if not generation.broken:
-            launch.goodput.switch(generation.category, event["t"])
-        if generation.phase != phase:
-            self._say(STATE_OF_PHASE.get(generation.phase, generation.phase))
-        if generation.training and not was_training:
-            self._training_again(generation)
-        handler = self._handlers.get(event["ev"])
-        if handler:
-            handler(self, generation, host, event)
+    # ------------------------------------------------------------------ while it trains
 
-    def _on_metrics(self, generation: Generation, host: int, event: dict[str, Any]) -> None:
-        metrics, step = event["metrics"], event["step"]
-        if "step_time_s" in metrics:
-            self.step_times_s.append(metrics["step_time_s"])
-        for category in ("data_wait", "checkpoint"):
-            self.launch.goodput.move("step", category, event.get("seconds", {}).get(category, 0.0))
-        if self.launch.is_new(step, metrics):
-            self.board.post({"ev": "metrics", "step": step, "metrics": metrics})
-            self.launch.publish(step, metrics)
-            self.reporter.report({"step": step, **metrics})
-            about = {"step": step, "generations": self.launch.generations, "goodput": self.launch.goodput.goodput(self.clock())}
-            self.gauges.set({**metrics, **about})
+    def _attend(self, generation: Generation) -> None:
+        """What the driver looks at between its polls."""
+        if self.launch.succeeded.is_set():
+            raise Superseded
+        self._stops.attend(generation, may_grow=self.lineage is None)
+        self.launch.tick()
+        if (problem := self.launch.storage_problem) and problem != self._told_storage_problem:
+            self.intake.note(problem, "warning")
+        self._told_storage_problem = problem
 
-    def _on_saved(self, generation: Generation, host: int, event: dict[str, Any]) -> None:
-        self.launch.saved(event["step"], event["path"])
-        self.board.post({"ev": "checkpoint", "step": event["step"], "path": event["path"]})
-        self.reporter.report({"step": event["step"]}, checkpoint_path=event["path"])
+    # ------------------------------------------------------------------ when it ends
 
-    def _on_save_failed(self, generation: Generation, host: int, event: dict[str, Any]) -> None:
-        self._note(f"host {host}: the checkpoint of step {event['step']} failed, training goes on: {event['error']}", "warning")
+    def _goes_on(self, generation: Generation) -> bool:
+        """Whether the gang stopped only to go on with other hosts."""
+        return generation.stopped_for in RESTARTING and self.board.stop_requested() is None
 
-    def _on_restored(self, generation: Generation, host: int, event: dict[str, Any]) -> None:
-        if host == 0:
-            for bad in event["skipped"]:
-                self._note(f"checkpoint {bad['step']} is damaged and was not used: {bad['why']}", "warning")
-
-    def _on_note(self, generation: Generation, host: int, event: dict[str, Any]) -> None:
-        self._note(f"host {host}: {event['message']}")
-
-    _handlers = {  # noqa: RUF012 - events that concern more than the generation
-        "metrics": _on_metrics,
-        "saved": _on_saved,
-        "save_failed": _on_save_failed,
-        "restored": _on_restored,
-        "note": _on_note,
-    }
-
-    def _training_again(self, generation: Generation) -> None:
-        """The gang's first step is complete: the incident before it, if any, is over."""
-        self._say("training")
-        incident = self.launch.open_incident()
+    def _follow_up(self, generation: Generation) -> Generation:
+        """The generation after one that has failed, or has stopped for it. Raises TrainingFailed to give up."""
+        incident, findings = self._resize(generation), None
         if incident is None:
-            return
-        for phase, until in (("go", "join"), ("join", "restore"), ("restore", "compile"), ("compile", "train")):
-            at_s = generation.all_entered_s(until)
-            if at_s is not None:
-                incident.mark(phase, at_s)
-        incident.recovered(generation.started_s() or self.clock(), self._median_step_s())
-        incident.resumed_step = generation.resumed_step
-        # Of a lost driver: the last heartbeat that it took in may be older than the checkpoint.
-        incident.step = max(incident.step or 0, generation.resumed_step or 0)
-        self.launch.store()
-        self.board.post({"ev": "recovered", "incident": incident.to_dict()})
+            incident, findings = self._recover(generation)
+        self.intake.say("recovering")
+        try:
+            change = self._form(lost_hosts(generation))
+        except TrainingFailed as error:
+            self._give_up(incident, str(error))
+            raise
+        incident.action, incident.detail = change.action, change.detail
+        incident.hosts_before, incident.hosts_after = change.before, change.after
+        self.launch.goodput.switch("recovery", self.clock())
+        incident.mark("decide", self.clock())
+        following = self._start_generation()
+        self.intake.post_incident(incident)
+        if findings is not None:  # not before: the gang waits for nothing but its orders
+            incident.evidence["stacks"] = keep_stacks(self.launch.run_dir, len(self.launch.incidents), findings.stacks)
+        return following
 
-    def _median_step_s(self) -> float:
-        return statistics.median(self.step_times_s) if self.step_times_s else 0.0
+    def _resize(self, generation: Generation) -> Incident | None:
+        """The incident of a generation that stopped on purpose; None of one that failed."""
+        if not generation.finished:
+            return None
+        now_s = self.clock()
+        self.launch.goodput.switch("recovery", now_s)
+        halt(self.roster.gang, generation)  # they have saved, and are only leaving each other politely
+        reason = generation.stopped_for
+        kind = FailureKind.PREEMPTION if reason == StopReason.PREEMPTED else "resize"
+        said = "; ".join(f"host {host}: {notice['reason']}" for host, notice in generation.notices.items())
+        incident = Incident(
+            kind=kind,
+            host=next(iter(generation.notices), None),
+            generation=generation.number,
+            step=generation.step,
+            failed_at_s=generation.all_entered_s("save") or now_s,
+            evidence={"summary": f"saved and stopped at step {generation.step} ({said or reason})"},
+        )
+        incident.mark("save", now_s)
+        incident.mark("halt", self.clock())
+        self.launch.checkpoint_step = max(self.launch.checkpoint_step or 0, generation.step)
+        self.launch.record(incident)
+        return incident
 
-    # ------------------------------------------------------------------ when it fails
-
-    def _recover(self, generation: Generation) -> None:
-        """Kills what is left, finds out what happened, and decides. Returns to go on; raises TrainingFailed to give up."""
-        assert self.gang is not None
+    def _recover(self, generation: Generation) -> tuple[Incident, Findings]:
+        """Kills what is left, finds out what happened, and decides."""
         launch, detected_s = self.launch, self.clock()
-        failure, failed_at_s = self._post_mortem(generation, detected_s)
+        findings = examine(self.roster.gang, generation)
+        failure = findings.failure
+        failed_at_s = min(failure.failed_at_s or detected_s, detected_s)
+        launch.high_water_step = max(launch.high_water_step, findings.last_step)
         launch.goodput.switch("detection", failed_at_s)
         launch.goodput.switch("recovery", detected_s)
         incident = Incident(
-            kind=str(failure.kind),
+            kind=failure.kind,
             host=failure.host,
             generation=generation.number,
             step=failure.step if failure.step is not None else generation.step,
@@ -251,90 +294,40 @@ class Driver:
         )
         incident.mark("detect", detected_s)
         incident.mark("halt", self.clock())
-        launch.failed(past_failure(failure, launch.checkpoint_step), incident)
+        launch.failed(self._past(failure, failed_at_s), incident)
         decision = decide(launch.history, self.config.driver.restart)
-        incident.action = f"give up: {decision.reason}" if isinstance(decision, GiveUp) else "restart"
-        self.board.post({"ev": "incident", "incident": incident.to_dict()})
         if isinstance(decision, GiveUp):
-            launch.store()
-            raise TrainingFailed(self._epitaph(failure, decision.reason))
+            incident.evidence["stacks"] = keep_stacks(launch.run_dir, len(launch.incidents), findings.stacks)
+            self._give_up(incident, decision.reason)
+            raise TrainingFailed(epitaph(failure, decision.reason))
         if self.board.stop_requested():
             raise TrainingFailed(f"stopped on request while it was failing: {failure.summary}")
-        self._say("recovering")
-        for host in self._lost(generation):
-            self._replace(host)
         if decision.delay_s:
-            launch.goodput.switch("idle", self.clock())
-            time.sleep(decision.delay_s)
-            launch.goodput.switch("recovery", self.clock())
-        incident.mark("decide", self.clock())
+            self._back_off(decision.delay_s)
+        return incident, findings
 
-    def _post_mortem(self, generation: Generation, detected_s: float) -> tuple[failures.Failure, float]:
-        """Halts all hosts; returns what happened, and when."""
-        assert self.gang is not None
-        halts = {
-            host: agent.halt.remote() for host, agent in enumerate(self.gang.agents) if generation.broken.get(host) != "agent"
-        }
-        dead = []
-        for host in range(generation.num_hosts):
-            try:
-                answer = ray.get(halts[host], timeout=AGENT_TIMEOUT_S) if host in halts else None
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                generation.broken[host], answer = "agent", None
-            dead.append(failures.read_post_mortem(host, answer, done=host in generation.done))
-        # Heartbeats come along with other news: the last one may not have been read.
-        self.launch.high_water_step = max([self.launch.high_water_step, *(d.last_step or 0 for d in dead)])
-        failure = failures.classify(dead, self._lost(generation))
-        times = [d.failed_at_s for d in dead if d.failed_at_s is not None and d.failed]
-        return failure, min([*times, detected_s])
+    def _give_up(self, incident: Incident, reason: str) -> None:
+        incident.action, incident.detail = Action.GIVE_UP, reason
+        self.intake.post_incident(incident)
 
-    def _lost(self, generation: Generation) -> list[int]:
-        return [host for host, how in generation.broken.items() if how == "agent"]
+    def _past(self, failure: Failure, failed_at_s: float) -> PastFailure:
+        seat = self.roster.gang.members[failure.host] if failure.host is not None else None
+        number, node_id = (seat.number, seat.node_id) if seat is not None else (None, None)
+        return past_failure(failure, self.launch.checkpoint_step, seat=number, node_id=node_id, at_s=failed_at_s)
 
-    def _epitaph(self, failure: failures.Failure, reason: str) -> str:
-        exception = failure.exception or {}
-        where = f" on host {failure.host}" if failure.host is not None else ""
-        details = exception.get("traceback") or "\n".join(failure.evidence.get("log_tail", []))
-        text = f"{failure.kind}{where}: {failure.summary}\ngiving up: {reason}"
-        return text if exception.get("deterministic") or not details else f"{details.rstrip()}\n\n{text}"
-
-    # ------------------------------------------------------------------ stopping
-
-    def _pass_on_stop_request(self, generation: Generation) -> None:
-        """Tells the hosts once; kills them if they do not stop in time."""
-        assert self.gang is not None
-        reason = self.board.stop_requested()
-        if reason is None:
-            return
-        if self.stop_sent_at_s is None:
-            if not generation.training:
-                raise TrainingFailed(f"stopped on request ({reason}) before the first step: there is nothing new to save")
-            self.stop_sent_at_s = self.clock()
-            self._say("saving", f"stopping ({reason}): saving first")
-            for agent in self.gang.agents:
-                agent.order.remote({"cmd": "stop", "reason": reason})
-        elif self.clock() - self.stop_sent_at_s > STOP_TIMEOUT_S:
-            raise TrainingFailed(f"the hosts did not stop within {STOP_TIMEOUT_S:.0f} s of the request ({reason}); killed")
+    def _back_off(self, delay_s: float) -> None:
+        self.launch.goodput.switch("idle", self.clock())
+        self.intake.say("recovering", f"waiting {delay_s:.0f} s before the next try")
+        deadline_s = time.monotonic() + delay_s
+        while (left_s := deadline_s - time.monotonic()) > 0 and not self.board.stop_requested():
+            self.roster.gang.refresh()  # the agents must go on hearing from a driver
+            time.sleep(min(1.0, left_s))
+        self.launch.goodput.switch("recovery", self.clock())
 
     def _result(self, generation: Generation) -> dict[str, Any]:
         self.launch.goodput.switch("finish", self.clock())
         done = generation.done[0]
-        return {"stop_reason": done["stop_reason"], **done["result"]}
-
-    def _say(self, state: str, message: str | None = None) -> None:
-        self.board.post({"ev": "status", "state": state, **({"message": message} if message else {})})
-
-    def _note(self, message: str, level: str = "info") -> None:
-        self.board.post({"ev": "note", "message": message, "level": level})
-
-
-STATE_OF_PHASE = {
-    "import": "importing",
-    "join": "joining",
-    "restore": "restoring",
-    "compile": "compiling",
-    "train": "training",
-    "evaluate": "evaluating",
-    "save": "saving",
-    "finish": "finishing",
-}
+        reason = done["stop_reason"]
+        if reason in RESTARTING:  # and a request to stop came at the same time
+            reason = self.board.stop_requested() or reason
+        return {**done["result"], "stop_reason": reason}

@@ -1,16 +1,23 @@
 """What happened to a generation: one typed failure out of the post-mortems of all hosts. Pure.
 
 When one host fails, the others fail because of it within 0.1 s: their collectives lose a peer, or the coordination service
-aborts their process. Those are *collateral*. The failure is the earliest event that has a cause of its own.
+aborts their process. Those are *collateral*. The failure is the earliest event that has a cause of its own. Only where there is
+none, but a limit has passed, the gang hangs: then the stacks of all hosts tell for which one the others wait (`stacks.py`).
 """
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
+
+from orchestrator import stacks
+from orchestrator.evidence import PostMortem, describe, read_post_mortem
+
+__all__ = ["Failure", "FailureKind", "PostMortem", "classify", "has_own_cause", "read_post_mortem"]
 
 
 class FailureKind(StrEnum):
@@ -24,6 +31,9 @@ class FailureKind(StrEnum):
     PREEMPTION = "preemption"
     COORDINATOR_LOST = "coordinator_lost"
     STORAGE_ERROR = "storage_error"
+    DESYNC = "desync"
+    """Hosts out of step: one has skipped or repeated a step."""
+    LOSS_SPIKE = "loss_spike"
 
 
 KIND_OF_EXCEPTION = {
@@ -33,37 +43,15 @@ KIND_OF_EXCEPTION = {
     "out_of_memory": FailureKind.OUT_OF_MEMORY,
     "storage": FailureKind.STORAGE_ERROR,
     "crash": FailureKind.PROCESS_CRASH,
+    "desync": FailureKind.DESYNC,
+    "loss_spike": FailureKind.LOSS_SPIKE,
 }
 """By the `kind` that the training process gave its own exception; `collateral` is no cause."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class PostMortem:
-    """What is known of one host's process after the gang was halted. A process that we killed has no exit of its own."""
-
-    host: int
-    exit_code: int | None = None
-    signal: int | None = None
-    exception: Mapping[str, Any] | None = None
-    """The `exception` event of the process: type, message, traceback, step, kind."""
-    last_step: int | None = None
-    failed_at_s: float | None = None
-    """When it failed (its exception, else its exit), on that host's clock."""
-    agent_lost: bool = False
-    done: bool = False
-    """It had said that training was finished: its end with status 0 is no failure."""
-    log_tail: Sequence[str] = ()
-
-    @property
-    def exited(self) -> bool:
-        """By itself, not ended by us, and not because it was done."""
-        if self.done and self.exit_code == 0:
-            return False
-        return self.exit_code is not None or self.signal is not None
-
-    @property
-    def failed(self) -> bool:
-        return self.exited or self.exception is not None or self.agent_lost
+AGREED = frozenset({FailureKind.NON_FINITE, FailureKind.LOSS_SPIKE, FailureKind.DESYNC})
+"""Kinds that all hosts find at one step, since they see the same numbers: that a host says it does not make it guilty."""
+MACHINE = frozenset({FailureKind.PROCESS_CRASH, FailureKind.HOST_LOST, FailureKind.HANG})
+"""Kinds that a machine's going away looks like, where it had given notice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +61,12 @@ class Failure:
     """None when no single host is to blame."""
     evidence: dict[str, Any] = field(default_factory=dict)
     """JSON-able: `summary` (a line for people) and, as far as known, `step`, `exit_code`, `signal`, `hint`, `exception`,
-    `log_tail`, `also_failed` (other hosts with a cause of their own)."""
+    `log_tail`, `also_failed` (other hosts with a cause of their own), `notice`. Of a hang: `phase`, `limit_s`, `waited_s`,
+    `line` (where the host stands), `why` (it was named), `state`, `groups` (hosts with equal stacks)."""
     collateral: tuple[int, ...] = ()
     """Hosts that failed because of this one."""
+    failed_at_s: float | None = None
+    """When it began, as the hosts' clocks have it; None if nobody knows."""
 
     @property
     def step(self) -> int | None:
@@ -90,23 +81,6 @@ class Failure:
         return self.evidence.get("summary", str(self.kind))
 
 
-def read_post_mortem(host: int, halted: Mapping[str, Any] | None, done: bool = False) -> PostMortem:
-    """From what an agent's `halt()` returned; None stands for an agent that did not answer."""
-    if halted is None:
-        return PostMortem(host=host, agent_lost=True, done=done)
-    exited, exception, heartbeat = (halted.get(key) or {} for key in ("exit", "exception", "last_heartbeat"))
-    return PostMortem(
-        host=host,
-        exit_code=exited.get("code"),
-        signal=exited.get("signal"),
-        done=done,
-        exception=exception or None,
-        last_step=exception.get("step", heartbeat.get("step")),
-        failed_at_s=exception.get("t", exited.get("t")),
-        log_tail=tuple(exited.get("log_tail", ())),
-    )
-
-
 def classify(post_mortems: Sequence[PostMortem], agent_lost: Collection[int] = ()) -> Failure:
     """The failure that the others followed from. `agent_lost`: hosts whose agent is gone, with or without a post-mortem."""
     lost = set(agent_lost) | {dead.host for dead in post_mortems if dead.agent_lost}
@@ -115,11 +89,14 @@ def classify(post_mortems: Sequence[PostMortem], agent_lost: Collection[int] = (
     failed = sorted((d for d in dead if d.failed or d.host in lost), key=_when)
     first = next((d for d in failed if has_own_cause(d, lost)), None)
     if first is None:
-        return _without_own_cause(failed)
-    collateral = tuple(sorted(d.host for d in failed if d is not first and not has_own_cause(d, lost)))
-    also = sorted(d.host for d in failed if d is not first and has_own_cause(d, lost))
-    evidence = describe(first, first.host in lost) | ({"also_failed": also} if also else {})
-    return Failure(kind=_kind(first, lost), host=first.host, evidence=evidence, collateral=collateral)
+        hung = [d for d in dead if d.hangs]
+        failure = _hang(dead, hung) if hung else _without_own_cause(dead, failed)
+    elif (kind := _kind(first, lost)) in AGREED:
+        failure = _agreed(kind, failed)
+    else:
+        failure = _of_one_host(kind, first, failed, lost)
+    times = [d.failed_at_s for d in dead if d.failed_at_s is not None and (d.failed or d.hangs)]
+    return replace(_preempted(failure, known), failed_at_s=min(times, default=None))
 
 
 def has_own_cause(dead: PostMortem, lost: Collection[int] = ()) -> bool:
@@ -129,20 +106,6 @@ def has_own_cause(dead: PostMortem, lost: Collection[int] = ()) -> bool:
     if dead.exception is not None:
         return dead.exception.get("kind") != "collateral"
     return dead.exited and dead.signal != signal.SIGABRT
-
-
-def describe(dead: PostMortem, agent_lost: bool) -> dict[str, Any]:
-    """Evidence: only what is known, in the order in which a person wants to read it."""
-    facts = {
-        "summary": _summary(dead, agent_lost),
-        "step": dead.last_step,
-        "exit_code": dead.exit_code,
-        "signal": _signal_name(dead.signal) if dead.signal is not None else None,
-        "hint": _hint(dead, agent_lost),
-        "exception": dict(dead.exception) if dead.exception else None,
-        "log_tail": list(dead.log_tail) or None,
-    }
-    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _when(dead: PostMortem) -> tuple[float, int]:
@@ -159,43 +122,108 @@ def _kind(dead: PostMortem, lost: Collection[int]) -> FailureKind:
     return FailureKind.PREEMPTION if dead.signal == signal.SIGTERM else FailureKind.PROCESS_CRASH
 
 
-def _without_own_cause(failed: Sequence[PostMortem]) -> Failure:
+def _of_one_host(kind: FailureKind, first: PostMortem, failed: Sequence[PostMortem], lost: Collection[int]) -> Failure:
+    collateral = tuple(sorted(d.host for d in failed if d is not first and not has_own_cause(d, lost)))
+    also = sorted(d.host for d in failed if d is not first and has_own_cause(d, lost))
+    evidence = describe(first, first.host in lost) | ({"also_failed": also} if also else {})
+    return Failure(kind=kind, host=first.host, evidence=evidence, collateral=collateral)
+
+
+def _agreed(kind: FailureKind, failed: Sequence[PostMortem]) -> Failure:
+    """What several hosts found at one step. The guilty one is known only if the hosts' places differ, and one place is lonely."""
+    finders = [d for d in failed if d.exception is not None and KIND_OF_EXCEPTION.get(d.exception.get("kind", "")) == kind]
+    collateral = tuple(sorted(d.host for d in failed if d not in finders))
+    evidence = describe(finders[0], False)
+    if kind != FailureKind.DESYNC:
+        host = finders[0].host if len(finders) == 1 else None
+        return Failure(kind=kind, host=host, evidence=evidence, collateral=collateral)
+    steps = {d.host: d.last_step for d in finders if d.last_step is not None}
+    count = Counter(steps.values())
+    odd = [host for host, step in steps.items() if count[step] == 1]
+    host = odd[0] if len(odd) == 1 and len(steps) > 2 else None
+    who = "one of them" if host is None else f"host {host}"
+    shown = ", ".join(f"host {host} at step {step}" for host, step in sorted(steps.items()))
+    evidence["summary"] = f"the hosts are out of step: {who} has skipped or repeated a step ({shown})"
+    evidence["step"] = min(steps.values(), default=None)
+    return Failure(kind=kind, host=host, evidence=evidence, collateral=collateral)
+
+
+def _hang(dead: Sequence[PostMortem], hung: Sequence[PostMortem]) -> Failure:
+    """A limit has passed on some host; the one to name is the one that the others wait for."""
+    first = min(hung, key=lambda d: (d.overdue or {}).get("t", 0.0))
+    blamed = stacks.blame([d.seen for d in dead if not d.done], (first.overdue or {})["phase"])
+    culprit = next((d for d in dead if d.host == blamed.host), first)
+    overdue = culprit.overdue or first.overdue or {}
+    facts = {
+        "summary": _hang_summary(blamed, culprit.state, overdue),
+        "step": culprit.last_step,
+        **{name: overdue.get(name) for name in ("phase", "limit_s", "waited_s")},
+        "line": blamed.line,
+        "why": blamed.why,
+        "state": culprit.state,
+        "batch_index": culprit.batch_index,
+        "groups": blamed.groups or None,
+    }
+    evidence = {name: value for name, value in facts.items() if value is not None}
+    waiting = tuple(sorted(d.host for d in dead if d.host != blamed.host and not d.done))
+    return Failure(kind=FailureKind.HANG, host=blamed.host, evidence=evidence, collateral=waiting)
+
+
+def _hang_summary(blamed: stacks.Blame, state: str | None, overdue: Mapping[str, Any]) -> str:
+    times = f"(waited {overdue['waited_s']:.1f} s, limit {overdue['limit_s']:g} s)"
+    if blamed.host is not None:
+        frozen = f", frozen in state {state}" if state and state[0] in stacks.STOPPED else ""
+        line = blamed.line or "where, its stacks do not tell"
+        return f"host {blamed.host} hangs in {overdue['phase']}: {line}{frozen} {times}"
+    places = "; ".join(f"hosts {', '.join(map(str, group['hosts']))} at {group['line']}" for group in blamed.groups)
+    return f"the hosts hang in {overdue['phase']} and none stands out: {places or 'their stacks do not tell where'} {times}"
+
+
+def _preempted(failure: Failure, known: Mapping[int, PostMortem]) -> Failure:
+    """A machine that had given notice was taken away, whatever that looked like."""
+    dead = None if failure.host is None else known.get(failure.host)
+    if dead is None or dead.notice is None or failure.kind not in MACHINE:
+        return failure
+    notice = dead.notice
+    summary = f"host {failure.host} was preempted, as announced ({notice.get('reason', 'notice')}); {failure.summary}"
+    evidence = {**failure.evidence, "summary": summary, "notice": dict(notice)}
+    return replace(failure, kind=FailureKind.PREEMPTION, evidence=evidence)
+
+
+def _without_own_cause(dead: Sequence[PostMortem], failed: Sequence[PostMortem]) -> Failure:
     """Every failure looks like the consequence of another one."""
-    aborted = [dead for dead in failed if dead.exception is None]
+    aborted = [d for d in failed if d.exception is None]
     if len(aborted) == 1:
         # One abort explains the lost connections of the others; nothing explains the abort.
-        others = tuple(dead.host for dead in failed if dead is not aborted[0])
+        others = tuple(d.host for d in failed if d is not aborted[0])
         return Failure(
             kind=FailureKind.PROCESS_CRASH, host=aborted[0].host, evidence=describe(aborted[0], False), collateral=others
         )
+    alive = [d for d in dead if d not in failed and not d.done]
+    if len(alive) == 1 and failed and all(_says_no_answer(d) for d in failed):
+        return _no_answer(alive[0], failed)
     facts = describe(failed[0], False) if failed else {}
-    who = ", ".join(str(dead.host) for dead in failed) or "none"
+    who = ", ".join(str(d.host) for d in failed) or "none"
     facts["summary"] = f"the hosts lost their connection to each other (hosts {who} said so), and none had failed by itself"
-    return Failure(
-        kind=FailureKind.COORDINATOR_LOST, host=None, evidence=facts, collateral=tuple(sorted(dead.host for dead in failed))
-    )
+    return Failure(kind=FailureKind.COORDINATOR_LOST, host=None, evidence=facts, collateral=tuple(sorted(d.host for d in failed)))
 
 
-def _summary(dead: PostMortem, agent_lost: bool) -> str:
-    at = f" at step {dead.last_step}" if dead.last_step is not None else ""
-    if dead.exception is not None:
-        message = str(dead.exception.get("message", "")).strip().splitlines()
-        return f"host {dead.host}: {dead.exception.get('type', 'exception')}{at}" + (f": {message[0]}" if message else "")
-    if agent_lost:
-        return f"host {dead.host}: its agent is gone{at} (machine, node or agent process lost)"
-    if dead.signal is not None:
-        return f"host {dead.host}: training process ended by {_signal_name(dead.signal)}{at}"
-    return f"host {dead.host}: training process ended with status {dead.exit_code}{at}, before training was done"
+def _says_no_answer(dead: PostMortem) -> bool:
+    return dead.exception is not None and dead.exception.get("type") == "CoordinatorError"
 
 
-def _hint(dead: PostMortem, agent_lost: bool) -> str | None:
-    if dead.signal == signal.SIGKILL and not agent_lost:
-        return "SIGKILL comes from outside the process: possibly the kernel's out-of-memory killer, or a person"
-    return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def _no_answer(alive: PostMortem, failed: Sequence[PostMortem]) -> Failure:
+    """The others gave up waiting before a limit had passed: the one host that is left is the one that did not come."""
+    seen = stacks.blame([alive.seen], "")
+    reason = str((failed[0].exception or {}).get("message", "")).splitlines()
+    where = f" at {seen.line}" if seen.line else ""
+    facts = {
+        "summary": f"host {alive.host} hangs{where}: " + (reason[0] if reason else "it did not answer the others"),
+        "step": alive.last_step,
+        "line": seen.line,
+        "state": alive.state,
+        "groups": seen.groups or None,
+    }
+    evidence = {name: value for name, value in facts.items() if value is not None}
+    collateral = tuple(sorted(d.host for d in failed))
+    return Failure(kind=FailureKind.HANG, host=alive.host, evidence=evidence, collateral=collateral)

@@ -112,10 +112,20 @@ class Lease:
     def epoch(self) -> int:
         return self._mine.epoch
 
+    @property
+    def fence(self) -> str:
+        """The document that exists once the run has a newer driver: whoever works for this one must commit nothing then."""
+        return _epoch_path(self._run_dir, self.epoch + 1)
+
+    def succeeded_by(self, launch_id: str) -> bool:
+        """Whether the next driver after this one was of that launch. False while there is none."""
+        successor = _holder(storage.read_json(self.fence))
+        return successor is not None and successor.launch_id == launch_id
+
     def renew(self) -> None:
         """Raises LeaseLost when the run has a newer driver, StorageError or OSError when the storage does not answer."""
         # Asked for by name: a late write of ours over a successor's `lease.json` would otherwise look like our own lease.
-        if storage.exists(_epoch_path(self._run_dir, self.epoch + 1)):
+        if storage.exists(self.fence):
             self._lost = True
             raise LeaseLost(f"{self._run_dir}: epoch {self.epoch} has a successor; this driver must stop")
         document = self._document()
@@ -131,7 +141,7 @@ class Lease:
         self._stop.set()
         self._thread.join()
         try:
-            if not self._lost and not storage.exists(_epoch_path(self._run_dir, self.epoch + 1)):
+            if not self._lost and not storage.exists(self.fence):
                 storage.write_json(_lease_path(self._run_dir), self._document(released=True))
         except (OSError, storage.StorageError):
             return  # A lease that cannot be released runs out.

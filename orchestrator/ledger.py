@@ -3,12 +3,23 @@
 The clock is always in one category, so the categories sum to the wall clock by construction. What is measured inside a
 category by somebody else (the training process reports seconds of data wait, checkpoint stall, evaluation) is *moved* out
 of it, never added. With several hosts the driver feeds the clock from host 0, which cannot be ahead of the slowest one.
+
+Precedence, where a second could be said to belong to several categories:
+
+1. From a failure to its discovery it is `detection`, whatever the hosts were doing (those that hang were in `step`).
+2. From there to the next go it is `recovery`; while the driver waits on purpose `idle`, while it waits for machines `schedule`.
+3. While a gang starts it is the phase of its least advanced host.
+4. While it trains it is `replay` up to the furthest step that was ever trained, and `step` beyond it, but for what the training
+   process says it spent on `data_wait`, on the stall of a `checkpoint`, or on `evaluation`. A save that goes on beside the steps
+   costs nothing: its seconds are steps.
+5. While there is no driver, the gang goes on, and so does the category that it was in: see `Goodput.resume`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from typing import Any
 
 CATEGORIES = (
@@ -44,6 +55,11 @@ class Goodput:
     @property
     def category(self) -> str:
         return self._category
+
+    @property
+    def counted_to_s(self) -> float:
+        """Up to here every second is in its category."""
+        return self._counted_to_s
 
     @property
     def started_at_s(self) -> float:
@@ -84,13 +100,15 @@ class Goodput:
         }
 
     @classmethod
-    def resume(cls, data: Mapping[str, Any], at_s: float, gap: str = "detection") -> Goodput:
-        """Continues another driver's clock at `at_s`. Nobody watched in between: the gap since it was last saved goes to `gap`,
-        by default `detection` (the driver had failed, and it took that long to find out and start another one)."""
-        clock = cls(data["started_at_s"], gap)
+    def resume(cls, data: Mapping[str, Any]) -> Goodput:
+        """Continues another driver's clock where it was last kept (`counted_to_s`), in the category that it was in.
+
+        With the gang still at work, the driver then takes in what its hosts told meanwhile, and no second was lost by its
+        absence. With the gang lost, all since then was detection: `clock.switch("detection", clock.counted_to_s)`.
+        """
+        clock = cls(data["started_at_s"], data["category"])
         clock._seconds |= {_known(name): float(seconds) for name, seconds in data["seconds"].items()}
         clock._counted_to_s = data["counted_to_s"]
-        clock._count_to(at_s)
         return clock
 
     def _count_to(self, at_s: float) -> None:
@@ -99,26 +117,64 @@ class Goodput:
         self._counted_to_s += elapsed_s
 
 
+class Action(StrEnum):
+    """What is done about an incident."""
+
+    RESTART = "restart"
+    """The same hosts once more."""
+    REPLACE = "replace"
+    """A spare in the place of a lost host."""
+    SHRINK = "shrink"
+    GROW = "grow"
+    SKIP = "skip"
+    """The update of a batch is not applied; nothing stops."""
+    ROLLBACK = "rollback"
+    """Back to an older checkpoint inside the processes, without the offending batches."""
+    ADOPT = "adopt"
+    """A new driver takes the lead of a gang that went on without one."""
+    REPORT = "reported"
+    """Nothing: it is for people to know."""
+    GIVE_UP = "give up"
+
+    @property
+    def restarts(self) -> bool:
+        """Whether another generation follows."""
+        return self in (Action.RESTART, Action.REPLACE, Action.SHRINK, Action.GROW)
+
+
 @dataclass(kw_only=True)
 class Incident:
-    """A failure and what was done about it. Recovery is cut into phases that follow one another without a gap."""
+    """Something that happened to the run, and what was done about it. Recovery is cut into phases that follow one another
+    without a gap."""
 
     kind: str
+    """A failure's kind, `driver_lost`, `resize`, or an anomaly's (`non_finite`, `loss_spike`)."""
     host: int | None
     generation: int
     step: int | None
     failed_at_s: float
+    """Of a planned resize: when the gang was asked to stop."""
     evidence: dict[str, Any] = field(default_factory=dict)
     action: str = ""
-    """`restart` or `give up: REASON`."""
+    """One of `Action`; empty until it is decided."""
+    detail: str = ""
+    """Of the action, as a sentence for people: why it was given up, which seat took whose place."""
+    hosts_before: int | None = None
+    hosts_after: int | None = None
+    """Of a replacement or a resize."""
     recovery_s: dict[str, float] = field(default_factory=dict)
     """Seconds by phase, in order: they sum to `total_s`."""
     resumed_step: int | None = None
-    """Of the generation that followed; None while there is none."""
+    """Of the generation that followed, or of the checkpoint rolled back to; None while there is none."""
 
     @property
     def total_s(self) -> float:
         return sum(self.recovery_s.values())
+
+    @property
+    def open(self) -> bool:
+        """Whether another generation is to follow, and has not taken a step yet."""
+        return self.action in tuple(Action) and Action(self.action).restarts and self.resumed_step is None
 
     def mark(self, phase: str, at_s: float) -> None:
         """The phase ended at `at_s`; it had begun where the one before ended, the first one with the failure."""
@@ -135,7 +191,45 @@ class Incident:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Incident:
-        return cls(**{name: value for name, value in data.items() if name != "total_s"})
+        """From what `to_dict` made, through JSON. Documents of before there was `detail` have it in `action`."""
+        known = {name: value for name, value in data.items() if name in {f.name for f in fields(cls)}}
+        if "detail" not in known:
+            action, _, detail = known.get("action", "").partition(": ")
+            known |= {"action": action, "detail": detail}
+        return cls(**known)
+
+
+def of_anomaly(event: Mapping[str, Any], generation: int) -> Incident:
+    """The incident that an `anomaly` event of the training process tells of. It is over when it is told.
+
+    `loss` and `expected` are None where they were not finite.
+    """
+    loss, expected = event.get("loss"), event.get("expected")
+    measured = f"loss {loss:g}" + (f", expected about {expected:g}" if expected is not None else "") if loss is not None else ""
+    names = {"non_finite": "a loss or gradient that is not finite", "loss_spike": "a loss spike"}
+    summary = f"{names.get(event['kind'], event['kind'])} in batch {event['batch_index']}" + (
+        f" ({measured})" if measured else ""
+    )
+    skipped = list(event.get("skipped_batches", ()))
+    return Incident(
+        kind=event["kind"],
+        host=None,
+        generation=generation,
+        step=event["batch_index"],
+        failed_at_s=event["t"],
+        evidence={"summary": summary, "loss": loss, "expected": expected, "skipped_batches": skipped},
+        action=str(Action(event["action"])),
+        detail=f"skipped batches: {', '.join(map(str, skipped))}" if skipped else "",
+        resumed_step=event["batch_index"] if event.get("restored_step") is None else event["restored_step"],
+    )
+
+
+def check_sum(totals: Mapping[str, float], wall_s: float, tolerance: float = 1e-3) -> str:
+    """What is wrong with a ledger, or nothing: its categories must sum to the wall clock within `tolerance` (a share)."""
+    total_s = sum(totals.values())
+    if abs(total_s - wall_s) <= tolerance * max(wall_s, 1e-9):
+        return ""
+    return f"the ledger's categories sum to {total_s:.3f} s, the wall clock is {wall_s:.3f} s: expected within {tolerance:.1%}"
 
 
 def _known(category: str) -> str:

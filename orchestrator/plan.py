@@ -41,6 +41,8 @@ class PlanReport:
     flops_per_step: float | None = None
     checkpoint_bytes: int | None = None
     state_bytes_per_device: int | None = None
+    padded_rows_per_step: int = 0
+    """Rows that are computed and do not count: the global batch does not divide over the replicas."""
 
     @property
     def num_devices(self) -> int:
@@ -84,14 +86,15 @@ def render(config: JobConfig, report: PlanReport) -> str:
 
 def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:
     training = config.training
-    micro = training.global_batch_size // training.accumulation_steps // report.num_replicas
+    padding = report.padded_rows_per_step
+    micro = (training.global_batch_size + padding) // training.accumulation_steps // report.num_replicas
     lines = {
         "hosts": _hosts(config, report),
         "devices": f"{report.num_hosts} hosts x {report.devices_per_host} = {report.num_devices}",
         "mesh": " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) + f" = {report.num_devices}",
         "global batch": (
             f"{micro} micro-batch x {training.accumulation_steps} accumulation x {report.num_replicas} replicas "
-            f"= {training.global_batch_size} sequences"
+            f"= {training.global_batch_size + padding} sequences" + (f", {padding} of them padding" if padding else "")
         ),
     }
     return lines | _model_lines(training.global_batch_size, report) | _data_lines(training.global_batch_size, report)
@@ -108,7 +111,9 @@ def _hosts(config: JobConfig, report: PlanReport) -> str:
     where = "on machines of their own" if topology.strategy(hosts) == "STRICT_SPREAD" else "packed"
     spares = f", {hosts.spares} spare" if hosts.spares else ""
     slices = f", {hosts.slices} slices {hosts.topology} of {hosts.accelerator}" if hosts.kind == "tpu" else ""
-    return f"{report.num_hosts} {hosts.kind} ({each} each, {where}{slices}){spares}"
+    least = topology.min_hosts(hosts)
+    count = f"{report.num_hosts}" if least == report.num_hosts else f"{least} to {report.num_hosts}"
+    return f"{count} {hosts.kind} ({each} each, {where}{slices}){spares}"
 
 
 def _model_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from orchestrator.failures import Failure, FailureKind
 from trainers.arguments import Section, require
 
-REPEATS_ITSELF = frozenset({FailureKind.USER_ERROR, FailureKind.DATA_ERROR, FailureKind.NON_FINITE, FailureKind.OUT_OF_MEMORY})
-"""Kinds that come from the program and its input: seen twice at one step, they will be seen for ever."""
+REPEATS_ITSELF = frozenset(
+    {
+        FailureKind.USER_ERROR,
+        FailureKind.DATA_ERROR,
+        FailureKind.NON_FINITE,
+        FailureKind.LOSS_SPIKE,
+        FailureKind.OUT_OF_MEMORY,
+        FailureKind.DESYNC,
+    }
+)
+"""Kinds that come from the program and its input: seen twice at one step, they will be seen for ever. A hang is none of them:
+a machine that stalls, stalls where it stalls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +58,19 @@ class PastFailure:
     """The program itself said that trying again is of no use (a wrong setting, a missing file)."""
     checkpoint_step: int | None = None
     """The newest complete checkpoint at that time: the mark of progress."""
+    seat: int | None = None
+    """Of the host that was named; None if none was."""
+    node_id: str | None = None
+    """The machine that the seat was on."""
+    at_s: float | None = None
+    """When; on the driver's clock."""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PastFailure:
+        """From what `dataclasses.asdict` made of one, through JSON; what an older document lacks is unknown."""
+        known = {name: value for name, value in data.items() if name in {f.name for f in fields(cls)}}
+        exception = known.get("exception")
+        return cls(**{**known, "kind": FailureKind(known["kind"]), "exception": tuple(exception) if exception else None})
 
 
 @dataclass(frozen=True)
@@ -59,7 +83,15 @@ class GiveUp:
     reason: str
 
 
-def past_failure(failure: Failure, checkpoint_step: int | None) -> PastFailure:
+def past_failure(
+    failure: Failure,
+    checkpoint_step: int | None,
+    *,
+    seat: int | None = None,
+    node_id: str | None = None,
+    at_s: float | None = None,
+) -> PastFailure:
+    """`seat` and `node_id` are those of `failure.host`."""
     exception = failure.exception or {}
     return PastFailure(
         kind=failure.kind,
@@ -67,6 +99,9 @@ def past_failure(failure: Failure, checkpoint_step: int | None) -> PastFailure:
         exception=(str(exception.get("type", "")), str(exception.get("message", ""))) if exception else None,
         deterministic=bool(exception.get("deterministic", False)),
         checkpoint_step=checkpoint_step,
+        seat=seat,
+        node_id=node_id,
+        at_s=at_s,
     )
 
 
@@ -110,14 +145,13 @@ def backoff_s(failures: int, policy: RestartPolicy) -> float:
 
 
 def _same_again(earlier: PastFailure, last: PastFailure) -> bool:
-    return (
-        last.kind in REPEATS_ITSELF
-        and earlier.kind == last.kind
-        and earlier.step == last.step
-        and last.exception is not None
-        and earlier.exception is not None
-        and _signature(earlier.exception) == _signature(last.exception)
-    )
+    if last.kind not in REPEATS_ITSELF or earlier.kind != last.kind or earlier.step != last.step:
+        return False
+    if last.kind == FailureKind.DESYNC:
+        return True  # its message names whichever host it was this time
+    if last.exception is None or earlier.exception is None:
+        return False
+    return _signature(earlier.exception) == _signature(last.exception)
 
 
 def _signature(exception: tuple[str, str]) -> tuple[str, str]:

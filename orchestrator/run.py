@@ -26,6 +26,7 @@ from orchestrator.console import make_console, watch
 from orchestrator.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch
 from orchestrator.lease import RunInUse, check_free
 from orchestrator.ray_train import SETTINGS, FinalVerdict, Reporter, fit
+from trainers.stop_reason import StopReason
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
@@ -87,7 +88,8 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
 
     Ray Train takes a return for success. So a failure is raised, and a verdict, once there, is final: it is raised again.
     """
-    from orchestrator.driver import Driver, Superseded, TrainingFailed
+    from orchestrator.driver import Driver
+    from orchestrator.stops import Superseded, TrainingFailed
 
     config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
     verdict = storage.read_verdict(run_dir, launch_id)
@@ -99,7 +101,7 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         status, result, failure = "failed", {}, None
         try:
             result = Driver(config, job, board, reporter).run()
-            status = "finished" if result["stop_reason"] in FINISHED else "stopped"
+            status = "finished" if StopReason(result["stop_reason"]).finished else "stopped"
         except Superseded as error:
             raise FinalVerdict(str(error)) from error
         except TrainingFailed as error:
@@ -110,16 +112,13 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         raise FinalVerdict(verdict["error"])
 
 
-FINISHED = ("max_steps", "max_data_epochs", "end_of_data")
-"""Stop reasons after which there is nothing left to train."""
-
-
 def conclude(
     job: Any, board: BoardLike, config: JobConfig, status: str, result: dict[str, Any], error: str | None
 ) -> dict[str, Any]:
     """Writes the summary and, last of all, the verdict: whoever finds it finds everything else."""
     hurried = board.stop_requested() == "terminated"
     tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
+    summary.track(job, summary.build(job, status, result, error, time.time()))
     left = job.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried else TRACKING_CLOSE_TIMEOUT_S)
     made = summary.build(job, status, result, error, time.time())
     summary.write(job.run_dir, made)
@@ -165,7 +164,14 @@ def connect(config: JobConfig) -> bool:
 
     hosts = num_hosts(config.hosts) + config.hosts.spares
     cpus = int(hosts * config.hosts.cpus_per_host) + 1
-    ray.init(num_cpus=cpus, include_dashboard=config.driver.dashboard, log_to_driver=False, logging_level=logging.WARNING)
+    # "local": it would else join whatever Ray somebody has started on this machine.
+    ray.init(
+        "local",
+        num_cpus=cpus,
+        include_dashboard=config.driver.dashboard,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+    )
     return config.driver.supervise
 
 

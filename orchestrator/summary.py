@@ -29,6 +29,8 @@ def build(launch: Launch, status: str, result: dict[str, Any], error: str | None
         "wall_s": launch.goodput.wall_s(now_s),
         "params_digest": result.get("params_digest"),
         "samples_digest": result.get("samples_digest"),
+        "lineage": result.get("lineage"),
+        "skipped_batches": result.get("skipped_batches"),
         "checkpoint": result.get("checkpoint") or launch.saved_path,
         "sample": result.get("sample"),
         "launch_id": launch.launch_id,
@@ -39,3 +41,19 @@ def write(run_dir: str, summary: dict[str, Any]) -> str:
     path = storage.join(run_dir, SUMMARY)
     storage.write_json(path, summary)
     return path
+
+
+def track(launch: Launch, summary: dict[str, Any]) -> None:
+    """The ledgers, for MLflow: seconds by category and recoveries as metrics of the last step, the whole as a file."""
+    recoveries = [incident["total_s"] for incident in summary["incidents"] if incident["resumed_step"] is not None]
+    seconds = {f"goodput/{category}_s": value for category, value in summary["goodput"].items()}
+    share = summary["goodput"]["step"] / summary["wall_s"] if summary["wall_s"] else 0.0
+    ledger = {
+        **seconds,
+        "goodput/share": share,
+        "incidents/count": len(summary["incidents"]),
+        "incidents/recovery_s": sum(recoveries),
+    }
+    launch.tracker.log_metrics(summary["steps"] or 0, ledger)
+    write(launch.run_dir, summary)
+    launch.tracker.log_artifact(storage.join(launch.run_dir, SUMMARY))

@@ -18,7 +18,8 @@ from trainers.errors import CoordinatorError
 _counter = itertools.count()
 """Makes each exchange's keys unique: the same on all hosts because all call in the same order."""
 
-DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_TIMEOUT_S = 1800.0
+"""Longer than any limit of a watchdog, which sees more and says more; without one it ends a run that would wait for ever."""
 
 
 def all_hosts(topic: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:

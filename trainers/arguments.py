@@ -225,6 +225,36 @@ class CheckpointConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnomalyConfig(Section):
+    """What to do about a batch whose loss or gradient is not finite, or whose loss leaps up. Its update is never applied."""
+
+    non_finite: Literal["raise", "skip", "rollback"] = "skip"
+    """raise: the run fails; skip: it goes on with the next batch; rollback: it goes back to a checkpoint before the batch."""
+    loss_spike: Literal["off", "raise", "skip", "rollback"] = "off"
+    spike_zscore: float = 6.0
+    """A spike is a loss this many standard deviations above its running mean, both over the updates that were applied."""
+    spike_warmup_steps: int = 50
+    """Updates before the first one that can be a spike."""
+    spike_decay: float = 0.98
+    """Of the running mean and variance: the weight of the past at each update."""
+    skip_before: int = 0
+    """How many batches before the offending one a rollback leaves out with it."""
+    max_skipped: int = 100
+    """One more, and the run fails: the fault is not in the data."""
+
+    def __post_init__(self):
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from too_small(self, 0, "skip_before", "max_skipped")
+        yield from too_small(self, 1, "spike_warmup_steps")
+        if not self.spike_zscore > 0:
+            yield f"spike_zscore = {self.spike_zscore}: expected a positive number"
+        if not 0 < self.spike_decay < 1:
+            yield f"spike_decay = {self.spike_decay}: expected 0 < spike_decay < 1"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampleConfig(Section):
     """The text generated at the end of a run."""
 
@@ -262,6 +292,7 @@ class TrainingArguments(Section):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
 
     def __post_init__(self):
@@ -290,18 +321,28 @@ class TrainingArguments(Section):
             except ValueError as error:
                 yield f"time_limit: {error}"
 
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of one micro-batch, over all hosts."""
+        return self.global_batch_size // self.accumulation_steps
+
     def check_devices(self, num_devices: int) -> dict[str, int]:
-        """The mesh's axis sizes on `num_devices` devices. Raises ValueError if mesh or batch do not divide."""
+        """The mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, or has more replicas than a
+        micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
-        replicas = sizes["data"] * sizes["fsdp"]
-        micro_batch = self.global_batch_size // self.accumulation_steps
+        replicas, rows = sizes["data"] * sizes["fsdp"], self.micro_batch_size
         require(
-            micro_batch % replicas == 0,
-            f"global_batch_size {self.global_batch_size} / accumulation_steps {self.accumulation_steps} = {micro_batch} "
-            f"sequences do not divide over {replicas} replicas (data {sizes['data']} x fsdp {sizes['fsdp']}); "
-            f"nearest global_batch_size that fits: {max(1, round(micro_batch / replicas)) * replicas * self.accumulation_steps}",
+            replicas <= rows,
+            f"global_batch_size {self.global_batch_size} / accumulation_steps {self.accumulation_steps} = {rows} sequences for "
+            f"{replicas} replicas (data {sizes['data']} x fsdp {sizes['fsdp']}): expected at least one sequence for each; set "
+            f"global_batch_size to {replicas * self.accumulation_steps} or more, use fewer accumulation_steps, or fewer devices",
         )
         return sizes
+
+    def padded_rows_per_step(self, num_devices: int) -> int:
+        """Rows that are computed and do not count, where a micro-batch does not divide over the replicas."""
+        sizes = self.check_devices(num_devices)
+        return -self.micro_batch_size % (sizes["data"] * sizes["fsdp"]) * self.accumulation_steps
 
 
 def load_object(path: str) -> Any:

@@ -16,17 +16,18 @@ from jax.sharding import Mesh
 
 from trainers import agree, distributed, runtime
 from trainers import mesh as meshes
+from trainers.anomalies import Decision
 from trainers.arguments import TrainingArguments, load_object, parse_duration_s
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.checkpoints import CheckpointManager, save_to
 from trainers.compile import Program, ProgramStore
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.errors import NotConfiguredError, SaveFailedError, UsageError
-from trainers.loop import Flags, Limits, Loop, Wishes
+from trainers.lineage import Lineage
+from trainers.loop import Loop
 from trainers.metrics import Publisher, Seconds, Throughput, means
 from trainers.optimizers import build_optimizer
 from trainers.protocol import (
-    StopReason,
     Task,
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -34,6 +35,7 @@ from trainers.protocol import (
     TrainerOutput,
 )
 from trainers.results import describe
+from trainers.resume import Resume, known_lineage
 from trainers.schedules import build_schedule
 from trainers.state import (
     ModelParts,
@@ -46,6 +48,8 @@ from trainers.state import (
     with_shardings,
 )
 from trainers.step import STEP_METRICS, Bag, make_eval_step, make_train_step
+from trainers.stop_reason import StopReason
+from trainers.wishes import Flags, Limits, Wishes
 
 
 class BaseTrainer:
@@ -71,6 +75,7 @@ class BaseTrainer:
             self.callbacks.add(callback)
         self.output: TrainerOutput | None = None
         self.info = RunInfo(max_steps=arguments.max_num_steps)
+        self.lineage = Lineage()
         self._model: TrainerConfigureModelOutput | None = None
         self._functions: TrainerConfigureFunctionOutput | None = None
         self._dataloaders: TrainerConfigureDataloaderOutput | None = None
@@ -90,8 +95,8 @@ class BaseTrainer:
         """The jitted train and eval steps (state donated, shardings pinned in and out), the mesh, the checkpoint manager."""
         host, everywhere = runtime.current(), meshes.replicated(self._mesh)
         places, batch_place = self._state_shardings, meshes.micro_batches(self._mesh)
-        limit, names = self.arguments.optimizer.max_grad_norm, (*self._metric_names, *STEP_METRICS)
-        step = make_train_step(self.task, self.model, self.optimizer, self.scheduler, names, limit)
+        names = (*self._metric_names, *STEP_METRICS)
+        step = make_train_step(self.task, self.model, self.optimizer, self.scheduler, names, self.arguments)
         train_step = jax.jit(
             step,
             in_shardings=(places, everywhere, batch_place, meshes.one_per_device(self._mesh)),
@@ -118,7 +123,7 @@ class BaseTrainer:
         train = StepAddressedLoader(self.dataset_train, size, mesh, accumulation_steps=self.arguments.accumulation_steps)
         if self.dataset_eval is not None and len(self.dataset_eval):
             # One micro-batch of the same size as in training, so that whatever fits in memory there fits here.
-            rows = size // self.arguments.accumulation_steps
+            rows = self.arguments.micro_batch_size
             held_out = StepAddressedLoader(self.dataset_eval, rows, mesh, num_examples=len(self.dataset_eval))
         return TrainerConfigureDataloaderOutput(train, held_out)
 
@@ -180,10 +185,12 @@ class BaseTrainer:
         started_s = time.monotonic()
         self._configure()
         host.phase("restore")
+        self.lineage = known_lineage(self._run_folder, host.skip_batches)
+        self._resume = self._build_resume()
         state = self._starting_state(model_parameters, state)
         host.phase("compile")
         self._compile(state)
-        loop = self._build_loop(int(state.step), int(state.batch_index), started_s)
+        loop = self._build_loop(int(state.batch_index), started_s)
         self.callbacks.call(Callback.on_train_begin, self.info)
         host.phase("train")
         state, reason = loop.run(state)
@@ -231,37 +238,50 @@ class BaseTrainer:
 
     def _starting_state(self, model_parameters: Any, state: TrainState | None) -> TrainState:
         """1. the state given; 2. the parameters given, with a new optimizer state; 3. the newest whole checkpoint; 4. step 0."""
-        host, places = runtime.current(), self._state_shardings
+        places, resume = self._state_shardings, self._resume
         if state is not None:
-            return jax.device_put(state, places)
+            return resume.begin_with(jax.device_put(state, places))
         if model_parameters is not None:
             fresh = jax.jit(state_from_parameters_of(self.optimizer), out_shardings=places)
-            return fresh(jax.device_put(model_parameters, places.params))
-        manager = self.functions.checkpoint_manager
-        restored = manager.restore(with_shardings(self._model_state, places))
-        if restored is not None:
-            host.emit("restored", step=int(restored.state.step), skipped=restored.skipped)
-            self._latest_metrics = restored.meta["metrics"]
-            return restored.state
-        make = jax.jit(lambda: initial_state(self.task, self.arguments.seed, self.optimizer), out_shardings=places)
-        return make()
+            return resume.begin_with(fresh(jax.device_put(model_parameters, places.params)))
+        state = resume.newest()
+        self._latest_metrics = resume.metrics
+        return state
+
+    def _build_resume(self) -> Resume:
+        places, seed = self._state_shardings, self.arguments.seed
+        return Resume(
+            self._run_folder,
+            self.functions.checkpoint_manager,
+            with_shardings(self._model_state, places),
+            jax.jit(lambda: initial_state(self.task, seed, self.optimizer), out_shardings=places),
+            {"num_hosts": jax.process_count(), "num_devices": self._mesh.devices.size, "mesh": dict(self._mesh.shape)},
+            self.lineage,
+        )
+
+    def _go_back(self, decision: Decision) -> tuple[TrainState, int]:
+        found = self._resume.go_back(decision)
+        self._latest_metrics = self._resume.metrics
+        return found
 
     def _compile(self, state: TrainState) -> None:
         """Compiles (or loads) the train step and what saving needs, so that no step has to wait for it."""
         self.functions.checkpoint_manager.prepare(state)
-        batch = self._batch_shapes(self.arguments.accumulation_steps, sharding=meshes.micro_batches(self._mesh))
+        shape = (self.arguments.accumulation_steps, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size))
+        batch = self._batch_shapes(shape, sharding=meshes.micro_batches(self._mesh))
         self.functions.train_step_fn.prepare(state, self._empty_bag(), batch, self._no_wishes())
 
-    def _build_loop(self, step: int, batch_index: int, started_s: float) -> Loop:
+    def _build_loop(self, step: int, started_s: float) -> Loop:
         arguments = self.arguments
-        loader = self.dataloaders.dataloader_train
+        loader, manager = self.dataloaders.dataloader_train, self.functions.checkpoint_manager
         epochs = arguments.max_num_data_epochs
         limits = Limits(
             max_steps=arguments.max_num_steps,
             max_batches=None if epochs is None else -(-epochs * len(self.dataset_train or ()) // arguments.global_batch_size),
+            stop_at=runtime.current().stop_at,
             deadline_s=None if arguments.time_limit is None else started_s + parse_duration_s(arguments.time_limit),
         )
-        self.info.global_step, self.info.batch_index = step, batch_index
+        self.info.global_step = step
         publisher = Publisher(
             arguments.publish_every_steps, self._throughput(), (*self._metric_names, *STEP_METRICS), self._publish
         )
@@ -271,11 +291,14 @@ class BaseTrainer:
             empty_bag=self._empty_bag,
             publisher=publisher,
             flags=Flags(self._mesh),
-            wishes=Wishes(limits, arguments.checkpoint.save_minutes),
+            wishes=Wishes(limits, arguments.checkpoint.save_minutes, lambda: manager.failing),
             checkpoint=arguments.checkpoint,
             evaluation=arguments.evaluation,
+            anomalies=arguments.anomalies,
+            lineage=self.lineage,
             save=self._save,
             evaluate=self._evaluate_and_publish,
+            go_back=self._go_back,
             callbacks=self.callbacks,
             seconds=Seconds(),
             info=self.info,
@@ -308,6 +331,7 @@ class BaseTrainer:
     def _final_metrics(self, state: TrainState) -> dict[str, Any]:
         metrics = describe(state, self.functions.checkpoint_manager.fingerprint(state))
         metrics["train_loss"] = self._latest_metrics.get("loss")
+        metrics.update(self.lineage.meta(self.info.batch_index))
         if self._last_evaluation is not None:
             metrics.update({f"eval_{name}": value for name, value in self._last_evaluation[1].items()})
         return metrics
@@ -321,17 +345,18 @@ class BaseTrainer:
         return generate(self.model.merge(state.params), config.prompt, config.num_tokens, config.temperature, self.arguments.seed)
 
     def _save(self, state: TrainState) -> None:
-        step = int(state.step)  # saving copies the state off the device anyway: here the host may wait
+        step, manager = self.info.batch_index, self.functions.checkpoint_manager
+        manager.wait()
+        if step == manager.last_saved_step:
+            return  # `saving` would be told, and never `saved`
         runtime.current().emit("saving", step=step)
-        self.functions.checkpoint_manager.save(step, state, self._meta())
+        manager.save(step, state, self._meta())
 
     def _meta(self) -> dict[str, Any]:
         return {
             "batch_index": self.info.batch_index,
             "seed": self.arguments.seed,
-            "skipped_batches": [],
-            "num_hosts": jax.process_count(),
-            "mesh": dict(self._mesh.shape),
+            **self.lineage.meta(self.info.batch_index),
             "metrics": self._latest_metrics,
             "arguments": dataclasses.asdict(self.arguments),
         }
@@ -380,16 +405,18 @@ class BaseTrainer:
 
     @cached_property
     def _metric_names(self) -> tuple[str, ...]:
-        batch = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self._batch_shapes(1))
+        batch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
+            self._batch_shapes((1, self.arguments.micro_batch_size)),
+        )
         loss = jax.eval_shape(
             lambda params, rows: self.task.loss(self.model.merge(params), rows), self._model_state.params, batch
         )
         return ("loss", *loss.parts)
 
-    def _batch_shapes(self, accumulation_steps: int, sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+    def _batch_shapes(self, rows: tuple[int, int], sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
         if self.dataset_train is None:
             raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
-        rows = (accumulation_steps, self.arguments.global_batch_size // accumulation_steps)
         leaves = {**self.dataset_train[0], "weight": np.zeros((), np.float32)}
         return {
             name: jax.ShapeDtypeStruct((*rows, *np.shape(leaf)), np.asarray(leaf).dtype, sharding=sharding)
@@ -403,19 +430,21 @@ class BaseTrainer:
     def _build_checkpoint_manager(self) -> CheckpointManager:
         host, arguments = runtime.current(), self.arguments
 
-        def saved(step: int, path: str) -> None:
-            if jax.process_index() == 0:
-                host.emit("saved", step=step, path=path)
-
-        return CheckpointManager(
-            f"{arguments.storage}/{arguments.name}/checkpoints",
+        manager = CheckpointManager(
+            f"{self._run_folder}/checkpoints",
             arguments.checkpoint,
             self._mesh,
             self._programs,
-            on_saved=saved,
+            on_saved=lambda step, path: host.emit("saved", step=step, path=path),
             on_failed=lambda step, error: host.emit("save_failed", step=step, error=error),
             note=host.note,
         )
+        host.follow_fence(lambda path: setattr(manager, "fence", path))
+        return manager
+
+    @property
+    def _run_folder(self) -> str:
+        return f"{self.arguments.storage}/{self.arguments.name}"
 
     @cached_property
     def _mesh(self) -> Mesh:

@@ -1,37 +1,38 @@
-"""Checkpoints by Orbax: asynchronous, atomic, fingerprinted, and restored from the newest one that is whole.
+"""Checkpoints: saved in the background, committed by all hosts or none, and restored from the newest one that is whole.
 
-A checkpoint of step S is the folder `checkpoints/S` with two items: `state` (the arrays of the TrainState) and `meta` (one
-readable JSON: where the data stands, the seed, the fingerprint of every leaf, and what produced it).
+A checkpoint of step S (a batch index) is the folder `checkpoints/S`: `state` (the arrays, by Orbax), `meta.json` (where the data
+stands, the seed, the fingerprint of every leaf, what produced it) and `manifest.json` (size and digest of every file), which is
+written last.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import os
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 from jax.sharding import Mesh
-from orbax.checkpoint import v1 as ocp
 
-from trainers import agree
+from trainers import agree, checkpoint_folder, manifest
 from trainers.arguments import CheckpointConfig
+from trainers.arrays import ArrayFiles
+from trainers.checkpoint_checks import check_files, check_same_model, num_bytes_of, shapes
+from trainers.commit import Commit, CommitError, Exchange, begin, first_problem, one_line
 from trainers.compile import Program, ProgramStore
 from trainers.errors import CheckpointError
 from trainers.fingerprint import fingerprints, leaf_names
 from trainers.mesh import replicated
 from trainers.state import TrainState
 
-FORMAT = 1
-META_FILE = "data.json"
-ASYNC_TIMEOUT_S = 60
-"""How long a save waits for the other hosts before it is given up as failed."""
+Accept = Callable[[dict[str, Any]], str]
+"""Why a checkpoint with this meta is not to be used; empty if it may be."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,14 @@ class Restored:
     state: TrainState
     meta: dict[str, Any]
     skipped: list[dict[str, Any]] = field(default_factory=list)
-    """Newer checkpoints that were not whole: `step` and `why`."""
+    """Checkpoints that were passed over because they are not whole: `step` and `why`."""
 
 
 class CheckpointManager:
     """Saves and restores the state of one run. All hosts must call `save`, `restore`, `wait` and `close` alike.
 
-    on_saved(step, path) and on_failed(step, error) are called from a background thread when a save has ended.
+    on_saved(step, path) and on_failed(step, error) are called on every host when a save has ended: mostly from a background
+    thread. A save that fails on one host has failed on all, and does not stop training.
     """
 
     def __init__(
@@ -59,67 +61,97 @@ class CheckpointManager:
         on_failed: Callable[[int, str], None],
         note: Callable[[str], None],
     ):
-        # What Orbax's threads log at length they raise as well, and what is raised is reported.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self.folder = epath.Path(folder if "://" in folder else os.path.abspath(folder))
-        self.on_saved, self.on_failed = on_saved, on_failed
-        self.damaged: set[int] = set()
+        self.folder = checkpoint_folder.local(folder)
+        self.on_saved, self.on_failed, self.note = on_saved, on_failed, note
+        self.fence: str | None = None
+        """A path: once it exists, another driver has the run, and nothing is committed any more."""
+        self.failing = False
+        """The last save failed, and none has succeeded since."""
         self.last_saved_step: int | None = None
+        self._superseded: set[int] = set()
+        """Checkpoints that training has left behind: damaged, or of a course that it has gone back on."""
         jitted = jax.jit(fingerprints, out_shardings=replicated(mesh))
         self._fingerprints = Program("fingerprints", jitted, store, note)
-        self._context = _context()
-        self._orbax: ocp.training.Checkpointer | None = None
+        self._arrays = ArrayFiles()
         self._keep_last = config.save_total_limit
-        self._watcher: threading.Thread | None = None
+        self._known = False
+        """The folder has been there: once it is gone, the storage is, and making it anew would save to the wrong disk."""
+        self._last_exchange: Exchange | None = None
+        self._thread: threading.Thread | None = None
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
         """Starts a save; returns when the arrays were copied, so that `state` may be donated at once.
 
-        Waits for the save before it, if that is still under way. A save that fails is reported, and does not stop training.
+        Waits for the save before it, if that is still under way. What prevents a save on any host (no room, storage gone, the
+        fence) is agreed on first: it has then failed on all of them when this returns.
         """
         self.wait()
         if step == self.last_saved_step:
             return
         values = np.asarray(self.fingerprint(state)).tolist()
-        meta = {**meta, "format": FORMAT, "step": step, "fingerprints": dict(zip(leaf_names(state), values, strict=True))}
-        meta["shapes"] = _shapes(state)
-        try:
-            response = self._open().save_checkpointables_async(
-                step, {"state": state, "meta": meta}, force=True, overwrite=step in self.damaged
-            )
-        except Exception as error:  # Orbax raises whatever its layers raise: reported, and the next save tries again
-            self._failed(step, error)
+        meta = {**meta, "format": manifest.FORMAT, "step": step, "shapes": shapes(state)}
+        meta["fingerprints"] = dict(zip(leaf_names(state), values, strict=True))
+        final, size = self.folder / str(step), num_bytes_of(state)
+        work, problem = begin(final, lambda: self._obstacle(step, size))
+        if problem:
+            self._failed(step, problem)
             return
-        self._watcher = threading.Thread(target=self._watch, args=(step, response), name="checkpoint-watcher", daemon=True)
-        self._watcher.start()
+        # Handed over, not shared: the thread must not keep arrays alive that the next step could reuse.
+        copied, hand_over = threading.Event(), [state]
 
-    def restore(self, abstract: TrainState) -> Restored | None:
-        """The newest checkpoint that is whole, on all hosts the same; None if there is none at all.
+        def write(folder: Path) -> None:
+            try:
+                self._arrays.write(folder, hand_over.pop, copied.set)
+            finally:
+                copied.set()  # training does not wait for what the other hosts make of a failure
 
-        `abstract` gives shapes and shardings: any mesh will do. Raises CheckpointError if the checkpoints are of another model,
-        or if there are checkpoints and none of them is whole: starting again from nothing is never done silently.
+        exchange, replace = self._exchange(work.name), step in self._superseded
+        save = Commit(work, final, meta, exchange, write, self._arrays.merge, self._fenced, replace)
+        self._thread = threading.Thread(target=self._run, args=(step, save, copied), name="checkpoint", daemon=True)
+        self._thread.start()
+        copied.wait()
+
+    def wait(self) -> None:
+        """Returns when no save is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        self.wait()
+
+    def restore(self, abstract: TrainState, accept: Accept | None = None, before: int | None = None) -> Restored | None:
+        """The newest checkpoint that is whole and acceptable, of a step up to `before`; on all hosts the same.
+
+        None if there is none, or if none was acceptable. `abstract` gives shapes and shardings: any mesh will do. Raises
+        CheckpointError if the checkpoints are of another model, or if there are acceptable ones and none of them is whole:
+        starting again from nothing is never done silently. One that was not completely committed is a last resort.
         """
-        steps = agree.from_host0("checkpoints to restore", self.steps())
+        self.wait()
+        self._known = self._known or self.folder.is_dir()
+        complete, unfinished = agree.from_host0("checkpoints to restore", self._listing())
+        everything = {*complete, *unfinished}
+        complete, unfinished = ([s for s in steps if before is None or s <= before] for steps in (complete, unfinished))
         skipped: list[dict[str, Any]] = []
-        for step in sorted(steps, reverse=True):
-            state, meta, problem = self._try(step, abstract)
+        for step in (*complete, *unfinished):
+            state, meta, problem = self._try(step, abstract, accept, last_resort=step in unfinished)
             if state is not None:
-                self.last_saved_step = step
-                self.damaged = {bad["step"] for bad in skipped}
-                return Restored(state, meta, skipped)
-            skipped.append({"step": step, "why": problem})
+                newer = [{"step": s, "why": manifest.NOT_COMMITTED} for s in unfinished if s > step]
+                self._take_up(step, everything)
+                return Restored(state, meta, [*skipped, *newer])
+            if problem:
+                skipped.append({"step": step, "why": problem})
         if skipped:
             shown = "; ".join(f"step {bad['step']}: {bad['why']}" for bad in skipped)
             raise CheckpointError(
                 f"no checkpoint in {self.folder} can be restored ({shown}); to start again from step 0, give the run another name"
             )
+        self._take_up(None, everything)
         return None
 
     def steps(self) -> list[int]:
-        """Steps with a committed checkpoint, oldest first."""
-        if not self.folder.exists():
-            return []
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+        """Steps with a checkpoint, oldest first."""
+        return checkpoint_folder.steps(self.folder)
 
     def path(self, step: int) -> str:
         return str(self.folder / str(step))
@@ -133,119 +165,132 @@ class CheckpointManager:
         if self._fingerprints.compiled is None:
             self._fingerprints.prepare(state)
 
-    def wait(self) -> None:
-        """Returns when no save is under way."""
-        if self._watcher is not None:
-            self._watcher.join()
-            self._watcher = None
+    def _obstacle(self, step: int, num_bytes: int) -> str:
+        """What prevents this host from saving; empty if nothing. Raises OSError."""
+        if problem := self._fenced():
+            return problem
+        if not self._known:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._known = True
+        if jax.process_index() == 0:
+            self._clear_leftovers()
+            if (self.folder / str(step)).exists() and step not in self._superseded:
+                return f"{self.path(step)} is there already, from another training: move it away, or give the run another name"
+        return checkpoint_folder.obstacle(self.folder, num_bytes)
 
-    def close(self) -> None:
-        self.wait()
-        if self._orbax is not None:
-            self._orbax.close()
-            self._orbax = None
+    def _clear_leftovers(self) -> None:
+        """Before this manager's first save: what a process that died has left. No other gang is at work here: the fence would be
+        there."""
+        if self._last_exchange is None:
+            for path in checkpoint_folder.on_the_way(self.folder):
+                shutil.rmtree(path, ignore_errors=True)
 
-    def _try(self, step: int, abstract: TrainState) -> tuple[TrainState | None, dict[str, Any], str]:
-        """(state, meta, "") if checkpoint `step` is whole on all hosts, else (None, {}, why not)."""
-        meta, problem = self._read_meta(step)
-        if problem := _first(agree.all_hosts("checkpoint meta", problem)):
+    def _fenced(self) -> str:
+        if self.fence is not None and os.path.exists(self.fence):
+            return f"another driver has taken over this run ({self.fence} exists): no checkpoint is committed from here"
+        return ""
+
+    def _exchange(self, name: str) -> Exchange:
+        if self._last_exchange is not None:
+            self._last_exchange.forget()  # all hosts have come to the next save: nobody listens to the last one any more
+        self._last_exchange = Exchange(name)
+        return self._last_exchange
+
+    def _run(self, step: int, save: Commit, copied: threading.Event) -> None:
+        try:
+            save.run()
+        except CommitError as error:
+            self._failed(step, str(error))
+            return
+        except Exception as error:  # a thread's boundary: recorded and reported, training goes on
+            self._failed(step, one_line(error))
+            return
+        finally:
+            copied.set()  # whatever happened: training never waits for a thread that has ended
+        self.last_saved_step = step
+        self.failing = False
+        self._superseded.discard(step)
+        self.on_saved(step, self.path(step))
+        if jax.process_index() == 0 and not self._fenced():
+            for problem in checkpoint_folder.delete_old(self.folder, step, self._superseded, self._keep_last):
+                self.note(problem)
+
+    def _failed(self, step: int, error: str) -> None:
+        self.failing = True
+        self.on_failed(step, error)
+
+    def _listing(self) -> tuple[list[int], list[int]]:
+        """(steps with a manifest, steps without), newest first."""
+        steps = sorted(self.steps(), reverse=True)
+        complete = [step for step in steps if (self.folder / str(step) / manifest.MANIFEST_FILE).exists()]
+        return complete, [step for step in steps if step not in complete]
+
+    def _take_up(self, step: int | None, everything: Iterable[int]) -> None:
+        self.last_saved_step = step
+        self._superseded = {other for other in everything if step is None or other > step}
+
+    def _try(
+        self, step: int, abstract: TrainState, accept: Accept | None, *, last_resort: bool
+    ) -> tuple[TrainState | None, dict[str, Any], str]:
+        """(state, meta, "") if checkpoint `step` is whole on all hosts and acceptable, (None, {}, why not) if it is not whole,
+        (None, {}, "") if it is refused, which is noted."""
+        path = self.folder / str(step)
+        meta, problem = check_files(path, step, last_resort=last_resort)
+        refusal = accept(meta) if accept is not None and not problem else ""
+        answers = agree.all_hosts("checkpoint files", {"problem": problem, "refusal": refusal})
+        if problem := first_problem([answer["problem"] for answer in answers]):
             return None, {}, problem
+        if refusal := first_problem([answer["refusal"] for answer in answers]):
+            self.note(f"checkpoint {step} is not used: {refusal}")
+            return None, {}, ""
         check_same_model(meta, abstract, self.path(step))
         state: Any = None
         try:
-            state = self._open().load_checkpointables(step, {"state": abstract})["state"]
-            state = jax.block_until_ready(state)
+            state = self._arrays.read(path / manifest.STATE_FOLDER, abstract)
         except Exception as error:  # Orbax raises whatever its layers raise: anything means that the checkpoint cannot be read
-            problem = f"{type(error).__name__}: {error.__cause__ or error}".splitlines()[0][:300]
-        if problem := _first(agree.all_hosts("checkpoint arrays", problem)):
+            problem = one_line(error)
+        if problem := first_problem(agree.all_hosts("checkpoint arrays", problem)):
             return None, {}, problem
         values = np.asarray(self.fingerprint(state)).tolist()
         names = leaf_names(state)
         wrong = [n for n, value in zip(names, values, strict=True) if meta["fingerprints"].get(n) != value]
         if wrong:
             return None, {}, f"the contents of {', '.join(wrong[:3])} are not those that were saved (fingerprints differ)"
+        if last_resort:
+            self.note(f"checkpoint {step} was not completely committed; no other can be used, and its fingerprints are right")
         return state, meta, ""
-
-    def _read_meta(self, step: int) -> tuple[dict[str, Any], str]:
-        try:
-            # Read as the file it is: through Orbax it takes ten times as long.
-            meta = json.loads((self.folder / str(step) / "meta" / META_FILE).read_text())
-            if meta["format"] != FORMAT or meta["step"] != step:
-                return {}, f"meta says format {meta['format']}, step {meta['step']}: expected {FORMAT}, {step}"
-            return meta, ""
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            return {}, f"meta cannot be read: {type(error).__name__}: {error.__cause__ or error}".splitlines()[0][:300]
-
-    def _open(self) -> ocp.training.Checkpointer:
-        if self._orbax is None:
-            training = ocp.training
-            self._orbax = training.Checkpointer(
-                self.folder,
-                context=self._context,
-                cleanup_tmp_directories=True,
-                # When to save is decided in the loop: asking Orbax costs 3 ms a step.
-                save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
-                preservation_policy=training.preservation_policies.LatestN(self._keep_last),
-            )
-        return self._orbax
-
-    def _watch(self, step: int, response: Any) -> None:
-        try:
-            response.result()
-        except Exception as error:  # a thread's boundary: recorded and reported, training goes on
-            self._failed(step, error)
-            return
-        self.last_saved_step = step
-        self.damaged.discard(step)
-        self.on_saved(step, self.path(step))
-
-    def _failed(self, step: int, error: Exception) -> None:
-        # After a failed save Orbax keeps the error and raises it again: start afresh.
-        self._orbax = None
-        self.on_failed(step, f"{type(error).__name__}: {error.__cause__ or error}"[:500])
-
-
-def check_same_model(meta: dict[str, Any], abstract: TrainState, path: str) -> None:
-    """Raises CheckpointError if the checkpoint's arrays are not those of `abstract`."""
-    saved, wanted = meta["shapes"], _shapes(abstract)
-    different = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
-    if different:
-        shown = "; ".join(f"{n}: {saved.get(n, 'absent')} there, {wanted.get(n, 'absent')} here" for n in different[:3])
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model or optimizer ({len(different)} arrays differ: {shown}); "
-            "restore the settings it was made with, or give the run another name"
-        )
-
-
-def _shapes(state: TrainState) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-    }
-
-
-def _first(problems: list[str]) -> str:
-    return next((f"host {host}: {problem}" for host, problem in enumerate(problems) if problem), "")
-
-
-def _context() -> ocp.Context:
-    context = ocp.Context()
-    context.async_options.timeout_secs = ASYNC_TIMEOUT_S
-    context.array_options.saving.use_compression = False
-    context.array_options.saving.use_replica_parallel = False
-    registry = ocp.handlers.local_registry()
-    registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
-    context.checkpointables.registry = registry
-    return context
 
 
 def save_to(path: str, state: TrainState, meta: dict[str, Any]) -> None:
-    """Writes `state` and `meta` to the new folder `path` and waits. All hosts must call this. Raises if `path` exists."""
-    with _context():
-        ocp.save_checkpointables(path, {"state": state, "meta": {**meta, "format": FORMAT}})
+    """Writes `state` and `meta` to the new folder `path` and waits. All hosts must call this. Raises CheckpointError."""
+    final, arrays, size = checkpoint_folder.local(path), ArrayFiles(), num_bytes_of(state)
+
+    def obstacle() -> str:
+        if final.exists():
+            return "it exists already: give a new folder"
+        final.parent.mkdir(parents=True, exist_ok=True)
+        return checkpoint_folder.obstacle(final.parent, size)
+
+    work, problem = begin(final, obstacle)
+    if problem:
+        raise CheckpointError(f"{path} cannot be written: {problem}")
+    meta = {**meta, "format": manifest.FORMAT, "shapes": shapes(state)}
+    save = Commit(work, final, meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), arrays.merge)
+    with ThreadPoolExecutor(1) as thread:  # where the caller has an event loop, as in a notebook, Orbax's would be refused
+        try:
+            thread.submit(save.run).result()
+        except CommitError as error:
+            raise CheckpointError(f"{path} was not written: {error}") from error
 
 
 def load_from(path: str, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """What `save_to` or a run's checkpoint wrote, with the shapes and shardings of `abstract`."""
-    with _context():
-        items = ocp.load_checkpointables(path, {"state": abstract, "meta": None})
-    return items["state"], items["meta"]
+    """What `save_to` or a run's checkpoint wrote, with the shapes and shardings of `abstract`. All hosts must call this.
+
+    Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
+    """
+    folder = checkpoint_folder.local(path)
+    meta, problem = check_files(folder, digest_up_to=None)
+    if problem := first_problem(agree.all_hosts("checkpoint files", problem)):
+        raise CheckpointError(f"{path} is not whole: {problem}")
+    check_same_model(meta, abstract, path)
+    return ArrayFiles().read(folder / manifest.STATE_FOLDER, abstract), meta

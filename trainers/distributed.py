@@ -89,7 +89,18 @@ def let_every_process_write_the_compile_cache() -> None:
     compiler._cache_write = write_as_process_0
 
 
+CACHE_DIR_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+
+
+def use_compile_cache(folder: str) -> None:
+    """Keeps this process's compiled programs in `folder` instead of what its environment says. To be called before anything is
+    compiled: a standby learns only with its orders whose place it takes, and finds that host's programs there."""
+    path = os.path.expanduser(folder)
+    os.environ[CACHE_DIR_VARIABLE] = path
+    jax.config.update("jax_compilation_cache_dir", path)
+
+
 def compile_cache_folder() -> Path | None:
     """The folder of this host's compiled programs, if its owner gave it one."""
-    folder = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    folder = os.environ.get(CACHE_DIR_VARIABLE)
     return Path(folder) if folder else None

@@ -32,6 +32,14 @@ class NonFiniteLossError(Exception):
     """A loss or gradient was not finite; its update was not applied."""
 
 
+class LossSpikeError(Exception):
+    """A loss was far above what it had been; its update was not applied."""
+
+
+class DesyncError(Exception):
+    """The hosts took the same step with different batches: one of them has skipped or repeated a step."""
+
+
 class CoordinatorError(Exception):
     """Another host did not answer: a consequence of its failure, not a failure of this host."""
 
@@ -56,7 +64,8 @@ OUT_OF_MEMORY_SIGNS = ("resource_exhausted", "out of memory")
 
 
 def kind_of(error: BaseException) -> dict[str, Any]:
-    """`kind` of failure (user, data, non_finite, out_of_memory, storage, collateral), and whether it is `deterministic`.
+    """`kind` of failure (user, data, non_finite, loss_spike, desync, out_of_memory, storage, collateral), and whether it is
+    `deterministic`.
 
     JAX raises one type for everything that happens on a device or between hosts; only its message tells which.
     """
@@ -70,6 +79,8 @@ def kind_of(error: BaseException) -> dict[str, Any]:
 
 KIND_OF_TYPE = {
     NonFiniteLossError: "non_finite",
+    LossSpikeError: "loss_spike",
+    DesyncError: "desync",
     SaveFailedError: "storage",
     CoordinatorError: "collateral",
     MemoryError: "out_of_memory",

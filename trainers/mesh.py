@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,12 @@ def put_everywhere(mesh: Mesh, value: np.ndarray) -> jax.Array:
 def micro_batches(mesh: Mesh) -> NamedSharding:
     """For arrays [accumulation_steps, micro_batch, ...]."""
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+
+
+def padded_rows(mesh: Mesh, rows: int) -> int:
+    """The least number of rows from `rows` on that the replicas can share evenly."""
+    replicas = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    return -(-rows // replicas) * replicas
 
 
 def one_per_device(mesh: Mesh) -> NamedSharding:

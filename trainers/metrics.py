@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from trainers.errors import NonFiniteLossError
 from trainers.step import Bag
 
 
@@ -34,6 +33,28 @@ class Seconds:
     def take(self) -> dict[str, float]:
         spent, self.spent = self.spent, {}
         return spent
+
+
+class BusyTime:
+    """Seconds in which the loop's thread did something of its own: a host that is slow by itself has more of them than others,
+    while all wait for the slowest alike."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock, self._spent_s = clock, 0.0
+        self._since_s = clock()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for devices or other hosts."""
+        self._spent_s += self.clock() - self._since_s
+        try:
+            yield
+        finally:
+            self._since_s = self.clock()
+
+    @property
+    def total_s(self) -> float:
+        return self._spent_s + self.clock() - self._since_s
 
 
 @dataclass(frozen=True)
@@ -61,8 +82,7 @@ class Publisher:
     """Collects the bag of each interval of `every_steps` and hands its numbers to `publish(step, metrics, seconds)`.
 
     `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop
-    knows that the interval's last step is complete, so nothing waits for the device. All hosts must do both alike: all see the
-    same numbers, so all raise NonFiniteLossError at the same step.
+    knows that the interval's last step is complete, so nothing waits for the device.
     """
 
     def __init__(
@@ -80,6 +100,8 @@ class Publisher:
         self._first_step = 0
 
     def start(self, step: int) -> None:
+        """Begins at `step`, which may lie before what was published: what is not complete yet is forgotten."""
+        self.pending.clear()
         self._first_step, self._since_s = step, self.clock()
 
     def due(self, step: int) -> bool:
@@ -104,14 +126,8 @@ class Publisher:
 
     def _publish(self, interval: Interval) -> None:
         bag = dict(zip(self.names, np.asarray(interval.bag), strict=True))
-        skipped = int(bag.pop("non_finite")[0])
-        if skipped:
-            raise NonFiniteLossError(
-                f"{skipped} of the steps {interval.first_step + 1}..{interval.last_step} had a non-finite loss or gradient "
-                f"(their updates were not applied; grad_norm {_mean(bag['grad_norm'])}); "
-                "look at the data of these steps and lower the learning rate"
-            )
-        metrics = {**means(bag), **self._rates(interval, float(bag["loss"][1]))}
+        skipped = float(bag.pop("skipped_batches")[0])
+        metrics = {**means(bag), "skipped_batches": skipped, **self._rates(interval, float(bag["loss"][1]))}
         self.publish(interval.last_step, metrics, interval.seconds)
 
     def _rates(self, interval: Interval, tokens: float) -> dict[str, float]:
@@ -130,13 +146,9 @@ class Publisher:
 
 
 def means(bag: Mapping[str, Any]) -> dict[str, float]:
-    """Weighted means by name; `perplexity` beside `loss`."""
-    out = {name: _mean(pair) for name, pair in bag.items()}
+    """Weighted means by name, of what there was any of; `perplexity` beside `loss`."""
+    sums = {name: (float(total), float(weight)) for name, (total, weight) in bag.items()}
+    out = {name: total / weight for name, (total, weight) in sums.items() if weight}
     if "loss" in out:
         out["perplexity"] = math.exp(min(out["loss"], 700.0))
     return out
-
-
-def _mean(pair: Any) -> float:
-    total, weight = (float(x) for x in pair)
-    return total / weight if weight else 0.0

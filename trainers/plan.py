@@ -120,7 +120,7 @@ def count(trainer: BaseTrainer, num_devices: int) -> Facts:
     parts, state = trainer.configure_model()
     task, arguments = trainer.task, trainer.arguments
     if trainer.dataset_train is not None:
-        check_loss(task, parts, state, trainer.dataset_train[0], arguments.global_batch_size // arguments.accumulation_steps)
+        check_loss(task, parts, state, trainer.dataset_train[0], arguments.micro_batch_size)
     parameters = num_parameters(state.params)
     tokens_per_step = arguments.global_batch_size * task.tokens_per_example
     facts = {
@@ -130,6 +130,8 @@ def count(trainer: BaseTrainer, num_devices: int) -> Facts:
         "flops_per_step": task.flops_per_token(parameters) * tokens_per_step,
         "checkpoint_bytes": sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)),
     }
+    if padded := arguments.padded_rows_per_step(num_devices):
+        facts["padded_rows_per_step"] = padded
     if type(trainer).configure_model is BaseTrainer.configure_model:
         facts["state_bytes_per_device"] = state_bytes_per_device(state, trainer._axes, arguments.check_devices(num_devices))
     return facts

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
 from trainers.arguments import TrainingArguments
+from trainers.stop_reason import StopReason
 
 Batch = Mapping[str, jax.Array]
-
-
-class StopReason(StrEnum):
-    """Why a training run that did not fail came to its end."""
-
-    MAX_STEPS = "max_steps"
-    MAX_EPOCHS = "max_data_epochs"
-    END_OF_DATA = "end_of_data"
-    TIME_LIMIT = "time_limit"
-    INTERRUPTED = "interrupted"
-    TERMINATED = "terminated"
-    REQUESTED = "requested"
-
-    @property
-    def finished(self) -> bool:
-        """Whether training reached an end that its configuration names (a later start would have nothing left to do)."""
-        return self in (StopReason.MAX_STEPS, StopReason.MAX_EPOCHS, StopReason.END_OF_DATA)
 
 
 class Loss(NamedTuple):

@@ -60,7 +60,7 @@ def show(event: dict[str, Any]) -> None:
     if event["ev"] == "metrics":
         numbers = "  ".join(f"{name} {event['metrics'][name]:.4g}" for name in SHOWN if name in event["metrics"])
         print(f"step {event['step']:>6}  {numbers}", flush=True)
-    elif event["ev"] in ("note", "saved", "save_failed", "restored"):
+    elif event["ev"] in ("note", "saved", "save_failed", "restored", "anomaly"):
         print({key: value for key, value in event.items() if key != "t"}, flush=True)
 
 

@@ -1,15 +1,18 @@
 """What a trainer may ask of whoever runs it, and tell it. Works alike under the orchestrator and alone.
 
 A trainer of one's own calls `progress`, `stop_requested`, `restore_from` and `saved`; one that calls none of them is watched for
-process exit and total time only.
+process exit and total time only. One that calls `progress` must go on calling it: a pause longer than
+`driver.watchdog.step_floor_s` (60 s), and than `step_factor` median steps, is taken for a hang.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from trainers.stop_reason import StopReason
 
 Event = dict[str, Any]
 
@@ -23,18 +26,30 @@ class Runtime:
         *,
         restore_from: str | None = None,
         program_key: str | None = None,
+        stop_at: int | None = None,
+        skip_batches: Sequence[int] = (),
+        fence: str | None = None,
         clock: Callable[[], float] = time.time,
     ):
         self.send, self.clock, self.restore_path = send, clock, restore_from
         self.program_key = program_key
         """Names the code that runs: compiled programs are kept for the next generation under it. None: they are not kept."""
+        self.stop_at = stop_at
+        """The batch index at which to save and stop, the same on all hosts; None: the configuration's limits alone."""
+        self.skip_batches = tuple(skip_batches)
+        """Batches whose update is not applied, the same on all hosts."""
         self.step = self.batch_index = 0
-        """Completed, for the heartbeat: written by the loop, read by a thread."""
+        """Completed and drawn, and below how long the loop's thread was busy with something other than the device since the loop
+        began: for the heartbeat, written by the loop, read by a thread."""
+        self.busy_s = 0.0
         self._stop: str | None = None
         self._save_requests = 0
+        self._fence = fence
+        self._obey_fence: Callable[[str | None], None] = lambda path: None
+        self._notice: dict[str, Any] | None = None
         self._lock = threading.Lock()
 
-    def emit(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, /, **fields: Any) -> None:
         self.send({"t": self.clock(), "ev": kind, **fields})
 
     def phase(self, name: str) -> None:
@@ -50,6 +65,29 @@ class Runtime:
     def request_save(self) -> None:
         with self._lock:
             self._save_requests += 1
+
+    def notice(self, reason: str, deadline_s: float | None = None) -> None:
+        """The machine is about to go away: all hosts are to save and stop. Safe in a signal handler, so it sends nothing itself:
+        the heartbeat's thread does."""
+        self._notice = self._notice or {"reason": reason, "deadline_s": deadline_s}
+        self.request_stop(StopReason.PREEMPTED)
+
+    def take_notice(self) -> dict[str, Any] | None:
+        """A notice that was not told yet, once."""
+        notice, self._notice = self._notice, None
+        return notice
+
+    def fence(self, path: str | None) -> None:
+        """If `path` exists, another driver has the run: no checkpoint may be committed any more."""
+        with self._lock:
+            self._fence = path
+            self._obey_fence(path)
+
+    def follow_fence(self, obey: Callable[[str | None], None]) -> None:
+        """Calls `obey` with the fence that holds now, and again whenever there is another one."""
+        with self._lock:
+            self._obey_fence = obey
+            obey(self._fence)
 
     @property
     def stop_reason(self) -> str | None:

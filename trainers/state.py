@@ -21,14 +21,17 @@ from trainers.protocol import Task
 @dataclass(frozen=True)
 class TrainState:
     step: jax.Array
-    """int32: optimizer steps done; drives schedules."""
+    """int32: updates applied; drives schedules."""
     batch_index: jax.Array
-    """int32: batches drawn; addresses data. Differs from `step` by the batches whose update was not applied."""
+    """int32: batches drawn; addresses data, and is what hosts and checkpoints call the step. Differs from `step` by the batches
+    whose update was not applied."""
     params: Any
     opt_state: Any
     totals: dict[str, jax.Array]
     """uint32[2] each (high, low word): `tokens` and `samples` trained on, and `samples_digest`, the sum over all samples of
     a hash of (batch index, row, sample id): the same on any number of hosts, another if a sample came twice or not at all."""
+    loss_stats: dict[str, jax.Array]
+    """Of the losses of updates applied: `count` (int32), running `mean` and `variance` (float32)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,10 @@ def initial_state(task: Task, seed: int, optimizer: optax.GradientTransformation
 def state_from_parameters(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
     totals = {name: jnp.zeros(2, jnp.uint32) for name in ("tokens", "samples", "samples_digest")}
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(step=zero, batch_index=zero, params=params, opt_state=optimizer.init(params), totals=totals)
+    stats = {"count": zero, "mean": jnp.zeros((), jnp.float32), "variance": jnp.zeros((), jnp.float32)}
+    return TrainState(
+        step=zero, batch_index=zero, params=params, opt_state=optimizer.init(params), totals=totals, loss_stats=stats
+    )
 
 
 def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> Any:
@@ -92,6 +98,7 @@ def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> Any:
         params=params,
         opt_state=meshes.like_parameters(mesh, abstract.opt_state, params, abstract.params),
         totals=jax.tree.map(lambda _: everywhere, abstract.totals),
+        loss_stats=jax.tree.map(lambda _: everywhere, abstract.loss_stats),
     )
 
 

@@ -96,11 +96,16 @@ def prepare(message: dict[str, Any]) -> Prepared:
 def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
     from trainers import agree, distributed, runtime
 
-    host = runtime.Runtime(pipe.send, restore_from=orders.get("restore_from"), program_key=orders.get("program_key"))
+    host = runtime.Runtime(
+        pipe.send,
+        restore_from=orders.get("restore_from"),
+        program_key=orders.get("program_key"),
+        stop_at=orders.get("stop_at"),
+        skip_batches=orders.get("skip_batches") or (),
+        fence=orders.get("fence"),
+    )
     runtime.install(host)
-    for number, reason in ((signal.SIGTERM, "terminated"), (signal.SIGINT, "interrupted")):
-        signal.signal(number, stop_on_signal(host, reason))
-    threading.Thread(target=obey, args=(host,), name="orders", daemon=True).start()
+    listen(host)
     host.phase("join")
     member = distributed.Membership(
         host=orders["host"],
@@ -108,10 +113,15 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
         coordinator=orders["coordinator"],
         local_device_ids=orders.get("local_device_ids"),
     )
+    if folder := orders.get("cache_dir"):
+        distributed.use_compile_cache(folder)
     distributed.join(member)
     host.emit("joined")
-    threading.Thread(target=beat, args=(host,), name="heartbeat", daemon=True).start()
     trainer = prepared.trainer or prepared.trainer_class(prepared.arguments, *prepared.datasets)
+    if os.environ.get("GANGWAY_FAULTS"):
+        from trainers import faults
+
+        faults.install(trainer)
     trainer.train()
     host.emit("done", step=host.step, **result(trainer))
     agree.barrier("done")
@@ -125,11 +135,19 @@ def result(trainer: Any) -> dict[str, Any]:
     return {"stop_reason": str(output.stop_reason), "result": {**output.metrics, "checkpoint": output.checkpoint_path}}
 
 
-def stop_on_signal(host: Any, reason: str) -> Any:
-    def handler(number: int, frame: FrameType | None) -> None:
-        host.request_stop(reason)
+def listen(host: Any) -> None:
+    """Starts to take what comes from outside: signals, later orders. From here on heartbeats are told, and notices with them."""
 
-    return handler
+    def terminated(number: int, frame: FrameType | None) -> None:
+        host.notice("SIGTERM")  # nobody but the machine sends it: the agent gives orders
+
+    def interrupted(number: int, frame: FrameType | None) -> None:
+        host.request_stop("interrupted")
+
+    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGINT, interrupted)
+    threading.Thread(target=obey, args=(host,), name="orders", daemon=True).start()
+    threading.Thread(target=beat, args=(host,), name="heartbeat", daemon=True).start()
 
 
 def obey(host: Any) -> None:
@@ -140,15 +158,19 @@ def obey(host: Any) -> None:
             host.request_stop(message["reason"])
         elif message["cmd"] == "save":
             host.request_save()
+        elif message["cmd"] == "fence":
+            host.fence(message["path"])
     finish(FAILED_EXIT_CODE)
 
 
 def beat(host: Any) -> None:
     """Tells how far the loop is, from a thread of its own: the loop never waits for a pipe."""
-    told = None
+    told = (0, 0)
     while True:
+        if notice := host.take_notice():
+            host.emit("notice", **notice)
         if (now := (host.step, host.batch_index)) != told:
-            host.emit("heartbeat", step=now[0], batch_index=now[1])
+            host.emit("heartbeat", step=now[0], batch_index=now[1], busy_s=round(host.busy_s, 6))
             told = now
         time.sleep(HEARTBEAT_INTERVAL_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,15 @@ class Host:
             self.changed.notify_all()
 
 
-def start(arguments: TrainingArguments, folder: Path, *, hosts: int, devices_per_host: int, **orders: Any) -> list[Host]:
+def start(
+    arguments: TrainingArguments,
+    folder: Path,
+    *,
+    hosts: int,
+    devices_per_host: int,
+    env: Mapping[str, str] | None = None,
+    **orders: Any,
+) -> list[Host]:
     """A generation: the hosts have their orders when this returns. The caller's thread must outlive them."""
     config = HostsConfig(count=hosts, devices_per_host=devices_per_host)
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +66,7 @@ def start(arguments: TrainingArguments, folder: Path, *, hosts: int, devices_per
     }
     made = []
     for index in range(hosts):
-        own = {**process_env(config, index, str(folder / "cache")), "PYTHONPATH": str(ROOT)}
+        own = {**process_env(config, index, str(folder / "cache")), "PYTHONPATH": str(ROOT), **(env or {})}
         inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         log = str(folder / f"host-{index}.log")
         made.append(Host(spawn("trainers.worker", env=child_env(inherited, own), first_line=preparation, log_path=log)))
@@ -69,15 +78,25 @@ def start(arguments: TrainingArguments, folder: Path, *, hosts: int, devices_per
     return made
 
 
-def run(arguments: TrainingArguments, folder: Path, *, hosts: int, devices_per_host: int, **orders: Any) -> list[Host]:
+def run(arguments: TrainingArguments, folder: Path, *, hosts: int, devices_per_host: int, **how: Any) -> list[Host]:
     """Runs to the end; every process must end by itself with status 0."""
-    made = start(arguments, folder, hosts=hosts, devices_per_host=devices_per_host, **orders)
+    made = start(arguments, folder, hosts=hosts, devices_per_host=devices_per_host, **how)
+    return to_the_end(made)
+
+
+def to_the_end(made: list[Host]) -> list[Host]:
     for host in made:
         host.wait_for("done")
     for host in made:
         assert host.child.wait_gone(TIMEOUT_S)
         assert host.exit.code == 0, (host.exit, host.child.log_tail())
     return made
+
+
+def kill(made: list[Host]) -> None:
+    for host in made:
+        host.child.kill()
+        assert host.child.wait_gone(TIMEOUT_S)
 
 
 def losses(host: Host) -> dict[int, float]:

@@ -3,7 +3,8 @@
 The preparation says what goes wrong before it is warm, the orders what happens after:
 prepare: {"fail": message}, {"exit": code}, {"hang": true}, {"die": times, "folder": where to count}; "tag" comes back with warm
 go:      {"steps": n}, {"ignore_sigterm": true}, {"workers": n}, {"then": "exit"|"raise"|"abort"|"done"|"wait"}
-orders:  {"cmd": "echo", ...} comes back as a note; {"cmd": "exit", "code": n}; {"cmd": "stop"} ends it well
+orders:  {"cmd": "echo", ...} comes back as a note; {"cmd": "emit", ...} as the event itself; {"cmd": "exit", "code": n};
+         {"cmd": "stop"} ends it well
 """
 
 import contextlib
@@ -87,6 +88,8 @@ def main():
         message = next_line()
         if message["cmd"] == "echo":
             emit("note", message=message["message"])
+        elif message["cmd"] == "emit":
+            emit(**{name: value for name, value in message.items() if name != "cmd"})
         elif message["cmd"] == "exit":
             os._exit(message["code"])
         elif message["cmd"] == "stop":

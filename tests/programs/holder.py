@@ -1,4 +1,7 @@
-"""A driver that takes a gang in a cluster, prints its processes as a JSON line, and waits: `python -m ... RUN_NAME LOG_DIR`."""
+"""A driver that takes a gang in a cluster, starts it, prints its processes and its record as a JSON line, and waits.
+
+`python -m tests.programs.holder JSON`: `run_name`, `log_dir`, `hosts`, and what else `reserve` takes.
+"""
 
 import json
 import sys
@@ -11,11 +14,13 @@ from cluster.topology import HostsConfig
 
 
 def main():
+    settings = json.loads(sys.argv[1])
+    hosts = HostsConfig(**settings.pop("hosts"))
     ray.init(log_to_driver=False, logging_level="error")
-    gang = reserve(HostsConfig(count=2), sys.argv[1], log_dir=sys.argv[2], module="tests.programs.echo_worker")
-    gang.prepare({})
-    answers = ray.get([agent.go.remote({"generation": 0}) for agent in gang.agents])
-    print(json.dumps([answer["pid"] for answer in answers]), flush=True)
+    gang = reserve(hosts, settings.pop("run_name"), module="tests.programs.echo_worker", **settings)
+    gang.prepare({"tag": "prepared"})
+    answers = ray.get([gang.call(host, "go", {"generation": 0}) for host in range(len(gang.members))])
+    print(json.dumps({"pids": [answer["pid"] for answer in answers], "record": gang.record()}), flush=True)
     time.sleep(1000)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -9,7 +10,10 @@ import psutil
 import pytest
 
 from cluster import agent as agent_module
+from cluster import notices
+from cluster import standby as standby_module
 from cluster.agent import HostAgent
+from cluster.lease import StaleDriver
 from tests.programs.processes import is_gone, wait_until
 
 LONG_S = 60.0
@@ -19,15 +23,15 @@ LONG_S = 60.0
 def start(tmp_path):
     agents = []
 
-    def start(preparation=None, module="tests.programs.echo_worker", env=None):
-        agents.append(HostAgent(module, env or {}, str(tmp_path / "logs")))
+    def start(preparation=None, module="tests.programs.echo_worker", env=None, **options):
+        agents.append(HostAgent(module, env or {}, str(tmp_path / "logs"), **options))
         if preparation is not None:
             agents[-1].prepare(preparation)
         return agents[-1]
 
     yield start
     for agent in agents:
-        agent.shutdown()
+        agent.shutdown(epoch=1000)
 
 
 def events_until(agent, kind, cursor=0):
@@ -99,7 +103,7 @@ def test_a_poll_waits_for_an_event_and_no_longer(start):
     assert agent.poll(answer["cursor"], 0)["events"] == []
 
 
-def test_only_the_newest_events_are_kept(start, monkeypatch):
+def test_the_newest_events_are_kept_and_those_that_say_how_it_stands(start, monkeypatch):
     monkeypatch.setattr(agent_module, "MAX_EVENTS", 8)
     agent = start({})
     agent.go({"generation": 0})
@@ -107,8 +111,9 @@ def test_only_the_newest_events_are_kept(start, monkeypatch):
         agent.order({"cmd": "echo", "message": number})
     assert wait_until(lambda: agent.poll(0, 0)["events"][-1].get("message") == 19)
     answer = agent.poll(0, 0)
-    numbers = [each["message"] for each in answer["events"]]
-    assert len(numbers) <= 8
+    assert len(answer["events"]) <= 8
+    assert [each["ev"] for each in answer["events"][:4]] == ["phase", "warm", "joined", "first_step"]
+    numbers = [each["message"] for each in answer["events"][4:]]
     assert numbers == list(range(numbers[0], 20))
     assert answer["cursor"] == 24  # phase, warm, joined, first_step and the twenty
 
@@ -204,7 +209,8 @@ def test_the_next_standby_waits_for_the_first_step(start):
     agent.go({"generation": 0, "steps": 0})
     event(agent, "joined")
     assert state(agent)["standby"] == "none"
-    agent.relaunch({"generation": 1, "steps": 1})
+    agent.halt()
+    agent.go({"generation": 1, "steps": 1})
     wait_for_standby(agent)
 
 
@@ -227,25 +233,18 @@ def test_go_works_after_any_number_of_generations(start):
     agent = start({})
     pids = set()
     for generation in range(4):
-        pids.add(agent.relaunch({"generation": generation})["pid"])
+        agent.halt()
+        pids.add(agent.go({"generation": generation})["pid"])
         assert {each["generation"] for each in events_until(agent, "first_step")} == {generation}
     assert len(pids) == 4
-
-
-def test_relaunch_tells_what_halt_would(start):
-    agent = start({})
-    agent.go({"generation": 0, "then": "raise"})
-    event(agent, "exit")
-    answer = agent.relaunch({"generation": 1})
-    assert answer["post_mortem"]["exception"]["message"] == "boom"
-    assert event(agent, "joined")["generation"] == 1
 
 
 def test_events_of_an_earlier_generation_are_not_told_again(start):
     agent = start({})
     agent.go({"generation": 0})
     events_until(agent, "first_step")
-    agent.relaunch({"generation": 1})
+    agent.halt()
+    agent.go({"generation": 1})
     assert {each["generation"] for each in events_until(agent, "first_step")} == {1}
 
 
@@ -272,7 +271,7 @@ def test_standbys_that_are_killed_again_and_again_are_a_failure(start, tmp_path)
     wait_for_standby(agent, "failed")
     agent.go({"generation": 0})
     assert event(agent, "exit")["signal"] == signal.SIGKILL
-    assert len(os.listdir(tmp_path / "deaths")) == agent_module.MAX_STANDBY_DEATHS + 1
+    assert len(os.listdir(tmp_path / "deaths")) == standby_module.MAX_DEATHS + 1
 
 
 def test_a_failed_preparation_comes_as_a_failure_of_the_generation(start):
@@ -319,16 +318,47 @@ def test_a_module_that_is_missing(start):
 
 def test_a_standby_that_is_not_ready_in_time(start):
     agent = start({"hang": True})
-    wait_until(lambda: state(agent)["standby_pid"])
+    assert wait_until(lambda: state(agent)["standby_pid"])
+    standby = state(agent)["standby_pid"]
     with pytest.raises(TimeoutError, match=r"generation 3: .* is not ready after 1 s; it printed:"):
-        agent.go({"generation": 3}, timeout_s=1)
-    told = event(agent, "exception")
-    assert (told["generation"], told["type"], told["kind"]) == (3, "TimeoutError", "crash")
+        agent.go({"generation": 3, "limits": {"import_s": 1}})
+    told = event(agent, "overdue")
+    assert (told["generation"], told["phase"], told["limit_s"]) == (3, "import", 1)
+    assert "prepare (" in told["stacks"]
+    assert told["log_tail"] == ["hanging in prepare"]
+    after = agent.halt()
+    assert (after["pid"], after["generation"], after["overdue"]["phase"]) == (standby, 3, "import")
+    assert is_gone(standby)
 
 
 def test_go_without_a_preparation(start):
+    agent = start()
     with pytest.raises(TimeoutError, match=r"no preparation has come within 0.1 s; call prepare"):
-        start().go({"generation": 0}, timeout_s=0.1)
+        agent.go({"generation": 0, "limits": {"import_s": 0.1}})
+    assert event(agent, "overdue")["stacks"] is None
+
+
+def test_halt_ends_a_go_that_waits(start):
+    agent = start()
+    failures = []
+
+    def go():
+        try:
+            agent.go({"generation": 0})
+        except RuntimeError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    assert wait_until(lambda: agent.lead(0)["alive"])
+    assert agent.halt()["generation"] == 0
+    thread.join()
+    assert failures == ["generation 0 was halted before its process was ready"]
+    agent.prepare({"tag": "late"})
+    wait_for_standby(agent)
+    assert not agent.lead(0)["alive"]
+    agent.go({"generation": 1})
+    assert {each["generation"] for each in events_until(agent, "joined")} == {1}
 
 
 def test_a_preparation_may_come_after_go(start):
@@ -346,15 +376,27 @@ def test_go_while_a_process_runs(start):
     assert not is_gone(pid)
 
 
-def test_a_process_that_cannot_be_started(start, tmp_path):
+def test_a_process_that_cannot_be_started(start, monkeypatch):
     agent = start()
-    (tmp_path / "logs").rmdir()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
     agent.prepare({})
     with pytest.raises(RuntimeError, match=r"cannot start `tests.programs.echo_worker`.*No such file"):
         agent.go({"generation": 0})
-    (tmp_path / "logs").mkdir()
+    assert event(agent, "exception")["generation"] == 0
+    monkeypatch.undo()
     agent.go({"generation": 1})
     assert event(agent, "joined")["generation"] == 1
+
+
+def test_training_goes_on_without_a_log(start, tmp_path):
+    """As on a full disk: the file cannot be opened."""
+    (tmp_path / "logs").write_text("a file where the folder of logs should be")
+    agent = start({})
+    agent.go({"generation": 0, "then": "raise"})
+    said = event(agent, "note")["message"]
+    assert said.startswith("what the training process prints is lost: its log ")
+    assert str(tmp_path / "logs") in said
+    assert event(agent, "exit")["log_tail"] == []
 
 
 def test_a_new_preparation_replaces_the_standby_and_the_same_one_does_not(start):
@@ -394,6 +436,133 @@ def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
     event(agent, "first_step")
     assert "echo_worker.py" in agent.stacks()
     assert state(agent)["alive"]
+
+
+def test_a_process_without_progress_is_overdue_and_its_stacks_say_where(start):
+    agent = start({})
+    agent.go({"generation": 4, "steps": 3, "limits": {"step_floor_s": 1.0, "step_factor": 0.1}})
+    told = event(agent, "overdue")
+    assert (told["generation"], told["phase"], told["limit_s"], told["step"]) == (4, "train", 1.0, 3)
+    assert told["waited_s"] >= 1.0
+    assert "echo_worker.py" in told["stacks"]
+    after = agent.halt()
+    assert after["overdue"]["stacks"] == after["stacks"] == told["stacks"]
+    assert (after["batch_index"], after["exit"]) == (3, None)
+    assert after["state"].startswith("S (sleeping)")
+
+
+def test_a_frozen_process_is_overdue_and_can_be_diagnosed(start):
+    agent = start({})
+    pid = agent.go({"generation": 0, "limits": {"step_floor_s": 1.0}})["pid"]
+    event(agent, "first_step")
+    os.kill(pid, signal.SIGSTOP)
+    told = event(agent, "overdue")
+    assert told["state"].startswith("T (stopped)")
+    assert "echo_worker.py" in told["stacks"]
+    assert agent.halt()["state"].startswith("T (stopped)")
+
+
+def test_a_frozen_process_where_py_spy_is_missing(start, monkeypatch):
+    monkeypatch.setattr("cluster.diagnosis._py_spy", lambda pid: ("", "not installed"))
+    agent = start({})
+    pid = agent.go({"generation": 0, "limits": {"step_floor_s": 1.0}})["pid"]
+    event(agent, "first_step")
+    os.kill(pid, signal.SIGSTOP)
+    told = event(agent, "overdue")
+    assert told["stacks"] == f"no stacks of process {pid}, which is T (stopped) and cannot answer: py-spy: not installed"
+
+
+def test_an_agent_is_not_held_up_by_slow_stacks(start, monkeypatch):
+    reading = threading.Event()
+    monkeypatch.setattr("cluster.diagnosis.stacks", lambda child: reading.wait(LONG_S) and "late")
+    agent = start({})
+    agent.go({"generation": 0, "limits": {"step_floor_s": 1.0}})
+    assert event(agent, "overdue")["stacks"] is None
+    assert state(agent)["alive"]
+    threading.Timer(0.2, reading.set).start()
+    assert agent.halt()["stacks"] == "late"
+
+
+def test_a_stuck_save_is_overdue_though_steps_go_on(start):
+    agent = start({})
+    agent.go({"generation": 0, "limits": {"save_s": 1.0}})
+    event(agent, "first_step")
+    agent.order({"cmd": "emit", "ev": "saving", "step": 7})
+    cursor, step = agent.poll(0, 0)["cursor"], 1
+    while not (found := [each for each in agent.poll(cursor, 0.1)["events"] if each["ev"] == "overdue"]):
+        step += 1
+        agent.order({"cmd": "emit", "ev": "heartbeat", "step": step, "batch_index": step, "busy_s": 0.0})
+    assert (found[0]["phase"], found[0]["limit_s"]) == ("save", 1.0)
+    assert found[0]["step"] > 1
+
+
+def test_nothing_is_overdue_after_the_end(start):
+    agent = start({})
+    agent.go({"generation": 0, "then": "exit", "limits": {"step_floor_s": 0.2}})
+    cursor = events_until(agent, "exit") and agent.poll(0, 0)["cursor"]
+    assert agent.poll(cursor, 1.0)["events"] == []
+
+
+def test_a_notice_in_a_file_is_told_once(start, tmp_path):
+    agent = start({}, notice_file=str(tmp_path / "notice"))
+    agent.go({"generation": 2})
+    event(agent, "first_step")
+    assert state(agent)["notice"] is None
+    (tmp_path / "notice").write_text('{"reason": "spot", "deadline_s": 25}')
+    told = event(agent, "notice")
+    assert (told["generation"], told["reason"], told["deadline_s"], told["node"]) == (2, "spot", 25.0, True)
+    assert state(agent)["notice"]["reason"] == agent.halt()["notice"]["reason"] == "spot"
+    time.sleep(1.5 * notices.INTERVAL_S)
+    assert [each["ev"] for each in agent.poll(0, 0)["events"]].count("notice") == 1
+
+
+def test_a_notice_reaches_a_driver_that_runs_no_process(start, tmp_path):
+    (tmp_path / "notice").touch()
+    agent = start(notice_file=str(tmp_path / "notice"))
+    assert wait_until(lambda: state(agent)["notice"])
+    assert state(agent)["notice"]["deadline_s"] is None
+
+
+def test_a_newer_driver_fences_out_the_older_one(start):
+    agent = start({})
+    agent.go({"generation": 0}, epoch=3)
+    assert agent.lead(4)["generation"] == 0
+    for call in (agent.describe, agent.poll, agent.halt, agent.stacks, agent.shutdown):
+        with pytest.raises(StaleDriver, match="this driver's epoch is 3, and a driver with epoch 4 leads this agent"):
+            call(epoch=3)
+    for call in (agent.prepare, agent.go, agent.order):
+        with pytest.raises(StaleDriver):
+            call({"generation": 1}, epoch=3)
+    with pytest.raises(StaleDriver):
+        agent.lead(3)
+    assert agent.poll(0, 0, epoch=4)["host_state"]["alive"]
+
+
+def test_a_new_driver_learns_what_the_agent_is_at(start):
+    agent = start({})
+    before = agent.lead(1)
+    assert (before["generation"], before["orders"], before["alive"], before["done"]) == (None, None, False, False)
+    orders = {"generation": 5, "steps": 2, "then": "done"}
+    agent.go(orders, epoch=1)
+    assert wait_until(lambda: agent.lead(2)["done"])
+    about = agent.lead(2)
+    assert (about["generation"], about["orders"]) == (5, orders)
+    events = agent.poll(about["first_event"], 0, epoch=2)["events"]
+    assert [each["ev"] for each in events][:4] == ["phase", "warm", "joined", "first_step"]
+    assert about["pid"] == os.getpid()
+
+
+def test_an_agent_without_a_driver_ends_its_processes(start):
+    agent = start({}, lease_s=1.5)
+    pid = agent.go({"generation": 0})["pid"]
+    event(agent, "first_step")
+    standby = wait_for_standby(agent)
+    for _ in range(10):  # a driver that calls keeps it
+        time.sleep(0.2)
+        assert agent.poll(0, 0)["host_state"]["alive"]
+    assert agent.is_led()
+    assert wait_until(lambda: is_gone(pid) and is_gone(standby))
+    assert not agent.is_led()
 
 
 def test_shutdown_leaves_nothing(start):

@@ -10,9 +10,9 @@ import threading
 import pytest
 import ray
 
-from cluster import gang as gang_module
 from cluster import groups
-from cluster.gang import GangTimeout, clear, reserve
+from cluster.gang import AdoptError, GangTimeout, StaleDriver, adopt, clear, reserve
+from cluster.leftovers import is_group_of
 from cluster.topology import HostsConfig
 from tests.programs.processes import is_gone, wait_until
 
@@ -22,7 +22,7 @@ MODULE = "tests.programs.echo_worker"
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -31,7 +31,7 @@ def local_ray():
 def take(tmp_path):
     gangs = []
 
-    def take(name="run", timeout_s=60, **hosts):
+    def take(name="run", timeout_s=60, lease_s=120, **hosts):
         gangs.append(
             reserve(
                 HostsConfig(**hosts),
@@ -39,6 +39,7 @@ def take(tmp_path):
                 log_dir=str(tmp_path / "logs"),
                 cache_dir=str(tmp_path / "cache"),
                 module=MODULE,
+                lease_s=lease_s,
                 timeout_s=timeout_s,
             )
         )
@@ -55,13 +56,13 @@ def everything_is_free():
     return free.get("CPU") == CPUS and not groups.living() and not any("bundle_group" in name for name in free)
 
 
-def call(agents, method, *arguments):
-    return ray.get([getattr(agent, method).remote(*arguments) for agent in agents])
+def call(gang, method, *arguments):
+    return ray.get([gang.call(host, method, *arguments) for host in range(len(gang.members))])
 
 
-def event(agent, kind, cursor=0):
+def event(gang, host, kind, cursor=0):
     while True:
-        answer = ray.get(agent.poll.remote(cursor, 30.0), timeout=60)
+        answer = ray.get(gang.call(host, "poll", cursor, 30.0), timeout=60)
         for each in answer["events"]:
             if each["ev"] == kind:
                 return each
@@ -69,24 +70,28 @@ def event(agent, kind, cursor=0):
         cursor = answer["cursor"]
 
 
-def state(agent):
-    return ray.get(agent.poll.remote(0, 0))["host_state"]
+def state(gang, seat):
+    return ray.get(gang.ask(seat, "poll", 0, 0))["host_state"]
 
 
 def start(gang, generation=0, **orders):
     """Prepares and starts all hosts; returns the process ids."""
     gang.prepare({"tag": generation})
-    return [answer["pid"] for answer in call(gang.agents, "go", {"generation": generation, **orders})]
+    return [answer["pid"] for answer in call(gang, "go", {"generation": generation, **orders})]
+
+
+def kill_agent(seat):
+    os.kill(seat.description["pid"], signal.SIGKILL)
 
 
 def test_all_hosts_run_with_their_own_environment(take, tmp_path):
     gang = take(count=2, devices_per_host=3)
     start(gang)
-    envs = [event(agent, "joined")["env"] for agent in gang.agents]
+    envs = [event(gang, host, "joined")["env"] for host in (0, 1)]
     assert [env["JAX_COMPILATION_CACHE_DIR"] for env in envs] == [str(tmp_path / f"cache/host-000{host}") for host in (0, 1)]
     assert all(env["XLA_FLAGS"].endswith("--xla_force_host_platform_device_count=3") for env in envs)
     assert all(env["JAX_PLATFORMS"] == "cpu" for env in envs)
-    assert gang.orders(1) == {"local_device_ids": None, "slice": 0}
+    assert gang.orders(1) == {"local_device_ids": None, "slice": 0, "cache_dir": str(tmp_path / "cache/host-0001")}
     about = gang.descriptions
     assert len({each["pid"] for each in about}) == 2
     assert {each["node_id"] for each in about} == {ray.get_runtime_context().get_node_id()}
@@ -104,75 +109,115 @@ def test_release_ends_processes_and_gives_the_machines_back(take):
 def test_a_killed_process_is_seen_and_the_gang_goes_on(take):
     gang = take(count=2)
     pids = start(gang)
-    cursor = event(gang.agents[1], "first_step") and ray.get(gang.agents[1].poll.remote(0, 0))["cursor"]
-    waiting = gang.agents[1].poll.remote(cursor, 60.0)
+    cursor = event(gang, 1, "first_step") and ray.get(gang.call(1, "poll", 0, 0))["cursor"]
+    waiting = gang.call(1, "poll", cursor, 60.0)
     os.kill(pids[1], signal.SIGKILL)
     seen = ray.get(waiting, timeout=60)["events"]
     assert [(each["ev"], each["signal"], each["generation"]) for each in seen] == [("exit", signal.SIGKILL, 0)]
-    after = call(gang.agents, "halt")
+    after = call(gang, "halt")
     assert [each["exit"] and each["exit"]["signal"] for each in after] == [None, signal.SIGKILL]
     assert is_gone(pids[0])
-    call(gang.agents, "go", {"generation": 1})
-    assert [event(agent, "joined")["generation"] for agent in gang.agents] == [1, 1]
+    call(gang, "go", {"generation": 1})
+    assert [event(gang, host, "joined")["generation"] for host in (0, 1)] == [1, 1]
 
 
 def test_nothing_outlives_a_killed_agent(take):
     gang = take(count=2)
     pid = start(gang, workers=2)[1]
-    agent = gang.agents[1]
-    workers = event(agent, "joined")["workers"]
-    assert wait_until(lambda: state(agent)["standby"] == "warm")
-    standby = state(agent)["standby_pid"]
-    waiting = agent.poll.remote(1000, 60.0)
-    os.kill(gang.descriptions[1]["pid"], signal.SIGKILL)
+    seat = gang.members[1]
+    workers = event(gang, 1, "joined")["workers"]
+    assert wait_until(lambda: state(gang, seat)["standby"] == "warm")
+    standby = state(gang, seat)["standby_pid"]
+    waiting = gang.call(1, "poll", 1000, 60.0)
+    kill_agent(seat)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(waiting, timeout=60)
     assert wait_until(lambda: all(map(is_gone, [pid, standby, *workers])))
-    assert state(gang.agents[0])["alive"]
+    assert state(gang, gang.members[0])["alive"]
 
 
 def test_a_frozen_process_ends_with_its_agent_too(take):
     gang = take(count=1)
     pid = start(gang)[0]
     os.kill(pid, signal.SIGSTOP)
-    os.kill(gang.descriptions[0]["pid"], signal.SIGKILL)
+    kill_agent(gang.members[0])
     assert wait_until(lambda: is_gone(pid))
 
 
 def test_a_lost_agent_is_replaced_on_its_own_place(take):
     gang = take(count=2)
     start(gang)
-    os.kill(gang.descriptions[1]["pid"], signal.SIGKILL)
-    old = gang.agents[1]
-    new = gang.replace(1)
-    assert new == gang.agents[1] != old
-    assert ray.get(new.go.remote({"generation": 1}))["pid"]  # prepared as the others were
-    assert event(new, "warm")["tag"] == 0
-    assert event(new, "joined")["env"]["JAX_COMPILATION_CACHE_DIR"].endswith("host-0001")
+    seat, old = gang.members[1], gang.members[1].agent
+    kill_agent(seat)
+    assert wait_until(lambda: seat not in gang.refresh())  # a member that died is the driver's to replace
+    gang.lose(seat)
+    assert not seat.available
+    with pytest.raises(ValueError, match="seat 1 of run 'run' is not available"):
+        gang.set_members(gang.members)
+    assert len(gang.wait_available(2, 60)) == 2
+    assert seat.agent != old
+    call_go = gang.call(1, "go", {"generation": 1})
+    assert ray.get(call_go)["pid"]  # prepared as the others were
+    assert event(gang, 1, "warm")["tag"] == 0
 
 
-def test_a_spare_takes_over_warm_and_leaves_a_spare_behind(take):
+def test_a_spare_takes_over_warm_with_the_caches_of_its_new_place(take, tmp_path):
     gang = take(count=2, spares=1)
     start(gang)
-    spare = gang.spares[0]
-    assert wait_until(lambda: state(spare)["standby"] == "warm")
-    standby = state(spare)["standby_pid"]
-    os.kill(gang.descriptions[0]["pid"], signal.SIGKILL)
-    assert gang.replace(0) == spare == gang.agents[0]
-    assert ray.get(spare.go.remote({"generation": 1}))["pid"] == standby
-    assert wait_until(lambda: state(gang.spares[0])["standby"] == "warm")
-    os.kill(gang.descriptions[0]["pid"], signal.SIGKILL)
-    second = gang.spares[0]
-    assert gang.replace(0) == second
+    spare = gang.wait_available(3, 60)[-1]
+    assert spare not in gang.members
+    assert wait_until(lambda: state(gang, spare)["standby"] == "warm")
+    standby = state(gang, spare)["standby_pid"]
+    lost = gang.members[0]
+    kill_agent(lost)
+    gang.set_members([spare, gang.members[1]])
+    gang.lose(lost)
+    assert gang.agents[0] == spare.agent
+    assert ray.get(gang.call(0, "go", {"generation": 1}))["pid"] == standby
+    assert gang.orders(0)["cache_dir"] == str(tmp_path / "cache/host-0000")
+    assert lost in gang.wait_available(3, 60)  # the next spare
+    with pytest.raises(ValueError, match=r"a seat comes twice among \[0, 0\]"):
+        gang.set_members([lost, lost])
+
+
+def test_a_spare_that_dies_gets_a_new_agent_by_itself(take):
+    gang = take(count=1, spares=1)
+    spare = gang.wait_available(2, 60)[1]
+    old = spare.description["pid"]
+    kill_agent(spare)
+    assert wait_until(lambda: spare in gang.refresh() and spare.description["pid"] != old)
+
+
+def test_a_gang_begins_with_the_hosts_that_there_are(take):
+    gang = take(min=2, max=CPUS + 2, wait_for_max_s=5)
+    assert len(gang.members) == CPUS
+    assert [seat.number for seat in gang.refresh()] == [0, 1, 2, 3]
+    assert len(gang.seats) == CPUS + 2
+    start(gang)
+    assert [each["generation"] for each in (event(gang, host, "joined") for host in range(CPUS))] == [0] * CPUS
+
+
+def test_a_gang_waits_no_longer_than_it_must_for_hosts_it_can_do_without(take):
+    take("other", count=CPUS - 1)
+    gang = take(min=1, max=2, wait_for_max_s=0.2)
+    assert len(gang.members) == 1
+    assert gang.refresh() == gang.members
+
+
+def test_a_gang_that_lacks_its_minimum_says_so(take):
+    with pytest.raises(GangTimeout, match=r"asked for 6 hosts .* set hosts.min to at most 4"):
+        take(min=CPUS + 2, max=CPUS + 4, timeout_s=0.5)
 
 
 def test_missing_spares_hold_nothing_up(take):
     gang = take(count=CPUS, spares=1)
     start(gang)
     assert len(gang.agents) == CPUS
-    os.kill(gang.descriptions[2]["pid"], signal.SIGKILL)
-    gang.replace(2)
-    assert ray.get(gang.agents[2].go.remote({"generation": 1}))["pid"]
+    lost = gang.members[2]
+    kill_agent(lost)
+    gang.lose(lost)
+    assert len(gang.wait_available(CPUS, 60)) == CPUS
+    assert ray.get(gang.call(2, "go", {"generation": 1}))["pid"]
 
 
 def test_a_gang_that_cannot_be_placed_says_what_is_missing_and_holds_nothing(take):
@@ -215,57 +260,129 @@ def test_gpu_hosts_want_gpus(take):
         take(kind="gpu", devices_per_host=4, timeout_s=0.5)
 
 
-def test_agents_that_do_not_start_leave_nothing_behind(take, monkeypatch, tmp_path):
-    (tmp_path / "logs").write_text("a file where the folder of logs should be")
+def test_agents_that_do_not_start_leave_nothing_behind(tmp_path):
     with pytest.raises(GangTimeout, match="an agent of run 'run' did not start"):
-        take(count=2)
+        reserve(HostsConfig(count=2, env={"NAME": 1}), "run", log_dir=str(tmp_path), module=MODULE)  # no text: it raises
     assert wait_until(everything_is_free)
 
 
-@ray.remote(num_cpus=0)
-class DoomedDriver:
-    """Holds a gang, as a driver under Ray Train does, and dies while its job lives."""
+def hold(tmp_path, name, **settings):
+    """A driver in a process and a Ray job of its own. Returns the process and what it printed."""
+    text = json.dumps({"run_name": name, "log_dir": str(tmp_path), **settings})
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-m", "tests.programs.holder", text]
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True)
+    return driver, json.loads(driver.stdout.readline())
 
-    def take(self, log_dir):
-        self.gang = reserve(HostsConfig(count=2, spares=1), "left-behind", log_dir=log_dir, module=MODULE)
-        self.gang.prepare({})
-        answers = ray.get([agent.go.remote({"generation": 0}) for agent in self.gang.agents])
-        return os.getpid(), [answer["pid"] for answer in answers]
+
+def test_training_goes_on_without_its_driver_and_the_next_one_adopts_it(take, tmp_path):
+    hosts = {"count": 2, "spares": 1}
+    driver, about = hold(tmp_path, "doomed", hosts=hosts, epoch=1)
+    driver.kill()
+    driver.wait()
+    gang = adopt(HostsConfig(**hosts), "doomed", about["record"], log_dir=str(tmp_path), epoch=2, module=MODULE)
+    try:
+        assert [lead["generation"] for lead in gang.leads] == [0, 0]
+        assert all(lead["alive"] for lead in gang.leads)
+        assert [state(gang, seat)["pid"] for seat in gang.members] == about["pids"]
+        assert not any(map(is_gone, about["pids"]))
+        seen = ray.get(gang.call(0, "poll", gang.leads[0]["first_event"], 0))["events"]
+        assert [each["ev"] for each in seen][:2] == ["phase", "warm"]
+        assert len(gang.wait_available(3, 60)) == 3
+        lost = gang.members[1]  # it can go on as if it were the first driver
+        gang.prepare({"tag": "prepared"})
+        call(gang, "halt")
+        gang.lose(lost)
+        gang.set_members([gang.members[0], next(seat for seat in gang.refresh() if seat not in gang.members)])
+        assert all(answer["pid"] for answer in call(gang, "go", {"generation": 1}))
+        assert gang.record()["members"] == [0, 2]
+    finally:
+        gang.release()
+    assert wait_until(lambda: all(map(is_gone, about["pids"])))
+    assert wait_until(everything_is_free)
+
+
+def test_a_second_driver_fences_out_the_first(take, tmp_path):
+    first = take(count=2)
+    pids = start(first)
+    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
+    for use in (lambda: call(first, "halt"), lambda: first.wait_available(3, 10)):
+        with pytest.raises(StaleDriver, match="this driver's epoch is 0, and a driver with epoch 1 leads this agent"):
+            use()
+    first.release()  # leaves alone what is not its any more
+    assert not any(map(is_gone, pids))
+    assert [state(second, seat)["pid"] for seat in second.members] == pids
+    with pytest.raises(StaleDriver):
+        adopt(first.config, "run", second.record(), log_dir=str(tmp_path), epoch=0, module=MODULE)
+    second.release()
+
+
+def test_only_a_whole_gang_is_adopted(take, tmp_path):
+    gang = take(count=2)
+    again = {"log_dir": str(tmp_path), "epoch": 1, "module": MODULE}
+    with pytest.raises(AdoptError, match=r"not in one generation: \[None, None\]"):
+        adopt(gang.config, "run", gang.record(), **again)
+    with pytest.raises(AdoptError, match="the configuration of the hosts is another one now"):
+        adopt(HostsConfig(count=3), "run", gang.record(), **again)
+    gang.epoch = 1
+    gang.prepare({})
+    ray.get(gang.call(0, "go", {"generation": 3}))
+    with pytest.raises(AdoptError, match=r"not in one generation: \[3, None\]"):
+        adopt(gang.config, "run", gang.record(), **again)
+    kill_agent(gang.members[1])
+    with pytest.raises(AdoptError, match="the agent of host 1 "):
+        adopt(gang.config, "run", gang.record(), **again)
+
+
+def test_what_a_record_does_not_name_is_removed_by_adopting(take, tmp_path):
+    gang = take(count=1, spares=1)
+    start(gang)
+    record = gang.record()
+    spare = gang.wait_available(2, 60)[1]
+    gang.lose(spare, avoid_nodes=["nowhere"])  # on this machine still: its agent alone is another one
+    gang.lose(spare, avoid_nodes=[ray.get_runtime_context().get_node_id()])  # in another group, which must wait for ever
+    second = adopt(gang.config, "run", record, log_dir=str(tmp_path), epoch=1, module=MODULE)
+    assert {info["name"] for info in groups.living().values()} == {"run-gang", "run-seat-1-1-0"}
+    assert len(second.wait_available(2, 60)) == 2
+    second.release()
+
+
+def test_agents_without_a_driver_leave_and_give_everything_back(tmp_path):
+    hosts = {"min": 2, "max": CPUS + 1, "wait_for_max_s": 0}  # one seat waits for a machine
+    driver, about = hold(tmp_path, "doomed", hosts=hosts, lease_s=8)
+    driver.kill()
+    driver.wait()
+    assert not any(map(is_gone, about["pids"]))
+    assert wait_until(lambda: all(map(is_gone, about["pids"])))
+    assert wait_until(everything_is_free)
+    assert ray.util.list_named_actors(all_namespaces=True) == []
+
+
+def test_an_agent_that_is_cut_off_leaves_the_others_alone(take):
+    gang = take(count=2, lease_s=6)
+    pids = start(gang)
+    seen = groups.living().keys()
+    while not is_gone(pids[1]):  # host 1 hears nothing: the driver asks host 0 alone
+        assert ray.get(gang.call(0, "poll", 0, 0.1))["host_state"]["alive"]
+    assert wait_until(lambda: is_gone(gang.descriptions[1]["pid"]))
+    assert state(gang, gang.members[0])["pid"] == pids[0]
+    assert groups.living().keys() == seen
 
 
 def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
-    driver = DoomedDriver.remote()
-    driver_pid, pids = ray.get(driver.take.remote(str(tmp_path)))
-    os.kill(driver_pid, signal.SIGKILL)
-    assert wait_until(lambda: all(map(is_gone, pids)))  # agents die with their owner, the groups do not
+    driver, about = hold(tmp_path, "left-behind", hosts={"count": 2, "spares": 1})
+    driver.kill()
+    driver.wait()
     left = {info["name"] for info in groups.living().values()}
-    assert left == {"left-behind-gang", "left-behind-spare-0"}
+    assert left == {"left-behind-gang", "left-behind-seat-2-0-0"}
     take("left-behind-too", count=1)
-    assert left <= set(clear("left-behind"))
+    removed = clear("left-behind")
+    assert left <= set(removed)
+    assert len([name for name in removed if name.startswith("left-behind-host-")]) == 3
+    assert wait_until(lambda: all(map(is_gone, about["pids"])))
     assert {info["name"] for info in groups.living().values()} == {"left-behind-too-gang"}
     assert clear("left-behind") == []
     assert len(take("left-behind", count=3).agents) == 3
-
-
-def test_nothing_outlives_a_killed_job(take, tmp_path):
-    command = [sys.executable, "-m", "tests.programs.holder", "doomed", str(tmp_path)]
-    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as job:
-        pids = json.loads(job.stdout.readline())
-        assert not any(map(is_gone, pids))
-        job.kill()
-    assert wait_until(lambda: all(map(is_gone, pids)))
-    assert wait_until(everything_is_free)
-
-
-def test_clear_ends_agents_that_live(take):
-    gang = take(count=2)
-    pids = start(gang)
-    removed = clear("run")
-    assert "run-gang" in removed
-    assert [name for name in removed if name.startswith("run-host-")]
-    assert wait_until(lambda: all(map(is_gone, pids)))
-    assert wait_until(everything_is_free)
 
 
 @pytest.mark.parametrize(
@@ -273,12 +390,13 @@ def test_clear_ends_agents_that_live(take):
     [
         ("a-gang", True),
         ("a-heads", True),
-        ("a-spare-0", True),
+        ("a-seat-0", True),
+        ("a-seat-0-3-1", True),
         ("a-b-gang", False),
         ("b-gang", False),
         ("a", False),
-        ("a-spare-x", False),
+        ("a-seat-x", False),
     ],
 )
 def test_only_groups_of_this_very_run_are_cleared(name, ours):
-    assert gang_module._is_group_of(name, "a") is ours
+    assert is_group_of(name, "a") is ours

@@ -5,7 +5,7 @@ import ray
 from ray._private.accelerators import tpu as ray_tpu
 
 from cluster import fake, groups
-from cluster.gang import GangTimeout, living_nodes, reserve
+from cluster.gang import GangTimeout, adopt, clear, living_nodes, reserve
 from cluster.topology import HostsConfig, chips_per_host, num_hosts, pod_type
 from tests.programs.processes import wait_until
 
@@ -50,13 +50,16 @@ def workers(gang):
 def environments(gang):
     """What the training processes see, in host order."""
     gang.prepare({})
-    ray.get([agent.go.remote({"generation": 0}) for agent in gang.agents])
-    return [joined(agent) for agent in gang.agents]
+    ray.get([gang.call(host, "go", {"generation": 0}) for host in range(len(gang.members))])
+    return [joined(gang, host) for host in range(len(gang.members))]
 
 
-def joined(agent):
-    assert wait_until(lambda: any(event["ev"] == "joined" for event in ray.get(agent.poll.remote(0, 1.0))["events"]))
-    return next(event["env"] for event in ray.get(agent.poll.remote(0, 0))["events"] if event["ev"] == "joined")
+def joined(gang, host):
+    def events():
+        return [event["env"] for event in ray.get(gang.call(host, "poll", 0, 1.0))["events"] if event["ev"] == "joined"]
+
+    assert wait_until(events)
+    return events()[0]
 
 
 def test_the_arithmetic_of_slices_is_rays():
@@ -122,10 +125,25 @@ def test_a_slice_with_a_host_to_avoid_is_not_used(take):
 def test_a_lost_agent_is_replaced_on_its_own_worker(take):
     gang = take(tpu(slices=2))
     gang.prepare({})
-    gang.replace(2)
+    seat, old = gang.members[2], gang.agents[2]
+    gang.lose(seat, avoid_nodes=[seat.node_id])  # there is no other machine for it
+    assert len(gang.wait_available(4, 60)) == 4
+    assert gang.agents[2] != old
     assert workers(gang)[2] == ("slice-b", "0")
-    ray.get(gang.agents[2].go.remote({"generation": 0}))
-    assert joined(gang.agents[2])["MEGASCALE_SLICE_ID"] == "1"
+    ray.get(gang.call(2, "go", {"generation": 0}))
+    assert joined(gang, 2)["MEGASCALE_SLICE_ID"] == "1"
+    assert gang.orders(2)["cache_dir"] is None
+
+
+def test_slices_are_adopted_by_the_next_driver_and_cleared_away(take, tmp_path):
+    first = take(tpu(slices=2))
+    environments(first)
+    assert {info["name"] for info in groups.living().values()} == {"run-gang", "run-heads"}
+    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
+    assert [lead["generation"] for lead in second.leads] == [0, 0, 0, 0]
+    assert workers(second) == [("slice-a", "0"), ("slice-a", "1"), ("slice-b", "0"), ("slice-b", "1")]
+    assert {"run-gang", "run-heads"} <= set(clear("run"))
+    assert wait_until(everything_is_free)
 
 
 def test_slices_of_one_host(cluster, take):

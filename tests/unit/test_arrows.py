@@ -21,7 +21,9 @@ ONLY_WHERE_USED = {"trainers": {"grain"}, "orchestrator": {"mlflow"}}
 
 ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
-LIGHT_MODULES = ("trainers/__init__.py", "trainers/arguments.py", "trainers/errors.py")
+LIGHT_MODULES = tuple(
+    f"trainers/{name}.py" for name in ("__init__", "arguments", "checkpoint_folder", "errors", "manifest", "stop_reason")
+)
 """Read by the driver and by command lines: free of everything but the standard library."""
 
 
@@ -94,8 +96,10 @@ def test_the_core_asks_no_more_of_a_machine(package):
 
 
 @pytest.mark.parametrize("path", LIGHT_MODULES)
-def test_light_modules_need_the_standard_library_only(path):
-    assert [module for module, _ in imports(ROOT / path) if top(module) not in sys.stdlib_module_names] == []
+def test_light_modules_need_the_standard_library_and_each_other_only(path):
+    light = {ROOT / other for other in LIGHT_MODULES}
+    needed = {module for module, _ in imports(ROOT / path) if top(module) not in sys.stdlib_module_names}
+    assert [module for module in needed if file_of(module) not in light] == []
 
 
 def test_the_driver_reaches_only_the_light_modules_of_trainers():

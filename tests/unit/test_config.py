@@ -305,10 +305,10 @@ def test_a_mesh_that_does_not_divide_the_devices(write):
 
 
 def test_what_does_not_fit_together_is_told_with_the_rest(write):
-    path = write(SMALL + "global_batch_size: 10\nhosts: {count: 4}\nsede: 1\n")
+    path = write(SMALL + "global_batch_size: 3\nhosts: {count: 4}\nsede: 1\n")
     assert [text.partition(" (")[0] for text in problems(path)] == [
         "line 4: sede: unknown key",
-        "global_batch_size 10 / accumulation_steps 1 = 10 sequences do not divide over 4 replicas",
+        "global_batch_size 3 / accumulation_steps 1 = 3 sequences for 4 replicas",
     ]
     assert [text.partition(" (")[0] for text in problems(path, "hosts.count=many")] == [
         "line 4: sede: unknown key",
@@ -316,12 +316,14 @@ def test_what_does_not_fit_together_is_told_with_the_rest(write):
     ]
 
 
-def test_a_batch_that_does_not_divide_over_the_replicas(write):
-    path = write(SMALL + "global_batch_size: 10\nhosts: {count: 4}\n")
+def test_more_replicas_than_sequences(write):
+    path = write(SMALL + "global_batch_size: 6\naccumulation_steps: 2\nhosts: {count: 4}\n")
     assert problem(path) == (
-        "global_batch_size 10 / accumulation_steps 1 = 10 sequences do not divide over 4 replicas (data 4 x fsdp 1); "
-        "nearest global_batch_size that fits: 8 (hosts: 4 x 1 devices)"
+        "global_batch_size 6 / accumulation_steps 2 = 3 sequences for 4 replicas (data 4 x fsdp 1): expected at least one "
+        "sequence for each; set global_batch_size to 8 or more, use fewer accumulation_steps, or fewer devices "
+        "(hosts: 4 x 1 devices)"
     )
+    assert load(write(SMALL + "global_batch_size: 6\nhosts: {count: 4}\n"))  # padded
 
 
 def test_a_batch_that_does_not_divide_into_micro_batches(write):

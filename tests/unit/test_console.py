@@ -113,7 +113,7 @@ def test_plain_incident_and_recovery(plain):
     assert plain({"ev": "recovered", "incident": INCIDENT | {"resumed_step": 100}}) == (
         "   0:00  ✓ training again at step 100 after 0.42 s  detect 0.02 · first step 0.40\u00a0s\n"
     )
-    given_up = plain({"ev": "incident", "incident": INCIDENT | {"action": "give up: 4 failures", "evidence": {}}})
+    given_up = plain({"ev": "incident", "incident": INCIDENT | {"action": "give up", "detail": "4 failures", "evidence": {}}})
     assert given_up == "   0:00  ✗ process_crash → give up: 4 failures\n"
 
 
@@ -170,7 +170,7 @@ def test_summary_of_a_run_that_failed_early():
         "name": "tiny",
         "status": "failed",
         "steps": 0,
-        "incidents": [INCIDENT | {"action": "give up: the same user_error twice", "host": None, "step": None}],
+        "incidents": [INCIDENT | {"action": "give up", "detail": "the same user_error twice", "host": None, "step": None}],
         "goodput": {},
         "wall_s": 0.0,
         "tokens": None,

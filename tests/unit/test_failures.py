@@ -39,6 +39,21 @@ def killed(host, number, at_s=10.0):
     return PostMortem(host=host, signal=number, last_step=7, failed_at_s=at_s)
 
 
+NOTICE = {"t": 5.0, "ev": "notice", "reason": "maintenance", "deadline_s": 30.0, "node": True}
+NO_ANSWER = {"type": "CoordinatorError", "message": "no answer from host 2 on 'done' within 300 s", "kind": "collateral"}
+WAITS = 'Thread 7 (idle): "MainThread"\n    read (trainers/wishes.py:44)\n    run (trainers/loop.py:90)\n'
+SLEEPS = 'Thread 7 (idle): "MainThread"\n    sleep_forever (my_callbacks.py:13)\n    run (trainers/loop.py:95)\n'
+
+
+def overdue(host, **more):
+    event = {"t": 20.0, "ev": "overdue", "phase": "train", "limit_s": 3.0, "waited_s": 3.04}
+    return PostMortem(host=host, overdue=event, failed_at_s=20.0 - 3.04, last_step=7, **more)
+
+
+def out_of_step(host, step):
+    return PostMortem(host=host, exception=raised("desync", step=step), last_step=step)
+
+
 CASES = {
     "host 1 killed, host 0 loses its peer": (
         [PostMortem(host=0, exception=GLOO, failed_at_s=10.1), killed(1, signal.SIGKILL)],
@@ -94,6 +109,67 @@ CASES = {
         (FailureKind.PROCESS_CRASH, 1, ()),
     ),
     "nothing is known": ([alive(0), alive(1)], (), (FailureKind.COORDINATOR_LOST, None, ())),
+    "a host is lost while the others wait too long": (
+        [overdue(0), PostMortem(host=1, agent_lost=True)],
+        {1},
+        (FailureKind.HOST_LOST, 1, ()),
+    ),
+    "a process dies while the others wait too long": (
+        [overdue(0), killed(1, signal.SIGKILL)],
+        (),
+        (FailureKind.PROCESS_CRASH, 1, ()),
+    ),
+    "a lost connection after a limit had passed": (
+        [overdue(0, stacks=WAITS), PostMortem(host=1, exception=GLOO), overdue(2, stacks=SLEEPS)],
+        (),
+        (FailureKind.HANG, 2, (0, 1)),
+    ),
+    "a crash of a machine that had given notice": (
+        [alive(0), PostMortem(host=1, signal=9, failed_at_s=10.0, notice=NOTICE)],
+        (),
+        (FailureKind.PREEMPTION, 1, ()),
+    ),
+    "a machine lost that had given notice": (
+        [PostMortem(host=0, exception=GLOO, failed_at_s=9.0), PostMortem(host=1, agent_lost=True, notice=NOTICE)],
+        (),
+        (FailureKind.PREEMPTION, 1, (0,)),
+    ),
+    "a user's error on a machine that had given notice": (
+        [alive(0), PostMortem(host=1, exception=raised("user"), notice=NOTICE)],
+        (),
+        (FailureKind.USER_ERROR, 1, ()),
+    ),
+    "a crash while another machine had given notice": (
+        [PostMortem(host=0, notice=NOTICE), killed(1, signal.SIGKILL)],
+        (),
+        (FailureKind.PROCESS_CRASH, 1, ()),
+    ),
+    "all give up waiting for the one that is left": (
+        [PostMortem(host=0, exception=NO_ANSWER), PostMortem(host=1, exception=NO_ANSWER), alive(2)],
+        (),
+        (FailureKind.HANG, 2, (0, 1)),
+    ),
+    "one gives up waiting, two are left": (
+        [PostMortem(host=0, exception=NO_ANSWER), alive(1), alive(2)],
+        (),
+        (FailureKind.COORDINATOR_LOST, None, (0,)),
+    ),
+    "all find a loss spike": (
+        [PostMortem(host=host, exception=raised("loss_spike"), last_step=7) for host in range(3)],
+        (),
+        (FailureKind.LOSS_SPIKE, None, ()),
+    ),
+    "three are out of step, one of them alone": (
+        [out_of_step(0, 7), out_of_step(1, 8), out_of_step(2, 7)],
+        (),
+        (FailureKind.DESYNC, 1, ()),
+    ),
+    "two are out of step": ([out_of_step(0, 7), out_of_step(1, 8)], (), (FailureKind.DESYNC, None, ())),
+    "out of step, and one dies of it": (
+        [out_of_step(0, 7), PostMortem(host=1, exception=GLOO), out_of_step(2, 8)],
+        (),
+        (FailureKind.DESYNC, None, (1,)),
+    ),
 }
 
 
@@ -143,3 +219,92 @@ def test_read_post_mortem_of_an_exception_prefers_its_step_and_time():
 def test_read_post_mortem_of_a_process_we_killed_and_of_a_lost_agent():
     assert not read_post_mortem(0, {"exit": None, "last_heartbeat": {"step": 3}, "exception": None}).failed
     assert read_post_mortem(0, None).agent_lost
+
+
+def test_a_hang_names_the_host_that_the_others_wait_for_and_its_line():
+    failure = classify([overdue(0, stacks=WAITS), overdue(1, stacks=SLEEPS, state="S (sleeping)"), overdue(2, stacks=WAITS)])
+    assert (failure.kind, failure.host, failure.collateral) == (FailureKind.HANG, 1, (0, 2))
+    assert failure.summary == "host 1 hangs in train: sleep_forever (my_callbacks.py:13) (waited 3.0 s, limit 3 s)"
+    assert failure.failed_at_s == pytest.approx(16.96)
+    about = {name: failure.evidence[name] for name in ("phase", "limit_s", "waited_s", "line", "why", "step")}
+    assert about == {
+        "phase": "train",
+        "limit_s": 3.0,
+        "waited_s": 3.04,
+        "line": "sleep_forever (my_callbacks.py:13)",
+        "why": "it waits for no other host",
+        "step": 7,
+    }
+    assert [group["hosts"] for group in failure.evidence["groups"]] == [[0, 2], [1]]
+    assert "MainThread" not in json.dumps(failure.evidence)
+
+
+def test_a_frozen_process_is_a_hang_where_it_stood():
+    failure = classify([overdue(0, stacks=WAITS), PostMortem(host=1, stacks=WAITS, state="T (stopped)", last_step=7)])
+    assert (failure.kind, failure.host) == (FailureKind.HANG, 1)
+    assert failure.summary == (
+        "host 1 hangs in train: read (trainers/wishes.py:44), frozen in state T (stopped) (waited 3.0 s, limit 3 s)"
+    )
+
+
+def test_a_hang_in_which_nobody_stands_out_tells_where_all_are():
+    failure = classify([overdue(0, stacks=WAITS), overdue(1, stacks=WAITS)])
+    assert failure.host is None
+    assert failure.summary == (
+        "the hosts hang in train and none stands out: hosts 0, 1 at read (trainers/wishes.py:44) (waited 3.0 s, limit 3 s)"
+    )
+
+
+def test_a_hang_without_stacks_says_so():
+    failure = classify([overdue(0), overdue(1)])
+    assert (failure.kind, failure.host) == (FailureKind.HANG, None)
+    assert "their stacks do not tell where" in failure.summary
+
+
+def test_a_host_that_was_done_does_not_hang():
+    event = {"t": 20.0, "ev": "overdue", "phase": "finish", "limit_s": 3.0, "waited_s": 3.0}
+    failure = classify([PostMortem(host=0, done=True, overdue=event), overdue(1, stacks=SLEEPS), overdue(2, stacks=WAITS)])
+    assert (failure.kind, failure.host, failure.collateral) == (FailureKind.HANG, 1, (2,))
+
+
+def test_the_one_that_the_others_gave_up_waiting_for_is_told_with_its_line():
+    failure = classify([PostMortem(host=0, exception=NO_ANSWER), PostMortem(host=1, stacks=SLEEPS, state="S (sleeping)")])
+    assert failure.summary == ("host 1 hangs at sleep_forever (my_callbacks.py:13): no answer from host 2 on 'done' within 300 s")
+
+
+def test_hosts_out_of_step_are_all_told():
+    failure = classify([out_of_step(0, 7), out_of_step(1, 8), out_of_step(2, 7)])
+    assert failure.summary == (
+        "the hosts are out of step: host 1 has skipped or repeated a step (host 0 at step 7, host 1 at step 8, host 2 at step 7)"
+    )
+    assert failure.step == 7
+
+
+def test_a_preemption_says_what_was_announced_and_what_happened():
+    failure = classify([alive(0), PostMortem(host=1, signal=9, last_step=7, notice=NOTICE)])
+    assert failure.summary == (
+        "host 1 was preempted, as announced (maintenance); host 1: training process ended by SIGKILL at step 7"
+    )
+    assert failure.evidence["notice"] == NOTICE
+
+
+def test_a_failure_began_with_the_first_that_failed():
+    failure = classify([PostMortem(host=0, exception=GLOO, failed_at_s=9.9), killed(1, signal.SIGKILL, 10.0)])
+    assert failure.failed_at_s == 9.9
+    assert classify([], {1}).failed_at_s is None
+
+
+def test_read_post_mortem_of_a_process_that_hung():
+    event = {"t": 20.0, "ev": "overdue", "phase": "train", "limit_s": 3.0, "waited_s": 3.5, "stacks": "late", "state": "S"}
+    halted = {"exit": None, "exception": None, "last_heartbeat": {"step": 41}, "overdue": event, "notice": None}
+    dead = read_post_mortem(2, {**halted, "stacks": None, "state": None, "batch_index": 43})
+    assert (dead.last_step, dead.failed_at_s, dead.batch_index) == (41, 16.5, 43)
+    assert (dead.stacks, dead.state, dead.hangs) == ("late", "S", True)
+    assert read_post_mortem(2, {**halted, "stacks": "early", "state": "T (stopped)"}).stacks == "early"
+
+
+def test_a_notice_comes_from_the_agent_or_from_elsewhere():
+    own = {"reason": "SIGTERM"}
+    assert read_post_mortem(0, {"notice": own}, notice=NOTICE).notice == own
+    assert read_post_mortem(0, {"notice": None}, notice=NOTICE).notice == NOTICE
+    assert read_post_mortem(0, None, notice=NOTICE).notice == NOTICE

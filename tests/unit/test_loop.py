@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 from trainers import runtime
-from trainers.arguments import CheckpointConfig, EvaluationConfig
+from trainers.anomalies import Verdict
+from trainers.arguments import AnomalyConfig, CheckpointConfig, EvaluationConfig
 from trainers.callbacks import CallbackList, RunInfo
-from trainers.loop import STOP_REASONS, Agreed, Limits, Loop, Window, Wishes
-from trainers.metrics import Publisher, Seconds, Throughput
-from trainers.protocol import StopReason
+from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
+from trainers.lineage import Lineage
+from trainers.loop import Loop
+from trainers.metrics import BusyTime, Publisher, Seconds, Throughput
+from trainers.step import REDUCED
+from trainers.stop_reason import StopReason
+from trainers.wishes import RETRY_FIRST_S, RETRY_MAX_S, STOP_REASONS, Agreed, Limits, Retry, Window, Wishes
 
-NAMES = ("loss", "grad_norm", "learning_rate", "non_finite")
+NAMES = ("loss", "grad_norm", "learning_rate", "skipped_batches")
 
 
 class OnDevice:
@@ -37,11 +42,22 @@ class OnDevice:
     def copy_to_host_async(self): ...
 
 
-class World:
-    """A loop around a step that only counts, and a record of all that happens, in order."""
+def reduced(stop=0, saves=0, verdict=Verdict.APPLIED, batch_index=0, newest=None, loss=1.0, expected=1.0):
+    """What the step gives back to all hosts."""
+    values = (stop, saves, verdict, batch_index, batch_index if newest is None else newest)
+    assert len(values) + 2 == len(REDUCED)
+    return np.array([*values, *np.array([loss, expected], np.float32).view(np.int32)], np.int32)
 
-    def __init__(self, max_steps=40, every_steps=10, save_steps=None, wishes=None):
+
+class World:
+    """A loop around a step that only counts, and a record of all that happens, in order.
+
+    `verdicts`: what the step says of a batch, the first time that it comes, unless it is told to skip it.
+    """
+
+    def __init__(self, max_steps=40, every_steps=10, save_steps=None, wishes=None, anomalies=None, verdicts=None, skip=()):
         self.touched, self.log, self.dispatched, self.asked = [], [], 0, []
+        self.verdicts = verdicts or {}
         runtime.install(runtime.Runtime(lambda event: self.log.append((event["ev"], event.get("step")))))
         self.info = RunInfo()
         limits = Limits(max_steps, None)
@@ -50,12 +66,15 @@ class World:
             loader=SimpleNamespace(batch=self.batch, global_batch_size=1),
             empty_bag=lambda: None,
             publisher=Publisher(every_steps, Throughput(1, 1.0, 1), NAMES, self.publish, clock=lambda: 0.0),
-            flags=SimpleNamespace(array=lambda stop, saves: (stop, saves)),
+            flags=SimpleNamespace(array=lambda *flags: flags),
             wishes=wishes(limits) if wishes else Wishes(limits, None, clock=lambda: 0.0),
             checkpoint=CheckpointConfig(save_steps=save_steps),
             evaluation=EvaluationConfig(),
+            anomalies=anomalies or AnomalyConfig(),
+            lineage=Lineage(skipped=set(skip)),
             save=lambda state: self.log.append(("save", state)),
             evaluate=lambda state: None,
+            go_back=self.go_back,
             callbacks=CallbackList(),
             seconds=Seconds(),
             info=self.info,
@@ -67,11 +86,18 @@ class World:
         self.log.append(("batch", k))
         return k
 
-    def step(self, state, bag, batch, wishes):
+    def step(self, state, bag, batch, flags):
         self.dispatched += 1
-        self.asked.append(wishes)
+        self.asked.append(flags)
+        stop, saves, skip, batch_index = flags
+        verdict = Verdict.ORDERED if skip else self.verdicts.pop(batch_index, Verdict.APPLIED)
+        told = reduced(stop, saves, verdict, batch_index, batch_index + (verdict is Verdict.OUT_OF_STEP))
         made = OnDevice(self, "bag", self.dispatched, [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 1.0]])
-        return state + 1, made, OnDevice(self, "flags", self.dispatched, wishes)
+        return state + 1, made, OnDevice(self, "flags", self.dispatched, told)
+
+    def go_back(self, decision):
+        self.log.append(("go_back", decision.go_back_to))
+        return decision.go_back_to, decision.go_back_to
 
     def publish(self, step, metrics, seconds):
         self.log.append(("publish", step))
@@ -159,9 +185,176 @@ def test_minutes_and_limits_are_wishes_by_this_hosts_clock():
 
 def test_the_window_holds_two_steps():
     window = Window(10)
-    assert window.push(np.array([0, 0])) is None
-    assert window.push(np.array([0, 0])) is None
-    assert window.push(np.array([0, 7])) == Agreed(0, 0)
-    assert window.completed_step == 11
-    window.drain()
+    for batch_index in (10, 11, 12):
+        assert not window.full
+        window.push(batch_index, reduced(saves=7 if batch_index == 12 else 0, batch_index=batch_index))
+    assert window.full
+    assert window.complete_one().saves == 0
+    assert (window.completed_step, window.in_flight) == (11, 2)
+    assert (window.complete_one().batch_index, window.complete_one().saves) == (11, 7)
     assert window.completed_step == 13
+
+
+def test_what_all_hosts_read_of_a_step():
+    agreed = Agreed.read(reduced(2, 3, Verdict.LOSS_SPIKE, 17, loss=9.5, expected=np.nan))
+    assert (agreed.stop_reason, agreed.saves, agreed.verdict) == (STOP_REASONS[1], 3, Verdict.LOSS_SPIKE)
+    assert (agreed.batch_index, agreed.loss) == (17, 9.5)
+    assert np.isnan(agreed.expected_loss)
+
+
+# ---------------------------------------------------------------------- where a run ends
+
+
+@pytest.mark.parametrize(
+    ("limits", "at", "reason"),
+    [
+        (Limits(8, None), 7, None),
+        (Limits(8, None), 8, StopReason.MAX_STEPS),
+        (Limits(None, 5), 5, StopReason.MAX_EPOCHS),
+        (Limits(None, None, stop_at=5), 4, None),
+        (Limits(None, None, stop_at=5), 5, StopReason.RESIZE),
+        (Limits(None, None, stop_at=5), 9, StopReason.RESIZE),
+        (Limits(5, None, stop_at=5), 5, StopReason.MAX_STEPS),
+    ],
+)
+def test_limits_count_batches(limits, at, reason):
+    assert limits.reached(RunInfo(global_step=at)) is reason
+
+
+def test_what_a_person_asked_for_outweighs_what_happens_to_machines():
+    order = STOP_REASONS.index
+    assert order(StopReason.RESIZE) < order(StopReason.PREEMPTED) < order(StopReason.INTERRUPTED) < order(StopReason.REQUESTED)
+    assert [reason for reason in (StopReason.RESIZE, StopReason.PREEMPTED) if reason.finished] == []
+
+
+def test_a_notice_stops_the_run_and_is_told_once():
+    host = runtime.Runtime(lambda event: None)
+    host.notice("SIGTERM")
+    host.notice("SIGTERM")
+    assert host.stop_reason == "preempted"
+    assert (host.take_notice(), host.take_notice()) == ({"reason": "SIGTERM", "deadline_s": None}, None)
+
+
+def test_a_fence_is_obeyed_at_once_and_whenever_it_changes():
+    host, seen = runtime.Runtime(lambda event: None, fence="epochs/2"), []
+    host.follow_fence(seen.append)
+    host.fence("epochs/3")
+    assert seen == ["epochs/2", "epochs/3"]
+
+
+# ---------------------------------------------------------------------- a save that failed
+
+
+def test_a_failed_save_is_tried_again_ever_later():
+    retry, tries = Retry(), []
+    for now_s in range(2000):
+        if retry.due(True, float(now_s)):
+            tries.append(now_s)
+            retry.tried(float(now_s))
+    gaps = np.diff([0, *tries]).tolist()
+    assert gaps[:5] == [RETRY_FIRST_S, 20, 40, 80, 160]
+    assert set(gaps[5:]) == {RETRY_MAX_S}
+
+
+def test_a_save_made_good_ends_the_tries_and_the_next_failure_begins_anew():
+    retry = Retry()
+    assert not retry.due(True, 0.0)
+    assert retry.due(True, 10.0)
+    assert not retry.due(True, 11.0)  # wished, not started yet
+    retry.tried(12.0)
+    assert not retry.due(True, 31.0)
+    assert not retry.due(False, 40.0)
+    assert not retry.due(True, 50.0)
+    assert retry.due(True, 60.0)
+
+
+def test_a_try_that_another_host_wished_counts():
+    retry = Retry()
+    assert not retry.due(True, 0.0)
+    retry.tried(9.0)
+    assert not retry.due(True, 28.0)
+    assert retry.due(True, 29.0)
+
+
+def test_a_failed_save_is_a_wish():
+    now, failing = [0.0], [True]
+    wishes = Wishes(Limits(None, None), None, lambda: failing[0], clock=lambda: now[0])
+    runtime.install(runtime.Runtime(lambda event: None))
+    assert wishes.wished_saves(Agreed()) == 0
+    now[0] = RETRY_FIRST_S
+    assert wishes.wished_saves(Agreed(saves=4)) == 5
+    wishes.saved()
+    assert wishes.wished_saves(Agreed(saves=5)) == 5
+
+
+# ---------------------------------------------------------------------- batches that are not trained on
+
+
+def test_batches_to_skip_are_flagged():
+    world = World(max_steps=6, skip=(2, 4))
+    world.loop.run(0)
+    assert [flags[2] for flags in world.asked] == [False, False, True, False, True, False]
+    assert [flags[3] for flags in world.asked] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_batch_that_the_step_skipped_is_told_and_remembered():
+    world = World(max_steps=9, verdicts={4: Verdict.NON_FINITE})
+    assert world.loop.run(0) == (9, StopReason.MAX_STEPS)
+    assert world.loop.lineage.skipped == {4}
+    assert [kind for kind, _ in world.log].count("anomaly") == 1
+
+
+def test_a_save_knows_the_verdicts_on_all_batches_before_it():
+    world = World(max_steps=9, save_steps=5, verdicts={4: Verdict.NON_FINITE})
+    known = []
+    world.loop.save = lambda state: known.append((state, set(world.loop.lineage.skipped)))
+    world.loop.run(0)
+    assert known == [(5, {4})]
+
+
+def test_a_rollback_goes_back_and_leaves_the_batches_out():
+    config = AnomalyConfig(non_finite="rollback", skip_before=2)
+    world = World(max_steps=12, anomalies=config, verdicts={7: Verdict.NON_FINITE})
+    state, reason = world.loop.run(0)
+    assert (state, reason) == (12, StopReason.MAX_STEPS)
+    assert [entry for entry in world.log if entry[0] == "go_back"] == [("go_back", 5)]
+    drawn = [k for kind, k in world.log if kind == "batch"]
+    assert drawn == [*range(10), *range(5, 12)]  # two steps were in flight when it was read
+    assert [flags[3] for flags in world.asked if flags[2]] == [5, 6, 7]
+    assert [kind for kind, _ in world.log].count("first_step") == 1
+
+
+def test_an_anomaly_in_the_last_steps_is_found_before_the_end_and_before_a_save():
+    config = AnomalyConfig(non_finite="rollback")
+    world = World(max_steps=8, save_steps=4, anomalies=config, verdicts={3: Verdict.NON_FINITE, 7: Verdict.NON_FINITE})
+    assert world.loop.run(0)[0] == 8
+    assert [entry for entry in world.log if entry[0] in ("save", "go_back")] == [("go_back", 3), ("save", 4), ("go_back", 7)]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "config", "error"),
+    [
+        (Verdict.NON_FINITE, AnomalyConfig(non_finite="raise"), NonFiniteLossError),
+        (Verdict.LOSS_SPIKE, AnomalyConfig(loss_spike="raise"), LossSpikeError),
+    ],
+)
+def test_a_policy_may_want_an_error(verdict, config, error):
+    with pytest.raises(error, match="batch 3"):
+        World(anomalies=config, verdicts={3: verdict}).loop.run(0)
+
+
+def test_hosts_out_of_step_are_an_error_that_names_the_step():
+    with pytest.raises(
+        DesyncError, match=r"out of step at batch 3: .* batches 3 to 4 \(host 0 at 3\); .* skipped or repeated a step"
+    ):
+        World(verdicts={3: Verdict.OUT_OF_STEP}).loop.run(0)
+
+
+def test_waiting_is_no_business():
+    now = [0.0]
+    busy = BusyTime(clock=lambda: now[0])
+    now[0] = 2.0
+    with busy.waiting():
+        now[0] = 10.0
+    now[0] = 11.0
+    assert busy.total_s == 3.0

@@ -119,6 +119,11 @@ def test_sharded_state_takes_less_of_each_device():
     assert whole / 4 < facts["state_bytes_per_device"] < whole / 3
 
 
+def test_rows_that_pad_a_batch_are_told_if_there_are_any():
+    facts = [plan.plan(arguments(global_batch_size=8), num_devices=n)[1].get("padded_rows_per_step") for n in (1, 3, 4)]
+    assert facts == [None, 1, None]
+
+
 def test_epochs_and_steps_end_a_run_whichever_comes_first():
     assert plan.plan(arguments(max_num_steps=None, max_num_data_epochs=3), num_devices=1)[1]["max_steps"] == 2  # 30 / 16
     assert plan.plan(arguments(max_num_steps=1, max_num_data_epochs=3), num_devices=1)[1]["max_steps"] == 1

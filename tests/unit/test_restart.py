@@ -1,3 +1,6 @@
+import dataclasses
+import json
+
 import pytest
 
 from orchestrator.failures import FailureKind, PostMortem, classify
@@ -58,7 +61,14 @@ def test_preemptions_have_their_own_budget():
 
 
 @pytest.mark.parametrize(
-    "kind", [FailureKind.USER_ERROR, FailureKind.DATA_ERROR, FailureKind.NON_FINITE, FailureKind.OUT_OF_MEMORY]
+    "kind",
+    [
+        FailureKind.USER_ERROR,
+        FailureKind.DATA_ERROR,
+        FailureKind.NON_FINITE,
+        FailureKind.LOSS_SPIKE,
+        FailureKind.OUT_OF_MEMORY,
+    ],
 )
 def test_the_same_error_at_the_same_step_twice_gives_up(kind):
     assert decide([user(kind=kind)], POLICY) == Restart(0.0)
@@ -83,6 +93,27 @@ def test_the_same_crash_twice_is_tried_again():
     assert isinstance(decide([crash(), crash()], POLICY), Restart)
 
 
+def hang(checkpoint_step=None, step=7):
+    return PastFailure(kind=FailureKind.HANG, step=step, checkpoint_step=checkpoint_step)
+
+
+def test_a_hang_at_the_same_place_is_tried_again_within_the_budget():
+    assert decide([hang(10), hang(10)], POLICY) == Restart(1.0)
+    assert "4 failures" in decide([hang(10)] * 4, POLICY).reason
+
+
+def desync(step=7, message="host 1 at 8"):
+    return PastFailure(kind=FailureKind.DESYNC, step=step, exception=("DesyncError", message))
+
+
+def test_hosts_out_of_step_twice_at_the_same_step_give_up_whoever_it_was():
+    assert decide([desync()], POLICY) == Restart(0.0)
+    assert decide([desync(), desync(message="host 0 at 8")], POLICY).reason == (
+        "the same desync at step 7 twice in a row: it would happen for ever"
+    )
+    assert isinstance(decide([desync(), desync(step=9)], POLICY), Restart)
+
+
 def test_addresses_in_messages_do_not_make_them_different():
     history = [user(message="bad <object at 0x7f01>"), user(message="bad <object at 0x7fee>")]
     assert isinstance(decide(history, POLICY), GiveUp)
@@ -97,6 +128,17 @@ def test_past_failure_of_a_classified_one():
     failure = classify([PostMortem(host=0, exception=exception, last_step=7)])
     assert past_failure(failure, 5) == user(deterministic=True, checkpoint_step=5)
     assert past_failure(classify([], {1}), None) == PastFailure(kind=FailureKind.HOST_LOST)
+    placed = past_failure(classify([], {1}), None, seat=3, node_id="abc", at_s=9.0)
+    assert (placed.seat, placed.node_id, placed.at_s) == (3, "abc", 9.0)
+
+
+def test_a_past_failure_survives_json_also_from_a_document_that_knew_less():
+    past = user(deterministic=True, checkpoint_step=5, seat=1, node_id="abc", at_s=9.0)
+    data = json.loads(json.dumps(dataclasses.asdict(past)))
+    assert PastFailure.from_dict(data) == past
+    older = {name: data[name] for name in ("kind", "step", "exception", "deterministic", "checkpoint_step")}
+    assert PastFailure.from_dict(older) == user(deterministic=True, checkpoint_step=5)
+    assert PastFailure.from_dict({**older, "exception": None, "unheard_of": 1}).exception is None
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,19 @@ import re
 
 import pytest
 
+from cluster.capacity import Node, explain_missing, find_slices, unusable_slices
 from cluster.topology import (
     NODE_ID_LABEL,
     POD_TYPE_LABEL,
     SLICE_NAME_LABEL,
     WORKER_ID_LABEL,
     HostsConfig,
-    Node,
     bundle,
     chips_per_host,
     devices_per_host,
-    explain_missing,
-    find_slices,
     generation,
     megascale_env,
+    min_hosts,
     num_devices,
     num_hosts,
     pod_type,
@@ -24,7 +23,6 @@ from cluster.topology import (
     slice_of,
     strategy,
     topology_dims,
-    unusable_slices,
 )
 
 TWO_SLICES = HostsConfig(kind="tpu", accelerator="v4", topology="2x2x2", slices=2)
@@ -101,6 +99,12 @@ def test_a_slice_of_one_host_is_known_by_its_type_alone():
         ({"devices_per_host": 0}, "devices_per_host = 0: expected a whole number of at least 1"),
         ({"cpus_per_host": 0}, "cpus_per_host = 0: expected more than 0"),
         ({"start_timeout_s": -1}, "start_timeout_s = -1: expected more than 0"),
+        ({"wait_for_max_s": -1}, "wait_for_max_s = -1: expected at least 0"),
+        ({"min": 0, "max": 2}, "min = 0: expected a whole number of at least 1"),
+        ({"min": 3, "max": 2}, "min = 3: expected at most max, which is 2"),
+        ({"min": 3}, "min = 3: give max too, or count instead"),
+        ({"max": 3}, "max = 3: give min too, or count instead"),
+        ({"count": 2, "min": 1, "max": 3}, "count = 2, min = 1, max = 3: give either count, or min and max"),
         ({"topology": "2x2"}, "topology = 2x2: only TPU hosts have one; set kind: tpu, or leave topology out"),
         ({"slices": 2}, "slices = 2: only TPU hosts have one; set kind: tpu, or leave slices out"),
         ({"kind": "tpu"}, "kind: tpu needs accelerator (such as v5e) and topology (such as 4x4)"),
@@ -120,6 +124,39 @@ def test_a_slice_of_one_host_is_known_by_its_type_alone():
 def test_what_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         HostsConfig(**fields)
+
+
+def test_tpu_hosts_are_as_many_as_the_slice_has():
+    message = (
+        "min = 1: TPU slices are of one size; min and max are for cpu and gpu hosts, leave min out\n"
+        "max = 2: TPU slices are of one size; min and max are for cpu and gpu hosts, leave max out"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        HostsConfig(kind="tpu", accelerator="v4", topology="2x2x2", min=1, max=2)
+
+
+def test_everything_that_is_wrong_is_told_at_once():
+    with pytest.raises(ValueError, match="spares") as error:
+        HostsConfig(count=0, spares=-1, start_timeout_s=0, topology="2x2", min=2)
+    assert [line.split(" = ")[0] for line in str(error.value).splitlines()] == [
+        "count",
+        "spares",
+        "start_timeout_s",
+        "topology",
+        "count",
+    ]
+    with pytest.raises(ValueError, match="not a TPU generation") as error:
+        HostsConfig(kind="tpu", accelerator="v5", topology="2by2", spares=1)
+    assert [line.split(" = ")[0] for line in str(error.value).splitlines()] == ["spares", "accelerator", "topology"]
+
+
+def test_a_run_of_any_number_of_hosts_between_two():
+    config = HostsConfig(min=2, max=4, devices_per_host=2)
+    assert (min_hosts(config), num_hosts(config), num_devices(config)) == (2, 4, 8)
+    assert (min_hosts(HostsConfig(count=3)), min_hosts(HostsConfig()), min_hosts(TWO_SLICES)) == (3, 1, 4)
+    text = explain_missing(HostsConfig(min=2, max=9), [node("a", {"CPU": 1.0})])
+    assert "asked for 2 hosts" in text
+    assert "set hosts.min to at most 1" in text
 
 
 def test_names_of_generations():

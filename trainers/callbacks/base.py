@@ -12,9 +12,14 @@ class RunInfo:
     """Where the run stands, as the host knows it. Reading it never waits for the device."""
 
     global_step: int = 0
-    batch_index: int = 0
+    """Batches drawn, those included whose update was not applied. After a rollback it is smaller than before."""
     epoch: float = 0.0
     max_steps: int | None = None
+
+    @property
+    def batch_index(self) -> int:
+        """Of the next batch: the same number."""
+        return self.global_step
 
 
 class Callback:

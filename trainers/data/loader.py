@@ -31,9 +31,10 @@ class RandomAccess(Protocol):
 class StepAddressedLoader:
     """`batch(k)` for k, k + 1, ...: read ahead on threads; any other k seeks.
 
-    Leaves are [accumulation_steps, micro_batch, ...], row r of the global batch at [r // micro_batch, r % micro_batch], each
-    host filling the rows of its own devices. `weight` (float32) is 1 for a real example, 0 for padding: past `num_examples`, if
-    given, examples are padding (a held-out set is read once, its ragged end counted once).
+    Leaves are [accumulation_steps, rows, ...], row r of the global batch at [r // micro_batch, r % micro_batch], each host
+    filling the rows of its own devices. `weight` (float32) is 1 for a real example and 0 for padding: the rows from micro_batch
+    on, where replicas cannot share a micro-batch evenly; and what lies past `num_examples`, if given (a held-out set is read
+    once, its ragged end counted once).
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class StepAddressedLoader:
         read_ahead: int = 2,
     ):
         self.dataset, self.global_batch_size, self.num_examples = dataset, global_batch_size, num_examples
-        self.shape = (accumulation_steps, global_batch_size // accumulation_steps)
+        self.micro_batch_size = global_batch_size // accumulation_steps
+        self.shape = (accumulation_steps, meshes.padded_rows(mesh, self.micro_batch_size))
         self.sharding = meshes.micro_batches(mesh)
         self.read_ahead = read_ahead
         self._threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="loader")
@@ -75,9 +77,11 @@ class StepAddressedLoader:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _row_numbers(self, index: tuple[slice, ...]) -> tuple[tuple[int, ...], ...]:
+    def _row_numbers(self, index: tuple[slice, ...]) -> tuple[tuple[int | None, ...], ...]:
+        """Of the global batch; None for padding."""
         micro, rows = (range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True))
-        return tuple(tuple(m * self.shape[1] + r for r in rows) for m in micro)
+        size = self.micro_batch_size
+        return tuple(tuple(m * size + r if r < size else None for r in rows) for m in micro)
 
     def _load(self, k: int) -> dict[str, jax.Array]:
         # Devices that differ only along the tensor axis hold the same rows: read those once.
@@ -89,12 +93,13 @@ class StepAddressedLoader:
             out[name] = jax.make_array_from_single_device_arrays(shape, self.sharding, shards)
         return out
 
-    def _read(self, k: int, rows: tuple[tuple[int, ...], ...]) -> dict[str, np.ndarray]:
+    def _read(self, k: int, rows: tuple[tuple[int | None, ...], ...]) -> dict[str, np.ndarray]:
         start = k * self.global_batch_size
-        # Padding repeats the last example, so that its values are ordinary ones.
-        last = None if self.num_examples is None else self.num_examples - 1
-        numbers = [start + row for micro in rows for row in micro]
-        examples = [self.dataset[number if last is None else min(number, last)] for number in numbers]
+        last = self.num_examples - 1 if self.num_examples else start + self.global_batch_size
+        numbers = [None if row is None or start + row > last else start + row for micro in rows for row in micro]
+        # Padding repeats an example, so that its values are ordinary ones.
+        filler = min(start, last)
+        examples = [self.dataset[filler if number is None else number] for number in numbers]
         out: dict[str, Any] = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
-        out["weight"] = np.array([last is None or number <= last for number in numbers], np.float32)
+        out["weight"] = np.array([number is not None for number in numbers], np.float32)
         return {name: value.reshape(len(rows), len(rows[0]), *value.shape[1:]) for name, value in out.items()}

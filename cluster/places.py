@@ -1,0 +1,118 @@
+"""Places: the bundles of placement groups that a run holds, or waits for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node  # as in ray.util.tpu: there is no public way to ask
+from ray.util.placement_group import PlacementGroup, placement_group
+
+from cluster import groups, slices
+from cluster.capacity import Node
+from cluster.leftovers import group_name
+from cluster.topology import NODE_ID_LABEL, HostsConfig, bundle, min_hosts, strategy
+
+
+@dataclass(frozen=True)
+class Place:
+    """A bundle of a placement group: room for one host."""
+
+    group: PlacementGroup
+    index: int
+    alone: bool
+    """Whether the group has this one bundle."""
+
+    def record(self) -> dict[str, Any]:
+        return {"group": self.group.id.hex(), "bundle": self.index, "alone": self.alone}
+
+    def node_id(self) -> str | None:
+        """The living machine that it is on; None while Ray has none for it."""
+        node_id = groups.node_ids(self.group).get(self.index)
+        return node_id if any(node.node_id == node_id for node in living_nodes()) else None
+
+
+def place_of(record: Mapping[str, Any]) -> Place:
+    """The place of which this is the record."""
+    return Place(groups.by_id(record["group"]), record["bundle"], record["alone"])
+
+
+def living_nodes() -> list[Node]:
+    """The machines of the cluster with what they have and what is free."""
+    free = available_resources_per_node()
+    return [
+        Node(
+            node_id=node["NodeID"],
+            ip=node["NodeManagerAddress"],
+            total=node["Resources"],
+            free=free.get(node["NodeID"], node["Resources"]),
+            labels=node.get("Labels") or {},
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+class Places:
+    """The groups that one driver of a run knows to be the run's. All are detached: they outlive the driver."""
+
+    def __init__(self, config: HostsConfig, run_name: str, epoch: int):
+        self.config, self.run_name, self.epoch = config, run_name, epoch
+        self.groups: list[PlacementGroup] = []
+        self.vacant: list[Place] = []
+        """Bundles of the shared group that were left for another place: they cannot be given back before the others."""
+        self._counter = itertools.count()
+
+    def take_base(self, deadline_s: float, avoid_nodes: Sequence[str]) -> list[Place]:
+        """Room for the hosts that the run cannot do without: all of it, or TimeoutError."""
+        name = group_name(self.run_name)
+        if self.config.kind == "tpu":
+            group = slices.reserve(self.config, name, self.groups, deadline_s, living_nodes, avoid_nodes)
+        else:
+            group = self._group(min_hosts(self.config), strategy(self.config), name, avoid_nodes)
+            groups.wait_ready(group, deadline_s)
+        return [Place(group, index, alone=False) for index in range(min_hosts(self.config))]
+
+    def ask_for_one(self, number: int, avoid_nodes: Sequence[str]) -> Place:
+        """Room for one more host, in a group of its own, as soon as Ray has it."""
+        name = group_name(self.run_name, number, self.epoch, next(self._counter))
+        return Place(self._group(1, "PACK", name, avoid_nodes), 0, alone=True)
+
+    def exchange(self, place: Place, number: int, avoid_nodes: Sequence[str]) -> Place:
+        """Another place for this seat, not on these machines: one that was left vacant, or a new one, which may be pending."""
+        if place.alone:
+            groups.remove(place.group)
+            self.groups.remove(place.group)
+        found = next((vacant for vacant in self.vacant if vacant.node_id() not in (None, *avoid_nodes)), None)
+        if found is not None:
+            self.vacant.remove(found)
+        if not place.alone:
+            self.vacant.append(place)
+        return found or self.ask_for_one(number, avoid_nodes)
+
+    def give_all_back(self) -> None:
+        for group in self.groups:
+            groups.remove(group)
+        self.forget()
+
+    def forget(self) -> None:
+        """They are another driver's now."""
+        self.groups, self.vacant = [], []
+
+    def record(self) -> dict[str, Any]:
+        return {"groups": [group.id.hex() for group in self.groups], "vacant": [place.record() for place in self.vacant]}
+
+    def recall(self, record: Mapping[str, Any]) -> None:
+        """What an earlier driver held when it wrote this."""
+        self.groups = [groups.by_id(key) for key in record["groups"]]
+        self.vacant = [place_of(place) for place in record["vacant"]]
+
+    def _group(self, count: int, how: str, name: str, avoid_nodes: Sequence[str]) -> PlacementGroup:
+        labels = [{NODE_ID_LABEL: f"!in({','.join(avoid_nodes)})"}] * count if avoid_nodes else None
+        bundles = [bundle(self.config)] * count
+        group = placement_group(bundles, strategy=how, name=name, lifetime="detached", bundle_label_selector=labels)
+        self.groups.append(group)
+        return group

@@ -1,0 +1,141 @@
+"""What a disturbed run may stand on: a disk that can be filled, an MLflow server that can be killed. Nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+START_TIMEOUT_S = 60.0
+
+
+class GroundError(Exception):
+    """It could not be prepared; the message says what failed."""
+
+
+class SmallDisk:
+    """A tmpfs at `folder`, which can be filled to its last byte."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._ballast = folder / "ballast"
+
+    def fill(self) -> None:
+        with self._ballast.open("ab", buffering=0) as file:
+            for size in (1 << 20, 4096, 1):
+                with suppress(OSError):
+                    while True:
+                        file.write(b"\0" * size)
+
+    def free(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+
+class MlflowServer:
+    """A tracking server in a session of its own, with a store that outlives it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.port = folder, free_port("127.0.0.1")
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        store = [
+            "--backend-store-uri",
+            f"sqlite:///{self.folder}/mlflow.db",
+            "--artifacts-destination",
+            f"{self.folder}/artifacts",
+        ]
+        command = [sys.executable, "-m", "mlflow", "server", *store, "--port", str(self.port), "--workers", "1"]
+        with (self.folder / "mlflow.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def wait_ready(self) -> None:
+        wait_for(lambda: answers(f"{self.uri}/health"), "the MLflow server", 120.0)
+
+    def kill(self) -> int:
+        """Returns whose process it was."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        return self._process.pid
+
+
+@contextmanager
+def small_disk(size_bytes: int) -> Iterator[SmallDisk]:
+    folder = Path(tempfile.mkdtemp(prefix="gangway-disk-"))
+    try:
+        run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)])
+        try:
+            yield SmallDisk(folder)
+        finally:
+            # Lazily: somebody may still look into it, and it shall be gone all the same.
+            run(["umount", "--lazy", str(folder)])
+    finally:
+        folder.rmdir()
+
+
+@contextmanager
+def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
+    server = MlflowServer(folder)
+    server.start()
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+def why_no_small_disk() -> str | None:
+    """Why a small tmpfs cannot be mounted here; None if it can."""
+    try:
+        with small_disk(1 << 20):
+            return None
+    except GroundError as error:
+        return f"no mounts here: {error}"
+
+
+def run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise GroundError(f"{' '.join(command)}: {error}") from error
+    if done.returncode != 0:
+        raise GroundError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise GroundError(f"{what} was not there after {timeout_s:.0f} s")
+        time.sleep(0.1)
+
+
+def free_port(ip_address: str) -> int:
+    with socket.socket() as listener:
+        listener.bind((ip_address, 0))
+        return listener.getsockname()[1]
+
+
+def can_connect(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host, int(port)), timeout=1):
+        return True
+    return False
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5) as response:
+        return response.status == 200
+    return False

@@ -1,0 +1,146 @@
+"""`python -m orchestrator.checkpoints RUN_DIR|CONFIG`: the checkpoints of a run, and whether they are what was saved.
+
+Reads files only, and may be used while the run goes on.
+Exit status: 0; 1 when a checkpoint is damaged; 2 when there is no such run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator import storage
+from orchestrator.config import ConfigError, load
+from trainers import checkpoint_folder, manifest
+
+EXIT_FINE = 0
+EXIT_DAMAGED = 1
+EXIT_REFUSED = 2
+CHECKPOINTS = "checkpoints"
+STYLES = {"verified": "green", "whole": None, "damaged": "red", "incomplete": "yellow", "unfinished": "yellow"}
+
+
+class NoRunError(Exception):
+    """What was named is not a run."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checkpoint."""
+
+    step: int
+    path: str
+    state: str
+    """`verified`: every byte is what was saved; `whole`: every file is there and has its size, small ones their contents;
+    `damaged`; `incomplete`: there is no manifest; `unfinished`: being saved, or left by a save that was cut short."""
+    why: list[str] = field(default_factory=list)
+    committed_s: float | None = None
+    """Unix time."""
+    num_bytes: int | None = None
+    num_hosts: int | None = None
+    lineage: list[Any] = field(default_factory=list)
+    skipped_batches: list[int] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.checkpoints", description="The checkpoints of a run.")
+    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser.add_argument("--verify", action="store_true", help="compare the digest of every file: reads everything")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    arguments = parser.parse_args(argv)
+    try:
+        folder = checkpoints_of(arguments.run, arguments.overrides)
+    except (ConfigError, NoRunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    rows = list(inspect(folder, verify=arguments.verify))
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        show(folder, rows, Console())
+    return EXIT_DAMAGED if any(row.state == "damaged" for row in rows) else EXIT_FINE
+
+
+def checkpoints_of(run: str, overrides: Sequence[str] = ()) -> Path:
+    """The folder of a run's checkpoints, which may not be there yet. Raises NoRunError or ConfigError."""
+    if Path(run).is_dir():
+        if not any((Path(run) / name).exists() for name in (CHECKPOINTS, "launch.json", "epochs")):
+            raise NoRunError(f"{run} is not a run's folder: expected one with {CHECKPOINTS}/ in it, such as STORAGE/NAME")
+        return Path(run) / CHECKPOINTS
+    if not Path(run).exists() and Path(run).suffix not in (".yaml", ".yml"):
+        raise NoRunError(f"there is no {run}: give a run's folder, or the YAML file it was started with")
+    run_dir = load(run, overrides).run_dir
+    if storage.is_url(run_dir):
+        raise NoRunError(f"{run_dir} is no local or mounted folder: mount the bucket, and give the run's folder in it")
+    if not Path(run_dir).is_dir():
+        raise NoRunError(f"{run} was not started yet with this storage and name: there is no {run_dir}")
+    return Path(run_dir) / CHECKPOINTS
+
+
+def inspect(folder: Path, *, verify: bool) -> Iterator[Row]:
+    """Oldest first. One that is deleted meanwhile is left out."""
+    for step in checkpoint_folder.steps(folder):
+        row = _look_at(folder / str(step), step, verify)
+        if (folder / str(step)).exists():
+            yield row
+    for path in checkpoint_folder.on_the_way(folder):
+        number, _, what = path.name.partition(".")
+        if what.startswith("saving"):
+            yield Row(int(number), str(path), "unfinished", ["being saved, or what a save that was cut short has left"])
+
+
+def _look_at(path: Path, step: int, verify: bool) -> Row:
+    try:
+        content = manifest.read(path)
+    except manifest.UnfinishedError as error:
+        return _with_meta(Row(step, str(path), "incomplete", [str(error)]), path)
+    except manifest.DamagedError as error:
+        return _with_meta(Row(step, str(path), "damaged", [str(error)]), path)
+    problems = list(content.problems(path, content.files, digest_up_to=None if verify else manifest.SMALL_BYTES))
+    state = "damaged" if problems else "verified" if verify else "whole"
+    return _with_meta(Row(step, str(path), state, problems, content.committed_s, content.num_bytes), path)
+
+
+def _with_meta(row: Row, path: Path) -> Row:
+    try:
+        meta = manifest.read_meta(path)
+    except manifest.DamagedError as error:
+        return row if row.why else replace(row, state="damaged", why=[str(error)])
+    lineage = meta.get("lineage", [])
+    num_hosts = lineage[-1]["num_hosts"] if lineage else None
+    return replace(row, num_hosts=num_hosts, lineage=lineage, skipped_batches=meta.get("skipped_batches", []))
+
+
+def show(folder: Path, rows: Sequence[Row], console: Console) -> None:
+    if not rows:
+        console.print(f"no checkpoint in {folder} yet")
+        return
+    table = Table(title=str(folder), title_justify="left", box=None, pad_edge=False)
+    for name in ("step", "committed", "size", "hosts", "lineage", "skipped", "state"):
+        table.add_column(name, justify="left" if name in ("committed", "lineage", "state") else "right", no_wrap=name != "state")
+    for row in rows:
+        table.add_row(*_cells(row), style=STYLES[row.state])
+    console.print(table)
+
+
+def _cells(row: Row) -> list[str]:
+    when = "" if row.committed_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.committed_s))
+    size = "" if row.num_bytes is None else f"{row.num_bytes / 1e6:,.1f} MB"
+    lineage = " ".join(f"{stretch['num_hosts']}x{stretch['num_devices']}@{stretch['batch_index']}" for stretch in row.lineage)
+    skipped = str(len(row.skipped_batches)) if row.skipped_batches else ""
+    state = row.state if not row.why else f"{row.state}: {'; '.join(row.why[:3])}{' ...' if len(row.why) > 3 else ''}"
+    return [str(row.step), when, size, str(row.num_hosts or ""), lineage, skipped, state]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Who trains: the seats of the gang, what is known against them, and who takes whose place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from cluster.capacity import explain_missing
+from cluster.gang import Gang, Seat, living_nodes
+from cluster.topology import devices_per_host, min_hosts, num_hosts
+from orchestrator import elasticity
+from orchestrator.config import JobConfig
+from orchestrator.elasticity import Members
+from orchestrator.ledger import Action
+from orchestrator.quarantine import Quarantine, quarantined
+from orchestrator.restart import PastFailure
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of the gang between two generations."""
+
+    before: int
+    after: int
+    action: Action
+    detail: str = ""
+
+
+class NoHosts(Exception):
+    """There are not enough machines to go on; the message says what is missing."""
+
+
+class Roster:
+    def __init__(self, config: JobConfig, gang: Gang):
+        self.config, self.gang = config, gang
+        self.leaving: dict[int, str] = {}
+        """Seats whose machine is about to be taken away, and why."""
+
+    @property
+    def size(self) -> int:
+        return len(self.gang.members)
+
+    def allowed(self, wanted: int | None = None) -> list[int]:
+        """Numbers of hosts that the configuration can train on; `wanted` alone, if given."""
+        if wanted is not None:
+            return [wanted]
+        hosts = self.config.hosts
+        return elasticity.allowed_counts(min_hosts(hosts), num_hosts(hosts), self._fits)
+
+    def possible(self) -> int:
+        """The greatest number of hosts that could train now."""
+        could = [seat for seat in self.gang.refresh() if seat.number not in self.leaving]
+        return max((count for count in self.allowed() if count <= len(could)), default=0)
+
+    def hosts_on(self, nodes: Collection[str]) -> list[int]:
+        return [host for host, seat in enumerate(self.gang.members) if seat.node_id in nodes]
+
+    def quarantine(self, history: Sequence[PastFailure], now_s: float) -> Quarantine:
+        places = {seat.number: seat.node_id for seat in self.gang.seats}
+        return quarantined(history, now_s, self.config.driver.quarantine, places)
+
+    def form(
+        self,
+        lost: Collection[int] = (),
+        *,
+        avoid: Quarantine,
+        wanted: int | None = None,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> Change:
+        """Puts the hosts of the next generation together. `lost`: hosts whose agent is gone.
+
+        Goes on with what there is as soon as that is allowed; else waits for machines, and says so (`waiting`). Raises NoHosts.
+        """
+        before = list(self.gang.members)
+        gone = [seat for host, seat in enumerate(before) if host in lost or seat.number in self.leaving]
+        nodes = {seat.node_id for seat in gone if seat.number in self.leaving} | set(avoid.nodes)
+        told = [f"host {before.index(seat)}: {self.leaving[seat.number]}" for seat in gone if seat.number in self.leaving]
+        for seat in gone:
+            self.gang.lose(seat, avoid_nodes=[node for node in nodes if node])
+            self.leaving.pop(seat.number, None)
+        members = self._choose([seat.number for seat in before], set(avoid.seats), wanted, waiting)
+        by_number = {seat.number: seat for seat in self.gang.seats}
+        self.gang.set_members([by_number[number] for number in members.seats])
+        told += [reason for seat, reason in avoid.seats.items() if seat not in members.seats]
+        action = _action([seat.number for seat in before], members.seats, {seat.number for seat in gone})
+        return Change(len(before), len(members.seats), action, "; ".join(told))
+
+    def _choose(self, present: Sequence[int], avoid: Collection[int], wanted: int | None, waiting: Callable[[], None]) -> Members:
+        allowed, timeout_s = self.allowed(wanted), self.config.hosts.start_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        available = self.gang.refresh()
+        while (members := self._members(present, available, avoid, allowed)) is None:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                why = explain_missing(self.config.hosts, living_nodes(), ())
+                raise NoHosts(f"{len(available)} hosts are left, and no other came within {timeout_s:g} s: {why}")
+            waiting()
+            available = self.gang.wait_available(len(available) + 1, left_s)
+        return members
+
+    def _members(
+        self, present: Sequence[int], available: Sequence[Seat], avoid: Collection[int], allowed: Sequence[int]
+    ) -> Members | None:
+        return elasticity.choose_members(present, [seat.number for seat in available], allowed=allowed, avoid=avoid)
+
+    def _fits(self, hosts: int) -> bool:
+        try:
+            self.config.training.check_devices(hosts * devices_per_host(self.config.hosts))
+        except ValueError:
+            return False
+        return True
+
+
+def _action(before: Sequence[int], after: Sequence[int], gone: Collection[int]) -> Action:
+    if len(after) != len(before):
+        return Action.GROW if len(after) > len(before) else Action.SHRINK
+    return Action.RESTART if list(before) == list(after) and not gone else Action.REPLACE

@@ -1,0 +1,87 @@
+"""Hosts come and go: the run goes on with what there is, on the same samples in the same order."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+import ray
+
+from tests.ray.jobs import run_job, settings
+from tests.strikes import Folder, Striking, checkpoint, recovered, step
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def job(tmp_path, folder, **changes):
+    hosts = {"env": folder.env, **changes.pop("hosts")}
+    return settings(tmp_path, max_num_steps=24, checkpoint={"save_steps": 4}, hosts=hosts, **changes)
+
+
+def replay(tmp_path, summary, hosts):
+    """The summary of an undisturbed run along the lineage of `summary`."""
+    path = tmp_path / "lineage.json"
+    path.write_text(json.dumps({name: summary[name] for name in ("lineage", "skipped_batches")}))
+    return run_job(
+        settings(
+            tmp_path,
+            name="reference",
+            max_num_steps=24,
+            checkpoint={"save_steps": 4},
+            hosts={"count": hosts},
+            driver={"replay": str(path)},
+        )
+    )
+
+
+def check_equal(summary, reference):
+    assert (summary["status"], reference["status"]) == ("finished", "finished")
+    assert summary["params_digest"] == reference["params_digest"]
+    assert summary["samples_digest"] == reference["samples_digest"]
+
+
+def test_a_lost_host_is_done_without_and_a_new_one_joins_at_a_checkpoint(tmp_path):
+    folder = Folder(tmp_path / "faults", step_s=0.2)
+    board = Striking((checkpoint(4), lambda: folder.agent(1).kill()))
+    summary = run_job(job(tmp_path, folder, hosts={"min": 2, "max": 3}, driver={"elasticity": {"grow": "at_once"}}), board)
+    assert [(i["kind"], i["action"]) for i in summary["incidents"]] == [("host_lost", "shrink"), ("resize", "grow")]
+    assert [stretch["num_hosts"] for stretch in summary["lineage"]] == [3, 2, 3]
+    check_equal(summary, replay(tmp_path, summary, hosts=3))
+
+
+def test_a_spare_takes_the_place_of_a_lost_host(tmp_path):
+    folder = Folder(tmp_path / "faults", step_s=0.1)
+    board = Striking((checkpoint(4), lambda: folder.agent(0).kill()))
+    summary = run_job(job(tmp_path, folder, hosts={"count": 2, "spares": 1}), board)
+    assert [(i["kind"], i["host"], i["action"]) for i in summary["incidents"]] == [("host_lost", 0, "replace")]
+    assert len(summary["lineage"]) == 1
+    check_equal(summary, replay(tmp_path, summary, hosts=2))
+
+
+def test_a_process_that_is_told_to_end_loses_no_step(tmp_path):
+    folder = Folder(tmp_path / "faults", step_s=0.1)
+    board = Striking((step(6), lambda: folder.process(1).send_signal(signal.SIGTERM)))
+    summary = run_job(job(tmp_path, folder, hosts={"count": 2}), board)
+    (incident,) = summary["incidents"]
+    assert incident["kind"] == "preemption"
+    assert incident["resumed_step"] == incident["step"]
+    assert summary["goodput"]["replay"] == 0.0
+    check_equal(summary, replay(tmp_path, summary, hosts=2))
+
+
+def test_two_losses_one_after_the_other(tmp_path):
+    folder = Folder(tmp_path / "faults", step_s=0.1)
+    board = Striking(
+        (checkpoint(4), lambda: folder.process(0).kill()),
+        (recovered, lambda: folder.agent(1).kill()),
+    )
+    summary = run_job(job(tmp_path, folder, hosts={"count": 2, "spares": 1}), board)
+    assert board.all_struck
+    assert [i["kind"] for i in summary["incidents"]] == ["process_crash", "host_lost"]
+    check_equal(summary, replay(tmp_path, summary, hosts=2))

@@ -1,0 +1,66 @@
+"""One of three hosts is stuck: it is found within its limit, and the message names the host and the line where it is stuck."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.ray.jobs import run_job, settings
+from tests.strikes import Folder, Striking, step
+
+LIMIT_S = 3.0
+STUCK_AT = {
+    "hang": ("hang_for_ever", "faults.py"),
+    "skip_collective": ("skip_collective", "faults.py"),
+    "stuck_save": ("write_for_ever", "faults.py"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def job(tmp_path, folder):
+    return settings(
+        tmp_path,
+        max_num_steps=16,
+        checkpoint={"save_steps": 6},
+        hosts={"count": 3, "env": folder.env},
+        driver={"watchdog": {"step_floor_s": LIMIT_S, "step_factor": 1.0, "save_s": LIMIT_S}},
+    )
+
+
+def check(summary, host):
+    assert summary["status"] == "finished"
+    (incident,) = summary["incidents"]
+    assert (incident["kind"], incident["host"]) == ("hang", host)
+    evidence = incident["evidence"]
+    assert evidence["waited_s"] <= evidence["limit_s"] + 1.0
+    files = sorted(path.name for path in Path(evidence["stacks"]).iterdir())
+    assert files == ["host-0000.txt", "host-0001.txt", "host-0002.txt"]
+    return evidence
+
+
+@pytest.mark.parametrize("kind", STUCK_AT)
+@pytest.mark.parametrize("host", [1])
+def test_a_stuck_host_is_found_and_named_with_its_line(tmp_path, kind, host):
+    folder = Folder(tmp_path / "faults")
+    folder.order(host, kind, at=8)
+    evidence = check(run_job(job(tmp_path, folder)), host)
+    function, file = STUCK_AT[kind]
+    assert function in evidence["summary"]
+    assert file in evidence["summary"]
+    assert evidence["phase"] == ("save" if kind == "stuck_save" else "train")
+
+
+def test_a_frozen_process_is_found_and_named(tmp_path):
+    folder = Folder(tmp_path / "faults", step_s=0.05)
+    board = Striking((step(8), lambda: folder.process(2).send_signal(signal.SIGSTOP)))
+    evidence = check(run_job(job(tmp_path, folder), board), 2)
+    assert "frozen in state T" in evidence["summary"]

@@ -1,0 +1,129 @@
+"""Storage that is full, read-only or gone: the save fails at once and is told, and a later save makes it good."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from tests.programs import checkpointing
+from trainers import checkpoint_folder
+from trainers.arrays import ArrayFiles
+
+# When one array cannot be written, the writers of the others call back to a loop that Orbax has closed.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+ROWS = 40_000
+"""Two arrays of 2.5 MB each: a fraction of the small file system."""
+SIZE_MB = 24
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = mount("-t", "tmpfs", "-o", f"size={SIZE_MB}m", "tmpfs", str(folder))
+    if mounted.returncode:
+        pytest.skip(f"this machine lets nobody mount a tmpfs: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, capture_output=True)
+
+
+def mount(*arguments):
+    return subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True)
+
+
+def fill(folder, leave_mb):
+    space = os.statvfs(folder)
+    with open(folder / "ballast", "wb") as file:
+        file.write(bytes(space.f_bavail * space.f_frsize - leave_mb * 2**20))
+
+
+def check_made_good(manager, step):
+    """The next save succeeds, and a new process takes it up."""
+    state = manager.save_now(step, ROWS)
+    assert not manager.failing
+    assert manager.saved[-1] == step
+    again = checkpointing.manager(manager.folder)
+    assert checkpointing.same(again.restore(checkpointing.abstract(state)).state, state)
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(small_disk):
+    manager = checkpointing.manager(small_disk / "checkpoints")
+    manager.save_now(1, ROWS)
+    fill(small_disk, leave_mb=6)
+    manager.save_now(2, ROWS)
+    assert manager.saved == [1]
+    assert manager.failed[0][1].startswith("no room in")
+    assert manager.failing
+    assert os.listdir(manager.folder) == ["1"]
+    (small_disk / "ballast").unlink()
+    check_made_good(manager, 2)
+
+
+def test_a_disk_that_fills_while_saving_costs_that_save_only(small_disk, monkeypatch):
+    monkeypatch.setattr(checkpoint_folder, "obstacle", lambda folder, num_bytes: "")  # there was room when it was looked for
+    manager = checkpointing.manager(small_disk / "checkpoints")
+    manager.save_now(1, ROWS)
+    fill(small_disk, leave_mb=1)
+    manager.save_now(2, ROWS)
+    assert manager.saved == [1]
+    assert "No space left on device" in manager.failed[0][1]
+    assert os.listdir(manager.folder) == ["1"]
+    (small_disk / "ballast").unlink()
+    check_made_good(manager, 2)
+
+
+def test_a_disk_that_became_read_only_is_named(small_disk):
+    manager = checkpointing.manager(small_disk / "checkpoints")
+    manager.save_now(1, ROWS)
+    assert mount("-o", "remount,ro", str(small_disk)).returncode == 0
+    manager.save_now(2, ROWS)
+    assert f"cannot write to {manager.folder}: Read-only file system" in manager.failed[0][1]
+    assert mount("-o", "remount,rw", str(small_disk)).returncode == 0
+    check_made_good(manager, 2)
+
+
+def test_another_full_disk_is_nobodys_business(small_disk, tmp_path, monkeypatch):
+    fill(small_disk, leave_mb=0)
+    monkeypatch.chdir(small_disk)
+    check_made_good(checkpointing.manager(tmp_path / "checkpoints"), 1)
+
+
+def test_a_folder_that_is_gone_is_not_made_anew_on_the_wrong_disk(tmp_path):
+    storage = tmp_path / "storage"
+    manager = checkpointing.manager(storage / "checkpoints")
+    manager.save_now(1)
+    storage.rename(tmp_path / "away")
+    manager.save_now(2)
+    assert "is gone: bring the storage back" in manager.failed[0][1]
+    assert not storage.exists()
+    (tmp_path / "away").rename(storage)
+    check_made_good(manager, 2)
+
+
+def test_a_folder_that_goes_while_saving_costs_that_save_only(tmp_path, monkeypatch):
+    storage, merge = tmp_path / "storage", ArrayFiles.merge
+    manager = checkpointing.manager(storage / "checkpoints")
+    manager.save_now(1)
+
+    def gone(self, folder):
+        storage.rename(tmp_path / "away")
+        merge(self, folder)
+
+    monkeypatch.setattr(ArrayFiles, "merge", gone)
+    manager.save_now(2)
+    assert [step for step, _ in manager.failed] == [2]
+    assert manager.failing
+    monkeypatch.undo()
+    (tmp_path / "away").rename(storage)
+    check_made_good(manager, 2)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    manager = checkpointing.manager(tmp_path / "file" / "checkpoints")
+    manager.save_now(1)
+    assert "Not a directory; make it writable" in manager.failed[0][1]

@@ -1,0 +1,128 @@
+"""Two hosts and one checkpoint: what one of them alone sees or cannot do is decided by both."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from flax import nnx
+
+from tests.multihost import harness
+from tests.programs.tiny import TableTask
+from trainers import manifest
+from trainers.arguments import TrainingArguments, from_dict
+
+HERE = "tests.multihost.test_checkpoints"
+
+
+def arguments(storage, **changes):
+    base = {
+        "name": "run",
+        "storage": str(storage),
+        "task": f"{HERE}:ShardedTableTask",
+        "global_batch_size": 8,
+        "max_num_steps": 6,
+        "data": {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers"},
+        "mesh": {"fsdp": 2},
+        "checkpoint": {"save_steps": 3},
+    }
+    return from_dict(TrainingArguments, {**base, **changes})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The storage of a run with checkpoints of steps 3 and 6, half of each by either host."""
+    folder = tmp_path_factory.mktemp("trained")
+    hosts = harness.run(arguments(folder), folder / "logs", hosts=2, devices_per_host=1)
+    for host in hosts:
+        assert [event["step"] for event in host.of("saved")] == [3, 6]
+    return folder
+
+
+def go_on(trained, tmp_path, **changes):
+    """Another step of a copy of the run; the events with which both hosts told what they restored."""
+    shutil.copytree(trained / "run", tmp_path / "run", dirs_exist_ok=True)
+    hosts = harness.run(arguments(tmp_path, max_num_steps=7, **changes), tmp_path / "logs", hosts=2, devices_per_host=1)
+    return [host.of("restored")[0] for host in hosts]
+
+
+def test_all_files_of_both_hosts_are_in_the_manifest(trained):
+    for step in (3, 6):
+        folder = trained / "run" / "checkpoints" / str(step)
+        content = manifest.read(folder)
+        assert sorted(content.files) == manifest.names_below(folder)
+        assert list(content.problems(folder, content.files, digest_up_to=None)) == []
+        assert {name.split("/")[1] for name in content.files if "ocdbt.process" in name} == {"ocdbt.process_0", "ocdbt.process_1"}
+
+
+def test_damage_that_one_host_finds_makes_both_take_the_older(trained, tmp_path):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoints" / "6"
+    (damaged / manifest.names_below(damaged)[1::2][-1]).unlink()  # of the files that host 1 looks at
+    for event in go_on(tmp_path, tmp_path / "again"):
+        assert event["step"] == 3
+        assert [bad["step"] for bad in event["skipped"]] == [6]
+        assert event["skipped"][0]["why"].startswith("host 1: ")
+        assert event["skipped"][0]["why"].endswith("is missing")
+
+
+def test_arrays_that_one_host_cannot_read_make_both_take_the_older(trained, tmp_path):
+    for event in go_on(trained, tmp_path, task=f"{HERE}:UnreadableOnHost1"):
+        assert event["step"] == 3
+        assert event["skipped"] == [{"step": 6, "why": "host 1: OSError: [Errno 5] Input/output error"}]
+
+
+def test_a_save_that_fails_on_one_host_has_failed_on_both_and_is_made_good(tmp_path):
+    given = arguments(tmp_path, task=f"{HERE}:UnwritableOnceOnHost1")
+    for host in harness.run(given, tmp_path / "logs", hosts=2, devices_per_host=1):
+        assert [event["step"] for event in host.of("save_failed")] == [3]
+        assert host.of("save_failed")[0]["error"] == "host 1: OSError: [Errno 5] Input/output error"
+        assert host.of("saved")[-1]["step"] == 6
+    assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if not path.name.isdecimal()]
+
+
+def input_output_error(*_):
+    raise OSError(5, "Input/output error")
+
+
+class ShardedTableTask(TableTask):
+    """Each host has one half of the parameters."""
+
+    def build_model(self, rngs):
+        model = super().build_model(rngs)
+        model.embed = nnx.Param(model.embed[...], logical_axes=(None, "embed"))
+        model.out = nnx.Param(model.out[...], logical_axes=("embed", None))
+        return model
+
+
+class UnreadableOnHost1(ShardedTableTask):
+    """The arrays of step 6 cannot be read there."""
+
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        replace_once("read", lambda folder: folder.parent.name == "6")
+
+
+class UnwritableOnceOnHost1(ShardedTableTask):
+    """The first save fails there."""
+
+    def __init__(self, arguments):
+        super().__init__(arguments)
+        replace_once("write", lambda folder: True)
+
+
+def replace_once(name, applies):
+    """Makes the method `name` of ArrayFiles fail, on host 1, the first time that `applies` to its folder."""
+    import jax
+
+    from trainers.arrays import ArrayFiles
+
+    real, failed = getattr(ArrayFiles, name), []
+
+    def method(self, folder, *rest):
+        if jax.process_index() == 1 and not failed and applies(folder):
+            failed.append(folder)
+            input_output_error()
+        return real(self, folder, *rest)
+
+    setattr(ArrayFiles, name, method)

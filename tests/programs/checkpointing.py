@@ -1,0 +1,85 @@
+"""A small state on a mesh of this process's devices, and a manager of its checkpoints that keeps what it was told."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainers.arguments import CheckpointConfig
+from trainers.checkpoints import CheckpointManager
+from trainers.compile import ProgramStore
+from trainers.state import TrainState
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:4]), ("data",))
+
+
+def everywhere() -> NamedSharding:
+    return NamedSharding(mesh(), PartitionSpec())
+
+
+def state(step: int, rows: int = 64) -> TrainState:
+    """Another one for each `step`: matrices shared out among devices, vectors and counters on all of them."""
+    make = np.random.default_rng(step)
+    params = {
+        "embed": make.standard_normal((rows, 16), np.float32),
+        "layer": {"kernel": make.standard_normal((16, 32), np.float32), "bias": np.zeros(32, np.float32)},
+        "half": make.standard_normal((8, 8), np.float32).astype(jnp.bfloat16),
+    }
+    moments = jax.tree.map(lambda leaf: make.standard_normal(leaf.shape).astype(leaf.dtype), params)
+    host = TrainState(
+        step=np.int32(step),
+        batch_index=np.int32(step),
+        params=params,
+        opt_state=(moments, np.int32(step)),
+        totals={"tokens": np.array([0, step * 100], np.uint32)},
+        loss_stats={"mean": np.float32(step / 7)},
+    )
+    return jax.tree.map(_place, host)
+
+
+def abstract(like: TrainState) -> TrainState:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
+
+
+def manager(folder, *, keep: int = 3) -> Recording:
+    return Recording(str(folder), keep)
+
+
+class Recording(CheckpointManager):
+    """Its `saved`, `failed` and `notes` are what it has told so far."""
+
+    def __init__(self, folder: str, keep: int):
+        self.saved: list[int] = []
+        self.failed: list[tuple[int, str]] = []
+        self.notes: list[str] = []
+        super().__init__(
+            folder,
+            CheckpointConfig(save_total_limit=keep),
+            mesh(),
+            ProgramStore(None, "test", self.notes.append),
+            on_saved=lambda step, path: self.saved.append(step),
+            on_failed=lambda step, error: self.failed.append((step, error)),
+            note=self.notes.append,
+        )
+
+    def save_now(self, step: int, rows: int = 64, **meta) -> TrainState:
+        """Saves the state of `step` and waits; returns the state."""
+        made = state(step, rows)
+        self.save(step, made, {"batch_index": step, "metrics": {}, "skipped_batches": [], **meta})
+        self.wait()
+        return made
+
+
+def same(one: TrainState, other: TrainState) -> bool:
+    """Bit for bit, also where a value is no number."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() and a.dtype == b.dtype for a, b in pairs)
+
+
+def _place(leaf) -> jax.Array:
+    leaf = np.asarray(leaf)
+    return jax.device_put(leaf, NamedSharding(mesh(), PartitionSpec("data")) if leaf.ndim > 1 else everywhere())

@@ -1,0 +1,142 @@
+"""Machines that come, go, and are to be left: on a local Ray cluster of several nodes."""
+
+import time
+
+import pytest
+import ray
+from ray.core.generated import autoscaler_pb2
+
+from cluster import fake, groups
+from cluster.gang import living_nodes, reserve
+from cluster.notices import draining_nodes
+from cluster.topology import HostsConfig
+from tests.programs.processes import wait_until
+
+MODULE = "tests.programs.echo_worker"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two machines with room for one host each."""
+    with fake.cluster_of([fake.FakeNode(), fake.FakeNode()], log_to_driver=False) as (cluster, _):
+        yield cluster
+
+
+@pytest.fixture
+def take(cluster, tmp_path):
+    gangs = []
+
+    def take(**hosts):
+        gangs.append(reserve(HostsConfig(**hosts), "run", log_dir=str(tmp_path), module=MODULE, timeout_s=60))
+        return gangs[-1]
+
+    yield take
+    for gang in gangs:
+        gang.release()
+    assert wait_until(everything_is_free)
+
+
+def everything_is_free():
+    return not groups.living() and all(node.free.get("CPU") == node.total.get("CPU") for node in living_nodes())
+
+
+def add_node(cluster, num_cpus=1):
+    before = len(living_nodes())
+    node = cluster.add_node(num_cpus=num_cpus)
+    assert wait_until(lambda: len(living_nodes()) == before + 1)
+    return node
+
+
+def remove_node(cluster, node):
+    before = len(living_nodes())
+    cluster.remove_node(node)
+    assert wait_until(lambda: len(living_nodes()) == before - 1)
+
+
+def joined(gang, host):
+    return wait_until(lambda: any(e["ev"] == "joined" for e in ray.get(gang.call(host, "poll", 0, 1.0))["events"]))
+
+
+def test_a_seat_becomes_available_when_a_machine_is_added(cluster, take):
+    gang = take(min=1, max=3, wait_for_max_s=10)
+    assert len(gang.members) == 2
+    pending = gang.seats[2]
+    gang.prepare({"tag": "as the others"})
+    record = gang.record()
+    assert [seat["number"] for seat in record["seats"]] == [0, 1, 2]
+    node = add_node(cluster)
+    try:
+        assert gang.wait_available(3, 60) == gang.seats
+        assert pending.node_id == node.node_id
+        gang.set_members(gang.seats)
+        ray.get([gang.call(host, "go", {"generation": 0}) for host in range(3)])
+        assert joined(gang, 2)
+        remove_node(cluster, node)
+        assert wait_until(lambda: pending not in gang.refresh())
+        gang.lose(pending)
+        gang.set_members(gang.seats[:2])
+        assert gang.wait_available(3, 0.5) == gang.seats[:2]  # no machine yet, and nothing waits for it
+    finally:
+        gang.release()
+
+
+def test_a_lost_machine_is_made_up_for_by_one_that_comes_later(cluster, take):
+    """Its bundle belongs to the group that all hosts share: Ray moves it."""
+    extra = add_node(cluster)
+    gang = take(count=3, spread=True)
+    lost = next(seat for seat in gang.members if seat.node_id == extra.node_id)
+    remove_node(cluster, extra)
+    gang.lose(lost)
+    assert len(gang.wait_available(3, 0.5)) == 2
+    another = add_node(cluster)
+    try:
+        assert len(gang.wait_available(3, 60)) == 3
+        assert lost.node_id == another.node_id
+        gang.release()
+    finally:
+        remove_node(cluster, another)
+
+
+def test_a_host_leaves_a_machine_that_is_to_be_avoided_and_may_come_back(cluster, take):
+    gang = take(count=1)
+    seat = gang.members[0]
+    first, number = seat.node_id, seat.number
+    gang.lose(seat, avoid_nodes=[first])
+    assert gang.wait_available(1, 60) == [seat]
+    assert seat.node_id not in (first, None)
+    second = seat.node_id
+    gang.lose(seat, avoid_nodes=[first, second])  # there is no other
+    assert gang.wait_available(1, 0.5) == []
+    gang.lose(seat)
+    assert gang.wait_available(1, 60) == [seat]
+    assert (seat.node_id, seat.number) == (first, number)
+    gang.lose(seat, avoid_nodes=[second])  # it is elsewhere already
+    assert gang.wait_available(1, 60) == [seat]
+    assert seat.node_id == first
+
+
+def test_hosts_that_spread_do_not_share_a_machine_with_one_that_comes_later(cluster, take):
+    big = add_node(cluster, num_cpus=3)
+    try:
+        gang = take(min=1, max=4, spread=True, wait_for_max_s=0)
+        assert wait_until(lambda: len(gang.refresh()) == 3)
+        assert len({seat.node_id for seat in gang.refresh()}) == 3
+        assert wait_until(lambda: not gang.seats[3].available or len(gang.refresh()) == 3)
+        gang.release()
+    finally:
+        remove_node(cluster, big)
+
+
+def test_a_machine_that_ray_is_to_empty_is_known(cluster, take):
+    """Last: the machine goes when the gang has left it."""
+    gang = take(count=2)
+    assert draining_nodes() == {}
+    node = gang.members[1].node_id
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    gcs = ray._raylet.GcsClient(address=cluster.address)
+    accepted, why = gcs.drain_node(node, reason, "spot", int((time.time() + 1000) * 1000))
+    assert accepted, why
+    assert wait_until(draining_nodes)
+    assert draining_nodes().keys() == {node}
+    assert 0 < draining_nodes()[node] <= 1000
+    assert gang.refresh() == gang.members  # until then its agent goes on

@@ -1,0 +1,77 @@
+import pytest
+
+from orchestrator.failures import FailureKind
+from orchestrator.quarantine import Quarantine, QuarantinePolicy, quarantined
+from orchestrator.restart import PastFailure
+
+POLICY = QuarantinePolicy(max_failures_per_host=2, window_s=100.0)
+NOW_S = 1000.0
+TWO_MACHINES = {0: "a", 1: "b"}
+ONE_MACHINE = {0: "a", 1: "a", 2: "a"}
+
+
+def failed(seat, node, *, times=3, kind=FailureKind.PROCESS_CRASH, at_s=NOW_S - 10):
+    return [PastFailure(kind=kind, seat=seat, node_id=node, at_s=at_s)] * times
+
+
+CASES = {
+    "as many as are put up with": (failed(1, "b", times=2), TWO_MACHINES, [], []),
+    "one more than that": (failed(1, "b"), TWO_MACHINES, [1], ["b"]),
+    "hangs and lost hosts count too": (
+        [*failed(1, "b", times=1, kind=FailureKind.HANG), *failed(1, "b", times=2, kind=FailureKind.HOST_LOST)],
+        TWO_MACHINES,
+        [1],
+        ["b"],
+    ),
+    "what was long ago does not count": (failed(1, "b", at_s=NOW_S - 101), TWO_MACHINES, [], []),
+    "the user's errors do not count": (failed(1, "b", kind=FailureKind.USER_ERROR), TWO_MACHINES, [], []),
+    "preemptions do not count": (failed(1, "b", kind=FailureKind.PREEMPTION), TWO_MACHINES, [], []),
+    "nobody was named": ([PastFailure(kind=FailureKind.HANG, at_s=NOW_S)] * 5, TWO_MACHINES, [], []),
+    "failures of an older document have no time": (
+        [PastFailure(kind=FailureKind.HANG, seat=1, node_id="b")] * 5,
+        TWO_MACHINES,
+        [],
+        [],
+    ),
+    "all seats of a bad machine": ([*failed(1, "b", times=2), *failed(2, "b", times=1)], {0: "a", 1: "b", 2: "b"}, [1, 2], ["b"]),
+    "on the only machine, the seat alone": (failed(1, "a"), ONE_MACHINE, [1], []),
+    "on the only machine, failures of different seats": (
+        [*failed(0, "a", times=2), *failed(1, "a", times=2)],
+        ONE_MACHINE,
+        [],
+        [],
+    ),
+    "a seat whose machine is not known yet": (failed(1, None), {0: "a", 1: None}, [1], []),
+    "a seat that has moved away from the bad machine": (failed(1, "b"), {0: "a", 1: "c"}, [], ["b"]),
+    "both machines are bad: the better one is left": ([*failed(0, "a", times=4), *failed(1, "b")], TWO_MACHINES, [0], ["a"]),
+    "both machines are as bad: both are left": ([*failed(0, "a"), *failed(1, "b")], TWO_MACHINES, [], []),
+    "a seat that is gone": (failed(7, "b"), {0: "a"}, [], ["b"]),
+    "a single seat": (failed(0, "a", times=9), {0: "a"}, [], []),
+    "no failure at all": ([], TWO_MACHINES, [], []),
+    "no seats yet": ([], {}, [], []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_quarantine(name):
+    history, places, seats, nodes = CASES[name]
+    found = quarantined(history, NOW_S, POLICY, places)
+    assert (sorted(found.seats), sorted(found.nodes)) == (seats, nodes)
+
+
+def test_the_reason_names_the_machine_and_how_often():
+    assert quarantined(failed(1, "b"), NOW_S, POLICY, {0: "a", 1: "b"}) == Quarantine(
+        {1: "seat 1 has failed 3 times in 100 s"}, {"b": "node b has failed 3 times in 100 s"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_failures_per_host": 0}, "max_failures_per_host = 0: expected at least 1"),
+        ({"window_s": 0}, "window_s = 0: expected more than 0"),
+    ],
+)
+def test_policy_rejects(values, message):
+    with pytest.raises(ValueError, match=message):
+        QuarantinePolicy(**values)

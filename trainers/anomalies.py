@@ -1,0 +1,105 @@
+"""What becomes of a batch that must not be trained on. Pure: every host reads the same verdict, so all decide alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from trainers.arguments import AnomalyConfig
+
+SHOWN_BATCHES = 20
+
+
+class Verdict(IntEnum):
+    """Of the train step on its own update, which is applied only if there is nothing against it."""
+
+    APPLIED = 0
+    ORDERED = 1
+    """The batch is one of those to skip."""
+    NON_FINITE = 2
+    LOSS_SPIKE = 3
+    OUT_OF_STEP = 4
+    """The hosts came with different batches."""
+
+
+KINDS = {Verdict.NON_FINITE: "non_finite", Verdict.LOSS_SPIKE: "loss_spike"}
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    verdict: Verdict
+    batch_index: int
+    loss: float
+    expected: float
+    """The running mean of the losses before it; NaN if there were none."""
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.verdict]
+
+    def __str__(self) -> str:
+        if self.verdict is Verdict.LOSS_SPIKE:
+            return f"the loss of batch {self.batch_index}, {self.loss:.6g}, is far above the {self.expected:.6g} expected"
+        return f"batch {self.batch_index} has a non-finite loss or gradient (loss {self.loss:.6g})"
+
+
+@dataclass(frozen=True)
+class Decision:
+    anomaly: Anomaly
+    action: Literal["raise", "skip", "rollback"]
+    skipped_batches: tuple[int, ...] = ()
+    """Those skipped because of this anomaly, and not before."""
+    go_back_to: int | None = None
+    """Of a rollback: the newest batch index to go back to."""
+    error: str = ""
+    """Of a failure: what to tell the user."""
+
+    def event(self) -> dict:
+        """What is told of it. JSON has no NaN: null stands for a loss that is none."""
+        anomaly = self.anomaly
+        return {
+            "kind": anomaly.kind,
+            "batch_index": anomaly.batch_index,
+            "loss": _or_none(anomaly.loss),
+            "expected": _or_none(anomaly.expected),
+            "action": self.action,
+            "skipped_batches": list(self.skipped_batches),
+        }
+
+
+def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) -> Decision:
+    """What the configuration wants done; `skipped` are the batches skipped before."""
+    policy = config.non_finite if anomaly.verdict is Verdict.NON_FINITE else config.loss_spike
+    if policy == "raise":
+        return Decision(anomaly, "raise", error=f"{anomaly}; its update was not applied: {ADVICE[anomaly.verdict]}")
+    last = anomaly.batch_index
+    first = max(0, last - config.skip_before) if policy == "rollback" else last
+    new = tuple(batch for batch in range(first, last + 1) if batch not in skipped)
+    total = sorted({*skipped, *new})
+    if len(total) > config.max_skipped:
+        error = (
+            f"{anomaly}; with it {len(total)} batches would be skipped (anomalies.max_skipped = {config.max_skipped}): "
+            f"{shown(total)}; {ADVICE[anomaly.verdict]}"
+        )
+        return Decision(anomaly, "raise", error=error)
+    if policy == "rollback":
+        return Decision(anomaly, "rollback", new, go_back_to=first)
+    return Decision(anomaly, "skip", new)
+
+
+ADVICE = {
+    Verdict.NON_FINITE: "look at its data and lower the learning rate, or set anomalies.non_finite to skip or rollback",
+    Verdict.LOSS_SPIKE: "look at its data and lower the learning rate, or raise anomalies.spike_zscore",
+}
+
+
+def shown(batches: list[int]) -> str:
+    more = f" and {len(batches) - SHOWN_BATCHES} more" if len(batches) > SHOWN_BATCHES else ""
+    return ", ".join(map(str, batches[:SHOWN_BATCHES])) + more
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

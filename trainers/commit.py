@@ -1,0 +1,168 @@
+"""How the hosts bring one checkpoint to disk together, from a background thread.
+
+Once it has begun they talk by explicit keys of the coordination service, not through `trainers.agree`: its count of exchanges
+belongs to the thread that trains.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax._src import distributed
+
+from trainers import agree, checkpoint_folder, manifest
+
+TIMEOUT_S = 1800
+"""How long host 0 waits for another host. Backstop only: whoever owns the processes sees a death, or a save that takes too
+long, sooner."""
+
+
+class CommitError(Exception):
+    """The checkpoint was not committed, on no host; one line says why."""
+
+
+class Exchange:
+    """What the hosts tell each other about one save. `name` must be the same on all hosts, and never used again."""
+
+    def __init__(self, name: str):
+        self.host, self.num_hosts = jax.process_index(), jax.process_count()
+        self._prefix = f"checkpoint/{name}"
+        self._client: Any = distributed.global_state.client
+
+    def together(self, topic: str, work: Callable[[], Any], lead: Callable[[list[Any]], Any]) -> Any:
+        """Every host does `work`; host 0, once all have, does `lead` with the (JSON-able) results; all get what that returned.
+
+        An error on one host is an error on all: CommitError, which names the host.
+        """
+        mine = _attempt(work)
+        if self.host > 0:
+            self._tell(f"{topic}/{self.host}", mine)
+            verdict = self._hear(f"{topic}/verdict", 0, 2 * TIMEOUT_S)
+        else:
+            told = [mine, *(self._hear(f"{topic}/{host}", host, TIMEOUT_S) for host in range(1, self.num_hosts))]
+            verdict = _verdict(told, lead)
+            self._tell(f"{topic}/verdict", verdict)
+        if "problem" in verdict:
+            raise CommitError(verdict["problem"])
+        return verdict["value"]
+
+    def forget(self) -> None:
+        """Removes what was told; for host 0, once no host can be listening any more."""
+        if self.num_hosts > 1 and self.host == 0:
+            self._client.key_value_delete(self._prefix)
+
+    def _tell(self, key: str, value: dict[str, Any]) -> None:
+        if self.num_hosts > 1:
+            self._client.key_value_set(f"{self._prefix}/{key}", json.dumps(value))
+
+    def _hear(self, key: str, host: int, timeout_s: float) -> dict[str, Any]:
+        try:
+            return json.loads(self._client.blocking_key_value_get(f"{self._prefix}/{key}", int(timeout_s * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            return {"problem": f"no answer from host {host} within {timeout_s:.0f} s: {one_line(error)}"}
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One checkpoint on its way from `work`, a new folder, to `final`."""
+
+    work: Path
+    final: Path
+    meta: dict[str, Any]
+    exchange: Exchange
+    write: Callable[[Path], None]
+    """Writes this host's part of the arrays to a folder that exists."""
+    merge: Callable[[Path], None]
+    """Makes one checkpoint of the parts, on host 0."""
+    forbidden: Callable[[], str] = lambda: ""
+    """Why nothing may be committed now; empty if it may."""
+    replace: bool = False
+    clock: Callable[[], float] = field(default=time.time)
+
+    def run(self) -> None:
+        """All hosts must call this. Raises CommitError on all or on none; nothing but `final` is left."""
+        exchange = self.exchange
+        try:
+            names = exchange.together("written", self._write, self._describe)
+            mine = names[exchange.host :: exchange.num_hosts]
+            exchange.together("digested", lambda: self._digests(mine), self._finish)
+        except CommitError:
+            if exchange.host == 0:
+                # No host writes any more: each has told its part, or has been waited for long enough.
+                shutil.rmtree(self.work, ignore_errors=True)
+            raise
+
+    def _write(self) -> None:
+        self.write(self.work / manifest.STATE_FOLDER)
+
+    def _describe(self, _: list[None]) -> list[str]:
+        self.merge(self.work / manifest.STATE_FOLDER)
+        manifest.write_durably(self.work / manifest.META_FILE, manifest.seal(self.meta))
+        return manifest.names_below(self.work)
+
+    def _digests(self, names: list[str]) -> dict[str, tuple[int, str]]:
+        found = {name: manifest.digest(self.work / name) for name in names}
+        return {name: (entry.size, entry.sha256) for name, entry in found.items()}
+
+    def _finish(self, parts: list[dict[str, tuple[int, str]]]) -> None:
+        if problem := self.forbidden():
+            raise CommitError(problem)
+        files = {name: manifest.Entry(*entry) for name, entry in sorted(item for part in parts for item in part.items())}
+        manifest.write(self.work, manifest.Manifest(self.meta.get("step"), self.clock(), files))
+        checkpoint_folder.put_in_place(self.work, self.final, replace=self.replace)
+
+
+def begin(final: Path, obstacle: Callable[[], str]) -> tuple[Path, str]:
+    """(a new folder to write `final` in, "") if no host finds an `obstacle`, else (it, what prevents it).
+
+    All hosts must call this, in the thread that trains: the one agreement before a save, after which the folder exists.
+    """
+    work = final.with_name(checkpoint_folder.name_on_the_way(final.name, "saving", uuid.uuid4().hex[:8]))
+    try:
+        problem = obstacle()
+        if not problem and jax.process_index() == 0:
+            (work / manifest.STATE_FOLDER).mkdir(parents=True)
+    except OSError as error:
+        problem = f"cannot write to {final.parent}: {error.strerror or error}; make it writable, and the next save goes there"
+    answers = agree.all_hosts("checkpoint", {"name": work.name, "problem": problem})
+    work = final.with_name(answers[0]["name"])
+    problem = first_problem([answer["problem"] for answer in answers])
+    if problem and jax.process_index() == 0:
+        shutil.rmtree(work, ignore_errors=True)
+    return work, problem
+
+
+def first_problem(problems: list[str]) -> str:
+    """The first that is not empty, with its host where there are several."""
+    found = ((host, problem) for host, problem in enumerate(problems) if problem)
+    return next((f"host {host}: {problem}" if len(problems) > 1 else problem for host, problem in found), "")
+
+
+def one_line(error: BaseException) -> str:
+    """What it is and what it says; of a long text the beginning and the end, where the cause stands."""
+    cause = error.__cause__ or error
+    text = (str(cause).strip().splitlines() or [""])[0].partition(" [tensorstore_spec")[0]
+    return f"{type(cause).__name__}: {text if len(text) <= 300 else f'{text[:120]} ... {text[-170:]}'}"
+
+
+def _verdict(told: list[dict[str, Any]], lead: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    if problem := first_problem([one.get("problem", "") for one in told]):
+        return {"problem": problem}
+    return _attempt(lambda: lead([one["value"] for one in told]))
+
+
+def _attempt(work: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": work()}
+    except CommitError as error:
+        return {"problem": str(error)}
+    except Exception as error:  # a thread's boundary, and Orbax raises whatever its layers raise: told to all hosts
+        return {"problem": one_line(error)}

@@ -1,0 +1,25 @@
+"""Why a training run that did not fail came to its end. Free of JAX: drivers read it too."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class StopReason(StrEnum):
+    """In the order of their weight: where hosts wish to stop for different reasons, the last one counts, so that what a person
+    asked for is not taken for a matter of machines."""
+
+    MAX_STEPS = "max_steps"
+    MAX_EPOCHS = "max_data_epochs"
+    END_OF_DATA = "end_of_data"
+    TIME_LIMIT = "time_limit"
+    RESIZE = "resize"
+    PREEMPTED = "preempted"
+    INTERRUPTED = "interrupted"
+    TERMINATED = "terminated"
+    REQUESTED = "requested"
+
+    @property
+    def finished(self) -> bool:
+        """Whether training reached an end that its configuration names (a later start would have nothing left to do)."""
+        return self in (StopReason.MAX_STEPS, StopReason.MAX_EPOCHS, StopReason.END_OF_DATA)
