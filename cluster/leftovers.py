@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -48,15 +48,29 @@ def leave(run_name: str) -> None:
     has a driver: then the driver lives, this agent is cut off from it, and the group that they share is not its to remove."""
     own_name = ray.get_runtime_context().get_actor_name()
     others = [name for name in _agents_of(run_name) if name != own_name]
-    if not any(_answers_of(others)):
-        own_group = ray.util.get_current_placement_group()
-        own_key = own_group.id.hex() if own_group is not None else None
-        for name in others:
+    answers = _answers_of(others)
+    if not any(answers.values()):
+        for name in set(others) - answers.keys():  # the removal of its group does not end one that waits for a machine
             _kill_named(name)
-        # Its own goes last: with it Ray ends this process.
-        for key in sorted(_groups_of(run_name), key=lambda key: key == own_key):
+        own_group = ray.util.get_current_placement_group()
+        for key in removal_order(run_name, _groups_of(run_name), own_group.id.hex() if own_group is not None else "", answers):
             remove_placement_group(groups.by_id(key))
     os._exit(0)
+
+
+def removal_order(run_name: str, left: Mapping[str, str], own_key: str, alive: Collection[str]) -> list[str]:
+    """In which an agent that leaves removes groups (names by id): with its own, which goes last, Ray ends it.
+
+    Others may leave at the same moment, and the first to remove another's group ends that one. So what nobody lives in, of whom
+    nobody else would ever remove it, goes before the groups of the agents in `alive`.
+    """
+    inhabited = {_numbers_of(name, run_name, "host")[0] for name in alive}
+
+    def rank(key: str) -> tuple[bool, bool]:
+        numbers = _numbers_of(left[key], run_name, "seat")
+        return key == own_key, not numbers or numbers[0] in inhabited
+
+    return sorted(left, key=rank)
 
 
 def find_agent(name: str) -> Any | None:
@@ -70,17 +84,15 @@ def find_agent(name: str) -> Any | None:
         return None
 
 
-def _answers_of(names: Collection[str]) -> list[bool]:
+def _answers_of(names: Collection[str]) -> dict[str, bool]:
     """What those of these agents that answer say when asked whether they are led."""
-    asked: list[Any] = []
-    for name in names:
-        if (agent := find_agent(name)) is not None:
-            asked.append(agent.is_led.remote())
-    ready = ray.wait(asked, num_returns=len(asked), timeout=LED_TIMEOUT_S)[0] if asked else []
-    answers = []
+    agents = {name: find_agent(name) for name in names}
+    asked = {agent.is_led.remote(): name for name, agent in agents.items() if agent is not None}
+    ready = ray.wait(list(asked), num_returns=len(asked), timeout=LED_TIMEOUT_S)[0] if asked else []
+    answers = {}
     for ref in ready:
         with suppress(ray.exceptions.RayActorError):
-            answers.append(ray.get(ref))
+            answers[asked[ref]] = ray.get(ref)
     return answers
 
 
@@ -90,19 +102,18 @@ def _groups_of(run_name: str) -> dict[str, str]:
 
 
 def is_group_of(name: str, run_name: str) -> bool:
-    kind = name.removeprefix(f"{run_name}-")
-    return kind != name and (kind in ("gang", "heads") or _is_numbered(kind, "seat"))
+    return name in (f"{run_name}-gang", f"{run_name}-heads") or bool(_numbers_of(name, run_name, "seat"))
 
 
 def _agents_of(run_name: str) -> list[str]:
     ours = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    kinds = {name: name.removeprefix(f"{run_name}-") for name in ours}
-    return [name for name, kind in kinds.items() if kind != name and _is_numbered(kind, "host")]
+    return [name for name in ours if _numbers_of(name, run_name, "host")]
 
 
-def _is_numbered(name: str, kind: str) -> bool:
-    number = name.removeprefix(f"{kind}-")
-    return number != name and number.replace("-", "").isdigit()
+def _numbers_of(name: str, run_name: str, kind: str) -> list[str]:
+    """The numbers in the name of an agent ("host") or a group ("seat") of this run; none if it is not one."""
+    numbers = name.removeprefix(f"{run_name}-{kind}-")
+    return numbers.split("-") if numbers != name and numbers.replace("-", "").isdigit() else []
 
 
 def _joined(numbers: Collection[int]) -> str:

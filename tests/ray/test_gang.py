@@ -12,7 +12,7 @@ import ray
 
 from cluster import groups
 from cluster.gang import AdoptError, GangTimeout, StaleDriver, adopt, clear, reserve
-from cluster.leftovers import is_group_of
+from cluster.leftovers import is_group_of, removal_order
 from cluster.topology import HostsConfig
 from tests.programs.processes import is_gone, wait_until
 
@@ -400,3 +400,12 @@ def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
 )
 def test_only_groups_of_this_very_run_are_cleared(name, ours):
     assert is_group_of(name, "a") is ours
+
+
+def test_agents_that_leave_together_remove_everything():
+    """Whoever removes another's group ends that one: what nobody lives in goes first, one's own group last."""
+    left = {"a": "run-gang", "b": "run-seat-2-1-0", "c": "run-seat-3-1-1", "d": "run-seat-4-1-2"}
+    alive = ["run-host-1-1-1", "run-host-2-1-2"]  # 3 does not answer, 4 waits for a machine
+    assert removal_order("run", left, "a", alive) == ["c", "d", "b", "a"]
+    assert removal_order("run", left, "b", alive) == ["c", "d", "a", "b"]
+    assert removal_order("run", left, "", []) == ["b", "c", "d", "a"]
