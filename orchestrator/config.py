@@ -26,7 +26,8 @@ from orchestrator.quarantine import QuarantinePolicy
 from orchestrator.restart import RestartPolicy
 from orchestrator.stragglers import StragglerPolicy
 from orchestrator.tracking import TrackingConfig
-from trainers.arguments import ORCHESTRATOR_SECTIONS, Section, TrainingArguments, load_object, require
+from trainers.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
+from trainers.checks import Section, require
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "to_dict", "to_yaml"]
 

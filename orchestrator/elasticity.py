@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trainers.arguments import Section, require
+from trainers.checks import Section, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.failures import FailureKind
 from orchestrator.restart import PastFailure
-from trainers.arguments import Section, require
+from trainers.checks import Section, require
 
 HOSTS_FAULT = frozenset({FailureKind.PROCESS_CRASH, FailureKind.HOST_LOST, FailureKind.HANG})
 """Kinds that speak against the host; a program's own errors, a lost coordinator or a preemption would befall any host."""

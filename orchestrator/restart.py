@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.failures import Failure, FailureKind
-from trainers.arguments import Section, require
+from trainers.checks import Section, require
 
 REPEATS_ITSELF = frozenset(
     {

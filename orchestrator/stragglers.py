@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainers.arguments import Section, require
+from trainers.checks import Section, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import storage
-from trainers.arguments import Section, require
+from trainers.checks import Section, require
 
 FOLDER = "tracking"
 SPOOL = "metrics.jsonl"

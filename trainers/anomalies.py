@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-from trainers.arguments import AnomalyConfig
+from trainers.sections import AnomalyConfig
 
 SHOWN_BATCHES = 20
 

@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 from trainers import agree, distributed, runtime
 from trainers import mesh as meshes
 from trainers.anomalies import Decision
-from trainers.arguments import TrainingArguments, load_object, parse_duration_s
+from trainers.arguments import TrainingArguments, load_object
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.checkpoints import CheckpointManager, save_to
+from trainers.checks import parse_duration_s
 from trainers.compile import Program, ProgramStore
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.errors import NotConfiguredError, SaveFailedError, UsageError

@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trainers import agree, checkpoint_folder, manifest
-from trainers.arguments import CheckpointConfig
 from trainers.arrays import ArrayFiles
 from trainers.checkpoint_checks import check_files, check_same_model, num_bytes_of, shapes
 from trainers.commit import Commit, CommitError, Exchange, begin, first_problem, one_line
@@ -29,6 +28,7 @@ from trainers.compile import Program, ProgramStore
 from trainers.errors import CheckpointError
 from trainers.fingerprint import fingerprints, leaf_names
 from trainers.mesh import replicated
+from trainers.sections import CheckpointConfig
 from trainers.state import TrainState
 
 Accept = Callable[[dict[str, Any]], str]

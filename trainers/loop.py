@@ -16,12 +16,12 @@ import jax
 
 from trainers import agree, anomalies, runtime
 from trainers.anomalies import Anomaly, Decision, Verdict
-from trainers.arguments import AnomalyConfig, CheckpointConfig, EvaluationConfig
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.data.loader import StepAddressedLoader
 from trainers.errors import CoordinatorError, DesyncError, LossSpikeError, NonFiniteLossError
 from trainers.lineage import Lineage
 from trainers.metrics import BusyTime, Publisher, Seconds
+from trainers.sections import AnomalyConfig, CheckpointConfig, EvaluationConfig
 from trainers.state import TrainState
 from trainers.step import Bag
 from trainers.stop_reason import StopReason

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from trainers.arguments import MeshConfig
+from trainers.sections import MeshConfig
 
 BATCH_AXES = ("data", "fsdp")
 """Mesh axes over which examples are divided: each (data, fsdp) coordinate is one replica."""

@@ -22,8 +22,9 @@ import jax
 import optax
 from optax import contrib
 
-from trainers.arguments import OptimizerConfig, load_object
+from trainers.arguments import load_object
 from trainers.errors import unknown_name
+from trainers.sections import OptimizerConfig
 
 STACKED = "layers"
 """Parameters under this key have a leading dimension over the layers of the model."""

@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from trainers.arguments import ScheduleConfig, load_object
+from trainers.arguments import load_object
 from trainers.errors import UsageError, unknown_name
+from trainers.sections import ScheduleConfig
 
 WSD_DECAY_FRACTION = 0.2
 

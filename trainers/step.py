@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from trainers.anomalies import Verdict
-from trainers.arguments import AnomalyConfig, TrainingArguments
+from trainers.arguments import TrainingArguments
 from trainers.protocol import Batch, Loss, Task
+from trainers.sections import AnomalyConfig
 from trainers.state import ModelParts, TrainState, add_wide
 
 Bag = jax.Array

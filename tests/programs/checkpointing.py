@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainers.arguments import CheckpointConfig
 from trainers.checkpoints import CheckpointManager
 from trainers.compile import ProgramStore
+from trainers.sections import CheckpointConfig
 from trainers.state import TrainState
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trainers.anomalies import Anomaly, Verdict, decide
-from trainers.arguments import AnomalyConfig
+from trainers.sections import AnomalyConfig
 from trainers.step import REDUCED, reduce_flags, update_stats
 
 NON_FINITE, SPIKE = Verdict.NON_FINITE, Verdict.LOSS_SPIKE

@@ -11,9 +11,10 @@ import pytest
 from flax import nnx
 
 from trainers import rng
-from trainers.arguments import DataConfig, ModelConfig, TrainingArguments
+from trainers.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.protocol import Task
+from trainers.sections import DataConfig, ModelConfig
 from trainers.tasks.causal_lm import CausalLMTask, generate
 
 LENGTH = 12

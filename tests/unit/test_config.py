@@ -14,7 +14,8 @@ from cluster.topology import HostsConfig
 from orchestrator import config, config_source
 from orchestrator.config import ConfigError, DriverConfig, build, load, to_dict, to_yaml
 from orchestrator.restart import RestartPolicy
-from trainers.arguments import Section, TrainingArguments, from_dict, parse_duration_s
+from trainers.arguments import TrainingArguments, from_dict
+from trainers.checks import Section, parse_duration_s
 
 SMALL = "max_num_steps: 10\n"
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainers.arguments import ModelConfig
 from trainers.models import llama
 from trainers.models.llama import Llama
+from trainers.sections import ModelConfig
 
 CONFIG = ModelConfig(vocab_size=50, width=32, num_layers=3, num_heads=4, num_kv_heads=2, mlp_width=48)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 10), np.int32)

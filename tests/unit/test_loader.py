@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from tests.programs.tiny import Numbers
-from trainers.arguments import MeshConfig, TrainingArguments, from_dict
+from trainers.arguments import TrainingArguments, from_dict
 from trainers.data.loader import StepAddressedLoader
 from trainers.mesh import make_mesh
+from trainers.sections import MeshConfig
 from trainers.step import count_samples
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from trainers import runtime
 from trainers.anomalies import Verdict
-from trainers.arguments import AnomalyConfig, CheckpointConfig, EvaluationConfig
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
 from trainers.lineage import Lineage
 from trainers.loop import Loop
 from trainers.metrics import BusyTime, Publisher, Seconds, Throughput
+from trainers.sections import AnomalyConfig, CheckpointConfig, EvaluationConfig
 from trainers.step import REDUCED
 from trainers.stop_reason import StopReason
 from trainers.wishes import RETRY_FIRST_S, RETRY_MAX_S, STOP_REASONS, Agreed, Limits, Retry, Window, Wishes

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from trainers.arguments import OptimizerConfig
 from trainers.errors import UsageError
 from trainers.optimizers import NAMES, build_optimizer, matrices
+from trainers.sections import OptimizerConfig
 
 RATE = 0.1
 B1, B2 = 0.8, 0.9

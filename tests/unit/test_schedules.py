@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from trainers.arguments import ScheduleConfig
 from trainers.errors import UsageError
 from trainers.schedules import NAMES, build_schedule
+from trainers.sections import ScheduleConfig
 
 RATE, WARMUP, END, FINAL = 0.02, 5, 45, 0.25
 

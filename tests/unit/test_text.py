@@ -9,9 +9,10 @@ import re
 import numpy as np
 import pytest
 
-from trainers.arguments import DataConfig, ModelConfig, TrainingArguments
+from trainers.arguments import TrainingArguments
 from trainers.data.text import PYTHON_STDLIB, byte_text, read
 from trainers.errors import DataError, UsageError
+from trainers.sections import DataConfig, ModelConfig
 
 LENGTH = 16
 

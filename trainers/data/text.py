@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from trainers.arguments import DataConfig, TrainingArguments
+from trainers.arguments import TrainingArguments
 from trainers.errors import DataError, UsageError
+from trainers.sections import DataConfig
 
 NUM_BYTES = 256
 PYTHON_STDLIB = "python-stdlib"

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainers.arguments import ModelConfig
+from trainers.sections import ModelConfig
 
 TABLE_SCALE = 0.02
 """Of the embedding's first values: small beside what the layers add, else a table that also scores the next token would begin by

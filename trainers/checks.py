@@ -1,0 +1,57 @@
+"""What a section of the configuration is, and how its values are checked. Free of JAX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""`package.module:Name`"""
+
+
+class Section:
+    """A part of the configuration: unknown keys are errors (read by pydantic, which `trainers` does not import)."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError(message): what is wrong, the value found, what is allowed."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_none(problems: Iterable[str]) -> None:
+    """Raises ValueError with a line for each problem, so that a user sees all of them at once."""
+    if lines := list(problems):
+        raise ValueError("\n".join(lines))
+
+
+def too_small(config: Any, minimum: float, *names: str) -> Iterator[str]:
+    """Problems of the fields that are less than `minimum` (null passes)."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value < minimum:
+            yield f"{name} = {value}: expected at least {minimum}"
+
+
+def not_paths(config: Any, *names: str) -> Iterator[str]:
+    """Problems of the fields that do not have the form of `package.module:Name`."""
+    for name in names:
+        value = getattr(config, name)
+        if not PATH.fullmatch(value):
+            yield f"{name} = {value!r}: expected package.module:Name"
+
+
+def parse_duration_s(text: str | int | float) -> float:
+    """`90`, `45s`, `30m`, `2h30m`, `1d12h` in seconds. Every character must belong to a number with a unit."""
+    if isinstance(text, int | float):
+        return float(text)
+    units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+    parts = re.findall(r"(\d+(?:\.\d+)?)([dhms])", text)
+    if text.strip().isdigit():
+        return float(text)
+    if not parts or "".join(n + u for n, u in parts) != text.replace(" ", ""):
+        raise ValueError(f"duration {text!r}: expected seconds or numbers with units d, h, m, s, such as 45s, 30m or 2h30m")
+    return sum(float(n) * units[u] for n, u in parts)
