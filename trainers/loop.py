@@ -8,6 +8,7 @@ A *step* here is a batch drawn, whether or not its update was applied.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,16 @@ import jax
 
 from trainers import agree, anomalies, runtime
 from trainers.anomalies import Anomaly, Decision, Verdict
+from trainers.bag import Bag, Layout, scalars
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.data.loader import StepAddressedLoader
 from trainers.errors import CoordinatorError, DesyncError, LossSpikeError, NonFiniteLossError
+from trainers.hooks import Hooks
 from trainers.lineage import Lineage
-from trainers.metrics import BusyTime, Publisher, Seconds
+from trainers.metrics import BusyTime, Publisher, Replaced, Seconds
 from trainers.sections import AnomalyConfig, CheckpointConfig, EvaluationConfig
 from trainers.state import TrainState
-from trainers.step import Bag
+from trainers.step import StepOutput
 from trainers.stop_reason import StopReason
 from trainers.wishes import Agreed, Flags, Window, Wishes
 
@@ -43,7 +46,8 @@ class GoBack(Exception):
 class Loop:
     """What one run of the loop works with."""
 
-    train_step: Callable[[TrainState, Bag, Any, jax.Array], tuple[TrainState, Bag, jax.Array]]
+    train_step: Callable[[TrainState, Bag, Any, jax.Array], StepOutput]
+    layout: Layout
     loader: StepAddressedLoader
     empty_bag: Callable[[], Bag]
     publisher: Publisher
@@ -55,14 +59,18 @@ class Loop:
     lineage: Lineage
     save: Callable[[TrainState], None]
     """Starts a checkpoint of the step that the RunInfo names."""
-    evaluate: Callable[[TrainState], None]
+    evaluate: Callable[[TrainState], TrainState]
     go_back: Callable[[Decision], tuple[TrainState, int]]
     """The state to go on from after a rollback, and its batch index. The lineage knows by then what to leave out."""
     callbacks: CallbackList
+    hooks: Hooks
     seconds: Seconds
     info: RunInfo
     samples_per_epoch: int
     resumed_step: int
+    saved: collections.deque[tuple[int, str]] = field(default_factory=collections.deque)
+    """Step and path of checkpoints that are complete, appended by the thread that saves."""
+    replaced: Replaced = field(default_factory=Replaced)
     window: Window = field(default_factory=Window)
     agreed: Agreed = field(default_factory=Agreed)
     busy: BusyTime = field(default_factory=BusyTime)
@@ -93,12 +101,17 @@ class Loop:
             if self.save_due(info.global_step) or self.agreed.saves > self.handled_saves:
                 # Before the data moves on: a checkpoint must not know of a batch that its state has not seen.
                 self._save(state)
+            while self.saved:
+                step, path = self.saved.popleft()
+                self.callbacks.call(Callback.on_save, info, step=step, path=path)
+            state = self._begin_epochs(state)
             with self.seconds.measure("data_wait"):
                 batch = self.loader.batch(info.batch_index)
             self.callbacks.call(Callback.on_step_begin, info, batch=batch)
+            state = self.hooks.on_step_start(state, info.batch_index)
             flags = self._flags()
             with self.busy.waiting():  # where devices compute on the dispatching thread
-                state, bag, reduced = self.train_step(state, bag, batch, flags)
+                state, bag, reduced, measured = self.train_step(state, bag, batch, flags)
             self.window.push(info.batch_index, reduced)
             info.global_step += 1
             info.epoch = info.batch_index * self.loader.global_batch_size / self.samples_per_epoch
@@ -110,16 +123,40 @@ class Loop:
                 self._complete_one()
             host.batch_index, host.busy_s = info.batch_index, self.busy.total_s
             self.publisher.collect(self.window.completed_step)
-            self.callbacks.call(Callback.on_step_end, info)
+            state = self._end_step(state, batch, measured)
             if self.publisher.due(info.global_step):
-                self.publisher.cut(info.global_step, bag, self.seconds.take())
+                self.publisher.cut(info.global_step, bag, self.seconds.take(), self.replaced.take())
                 bag = self.empty_bag()
             if self.evaluation_due(info.global_step):
                 self._finish_steps(bag)
                 bag = self.empty_bag()
-                self._evaluate(state)
+                state = self._evaluate(state)
         self._finish_steps(bag)
         return state, reason
+
+    def _begin_epochs(self, state: TrainState) -> TrainState:
+        step = self.info.batch_index
+        for epoch in range(self._epoch_of(step - 1) + 1, self._epoch_of(step) + 1):
+            self.callbacks.call(Callback.on_epoch_begin, self.info, epoch=epoch)
+            state = self.hooks.on_epoch_begin(state, epoch)
+        return state
+
+    def _end_step(self, state: TrainState, batch: Any, measured: Bag) -> TrainState:
+        """All that observes or changes what a step has made, without waiting for it."""
+        step, metrics = self.info.batch_index, scalars(self.layout, measured)
+        if self.hooks.overrides("on_step_end"):
+            state, returned = self.hooks.on_step_end(state, dict(metrics), step)
+            self.replaced.add(metrics, returned)
+        own = {"batch": batch, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "loss_dict": metrics}
+        self.callbacks.call(Callback.on_step_end, self.info, **own)
+        for epoch in range(self._epoch_of(step - 1), self._epoch_of(step)):
+            self.callbacks.call(Callback.on_epoch_end, self.info, epoch=epoch)
+            state = self.hooks.on_epoch_end(state, epoch)
+        return state
+
+    def _epoch_of(self, batch_index: int) -> int:
+        """The epoch in which a batch begins, counted from 0."""
+        return batch_index * self.loader.global_batch_size // max(self.samples_per_epoch, 1)
 
     def save_due(self, step: int) -> bool:
         every = self.checkpoint.save_steps
@@ -177,17 +214,18 @@ class Loop:
             self.save(state)
         self.wishes.saved()
 
-    def _evaluate(self, state: TrainState) -> None:
+    def _evaluate(self, state: TrainState) -> TrainState:
         host = runtime.current()
         host.phase("evaluate")
         with self.seconds.measure("evaluation"), self.busy.waiting():
-            self.evaluate(state)
+            state = self.evaluate(state)
         host.phase("train")
+        return state
 
     def _finish_steps(self, bag: Bag) -> None:
         """Waits for the steps in flight and publishes what is known of them."""
         self._complete_all()
-        self.publisher.flush(self.window.completed_step, bag, self.seconds.take())
+        self.publisher.flush(self.window.completed_step, bag, self.seconds.take(), self.replaced.take())
 
     def _complete_all(self) -> None:
         while self.window.in_flight:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from trainers.step import Bag
+from trainers.bag import Bag, Layout
 
 
 @dataclass
@@ -33,6 +33,38 @@ class Seconds:
     def take(self) -> dict[str, float]:
         spent, self.spent = self.spent, {}
         return spent
+
+
+_TAKEN_OUT = object()
+
+
+class Replaced:
+    """What `Hooks.on_step_end` made of the metrics of the steps since the last publish: values may be on the device still."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Any]] = {}
+
+    def add(self, given: Mapping[str, Any], returned: Mapping[str, Any]) -> None:
+        for name, value in returned.items():
+            if given.get(name, _TAKEN_OUT) is not value:
+                self._values.setdefault(name, []).append(value)
+        for name in given.keys() - returned.keys():
+            self._values.setdefault(name, []).append(_TAKEN_OUT)
+
+    def take(self) -> dict[str, list[Any]]:
+        values, self._values = self._values, {}
+        return values
+
+
+def replace(metrics: dict[str, float], replaced: Mapping[str, list[Any]]) -> dict[str, float]:
+    """`metrics` with the means of what a hook gave in their place, without what it took out of every step."""
+    metrics = dict(metrics)
+    for name, values in replaced.items():
+        if numbers := [float(value) for value in values if value is not _TAKEN_OUT]:
+            metrics[name] = sum(numbers) / len(numbers)
+        else:
+            metrics.pop(name, None)
+    return metrics
 
 
 class BusyTime:
@@ -66,6 +98,7 @@ class Interval:
     last_step: int
     wall_s: float
     seconds: dict[str, float]
+    replaced: Mapping[str, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -89,12 +122,12 @@ class Publisher:
         self,
         every_steps: int,
         throughput: Throughput,
-        names: Sequence[str],
+        layout: Layout,
         publish: Callable[[int, dict[str, float], dict[str, float]], None],
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.every_steps, self.throughput, self.publish, self.clock = every_steps, throughput, publish, clock
-        self.names = tuple(names)
+        self.layout = layout
         self.pending: collections.deque[Interval] = collections.deque()
         self._since_s = clock()
         self._first_step = 0
@@ -107,10 +140,10 @@ class Publisher:
     def due(self, step: int) -> bool:
         return step % self.every_steps == 0
 
-    def cut(self, step: int, bag: Bag, seconds: dict[str, float]) -> None:
+    def cut(self, step: int, bag: Bag, seconds: dict[str, float], replaced: Mapping[str, list[Any]]) -> None:
         bag.copy_to_host_async()
         now = self.clock()
-        self.pending.append(Interval(bag, self._first_step, step, now - self._since_s, seconds))
+        self.pending.append(Interval(bag, self._first_step, step, now - self._since_s, seconds, replaced))
         self._first_step, self._since_s = step, now
 
     def collect(self, completed_step: int) -> None:
@@ -118,17 +151,17 @@ class Publisher:
         while self.pending and self.pending[0].last_step <= completed_step:
             self._publish(self.pending.popleft())
 
-    def flush(self, step: int, bag: Bag, seconds: dict[str, float]) -> None:
+    def flush(self, step: int, bag: Bag, seconds: dict[str, float], replaced: Mapping[str, list[Any]]) -> None:
         """Publishes all that is known when `step` is complete, a part of an interval too."""
         if step > self._first_step:
-            self.cut(step, bag, seconds)
+            self.cut(step, bag, seconds, replaced)
         self.collect(step)
 
     def _publish(self, interval: Interval) -> None:
-        bag = dict(zip(self.names, np.asarray(interval.bag), strict=True))
-        skipped = float(bag.pop("skipped_batches")[0])
-        metrics = {**means(bag), "skipped_batches": skipped, **self._rates(interval, float(bag["loss"][1]))}
-        self.publish(interval.last_step, metrics, interval.seconds)
+        bag = np.asarray(interval.bag)
+        metrics = with_perplexity(self.layout.read(bag))
+        rates = self._rates(interval, self.layout.weight(bag, "loss"))
+        self.publish(interval.last_step, replace({**metrics, **rates}, interval.replaced), interval.seconds)
 
     def _rates(self, interval: Interval, tokens: float) -> dict[str, float]:
         steps = interval.last_step - interval.first_step
@@ -145,10 +178,6 @@ class Publisher:
         return rates
 
 
-def means(bag: Mapping[str, Any]) -> dict[str, float]:
-    """Weighted means by name, of what there was any of; `perplexity` beside `loss`."""
-    sums = {name: (float(total), float(weight)) for name, (total, weight) in bag.items()}
-    out = {name: total / weight for name, (total, weight) in sums.items() if weight}
-    if "loss" in out:
-        out["perplexity"] = math.exp(min(out["loss"], 700.0))
-    return out
+def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
+    """Adds `perplexity` beside `loss`."""
+    return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else metrics

@@ -13,15 +13,47 @@ from trainers.stop_reason import StopReason
 Batch = Mapping[str, jax.Array]
 
 
+class Sum(NamedTuple):
+    """A part of a loss that is summed over micro-batches and steps. One whose name begins with `total_` goes on over restarts,
+    and is published as the sum since the run began."""
+
+    value: Any
+    weight: Any = 1.0
+    """0: says nothing of this batch."""
+
+
+class Max(NamedTuple):
+    """A part of a loss of which the largest value is published."""
+
+    value: Any
+    weight: Any = 1.0
+
+
+class Min(NamedTuple):
+    """A part of a loss of which the smallest value is published."""
+
+    value: Any
+    weight: Any = 1.0
+
+
+class Last(NamedTuple):
+    """A part of a loss of which the newest value is published."""
+
+    value: Any
+    weight: Any = 1.0
+
+
 class Loss(NamedTuple):
     """Sums over the examples of one (micro-)batch; the step divides once, by the global number of targets.
 
-    `parts` are further metrics by name, each a (sum, weight) pair that is divided at publishing.
+    `parts` are further metrics by name: (sum, weight) pairs that are divided at publishing, or `Sum`, `Max`, `Min`, `Last`.
+    `num_tokens` counts what was trained on, padding excluded; default: the targets.
     """
 
     loss_sum: jax.Array
     num_targets: jax.Array
-    parts: Mapping[str, tuple[jax.Array, jax.Array]] = {}
+    parts: Mapping[str, Any] = {}
+    num_tokens: jax.Array | None = None
 
 
 class TrainerConfigureModelOutput(NamedTuple):
@@ -57,8 +89,13 @@ class Task(Protocol):
     def build_model(self, rngs: Any) -> Any:
         """A new Flax NNX module; called under `jax.eval_shape` and `jax.jit`."""
 
-    def loss(self, model: Any, batch: Batch) -> Loss:
-        """Pure and traced. `batch` leaves are [micro_batch, ...]; rows of weight 0 must not count."""
+    def loss(self, model: Any, batch: Batch) -> Loss | tuple[Any, Any] | Mapping[str, Any]:
+        """Pure and traced. `batch` leaves are [micro_batch, ...]; rows of weight 0 must not count.
+
+        Also taken: (loss_sum, num_targets), where num_targets None means that the loss is a mean over the batch; and a dict of
+        such losses, or of parts, whose total drives the update (`trainers.loss.as_loss`). A task with a method
+        `set_step_nr(step)` is told the number of updates, a traced value, before each call.
+        """
 
     @property
     def tokens_per_example(self) -> int: ...

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from trainers import mesh as meshes
 from trainers import rng
+from trainers.bag import Bag, Kind, Layout
 from trainers.protocol import Task
 
 
@@ -30,6 +31,8 @@ class TrainState:
     totals: dict[str, jax.Array]
     """uint32[2] each (high, low word): `tokens` and `samples` trained on, and `samples_digest`, the sum over all samples of
     a hash of (batch index, row, sample id): the same on any number of hosts, another if a sample came twice or not at all."""
+    sums: dict[str, jax.Array]
+    """float32[2] each (sum, what rounding has left out of it): the task's metrics whose names begin with `total_`."""
     loss_stats: dict[str, jax.Array]
     """Of the losses of updates applied: `count` (int32), running `mean` and `variance` (float32)."""
 
@@ -72,19 +75,25 @@ def num_parameters(shapes: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
-def initial_state(task: Task, seed: int, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state at step 0; traced (for its shapes, or to be made where it belongs). A function of (task, seed) alone."""
+def initial_parameters(task: Task, seed: int) -> Any:
+    """The parameters at step 0; traced (for their shapes, or to be made where they belong). A function of (task, seed) alone."""
     model = task.build_model(nnx.Rngs(rng.key(seed, "init", 0)))
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    return state_from_parameters(params, optimizer)
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def state_from_parameters(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+def state_from_parameters(params: Any, optimizer: optax.GradientTransformation, layout: Layout) -> TrainState:
+    """The state at step 0 with these parameters; `layout`: that of the step's metrics."""
     totals = {name: jnp.zeros(2, jnp.uint32) for name in ("tokens", "samples", "samples_digest")}
     zero = jnp.zeros((), jnp.int32)
     stats = {"count": zero, "mean": jnp.zeros((), jnp.float32), "variance": jnp.zeros((), jnp.float32)}
     return TrainState(
-        step=zero, batch_index=zero, params=params, opt_state=optimizer.init(params), totals=totals, loss_stats=stats
+        step=zero,
+        batch_index=zero,
+        params=params,
+        opt_state=optimizer.init(params),
+        totals=totals,
+        sums={name: jnp.zeros(2, jnp.float32) for name in total_names(layout)},
+        loss_stats=stats,
     )
 
 
@@ -98,6 +107,7 @@ def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> Any:
         params=params,
         opt_state=meshes.like_parameters(mesh, abstract.opt_state, params, abstract.params),
         totals=jax.tree.map(lambda _: everywhere, abstract.totals),
+        sums=jax.tree.map(lambda _: everywhere, abstract.sums),
         loss_stats=jax.tree.map(lambda _: everywhere, abstract.loss_stats),
     )
 
@@ -117,3 +127,23 @@ def add_wide(total: jax.Array, amount: jax.Array) -> jax.Array:
     low = total[1] + amount
     carry = (low < amount).astype(jnp.uint32)
     return jnp.stack([total[0] + carry, low])
+
+
+def total_names(layout: Layout) -> tuple[str, ...]:
+    """The metrics that go on over restarts."""
+    kinds = zip(layout.names, layout.kinds, strict=True)
+    return tuple(name for name, kind in kinds if kind is Kind.TOTAL)
+
+
+def add_sums(sums: dict[str, jax.Array], layout: Layout, measured: Bag) -> tuple[Bag, dict[str, jax.Array]]:
+    """(what a step measured, with the totals since the run began in place of what it adds to them; these totals).
+
+    Compensated (Kahan, 1965): a total of a billion steps is as exact as its largest addend."""
+    out = {}
+    for name, total in sums.items():
+        row = layout.names.index(name)
+        amount = measured[row, 0] - total[1]
+        new = total[0] + amount
+        out[name] = jnp.stack([new, (new - total[0]) - amount])
+        measured = measured.at[row].set(jnp.stack([new, jnp.ones((), jnp.float32)]))
+    return measured, out

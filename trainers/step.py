@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,35 +12,50 @@ import optax
 
 from trainers.anomalies import Verdict
 from trainers.arguments import TrainingArguments
-from trainers.protocol import Batch, Loss, Task
-from trainers.sections import AnomalyConfig
-from trainers.state import ModelParts, TrainState, add_wide
+from trainers.bag import Bag, Kind, Layout
+from trainers.loss import LossFunction, scales_of
+from trainers.protocol import Batch, Loss
+from trainers.samples import count_samples
+from trainers.state import TrainState, add_sums
+from trainers.verdict import REDUCED, reduce_flags, update_stats
 
-Bag = jax.Array
-"""Metrics on the device: float32[num_metrics, 2], (sum, weight) pairs in the order of their names, since the last publish."""
+STEP_METRICS = {"grad_norm": Kind.MEAN, "learning_rate": Kind.LAST, "skipped_batches": Kind.SUM}
+"""Of the step itself, after those of the task's loss. `skipped_batches` counts updates that were not applied; all others are of
+updates that were."""
 
-STEP_METRICS = ("grad_norm", "learning_rate", "skipped_batches")
-"""Of the step itself, after those of the task's loss. The last one counts; all others are means over updates applied."""
+MicroStepHook = Callable[[Loss, Any, Batch], tuple[Loss, Any]]
+"""(loss, gradients, micro-batch) -> (loss, gradients): sums over the micro-batch's targets. Pure and traced."""
 
-FLAGS = ("stop", "saves", "skip", "batch_index")
-"""What each host gives to a step, as int32, in this order: its wishes, and which batch it takes the step with."""
 
-REDUCED = ("stop", "saves", "verdict", "batch_index", "newest_batch_index", "loss", "expected_loss")
-"""What every host gets of a step, in this order: int32, the losses as the bits of a float32."""
+class StepOutput(NamedTuple):
+    state: TrainState
+    bag: Bag
+    reduced: jax.Array
+    """int32[len(REDUCED)]: what all hosts get of this step."""
+    measured: Bag
+    """What this step added to the bag."""
 
-MIN_RELATIVE_DEVIATION = 0.01
-"""The least standard deviation that spikes are measured by, as a part of the mean: where losses hardly vary, chance leaps."""
+
+class Sums(NamedTuple):
+    """Over the micro-batches of a step."""
+
+    loss_sum: jax.Array
+    num_targets: jax.Array
+    num_tokens: jax.Array
+    """uint32"""
+    bag: Bag
+    gradients: Any
 
 
 def make_train_step(
-    task: Task,
-    parts: ModelParts,
+    loss_function: LossFunction,
+    layout: Layout,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
-    names: Sequence[str],
     arguments: TrainingArguments,
-) -> Callable[[TrainState, Bag, Batch, jax.Array], tuple[TrainState, Bag, jax.Array]]:
-    """The function (state, bag, batch, flags) -> (state, bag, reduced).
+    on_micro_step: MicroStepHook | None = None,
+) -> Callable[[TrainState, Bag, Batch, jax.Array], StepOutput]:
+    """The function (state, bag, batch, flags) -> StepOutput. `layout` is that of the loss's metrics and STEP_METRICS.
 
     `batch` leaves are [accumulation_steps, micro_batch, ...]. Gradients are sums over targets, divided once by the number of
     targets of the whole global batch: exact for ragged targets at any accumulation and on any number of hosts.
@@ -51,15 +66,11 @@ def make_train_step(
     """
     max_grad_norm = arguments.optimizer.max_grad_norm
 
-    def loss_sum(params: Any, batch: Batch) -> tuple[jax.Array, Loss]:
-        loss = task.loss(parts.merge(params), batch)
-        return loss.loss_sum.astype(jnp.float32), loss
-
-    def train_step(state: TrainState, bag: Bag, batch: Batch, flags: jax.Array) -> tuple[TrainState, Bag, jax.Array]:
-        loss, gradients = accumulate(jax.value_and_grad(loss_sum, has_aux=True), state.params, batch)
-        num_targets = jnp.maximum(loss.num_targets.astype(jnp.float32), 1.0)
-        mean_loss = loss.loss_sum.astype(jnp.float32) / num_targets
-        gradients = jax.tree.map(lambda g: g / num_targets.astype(g.dtype), gradients)
+    def train_step(state: TrainState, bag: Bag, batch: Batch, flags: jax.Array) -> StepOutput:
+        sums = accumulate(loss_function, layout, on_micro_step, state, batch)
+        num_targets = jnp.maximum(sums.num_targets, 1.0)
+        mean_loss = sums.loss_sum / num_targets
+        gradients = jax.tree.map(lambda g: g / num_targets.astype(g.dtype), sums.gradients)
         norm = optax.tree.norm(gradients)
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-6))
@@ -68,126 +79,90 @@ def make_train_step(
         finite = jnp.isfinite(norm) & jnp.isfinite(mean_loss)
         reduced = reduce_flags(flags, mean_loss, finite, state.loss_stats, arguments.anomalies)
         applied = reduced[REDUCED.index("verdict")] == Verdict.APPLIED
-        one, none = jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32)
-        measured = {
-            "loss": (loss.loss_sum, loss.num_targets),
-            **loss.parts,
-            "grad_norm": (norm, one),
-            "learning_rate": (schedule(state.step), one),
-            "skipped_batches": (none, one),
-        }
-        skipped = {**dict.fromkeys(names, (none, none)), "skipped_batches": (one, one)}
-        bag = bag + jnp.where(applied, pairs(names, measured), pairs(names, skipped))
+        own = {"grad_norm": (norm, 1.0), "learning_rate": (schedule(state.step), 1.0), "skipped_batches": (0.0, 1.0)}
+        measured, new_sums = add_sums(state.sums, layout, sums.bag + layout.pairs(own))
+        measured = jnp.where(applied, measured, layout.pairs({"skipped_batches": (1.0, 1.0)}))
         new_state = TrainState(
             step=state.step + 1,
             batch_index=state.batch_index,
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
-            totals=count_samples(state.totals, state.batch_index, batch, loss.num_targets, arguments.micro_batch_size),
+            totals=count_samples(state.totals, state.batch_index, batch, sums.num_tokens, arguments.micro_batch_size),
+            sums=new_sums,
             loss_stats=update_stats(state.loss_stats, mean_loss, arguments.anomalies.spike_decay),
         )
-        kept = keep_unless(applied, new_state, state)
-        return dataclasses.replace(kept, batch_index=state.batch_index + 1), bag, reduced
+        kept = dataclasses.replace(keep_unless(applied, new_state, state), batch_index=state.batch_index + 1)
+        return StepOutput(kept, layout.combine(bag, measured), reduced, measured)
 
     return train_step
 
 
-def reduce_flags(
-    flags: jax.Array, loss: jax.Array, finite: jax.Array, stats: Mapping[str, jax.Array], config: AnomalyConfig
-) -> jax.Array:
-    """int32[len(REDUCED)]: the maximum of what hosts wish, and the verdict on the update."""
-    # The least index too, by one maximum: a collective of its own would cost as much again.
-    stop, saves, skip, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
-    spike = is_spike(stats, loss, config) if config.loss_spike != "off" else jnp.zeros((), jnp.bool_)
-    verdict = jnp.select(
-        [-least != newest, skip > 0, ~finite, spike],
-        [jnp.int32(v) for v in (Verdict.OUT_OF_STEP, Verdict.ORDERED, Verdict.NON_FINITE, Verdict.LOSS_SPIKE)],
-        jnp.int32(Verdict.APPLIED),
-    )
-    expected = jnp.where(stats["count"] > 0, stats["mean"], jnp.nan)
-    loss_bits, expected_bits = (jax.lax.bitcast_convert_type(value, jnp.int32) for value in (loss, expected))
-    return jnp.stack([stop, saves, verdict, -least, newest, loss_bits, expected_bits])
+def make_eval_step(loss_function: LossFunction, layout: Layout) -> Callable[[TrainState, Bag, Batch], Bag]:
+    """The function (state, bag, batch) -> bag, of the loss's metrics alone. Nothing is donated but the bag."""
 
-
-def is_spike(stats: Mapping[str, jax.Array], loss: jax.Array, config: AnomalyConfig) -> jax.Array:
-    deviation = jnp.maximum(jnp.sqrt(stats["variance"]), MIN_RELATIVE_DEVIATION * jnp.abs(stats["mean"]))
-    return (stats["count"] >= config.spike_warmup_steps) & (loss > stats["mean"] + config.spike_zscore * deviation)
-
-
-def update_stats(stats: Mapping[str, jax.Array], loss: jax.Array, decay: float) -> dict[str, jax.Array]:
-    """Exponentially weighted mean and variance (Finch, 2009, "Incremental calculation of weighted mean and variance", eq. 143);
-    of the first losses the plain ones, so that they do not lean towards 0."""
-    count = stats["count"] + 1
-    weight = jnp.maximum(1.0 - decay, 1.0 / count.astype(jnp.float32))
-    difference = loss - stats["mean"]
-    return {
-        "count": count,
-        "mean": stats["mean"] + weight * difference,
-        "variance": (1.0 - weight) * (stats["variance"] + weight * difference * difference),
-    }
-
-
-def make_eval_step(task: Task, parts: ModelParts, names: Sequence[str]) -> Callable[[Any, Bag, Batch], Bag]:
-    """The function (params, bag, batch) -> bag, of the loss's metrics alone. Nothing is donated but the bag."""
-
-    def eval_step(params: Any, bag: Bag, batch: Batch) -> Bag:
-        model = parts.merge(params)
-        loss = task.loss(model, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch))
-        return bag + pairs(names, {"loss": (loss.loss_sum, loss.num_targets), **loss.parts})
+    def eval_step(state: TrainState, bag: Bag, batch: Batch) -> Bag:
+        loss = loss_function(state.params, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch), state.step)
+        return layout.combine(bag, loss_pairs(layout, loss))
 
     return eval_step
 
 
-def accumulate(value_and_grad: Callable, params: Any, batch: Batch) -> tuple[Loss, Any]:
-    """Sums of loss, targets, parts and gradients over the micro-batches (first dimension of every leaf)."""
-    num_micro_batches = jax.tree.leaves(batch)[0].shape[0]
+def accumulate(
+    loss_function: LossFunction, layout: Layout, on_micro_step: MicroStepHook | None, state: TrainState, batch: Batch
+) -> Sums:
+    """Over the micro-batches (first dimension of every leaf)."""
+    first = jax.tree.map(lambda leaf: leaf[0], batch)
+    scales = None
+    if jax.eval_shape(loss_function.term_targets, state.params, first, state.step):
+        counts = _scan_sums(lambda one: loss_function.term_targets(state.params, one, state.step), _add, batch)
+        scales = scales_of(counts)
 
-    def micro(micro_batch: Batch) -> tuple[Loss, Any]:
-        (_, loss), gradients = value_and_grad(params, micro_batch)
-        return loss, gradients
+    def objective(params: Any, micro_batch: Batch) -> tuple[jax.Array, Loss]:
+        loss = loss_function(params, micro_batch, state.step, scales)
+        return loss.loss_sum.astype(jnp.float32), loss
 
-    if num_micro_batches == 1:
-        return micro(jax.tree.map(lambda leaf: leaf[0], batch))
-    shapes = jax.eval_shape(micro, jax.tree.map(lambda leaf: leaf[0], batch))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), shapes)
-    total, _ = jax.lax.scan(lambda sums, one: (jax.tree.map(jnp.add, sums, micro(one)), None), zeros, batch)
+    def micro(micro_batch: Batch) -> Sums:
+        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(state.params, micro_batch)
+        if on_micro_step is not None:
+            loss, gradients = on_micro_step(loss, gradients, micro_batch)
+        num_targets = jnp.asarray(loss.num_targets)
+        tokens = num_targets if loss.num_tokens is None else jnp.asarray(loss.num_tokens)
+        return Sums(
+            loss.loss_sum.astype(jnp.float32),
+            num_targets.astype(jnp.float32),
+            tokens.astype(jnp.uint32),
+            loss_pairs(layout, loss),
+            gradients,
+        )
+
+    def add(one: Sums, other: Sums) -> Sums:
+        return _add(one, other)._replace(bag=layout.combine(one.bag, other.bag, steps=False))
+
+    return _scan_sums(micro, add, batch)
+
+
+def _scan_sums(function: Callable, add: Callable, batch: Batch) -> Any:
+    """`add` of what `function` gives for each micro-batch, in order; floating-point sums in float32 at least."""
+    first = jax.tree.map(lambda leaf: leaf[0], batch)
+    if jax.tree.leaves(batch)[0].shape[0] == 1:
+        return function(first)
+
+    def wide(leaf: Any) -> Any:
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32) if floating else leaf.dtype)
+
+    zeros = jax.tree.map(wide, jax.eval_shape(function, first))
+    total, _ = jax.lax.scan(lambda sums, one: (add(sums, function(one)), None), zeros, batch)
     return total
+
+
+def loss_pairs(layout: Layout, loss: Loss) -> Bag:
+    return layout.pairs({"loss": (loss.loss_sum, loss.num_targets), **loss.parts})
 
 
 def keep_unless(apply: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(apply, a, b), new, old)
 
 
-def pairs(names: Sequence[str], values: Mapping[str, tuple[Any, Any]]) -> Bag:
-    """What one batch adds to the bag."""
-    return jnp.stack([jnp.stack([jnp.asarray(part, jnp.float32) for part in values[name]]) for name in names])
-
-
-def count_samples(
-    totals: dict[str, jax.Array], batch_index: jax.Array, batch: Batch, num_targets: Any, micro_batch_size: int
-) -> dict[str, jax.Array]:
-    """`micro_batch_size` is without the padding, which differs with the number of hosts: a sample's row must not."""
-    ids, weight = batch["sample_id"], batch["weight"]
-    real = (weight > 0).astype(jnp.uint32)
-    micro, place = (jax.lax.broadcasted_iota(jnp.uint32, ids.shape, dimension) for dimension in (0, 1))
-    hashes = sample_hash(batch_index, micro * jnp.uint32(micro_batch_size) + place, ids) * real[None]
-    return {
-        "tokens": add_wide(totals["tokens"], jnp.asarray(num_targets).astype(jnp.uint32)),
-        "samples": add_wide(totals["samples"], jnp.sum(real, dtype=jnp.uint32)),
-        "samples_digest": totals["samples_digest"] + jnp.sum(hashes, axis=tuple(range(1, hashes.ndim)), dtype=jnp.uint32),
-    }
-
-
-def sample_hash(batch_index: jax.Array, row: jax.Array, sample_id: jax.Array) -> jax.Array:
-    """uint32[2, ...]: two independent mixes (the finalizer of MurmurHash3) of where a sample was trained on."""
-
-    def mix(h: jax.Array) -> jax.Array:
-        h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-        h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-        return h ^ (h >> 16)
-
-    def lane(seed: int) -> jax.Array:
-        h = mix(jnp.asarray(batch_index).astype(jnp.uint32) + jnp.uint32(seed))
-        return mix(mix(h ^ row.astype(jnp.uint32)) ^ sample_id.astype(jnp.uint32))
-
-    return jnp.stack([lane(0x9E3779B9), lane(0x7F4A7C15)])
+def _add(one: Any, other: Any) -> Any:
+    return jax.tree.map(jnp.add, one, other)

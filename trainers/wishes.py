@@ -14,8 +14,8 @@ from trainers import mesh as meshes
 from trainers import runtime
 from trainers.anomalies import Verdict
 from trainers.callbacks import RunInfo
-from trainers.step import FLAGS
 from trainers.stop_reason import StopReason
+from trainers.verdict import FLAGS
 
 RUN_AHEAD_STEPS = 2
 STOP_REASONS = tuple(StopReason)

@@ -90,7 +90,7 @@ def undisturbed_digest(steps):
     """Which samples an undisturbed run trains on, worked out without training."""
     from orchestrator.config import load
     from trainers.data.text import byte_text
-    from trainers.step import sample_hash
+    from trainers.samples import sample_hash
 
     arguments = load(TINY).training
     train, _ = byte_text(arguments)

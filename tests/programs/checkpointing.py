@@ -36,6 +36,7 @@ def state(step: int, rows: int = 64) -> TrainState:
         params=params,
         opt_state=(moments, np.int32(step)),
         totals={"tokens": np.array([0, step * 100], np.uint32)},
+        sums={},
         loss_stats={"mean": np.float32(step / 7)},
     )
     return jax.tree.map(_place, host)

@@ -11,7 +11,7 @@ import pytest
 
 from trainers.anomalies import Anomaly, Verdict, decide
 from trainers.sections import AnomalyConfig
-from trainers.step import REDUCED, reduce_flags, update_stats
+from trainers.verdict import REDUCED, reduce_flags, update_stats
 
 NON_FINITE, SPIKE = Verdict.NON_FINITE, Verdict.LOSS_SPIKE
 

@@ -22,7 +22,18 @@ ONLY_WHERE_USED = {"trainers": {"grain"}, "orchestrator": {"mlflow"}}
 ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 LIGHT_MODULES = tuple(
-    f"trainers/{name}.py" for name in ("__init__", "arguments", "checkpoint_folder", "errors", "manifest", "stop_reason")
+    f"trainers/{name}.py"
+    for name in (
+        "__init__",
+        "arguments",
+        "checkpoint_folder",
+        "checks",
+        "errors",
+        "manifest",
+        "sections",
+        "stop_reason",
+    )
+    for name in ("__init__", "arguments", "checkpoint_folder", "checks", "errors", "manifest", "sections", "stop_reason")
 )
 """Read by the driver and by command lines: free of everything but the standard library."""
 

@@ -10,8 +10,8 @@ from tests.programs.tiny import Numbers
 from trainers.arguments import TrainingArguments, from_dict
 from trainers.data.loader import StepAddressedLoader
 from trainers.mesh import make_mesh
+from trainers.samples import count_samples
 from trainers.sections import MeshConfig
-from trainers.step import count_samples
 
 
 def loader(num_devices, global_batch_size=8, **changes):

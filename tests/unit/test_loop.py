@@ -9,17 +9,20 @@ import pytest
 
 from trainers import runtime
 from trainers.anomalies import Verdict
+from trainers.bag import Kind, Layout
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
+from trainers.hooks import Hooks
 from trainers.lineage import Lineage
 from trainers.loop import Loop
 from trainers.metrics import BusyTime, Publisher, Seconds, Throughput
 from trainers.sections import AnomalyConfig, CheckpointConfig, EvaluationConfig
-from trainers.step import REDUCED
+from trainers.step import STEP_METRICS
 from trainers.stop_reason import StopReason
+from trainers.verdict import REDUCED
 from trainers.wishes import RETRY_FIRST_S, RETRY_MAX_S, STOP_REASONS, Agreed, Limits, Retry, Window, Wishes
 
-NAMES = ("loss", "grad_norm", "learning_rate", "skipped_batches")
+LAYOUT = Layout(("loss", *STEP_METRICS), (Kind.MEAN, *STEP_METRICS.values()))
 
 
 class OnDevice:
@@ -63,9 +66,10 @@ class World:
         limits = Limits(max_steps, None)
         self.loop = Loop(
             train_step=self.step,
+            layout=LAYOUT,
             loader=SimpleNamespace(batch=self.batch, global_batch_size=1),
             empty_bag=lambda: None,
-            publisher=Publisher(every_steps, Throughput(1, 1.0, 1), NAMES, self.publish, clock=lambda: 0.0),
+            publisher=Publisher(every_steps, Throughput(1, 1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
             flags=SimpleNamespace(array=lambda *flags: flags),
             wishes=wishes(limits) if wishes else Wishes(limits, None, clock=lambda: 0.0),
             checkpoint=CheckpointConfig(save_steps=save_steps),
@@ -73,9 +77,10 @@ class World:
             anomalies=anomalies or AnomalyConfig(),
             lineage=Lineage(skipped=set(skip)),
             save=lambda state: self.log.append(("save", state)),
-            evaluate=lambda state: None,
+            evaluate=lambda state: state,
             go_back=self.go_back,
             callbacks=CallbackList(),
+            hooks=Hooks(),
             seconds=Seconds(),
             info=self.info,
             samples_per_epoch=10,
@@ -93,7 +98,7 @@ class World:
         verdict = Verdict.ORDERED if skip else self.verdicts.pop(batch_index, Verdict.APPLIED)
         told = reduced(stop, saves, verdict, batch_index, batch_index + (verdict is Verdict.OUT_OF_STEP))
         made = OnDevice(self, "bag", self.dispatched, [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 1.0]])
-        return state + 1, made, OnDevice(self, "flags", self.dispatched, told)
+        return state + 1, made, OnDevice(self, "flags", self.dispatched, told), OnDevice(self, "measured", self.dispatched, [])
 
     def go_back(self, decision):
         self.log.append(("go_back", decision.go_back_to))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,20 +23,46 @@ class RunInfo:
 
 
 class Callback:
-    """Override what is of interest. Every method gets the RunInfo and, by keyword, what its event has."""
+    """An observer: override what is of interest. Every method gets the RunInfo and, by keyword, what its event has.
+
+    Nothing that a callback does may change a result, so their order does not matter; what is to change the state or the metrics
+    is a hook of the trainer (`trainers.hooks`). Called on every host, at the same steps. An error in one ends training as an
+    error.
+    """
 
     def on_train_begin(self, state: RunInfo, **kwargs: Any) -> None: ...
 
-    def on_train_end(self, state: RunInfo, **kwargs: Any) -> None: ...
+    def on_train_end(self, state: RunInfo, **kwargs: Any) -> None:
+        """Training is over, saved and evaluated, whatever ended it but an error."""
+
+    def on_exception(self, state: RunInfo, *, error: BaseException, **kwargs: Any) -> None:
+        """Training ends with this error. Not for recovery: the error goes on."""
+
+    def on_epoch_begin(self, state: RunInfo, *, epoch: int, **kwargs: Any) -> None: ...
+
+    def on_epoch_end(self, state: RunInfo, *, epoch: int, **kwargs: Any) -> None: ...
 
     def on_step_begin(self, state: RunInfo, *, batch: Any, **kwargs: Any) -> None: ...
 
-    def on_step_end(self, state: RunInfo, **kwargs: Any) -> None:
-        """The step was dispatched; it may still be running. Do not fetch arrays here: use `on_publish`."""
+    def on_step_end(
+        self, state: RunInfo, *, batch: Any, loss: Any, loss_dict: Mapping[str, Any], grad_norm: Any, **kwargs: Any
+    ) -> None:
+        """The step was dispatched; it may still be running. `loss`, `grad_norm` and the parts in `loss_dict` are on the device:
+        `float()` of one waits for the step. To look at numbers without slowing training down, use `on_publish`."""
 
-    def on_publish(self, state: RunInfo, *, metrics: dict[str, float], **kwargs: Any) -> None: ...
+    def on_publish(
+        self, state: RunInfo, *, step: int, metrics: Mapping[str, float], seconds: Mapping[str, float], **kwargs: Any
+    ) -> None:
+        """The metrics of the interval that ended with `step`, a few steps before the newest. `seconds`: what the host spent in it
+        on other things than steps."""
 
-    def on_evaluate(self, state: RunInfo, *, metrics: dict[str, float], **kwargs: Any) -> None: ...
+    def on_evaluate_begin(self, state: RunInfo, **kwargs: Any) -> None: ...
+
+    def on_evaluate(self, state: RunInfo, *, metrics: Mapping[str, float], **kwargs: Any) -> None:
+        """An evaluation has ended."""
+
+    def on_save(self, state: RunInfo, *, step: int, path: str, **kwargs: Any) -> None:
+        """The checkpoint of `step` is complete: a little after it was begun, between two steps."""
 
 
 @dataclass

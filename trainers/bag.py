@@ -1,0 +1,130 @@
+"""The bag: metrics summed on the device by the steps of an interval, one small array, fetched once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainers.protocol import Last, Loss, Max, Min, Sum
+
+Bag = jax.Array
+"""float32[num_metrics, 2]: (value, weight) pairs in the order of the layout's names, since the last publish. A row of weight 0
+says nothing."""
+
+
+class Kind(StrEnum):
+    """How two (value, weight) pairs become one. The weights add up."""
+
+    MEAN = "mean"
+    """The values are weighted sums: they add up, and are divided by the weight when they are read."""
+    SUM = "sum"
+    MAX = "max"
+    MIN = "min"
+    LAST = "last"
+    """The newer one."""
+    TOTAL = "total"
+    """A sum over micro-batches; over steps the newer one, for the step makes it the sum since the run began."""
+
+
+KINDS = {Sum: Kind.SUM, Max: Kind.MAX, Min: Kind.MIN, Last: Kind.LAST}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of the metrics in a bag, and how each is combined."""
+
+    names: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+
+    @classmethod
+    def of(cls, loss: Loss, **others: Kind) -> Layout:
+        """Of a loss (its shapes suffice), and further metrics."""
+        parts = {name: _kind(name, part) for name, part in loss.parts.items()}
+        kinds = {"loss": Kind.MEAN, **parts, **others}
+        return cls(tuple(kinds), tuple(kinds.values()))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def zeros(self) -> np.ndarray:
+        return np.zeros((len(self), 2), np.float32)
+
+    def pairs(self, values: Mapping[str, Any]) -> Bag:
+        """The bag of one batch. A name that `values` lacks gets weight 0."""
+        return jnp.stack([_pair(values.get(name, (0.0, 0.0))) for name in self.names])
+
+    def combine(self, bag: Bag, new: Bag, *, steps: bool = True) -> Bag:
+        """`bag`, and then `new`: of steps, or of the micro-batches of one."""
+        (value, weight), (new_value, new_weight) = bag.T, new.T
+        counts, known = new_weight > 0, weight > 0
+        rules = {
+            Kind.MAX: jnp.where(counts & known, jnp.maximum(value, new_value), jnp.where(counts, new_value, value)),
+            Kind.MIN: jnp.where(counts & known, jnp.minimum(value, new_value), jnp.where(counts, new_value, value)),
+            Kind.LAST: jnp.where(counts, new_value, value),
+        }
+        if steps:
+            rules[Kind.TOTAL] = rules[Kind.LAST]
+        out = value + new_value
+        for kind in sorted(set(self.kinds) & rules.keys()):
+            out = jnp.where(np.array([own is kind for own in self.kinds]), rules[kind], out)
+        return jnp.stack([out, weight + new_weight], axis=1)
+
+    def read(self, bag: np.ndarray) -> dict[str, float]:
+        """The values by name, of what there was any of."""
+        rows = zip(self.names, self.kinds, bag.tolist(), strict=True)
+        return {name: value / weight if kind is Kind.MEAN else value for name, kind, (value, weight) in rows if weight}
+
+    def weight(self, bag: np.ndarray, name: str) -> float:
+        return float(bag[self.names.index(name), 1])
+
+
+class Scalar:
+    """A metric of one step, still on the device: `float()` of it waits for the step, using it in `jax.numpy` does not."""
+
+    __slots__ = ("_bag", "_mean", "_row")
+
+    def __init__(self, bag: Bag, row: int, mean: bool):
+        self._bag, self._row, self._mean = bag, row, mean
+
+    def __jax_array__(self) -> jax.Array:
+        value, weight = self._bag[self._row]
+        return value / weight if self._mean else value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(float(self), dtype)
+
+    def __float__(self) -> float:
+        value, weight = np.asarray(self._bag)[self._row].tolist()
+        if not self._mean:
+            return value
+        return value / weight if weight else math.nan
+
+    def __repr__(self) -> str:
+        return "Scalar(on the device; float() waits for it)"
+
+
+def scalars(layout: Layout, measured: Bag) -> dict[str, Scalar]:
+    """The metrics of one step by name, without waiting for it."""
+    return {name: Scalar(measured, row, kind is Kind.MEAN) for row, (name, kind) in enumerate(_kinds(layout))}
+
+
+def _kinds(layout: Layout) -> Iterator[tuple[str, Kind]]:
+    return zip(layout.names, layout.kinds, strict=True)
+
+
+def _kind(name: str, part: Any) -> Kind:
+    kind = KINDS.get(type(part), Kind.MEAN)
+    return Kind.TOTAL if kind is Kind.SUM and name.startswith("total_") else kind
+
+
+def _pair(value: Any) -> jax.Array:
+    if isinstance(value, Sum | Max | Min | Last):
+        value = (value.value, value.weight)
+    return jnp.stack([jnp.asarray(part, jnp.float32) for part in value])
