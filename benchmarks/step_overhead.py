@@ -84,7 +84,7 @@ def bare_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]
     jax.block_until_ready(batches)
     start = time.perf_counter()
     for k in range(steps):
-        state, bag, _ = program(state, bag, batches[k % len(batches)], flags)
+        state, bag, *_ = program(state, bag, batches[k % len(batches)], flags)
     jax.block_until_ready(state)
     return state, rate(trainer, steps, time.perf_counter() - start)
 

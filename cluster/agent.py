@@ -2,8 +2,8 @@
 
 A Ray actor with no JAX inside (`gang.py` makes it one); a plain class otherwise. It knows nothing of training: it passes JSON
 lines between the driver and its process, says when the process ends or makes no progress, and goes on without a driver for as
-long as its lease lasts. Every public method may be called from any thread. All but `is_led` take the `epoch` of the driver that
-calls, renew its lease, and raise StaleDriver if a driver with a newer one has called before.
+long as its lease lasts. Every public method may be called from any thread. All but `is_led` and `profile` take the `epoch` of
+the driver that calls, renew its lease, and raise StaleDriver if a driver with a newer one has called before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster import diagnosis, notices, ports
@@ -110,6 +110,32 @@ class HostAgent:
     def is_led(self) -> bool:
         """Whether the lease goes on."""
         return self._lease.left_s() > 0
+
+    def profile(self, order: dict[str, Any], hosts: Sequence[int] | None, timeout_s: float) -> dict[str, Any]:
+        """Passes the order ({"cmd": "profile", "id", ...}) to the training process if it is one of these hosts (None: any), and
+        waits for what comes of it: `host` (None: it is none of them), `path`, `problem` (None: it is written).
+
+        For anybody, whichever driver leads: it changes nothing that a driver goes by.
+        """
+        with self._changed:
+            life, host, cursor = self._current, (self._orders or {}).get("host"), self._events.next
+            asked = host is not None and life is not None and life.alive and not self._waiting
+            if not asked or (hosts is not None and host not in hosts):
+                return {"host": None, "path": None, "problem": None}
+        assert life is not None
+        life.child.send(order)
+        with self._changed:
+            self._changed.wait_for(lambda: self._answer(order["id"], cursor) or life.done or not life.alive, timeout_s)
+            answer = self._answer(order["id"], cursor)
+        if answer is None:
+            why = "the training process has ended" if life.done or not life.alive else f"no answer within {timeout_s:g} s"
+            phase = f" (it is in the phase {life.phase!r})" if life.phase != "train" else ""
+            answer = {"problem": f"{why}{phase}"}
+        return {"host": host, "path": answer.get("path"), "problem": answer["problem"]}
+
+    def _answer(self, request: str, cursor: int) -> Event | None:
+        told = self._events.since(cursor)
+        return next((event for event in told if event.get("ev") == "profile" and event.get("id") == request), None)
 
     def prepare(self, preparation: dict[str, Any], *, epoch: int = 0) -> None:
         """Starts the standby with this preparation; one that was started with another is replaced."""

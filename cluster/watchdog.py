@@ -22,6 +22,8 @@ PHASE_LIMITS = {
     "compile": "compile_s",
     "first_step": "first_step_s",
     "evaluate": "evaluate_s",
+    "preview": "preview_s",
+    "diagnose": "compile_s",
     "save": "save_s",
     "finish": "finish_s",
 }
@@ -48,6 +50,8 @@ class WatchdogConfig:
     save_s: float = 900.0
     """From the start of a checkpoint until it is complete, or has failed, whatever the process does beside it."""
     evaluate_s: float = 900.0
+    preview_s: float = 900.0
+    """For the model to generate its previews, the first time compiling included."""
     finish_s: float = 900.0
     stacks_before_s: float = 3.0
     """How long before a limit the stacks are taken (at half the limit, if that is shorter): they come with the news."""

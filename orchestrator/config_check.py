@@ -72,11 +72,11 @@ def as_written(hint: Any, value: Any, path: KeyPath, source: Source) -> Any:
     if isinstance(value, Mapping):
         hints = typing.get_type_hints(dataclass_) if dataclass_ else {}
         items = {key: (hints.get(key, _item_hint(hint)), item) for key, item in value.items()}
-        return {
-            key: as_written(inner, item, (*path, key), source)
-            for key, (inner, item) in items.items()
-            if not (item is None and section_of(inner) and not _admits(inner, type(None)))
-        }
+        empty = {k for k, (inner, v) in items.items() if v is None and section_of(inner) and not _admits(inner, type(None))}
+        if dataclass_ is None:  # sections by names that the user gives: an empty one is there
+            items.update({key: (items[key][0], {}) for key in empty})
+            empty = set()
+        return {k: as_written(inner, item, (*path, k), source) for k, (inner, item) in items.items() if k not in empty}
     if isinstance(value, list):
         return [as_written(_item_hint(hint), item, (*path, number), source) for number, item in enumerate(value)]
     # Python, and so pydantic, takes True for 1.
@@ -181,10 +181,11 @@ def _length(cls: type, path: KeyPath) -> int:
 
 
 def _section_at(cls: type, path: KeyPath) -> Any:
+    hint: Any = cls
     for part in path:
-        hint = typing.get_type_hints(cls).get(str(part)) if dataclasses.is_dataclass(cls) else None
-        cls = section_of(hint) or object
-    return cls if dataclasses.is_dataclass(cls) else _Empty
+        section = section_of(hint)
+        hint = typing.get_type_hints(section).get(str(part)) if section else _item_hint(hint)
+    return section_of(hint) or _Empty
 
 
 @dataclasses.dataclass

@@ -26,6 +26,8 @@ from orchestrator.console_text import PLANNED, action_of, clock_time, count, pri
 PLAIN_EVERY_S = 5.0
 """Between two lines of metrics in a log; evaluations and the last step are always shown."""
 TAKE_S = 0.2
+SHOWN_PREVIEW = 70
+"""Characters of each text that the model generates; all of it is in the run's folder."""
 STATES = {
     "reserving": "reserving machines",
     "starting": "starting",
@@ -35,6 +37,8 @@ STATES = {
     "compiling": "compiling",
     "training": "training",
     "evaluating": "evaluating",
+    "generating previews": "generating previews",
+    "diagnosing": "looking for the cause",
     "saving": "saving",
     "recovering": "recovering",
     "waiting": "waiting",
@@ -130,8 +134,10 @@ def story(event: Event, view: View) -> list[Text]:
             lines = [Text(STATES[event["state"]], "dim")]
         case "generation" if event["generation"] == 0:
             lines = [Text(f"gang of {_plural(event['hosts'], 'host')} is ready", "dim")]
-        case "metrics" if any(name.startswith("eval_") for name in event["metrics"]):
+        case "metrics" if event.get("kind") == "eval":
             lines = [_evaluation(event)]
+        case "preview":
+            lines = [_preview(event["step"], shown) for shown in event["previews"]]
         case "incident":
             lines = [_incident(event["incident"])]
         case "recovered":
@@ -262,9 +268,18 @@ def _header(event: Event) -> Text:
 
 
 def _evaluation(event: Event) -> Text:
-    values = {name.removeprefix("eval_"): value for name, value in event["metrics"].items() if name.startswith("eval_")}
-    shown = [f"{name} {values[name]:.4f}" for name in ("loss", "accuracy", "perplexity") if name in values]
+    values = event["metrics"]
+    shown = [f"{name} {values[f'eval_{name}']:.4f}" for name in ("loss", "accuracy", "perplexity") if f"eval_{name}" in values]
+    # Of further units the losses alone: a line has room for no more.
+    shown += [f"{name} {value:.4f}" for name, value in values.items() if name.endswith("_loss") and name != "eval_loss"]
     return Text.assemble(("◆ ", "cyan"), f"step {event['step']}  held-out ", "  ".join(shown))
+
+
+def _preview(step: int, shown: dict[str, str]) -> Text:
+    text = printable(shown["text"].replace("\n", "↵"))
+    more = "…" if len(text) > SHOWN_PREVIEW else ""
+    prompt = printable(shown["prompt"].replace("\n", "↵"))
+    return Text.assemble(("◇ ", "cyan"), f"step {step}  ", (prompt, "bold"), text[:SHOWN_PREVIEW] + more)
 
 
 def _incident(incident: dict[str, Any]) -> Text:

@@ -32,6 +32,7 @@ from orchestrator.restart import GiveUp, PastFailure, decide, past_failure
 from orchestrator.roster import Change, NoHosts, Roster
 from orchestrator.stops import Stops, Superseded, TrainingFailed
 from orchestrator.watch import Watch
+from trainers.recorders.feed import Recorders
 from trainers.stop_reason import StopReason
 
 RESTARTING = (StopReason.RESIZE, StopReason.PREEMPTED)
@@ -42,10 +43,16 @@ class Driver:
     """One driver process's part in a launch. `run` returns the summary of a finished or stopped run, or raises TrainingFailed."""
 
     def __init__(
-        self, config: JobConfig, launch: Launch, board: BoardLike, reporter: Reporter, clock: Callable[[], float] = time.time
+        self,
+        config: JobConfig,
+        launch: Launch,
+        board: BoardLike,
+        reporter: Reporter,
+        recorders: Recorders,
+        clock: Callable[[], float] = time.time,
     ):
         self.config, self.launch, self.board, self.clock = config, launch, board, clock
-        self.intake = Intake(launch, board, reporter, Gauges(config.training.name), config.driver.stragglers, clock)
+        self.intake = Intake(launch, board, reporter, recorders, Gauges(config.training.name), config.driver.stragglers, clock)
         self.lineage = self._lineage_to_replay()
         self._roster: Roster | None = None
         self._stops: Stops
@@ -189,7 +196,14 @@ class Driver:
         for host in range(generation.num_hosts):
             gang.call(host, "go", {**common, "host": host, **gang.orders(host)})
         self.intake.start(generation)
-        launch.formed({"gang": gang.record(), "generation": generation.number, "high_water_step": generation.high_water_step})
+        launch.formed(
+            {
+                "address": ray.get_runtime_context().gcs_address,
+                "gang": gang.record(),
+                "generation": generation.number,
+                "high_water_step": generation.high_water_step,
+            }
+        )
         self.board.post({"ev": "generation", "generation": generation.number, "hosts": generation.num_hosts})
         return generation
 

@@ -24,6 +24,8 @@ CATEGORY_OF_PHASE = {
     "compile": "compile",
     "train": "step",
     "evaluate": "evaluation",
+    "preview": "evaluation",
+    "diagnose": "detection",
     "save": "checkpoint",
     "finish": "finish",
 }

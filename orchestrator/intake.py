@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from orchestrator import storage
 from orchestrator.board import BoardLike
 from orchestrator.gauges import Gauges
 from orchestrator.generation import Generation, in_order
@@ -18,6 +19,7 @@ from orchestrator.launch import Launch
 from orchestrator.ledger import Action, Incident, of_anomaly
 from orchestrator.ray_train import Reporter
 from orchestrator.stragglers import Straggler, StragglerPolicy, Stragglers
+from trainers.recorders.feed import Recorders
 
 KEPT_STEP_TIMES = 100
 STATE_OF_PHASE = {
@@ -27,6 +29,8 @@ STATE_OF_PHASE = {
     "compile": "compiling",
     "train": "training",
     "evaluate": "evaluating",
+    "preview": "generating previews",
+    "diagnose": "diagnosing",
     "save": "saving",
     "finish": "finishing",
 }
@@ -40,11 +44,13 @@ class Intake:
         launch: Launch,
         board: BoardLike,
         reporter: Reporter,
+        recorders: Recorders,
         gauges: Gauges,
         straggler_policy: StragglerPolicy,
         clock: Callable[[], float],
     ):
         self.launch, self.board, self.reporter, self.gauges, self.clock = launch, board, reporter, gauges, clock
+        self.recorders = recorders
         self._step_times_s: dict[int, deque[float]] = {}
         self.new_checkpoint = False
         """Since the driver last looked."""
@@ -103,12 +109,22 @@ class Intake:
             times.append(metrics["step_time_s"])
         for category in ("data_wait", "checkpoint"):
             launch.goodput.move("step", category, event.get("seconds", {}).get(category, 0.0))
-        if launch.is_new(step, metrics):
-            self.board.post({"ev": "metrics", "step": step, "metrics": metrics})
+        kind = event.get("kind") or ("eval" if any(name.startswith("eval_") for name in metrics) else "train")
+        if launch.is_new(step, kind):
+            self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind})
             launch.publish(step, metrics)
+            self.recorders.record(step, metrics, event.get("distributions"))
             self.reporter.report({"step": step, **metrics})
             about = {"step": step, "generations": launch.generations, "goodput": launch.goodput.goodput(self.clock())}
             self.gauges.set({**metrics, **about})
+
+    def _on_preview(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
+        about = {"step": event["step"], "previews": event["previews"]}
+        self.board.post({"ev": "preview", **about})
+        try:
+            self.launch.preview(about)
+        except (storage.StorageError, OSError) as error:  # a look at the model is worth no failure
+            self.note(f"the previews of step {event['step']} are not kept: {error}", "warning")
 
     def _on_saved(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
         if host == 0:
@@ -128,6 +144,13 @@ class Intake:
 
     def _on_note(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
         self.note(f"host {host}: {event['message']}")
+
+    def _on_profile(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
+        if event["problem"] is None:
+            steps = f"steps {event['first_step']} to {event['last_step']}"
+            self.note(f"host {host}: a profile of {steps} is in {event['path']}; to look at it: xprof --logdir {event['path']}")
+        elif event["id"] is None:  # else whoever asked is told
+            self.note(f"host {host}: no profile: {event['problem']}", "warning")
 
     def _on_notice(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
         self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
@@ -160,10 +183,12 @@ class Intake:
 
     _handlers = {  # noqa: RUF012
         "metrics": _on_metrics,
+        "preview": _on_preview,
         "saved": _on_saved,
         "save_failed": _on_save_failed,
         "restored": _on_restored,
         "note": _on_note,
+        "profile": _on_profile,
         "notice": _on_notice,
         "anomaly": _on_anomaly,
         "heartbeat": _on_heartbeat,

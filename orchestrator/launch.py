@@ -86,13 +86,18 @@ class Launch:
         """The one that the gang has not recovered from yet."""
         return next((incident for incident in reversed(self.incidents) if incident.open), None)
 
-    def is_new(self, step: int, metrics: dict[str, float]) -> bool:
-        """False for what an earlier generation published: trained again, it is the same again."""
-        kind = "eval" if any(name.startswith("eval_") for name in metrics) else "train"
+    def is_new(self, step: int, kind: str) -> bool:
+        """False for what an earlier generation published: trained again, it is the same again. `kind`: `train` or `eval`."""
         if step <= self._published[kind]:
             return False
         self._published[kind] = step
         return True
+
+    def preview(self, about: dict[str, Any]) -> None:
+        """Texts that the model generated: a file for each step, in the run's folder and in MLflow."""
+        path = storage.join(self.run_dir, "previews", f"{about['step']}.json")
+        storage.write_json(path, about)
+        self.tracker.log_artifact(path, "previews")
 
     def publish(self, step: int, metrics: dict[str, float]) -> None:
         self.tracker.log_metrics(step, metrics)

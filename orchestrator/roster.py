@@ -48,10 +48,11 @@ class Roster:
         hosts = self.config.hosts
         return elasticity.allowed_counts(min_hosts(hosts), num_hosts(hosts), self._fits)
 
-    def possible(self) -> int:
-        """The greatest number of hosts that could train now."""
+    def possible(self, avoid: Quarantine) -> int:
+        """How many hosts the next generation would have, were it put together now: no more than `form` would take."""
         could = [seat for seat in self.gang.refresh() if seat.number not in self.leaving]
-        return max((count for count in self.allowed() if count <= len(could)), default=0)
+        members = self._members([seat.number for seat in self.gang.members], could, set(avoid.seats), self.allowed())
+        return len(members.seats) if members is not None else 0
 
     def hosts_on(self, nodes: Collection[str]) -> list[int]:
         return [host for host, seat in enumerate(self.gang.members) if seat.node_id in nodes]

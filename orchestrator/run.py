@@ -21,11 +21,13 @@ from typing import Any
 
 from orchestrator import plan, storage, summary
 from orchestrator.board import Board, BoardLike, start_remote_board
-from orchestrator.config import ConfigError, JobConfig, load
+from orchestrator.config import ConfigError, JobConfig, load, to_dict
 from orchestrator.console import make_console, watch
 from orchestrator.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch
 from orchestrator.lease import RunInUse, check_free
 from orchestrator.ray_train import SETTINGS, FinalVerdict, Reporter, fit
+from trainers.recorders.base import About
+from trainers.recorders.feed import Recorders
 from trainers.stop_reason import StopReason
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
@@ -99,14 +101,18 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         except RunInUse as error:
             raise FinalVerdict(str(error)) from error
         status, result, failure = "failed", {}, None
+        about = About(config.training.name, run_dir, to_dict(config))
+        recorders = Recorders(config.training.recorders, about, lambda message: _warn(board, message))
         try:
-            result = Driver(config, job, board, reporter).run()
+            result = Driver(config, job, board, reporter, recorders).run()
             status = "finished" if StopReason(result["stop_reason"]).finished else "stopped"
         except Superseded as error:
             raise FinalVerdict(str(error)) from error
         except TrainingFailed as error:
             failure = str(error)
             status = "stopped" if board.stop_requested() else "failed"
+        finally:
+            recorders.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
         verdict = conclude(job, board, config, status, result, failure)
     if verdict["status"] == "failed":
         raise FinalVerdict(verdict["error"])
@@ -116,17 +122,16 @@ def conclude(
     job: Any, board: BoardLike, config: JobConfig, status: str, result: dict[str, Any], error: str | None
 ) -> dict[str, Any]:
     """Writes the summary and, last of all, the verdict: whoever finds it finds everything else."""
-    hurried = board.stop_requested() == "terminated"
     tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
     summary.track(job, summary.build(job, status, result, error, time.time()))
-    left = job.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried else TRACKING_CLOSE_TIMEOUT_S)
+    left = job.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
     made = summary.build(job, status, result, error, time.time())
     summary.write(job.run_dir, made)
     if left:
-        board.post({"ev": "note", "message": left, "level": "warning"})
+        _warn(board, left)
     extra = {
         "name": config.training.name,
-        "prompt": config.training.sample.prompt,
+        "prompt": next(iter(config.training.previews.prompts), ""),
         "storage": job.run_dir,
         "checkpoints": storage.join(job.run_dir, "checkpoints"),
         "mlflow": job.tracker.where(),
@@ -135,6 +140,15 @@ def conclude(
     verdict = {"launch_id": job.launch_id, "status": status, "stop_reason": result.get("stop_reason"), "error": error}
     storage.write_verdict(job.run_dir, verdict)
     return verdict
+
+
+def hurried(board: BoardLike) -> bool:
+    """Whether this machine is about to be taken away."""
+    return board.stop_requested() == "terminated"
+
+
+def _warn(board: BoardLike, message: str) -> None:
+    board.post({"ev": "note", "message": message, "level": "warning"})
 
 
 # ---------------------------------------------------------------------- Ray

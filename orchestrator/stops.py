@@ -96,7 +96,7 @@ class Stops:
             return
         verdict = elasticity.should_grow(
             generation.num_hosts,
-            self.roster.possible(),
+            self.roster.possible(self.roster.quarantine(self.launch.history, self.clock())),
             remaining_steps=self._remaining_steps(generation),
             step_s=self.intake.step_s,
             cost_s=self._cost_of_a_restart_s(),

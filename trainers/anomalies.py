@@ -23,6 +23,10 @@ class Verdict(IntEnum):
     LOSS_SPIKE = 3
     OUT_OF_STEP = 4
     """The hosts came with different batches."""
+    OVERFLOW = 5
+    """Of float16, by the scale of the loss, which is smaller from now on. No anomaly: it happens now and then."""
+    SCALE_EXHAUSTED = 6
+    """The same, and the scale is as small as it may be."""
 
 
 KINDS = {Verdict.NON_FINITE: "non_finite", Verdict.LOSS_SPIKE: "loss_spike"}
@@ -94,6 +98,15 @@ ADVICE = {
     Verdict.NON_FINITE: "look at its data and lower the learning rate, or set anomalies.non_finite to skip or rollback",
     Verdict.LOSS_SPIKE: "look at its data and lower the learning rate, or raise anomalies.spike_zscore",
 }
+
+
+def scale_exhausted(batch_index: int, loss: float) -> str:
+    """What to tell the user of a batch with that verdict."""
+    return (
+        f"the gradients of batch {batch_index} (loss {loss:.6g}) overflow float16, and the scale of the loss is as small as it "
+        "may be (loss_scale.minimum); the update was not applied: lower the learning rate, train with dtype bfloat16, or lower "
+        "loss_scale.minimum"
+    )
 
 
 def shown(batches: list[int]) -> str:

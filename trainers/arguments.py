@@ -16,15 +16,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from trainers.checks import PATH, Section, not_paths, parse_duration_s, require, require_none, too_small
+from trainers.recorders import base as recorders
 from trainers.sections import (
     AnomalyConfig,
     CheckpointConfig,
     DataConfig,
+    DistributionConfig,
     EvaluationConfig,
+    LossConfig,
+    LossScaleConfig,
     MeshConfig,
+    MetricsConfig,
     ModelConfig,
     OptimizerConfig,
-    SampleConfig,
+    PreviewConfig,
+    ProfileConfig,
+    PruningConfig,
 )
 
 T = TypeVar("T")
@@ -50,8 +57,8 @@ class TrainingArguments(Section):
     time_limit: str | None = None
     """Wall time of this process's training, such as `30m` or `2h30m`; the state is saved at the limit."""
     publish_every_steps: int = 10
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation; parameters and optimizer keep `param_dtype`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the computation; parameters and optimizer keep `param_dtype`. float16 scales the loss (`loss_scale`)."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -60,7 +67,16 @@ class TrainingArguments(Section):
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
+    previews: PreviewConfig = field(default_factory=PreviewConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    pruning: PruningConfig = field(default_factory=PruningConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    recorders: tuple[str, ...] = ()
+    """Where the metrics go beside the console, MLflow and Ray Train: `jsonl`, `tensorboard`, `wandb`, or `package.module:Class`
+    (`trainers.recorders`)."""
+    distributions: DistributionConfig = field(default_factory=DistributionConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self):
         require_none(self._problems())
@@ -80,13 +96,29 @@ class TrainingArguments(Section):
                 f"global_batch_size = {self.global_batch_size}: expected a multiple of accumulation_steps "
                 f"({self.accumulation_steps})"
             )
+        yield from recorders.problems(self.recorders, self.storage)
+        every = self.distributions.every_steps
+        if self.distributions.pattern is not None and self.publish_every_steps >= 1 and every % self.publish_every_steps:
+            yield (
+                f"distributions.every_steps = {every}: expected a multiple of publish_every_steps ({self.publish_every_steps}), "
+                "which is when they are recorded"
+            )
         if self.max_num_steps is None and self.max_num_data_epochs is None and self.time_limit is None:
             yield "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit"
+        if self.pruning.pattern is not None and self.optimizer.name == "schedule_free_adamw":
+            yield f"pruning.pattern = {self.pruning.pattern!r}: expected null, for schedule_free_adamw averages zeros away"
+        if self.dtype == "float16" and self.param_dtype != "float32":
+            yield f"param_dtype = {self.param_dtype!r}: expected 'float32' with dtype float16, or updates are lost"
         if self.time_limit is not None:
             try:
                 parse_duration_s(self.time_limit)
             except ValueError as error:
                 yield f"time_limit: {error}"
+        if self.checkpoint.keep_best is not None and self.evaluation.score is None:
+            yield (
+                f"checkpoint.keep_best = {self.checkpoint.keep_best}: nothing says what is best; set evaluation.score, such as "
+                "evaluation.score.metrics=[eval_loss]"
+            )
 
     @property
     def micro_batch_size(self) -> int:
@@ -150,6 +182,9 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if typing.get_origin(hint) is tuple:
         require(isinstance(value, list | tuple), f"{name} = {value!r}: expected a list")
         return tuple(_convert(typing.get_args(hint)[0], item, name) for item in value)
+    if typing.get_origin(hint) is dict:
+        require(isinstance(value, Mapping), f"{name} = {value!r}: expected a section of keys and values")
+        return {key: _convert(typing.get_args(hint)[1], item, f"{name}.{key}") for key, item in value.items()}
     if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
         raise ValueError(f"{name} = {value!r}: expected one of {', '.join(map(repr, typing.get_args(hint)))}")
     return _scalar(arms, value, name)

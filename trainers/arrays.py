@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -28,7 +29,9 @@ class ArrayFiles:
             use_ocdbt=True,
             use_zarr3=True,
             use_compression=False,
-            type_handler_registry=ocp.type_handlers.create_type_handler_registry((jax.Array, arrays)),
+            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+            ),
         )
 
     def write(self, folder: Path, take: Callable[[], Any], copied: Callable[[], None]) -> None:
@@ -44,7 +47,22 @@ class ArrayFiles:
         """Makes one tree of all hosts' parts: host 0 calls this once all have written."""
         self._handler.finalize(epath.Path(folder))
 
-    def read(self, folder: Path, abstract: Any) -> Any:
-        """The tree in `folder`, with the shapes and shardings of `abstract`. Raises whatever Orbax raises."""
-        wanted = ocp.args.PyTreeRestore(item=abstract, restore_args=ocp.checkpoint_utils.construct_restore_args(abstract))
+    def read(self, folder: Path, abstract: Any, *, partly: bool = False) -> Any:
+        """The tree in `folder`, with the shapes and shardings of `abstract`; with `partly`, what `abstract` has of it. Raises
+        whatever Orbax raises."""
+        places = ocp.checkpoint_utils.construct_restore_args(abstract)
+        wanted = ocp.args.PyTreeRestore(item=abstract, restore_args=places, partial_restore=partly)
         return jax.block_until_ready(self._handler.restore(epath.Path(folder), args=wanted))
+
+    def read_part(self, folder: Path, name: str) -> Any:
+        """{name: what the tree in `folder` has below it}, as NumPy arrays in this host's memory: no device, no other host."""
+        part = {name: self._handler.metadata(epath.Path(folder)).tree[name]}
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), part)
+        wanted = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, part), restore_args=as_numpy, partial_restore=True)
+        return self._handler.restore(epath.Path(folder), args=wanted)
+
+    def copy_part(self, source: Path, target: Path, name: str) -> None:
+        """Writes to `target` what the tree in `source` has below `name`."""
+        values = self.read_part(source, name)
+        self.write(target, lambda: values, lambda: None)
+        self.merge(target)

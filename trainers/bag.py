@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainers.errors import UsageError
 from trainers.protocol import Last, Loss, Max, Min, Sum
 
 Bag = jax.Array
@@ -31,7 +32,12 @@ class Kind(StrEnum):
     """The newer one."""
     TOTAL = "total"
     """A sum over micro-batches; over steps the newer one, for the step makes it the sum since the run began."""
+    COUNT = "count"
+    """An integer since the run began, exact where float32 is not: (n // 2^24, n % 2^24 + 1). The newer one."""
 
+
+COUNT_BASE = 1 << 24
+"""Both halves of a count are exact in float32 up to 2^48 - 1."""
 
 KINDS = {Sum: Kind.SUM, Max: Kind.MAX, Min: Kind.MIN, Last: Kind.LAST}
 
@@ -47,6 +53,8 @@ class Layout:
     def of(cls, loss: Loss, **others: Kind) -> Layout:
         """Of a loss (its shapes suffice), and further metrics."""
         parts = {name: _kind(name, part) for name, part in loss.parts.items()}
+        if taken := parts.keys() & {"loss", *others}:
+            raise UsageError(f"the task's loss has parts named {', '.join(sorted(taken))}, which the step measures: rename them")
         kinds = {"loss": Kind.MEAN, **parts, **others}
         return cls(tuple(kinds), tuple(kinds.values()))
 
@@ -70,16 +78,19 @@ class Layout:
             Kind.LAST: jnp.where(counts, new_value, value),
         }
         if steps:
-            rules[Kind.TOTAL] = rules[Kind.LAST]
-        out = value + new_value
+            rules[Kind.TOTAL] = rules[Kind.COUNT] = rules[Kind.LAST]
+        out, weights = value + new_value, weight + new_weight
         for kind in sorted(set(self.kinds) & rules.keys()):
             out = jnp.where(np.array([own is kind for own in self.kinds]), rules[kind], out)
-        return jnp.stack([out, weight + new_weight], axis=1)
+        if steps and Kind.COUNT in self.kinds:
+            whole = np.array([own is Kind.COUNT for own in self.kinds])
+            weights = jnp.where(whole, jnp.where(counts, new_weight, weight), weights)
+        return jnp.stack([out, weights], axis=1)
 
     def read(self, bag: np.ndarray) -> dict[str, float]:
         """The values by name, of what there was any of."""
         rows = zip(self.names, self.kinds, bag.tolist(), strict=True)
-        return {name: value / weight if kind is Kind.MEAN else value for name, kind, (value, weight) in rows if weight}
+        return {name: _read(kind, value, weight) for name, kind, (value, weight) in rows if weight}
 
     def weight(self, bag: np.ndarray, name: str) -> float:
         return float(bag[self.names.index(name), 1])
@@ -88,23 +99,20 @@ class Layout:
 class Scalar:
     """A metric of one step, still on the device: `float()` of it waits for the step, using it in `jax.numpy` does not."""
 
-    __slots__ = ("_bag", "_mean", "_row")
+    __slots__ = ("_bag", "_kind", "_row")
 
-    def __init__(self, bag: Bag, row: int, mean: bool):
-        self._bag, self._row, self._mean = bag, row, mean
+    def __init__(self, bag: Bag, row: int, kind: Kind):
+        self._bag, self._row, self._kind = bag, row, kind
 
     def __jax_array__(self) -> jax.Array:
-        value, weight = self._bag[self._row]
-        return value / weight if self._mean else value
+        return _read(self._kind, *self._bag[self._row])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(float(self), dtype)
 
     def __float__(self) -> float:
         value, weight = np.asarray(self._bag)[self._row].tolist()
-        if not self._mean:
-            return value
-        return value / weight if weight else math.nan
+        return float(_read(self._kind, value, weight)) if weight else math.nan
 
     def __repr__(self) -> str:
         return "Scalar(on the device; float() waits for it)"
@@ -112,11 +120,17 @@ class Scalar:
 
 def scalars(layout: Layout, measured: Bag) -> dict[str, Scalar]:
     """The metrics of one step by name, without waiting for it."""
-    return {name: Scalar(measured, row, kind is Kind.MEAN) for row, (name, kind) in enumerate(_kinds(layout))}
+    return {name: Scalar(measured, row, kind) for row, (name, kind) in enumerate(_kinds(layout))}
 
 
 def _kinds(layout: Layout) -> Iterator[tuple[str, Kind]]:
     return zip(layout.names, layout.kinds, strict=True)
+
+
+def _read(kind: Kind, value: Any, weight: Any) -> Any:
+    if kind is Kind.COUNT:
+        return value * COUNT_BASE + (weight - 1)
+    return value / weight if kind is Kind.MEAN else value
 
 
 def _kind(name: str, part: Any) -> Kind:
@@ -124,7 +138,13 @@ def _kind(name: str, part: Any) -> Kind:
     return Kind.TOTAL if kind is Kind.SUM and name.startswith("total_") else kind
 
 
+def count(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pair of a COUNT, from a (high, low) pair of uint32."""
+    high, low = words
+    return (high << 8) | (low >> 24), (low & jnp.uint32(COUNT_BASE - 1)) + 1
+
+
 def _pair(value: Any) -> jax.Array:
     if isinstance(value, Sum | Max | Min | Last):
-        value = (value.value, value.weight)
+        value = (jnp.where(jnp.asarray(value.weight) > 0, value.value, 0.0), value.weight)
     return jnp.stack([jnp.asarray(part, jnp.float32) for part in value])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -12,19 +13,24 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from trainers import distributed, runtime
+from trainers import distributed, groups, pruning, runtime
 from trainers import mesh as meshes
 from trainers.arguments import TrainingArguments, load_object
 from trainers.bag import Bag, Layout
 from trainers.callbacks import Callback, CallbackList, RunInfo
+from trainers.callbacks.profiler import Profiler
 from trainers.checkpoints import CheckpointManager
 from trainers.compile import Program, ProgramStore
+from trainers.data.collate import Collated, CollateInfo, Preprocess, Transform, preprocessed, stack
+from trainers.data.iterable import random_access
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.errors import NotConfiguredError, UsageError
+from trainers.generate import Previews, can_generate
 from trainers.hooks import Hooks
 from trainers.lineage import Lineage
 from trainers.loss import LossFunction
-from trainers.optimizers import build_optimizer
+from trainers.loss_scale import initial_scaler
+from trainers.optimizers import build_grouped, parameters_to_evaluate
 from trainers.protocol import (
     Task,
     TrainerConfigureDataloaderOutput,
@@ -32,7 +38,9 @@ from trainers.protocol import (
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
+from trainers.retention import Retention
 from trainers.schedules import build_schedule
+from trainers.sections import ParameterGroup, UnitConfig
 from trainers.state import (
     ModelParts,
     TrainState,
@@ -41,7 +49,8 @@ from trainers.state import (
     state_from_parameters,
     state_shardings,
 )
-from trainers.step import STEP_METRICS, StepOutput, make_eval_step, make_train_step
+from trainers.step import StepOutput, make_eval_step, make_train_step, step_metrics
+from trainers.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
 
 
 class Builder(Hooks):
@@ -59,7 +68,7 @@ class Builder(Hooks):
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval
         self.callbacks = CallbackList()
-        for callback in callbacks:
+        for callback in (Profiler(arguments.profile, f"{self._run_folder}/profile"), *callbacks):
             self.callbacks.add(callback)
         self.output: TrainerOutput | None = None
         self.info = RunInfo(max_steps=arguments.max_num_steps)
@@ -67,21 +76,44 @@ class Builder(Hooks):
         self._model: TrainerConfigureModelOutput | None = None
         self._functions: TrainerConfigureFunctionOutput | None = None
         self._dataloaders: TrainerConfigureDataloaderOutput | None = None
+        self._validation_units: Mapping[str, ValidationUnit] | None = None
+        self._layout: Layout | None = None
         self._state: TrainState | None = None
         self._saved: collections.deque[tuple[int, str]] = collections.deque()
         self.post_init()
+        if dataset_train is not None:
+            self.dataset_train = self.collated(random_access(dataset_train, arguments, self._tell_from_host0))
+        if dataset_eval is not None:
+            self.dataset_eval = self.collated(dataset_eval)
 
     # ------------------------------------------------------------------ what a subclass may replace
 
     def post_init(self) -> None:
-        """Called at the end of building; no device may be touched."""
+        """Called before anything is built of the data; no device may be touched."""
+
+    def build_model_assets(self) -> Mapping[str, Any]:
+        """What `save_pretrained` writes beside the arrays, by name, such as a tokenizer: text, bytes, what JSON can hold, or an
+        object with `save_pretrained(folder)` or `save(folder)`. Called on host 0, in a thread."""
+        return {}
+
+    def build_data_transform(self) -> Transform | None:
+        """What each example goes through before it becomes a row; None: nothing. For training and held-out data."""
+        return None
+
+    def build_data_collate_info(self) -> Mapping[str, CollateInfo]:
+        """By the name of a leaf: how it is cut and filled up, where its length varies from example to example."""
+        return {}
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """(the model taken apart, the state's shapes): no device is touched."""
         parts, params, self._axes = abstract_model(self.task, self.arguments.seed)
         # Without data only its shapes are of interest.
         layout = self._layout_of(parts, params) if self.dataset_train is not None else Layout((), ())
-        state = jax.eval_shape(lambda params: state_from_parameters(params, self.optimizer, layout), params)
+        self._layout = layout  # tracing the loss takes a while: once
+        groups.check(self.param_groups, params)
+        pruning.check(self.arguments.pruning, groups.trainable(self.param_groups, params))
+        scaler = initial_scaler(self.arguments)
+        state = jax.eval_shape(lambda params: state_from_parameters(params, self._update_rule, layout, scaler), params)
         return TrainerConfigureModelOutput(parts, state)
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
@@ -90,20 +122,21 @@ class Builder(Hooks):
         places, batch_place = self._state_shardings, meshes.micro_batches(self._mesh)
         on_micro_step = self.on_micro_step if self.overrides("on_micro_step") else None
         step = make_train_step(
-            self.loss_function, self.step_layout, self.optimizer, self.scheduler, self.arguments, on_micro_step
+            self.loss_function,
+            self.step_layout,
+            self._update_rule,
+            self.scheduler,
+            self.arguments,
+            on_micro_step,
+            self.param_groups,
         )
         train_step = jax.jit(
             step,
             in_shardings=(places, everywhere, batch_place, meshes.one_per_device(self._mesh)),
-            out_shardings=StepOutput(places, everywhere, everywhere, everywhere),  # type: ignore[arg-type]
+            out_shardings=StepOutput(places, everywhere, everywhere, everywhere, everywhere),  # type: ignore[arg-type]
             donate_argnums=(0, 1),
         )
-        eval_step = jax.jit(
-            make_eval_step(self.loss_function, self.loss_layout),
-            in_shardings=(places, everywhere, batch_place),
-            out_shardings=everywhere,
-            donate_argnums=1,
-        )
+        eval_step = self._jit_eval_step(self.loss_function, self.loss_layout)
         return TrainerConfigureFunctionOutput(
             Program("train_step", train_step, self._programs, host.note),
             Program("eval_step", eval_step, self._programs, host.note),
@@ -114,13 +147,18 @@ class Builder(Hooks):
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         if self.dataset_train is None:
             raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
-        size, mesh, held_out = self.arguments.global_batch_size, self._mesh, None
-        train = StepAddressedLoader(self.dataset_train, size, mesh, accumulation_steps=self.arguments.accumulation_steps)
-        if self.dataset_eval is not None and len(self.dataset_eval):
-            # One micro-batch of the same size as in training, so that whatever fits in memory there fits here.
-            rows = self.arguments.micro_batch_size
-            held_out = StepAddressedLoader(self.dataset_eval, rows, mesh, num_examples=len(self.dataset_eval))
+        size, mesh = self.arguments.global_batch_size, self._mesh
+        steps, preprocess = self.arguments.accumulation_steps, self._preprocess
+        train = StepAddressedLoader(self.dataset_train, size, mesh, accumulation_steps=steps, preprocess=preprocess)
+        held_out = self._held_out_loader(self.dataset_eval) if self.dataset_eval is not None and len(self.dataset_eval) else None
         return TrainerConfigureDataloaderOutput(train, held_out)
+
+    def build_validation_units(self) -> Mapping[str, ValidationUnit]:
+        """In the order in which they are evaluated, by the names that begin the names of their metrics. Default: those of
+        `evaluation.units`, or one of the held-out data."""
+        config, loader = self.arguments.evaluation, self.dataloaders.dataloader_eval
+        units = config.units or ({} if loader is None else {DEFAULT_UNIT: UnitConfig()})
+        return {name: self._build_unit(name, unit) for name, unit in units.items()}
 
     @cached_property
     def task(self) -> Task:
@@ -134,7 +172,15 @@ class Builder(Hooks):
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        return build_optimizer(self.arguments.optimizer, self.scheduler)
+        return build_grouped(self.arguments.optimizer, self.scheduler, self.param_groups)
+
+    def freeze_module(self) -> tuple[str, ...]:
+        """Patterns of parameters that are not trained, before all groups: `optimizer.groups` may freeze others."""
+        return ()
+
+    def build_param_groups(self) -> tuple[ParameterGroup, ...]:
+        """What is trained in a way of its own, or not at all. The first group that takes a parameter has it."""
+        return self.arguments.optimizer.groups
 
     # ------------------------------------------------------------------ what there is, once configured
 
@@ -156,6 +202,10 @@ class Builder(Hooks):
         return self._configured(self._dataloaders, "dataloaders", "configure_dataloaders")
 
     @property
+    def validation_units(self) -> Mapping[str, ValidationUnit]:
+        return self._configured(self._validation_units, "validation_units", "train")
+
+    @property
     def dtype(self) -> Any:
         return jax.numpy.dtype(self.arguments.dtype)
 
@@ -170,13 +220,50 @@ class Builder(Hooks):
     @cached_property
     def loss_layout(self) -> Layout:
         """Of the metrics of the task's loss."""
-        names = len(self.step_layout) - len(STEP_METRICS)
+        names = len(self.step_layout) - len(step_metrics(self._model_state.params, self.arguments))
         return Layout(self.step_layout.names[:names], self.step_layout.kinds[:names])
 
     @cached_property
     def step_layout(self) -> Layout:
         """Of the metrics of a train step: those of the loss, and those of the step."""
-        return self._layout_of(self.model, self._configured(self._model, "step_layout", "configure_model").state.params)
+        model = self._configured(self._model, "step_layout", "configure_model")
+        return self._layout or self._layout_of(self.model, model.state.params)
+
+    @cached_property
+    def previews(self) -> Previews | None:
+        """None: nothing to show, or the task cannot."""
+        config, task = self.arguments.previews, self.task
+        if can_generate(task) and config.prompts:
+            return Previews.of(task, self.model.merge, config, self._mesh, self.arguments.seed, self._programs)
+        if config.prompts and config.every_steps is not None:
+            raise UsageError(f"previews.every_steps = {config.every_steps}: {type(task).__name__} has no encode and decode")
+        return None
+
+    @cached_property
+    def param_groups(self) -> tuple[ParameterGroup, ...]:
+        return (*(ParameterGroup(pattern=pattern, frozen=True) for pattern in self.freeze_module()), *self.build_param_groups())
+
+    @cached_property
+    def _update_rule(self) -> optax.GradientTransformation:
+        """The optimizer, of what is trained."""
+        return groups.freezing(pruning.pruning(self.arguments.pruning, self.optimizer), self.param_groups)
+
+    def parameters_to_evaluate(self, state: TrainState) -> Any:
+        """What is evaluated, shown and exported: the parameters, or the averages that the optimizer keeps of them."""
+        return parameters_to_evaluate(state.opt_state, state.params)
+
+    def validation_unit(self, name: str, loader: Any, task: Task | None = None, max_batches: int | None = None) -> ValidationUnit:
+        """For `build_validation_units`: what `loader` reads (see `ValidationUnit`), measured by the loss of `task` (default: the
+        one that is trained) on the parameters that are trained. All hosts must call this."""
+        function = self.loss_function if task is None else dataclasses.replace(self.loss_function, task=task)
+        first = next(iter(loader.epoch()), None)
+        if first is None:
+            raise UsageError(f"the validation unit {name!r} has no examples: give it some, or leave it out")
+        step = jax.ShapeDtypeStruct((), np.int32)
+        rows = shapes_of_rows(first)
+        layout, terms = Layout.of(jax.eval_shape(function, self._model_state.params, rows, step)), self._terms_of(function, rows)
+        program = Program(f"eval_step_{name}", self._jit_eval_step(function, layout), self._programs, runtime.current().note)
+        return ValidationUnit(loader, program, layout, self._mesh, max_batches or self.arguments.evaluation.max_batches, terms)
 
     def add_callback(self, callback: Callback) -> None:
         self.callbacks.add(callback)
@@ -189,38 +276,97 @@ class Builder(Hooks):
             self._functions = self.configure_functions()
         if self._dataloaders is None:
             self._dataloaders = self.configure_dataloaders()
+        if self._validation_units is None:
+            self._validation_units = self.build_validation_units()
+        _ = self.previews
 
     def prepare(self) -> None:
         """All that can be done before a device may be touched. Optional: `train` does what was not done."""
         if self._model is None:
             self._model = self.configure_model()
-        _ = self.loss_layout
+        _ = self.loss_layout, self._unit_datasets
+
+    @cached_property
+    def _unit_datasets(self) -> dict[str, RandomAccess]:
+        """Of the validation units that have one of their own."""
+        units = self.arguments.evaluation.units
+        own = {name: load_object(unit.dataset)(self.arguments) for name, unit in units.items() if unit.dataset is not None}
+        return {name: self.collated(dataset) for name, dataset in own.items()}
+
+    def _build_unit(self, name: str, config: UnitConfig) -> ValidationUnit:
+        max_batches = config.max_batches or self.arguments.evaluation.max_batches
+        loader = self.dataloaders.dataloader_eval
+        if config.dataset is not None:
+            loader = self._held_out_loader(self._unit_datasets[name])
+        elif loader is None:
+            raise UsageError(f"evaluation.units.{name}: there is no held-out data; set its dataset, or data.eval_fraction")
+        elif config.task is None:
+            terms = self._terms_of(self.loss_function, shapes_of_rows(self._batch_shapes((1, self.arguments.micro_batch_size))))
+            return ValidationUnit(loader, self.functions.eval_step_fn, self.loss_layout, self._mesh, max_batches, terms)
+        task = None if config.task is None else load_object(config.task)(self.arguments)
+        return self.validation_unit(name, loader, task, max_batches)
+
+    def _held_out_loader(self, dataset: RandomAccess) -> StepAddressedLoader:
+        # One micro-batch of the same size as in training, so that whatever fits in memory there fits here.
+        rows = self.arguments.micro_batch_size
+        return StepAddressedLoader(dataset, rows, self._mesh, num_examples=len(dataset), preprocess=self._preprocess)
+
+    def _jit_eval_step(self, function: LossFunction, layout: Layout) -> Any:
+        everywhere = meshes.replicated(self._mesh)
+        return jax.jit(
+            make_eval_step(function, layout),
+            in_shardings=(self._state_shardings, everywhere, meshes.micro_batches(self._mesh)),
+            out_shardings=everywhere,
+            donate_argnums=1,
+        )
 
     def _fresh_state(self, params: Any) -> TrainState:
         """Traced: the state at step 0 with these parameters."""
-        return state_from_parameters(params, self.optimizer, self.step_layout)
+        return state_from_parameters(params, self._update_rule, self.step_layout, initial_scaler(self.arguments))
 
     def _initial_state(self) -> TrainState:
         """Traced: the state at step 0."""
         return self._fresh_state(initial_parameters(self.task, self.arguments.seed))
 
     def _loss_function_of(self, parts: ModelParts) -> LossFunction:
-        return LossFunction(self.task, parts.merge, self.preforward, self.postforward)
+        return LossFunction(self.task, parts.merge, self.preforward, self.postforward, self.arguments.data.sources)
+
+    def _terms_of(self, function: LossFunction, rows: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, ...]:
+        """The terms that add up to the loss; none where `postforward` may have changed their total."""
+        if self.overrides("postforward"):
+            return ()
+        step = jax.ShapeDtypeStruct((), np.int32)
+        return tuple(jax.eval_shape(function.term_targets, self._model_state.params, rows, step))
 
     def _layout_of(self, parts: ModelParts, params: Any) -> Layout:
         rows = self._batch_shapes((1, self.arguments.micro_batch_size))
         batch = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in rows.items()}
         step = jax.ShapeDtypeStruct((), np.int32)
-        return Layout.of(jax.eval_shape(self._loss_function_of(parts), params, batch, step), **STEP_METRICS)
+        loss = jax.eval_shape(self._loss_function_of(parts), params, batch, step)
+        return Layout.of(loss, **step_metrics(params, self.arguments))
 
     def _batch_shapes(self, rows: tuple[int, int], sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
         if self.dataset_train is None:
             raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
-        leaves = {**self.dataset_train[0], "weight": np.zeros((), np.float32)}
-        return {
-            name: jax.ShapeDtypeStruct((*rows, *np.shape(leaf)), np.asarray(leaf).dtype, sharding=sharding)
-            for name, leaf in leaves.items()
-        }
+        row = stack([self.dataset_train[0]], [True])
+        if self._preprocess is not None:
+            row = preprocessed(row, 0, self._preprocess)
+        return {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding) for name, leaf in row.items()}
+
+    def collated(self, dataset: Any) -> RandomAccess:
+        """`dataset` with `build_data_transform` and `build_data_collate_info` applied to each example."""
+        transform, info = self.build_data_transform(), self.build_data_collate_info()
+        if transform is None and not info:
+            return dataset
+        return Collated(dataset, transform, info, self.arguments.data.truncation)
+
+    @property
+    def _preprocess(self) -> Preprocess | None:
+        return self.preprocess_batch if self.overrides("preprocess_batch") else None
+
+    def _tell_from_host0(self, message: str) -> None:
+        if jax.process_index() == 0:
+            runtime.current().note(message)
 
     def _zeros(self, layout: Layout) -> Bag:
         return meshes.put_everywhere(self._mesh, layout.zeros())
@@ -234,7 +380,7 @@ class Builder(Hooks):
 
         manager = CheckpointManager(
             f"{self._run_folder}/checkpoints",
-            arguments.checkpoint,
+            Retention.of(arguments.checkpoint, arguments.evaluation.score),
             self._mesh,
             self._programs,
             on_saved=on_saved,

@@ -32,7 +32,7 @@ def check_files(
     return meta, ""
 
 
-def check_same_model(meta: dict[str, Any], abstract: TrainState, path: str) -> None:
+def check_same_model(meta: dict[str, Any], abstract: Any, path: str) -> None:
     """Raises CheckpointError if the checkpoint's arrays are not those of `abstract`."""
     saved, wanted = meta["shapes"], shapes(abstract)
     different = [name for name in {**saved, **wanted} if saved.get(name) != wanted.get(name)]
@@ -44,7 +44,8 @@ def check_same_model(meta: dict[str, Any], abstract: TrainState, path: str) -> N
         )
 
 
-def shapes(state: TrainState) -> dict[str, str]:
+def shapes(state: Any) -> dict[str, str]:
+    """By name; `state` is a TrainState, or any tree of arrays or their shapes."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     }

@@ -10,11 +10,14 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from trainers import manifest
 from trainers.errors import CheckpointError
+from trainers.retention import Retention
+
+MODELS_FOLDER = "models"
 
 ROOM_FACTOR = 1.1
 ROOM_MARGIN_BYTES = 4 << 20
@@ -70,25 +73,64 @@ def obstacle(folder: Path, num_bytes: int) -> str:
     return ""
 
 
-def superfluous(found: Iterable[int], good: Iterable[int], limit: int) -> list[int]:
-    """Which of the steps `found` may be deleted: those older than the `limit` newest of `good` (steps that are whole, and of the
-    course that training has taken). As long as there are fewer good ones, all are kept, damaged ones too."""
-    kept = sorted(good)[-limit:]
-    return [step for step in sorted(found) if len(kept) == limit and step < kept[0]]
+def models_of(folder: Path) -> Path:
+    """Where the parameters of checkpoints in `folder` lie whose other arrays are gone."""
+    return folder.parent / MODELS_FOLDER
 
 
-def delete_old(folder: Path, newest: int, superseded: Iterable[int], limit: int) -> list[str]:
+def delete_old(
+    folder: Path,
+    newest: int,
+    superseded: Iterable[int],
+    retention: Retention,
+    keep_model: Callable[[Path, Path], None] | None = None,
+    abandoned_models: Iterable[int] = (),
+) -> list[str]:
     """Deletes what is superfluous now that `newest` was committed, and its files read back for their digests. Steps that training
-    has gone back on (`superseded`) do not count as good. Returns what went wrong."""
-    found, left_behind = steps(folder), set(superseded)
-    good = {newest, *(step for step in found if step not in left_behind and is_whole(folder / str(step)))}
+    has gone back on (`superseded`) do not count as good. Returns what went wrong.
+
+    `keep_model(checkpoint, new folder)` makes a checkpoint of the parameters alone; where it raises, the whole one stays.
+    `abandoned_models` are of a course that training has gone back on: they go."""
+    found, only = steps(folder), models_of(folder)
+    good = {newest, *_whole(folder, set(superseded))}
+    models = _whole(only, set(abandoned_models))
+    gone = retention.may_go(found, good, models, _scores(folder, good, retention) | _scores(only, models - good, retention))
     problems = []
-    for step in superfluous(found, good, limit):
+    for step in gone.checkpoints:
         try:
+            if step in gone.into_models and keep_model is not None:
+                keep_model(folder / str(step), only / str(step))
             delete(folder / str(step))
+        except Exception as error:  # a thread's boundary, and Orbax raises what its layers raise: tried again after the next save
+            problems.append(f"the old checkpoint {folder / str(step)} could not be deleted: {_reason(error)}")
+    for step in {*gone.models, *abandoned_models}:
+        try:
+            delete(only / str(step))
         except OSError as error:
-            problems.append(f"the old checkpoint {folder / str(step)} could not be deleted: {error.strerror or error}")
+            problems.append(f"the old model {only / str(step)} could not be deleted: {_reason(error)}")
     return problems
+
+
+def _whole(folder: Path, left_behind: set[int]) -> set[int]:
+    return {step for step in steps(folder) if step not in left_behind and is_whole(folder / str(step))}
+
+
+def _scores(folder: Path, steps: Iterable[int], retention: Retention) -> dict[int, float]:
+    """Read from the checkpoints themselves: a restart finds them there, and they go where their checkpoint goes. An evaluation
+    that is due at the step of a save comes first, so that the save can tell of it."""
+    found = {}
+    for step in steps if retention.best else ():
+        try:
+            score = retention.score(manifest.read_meta(folder / str(step)))
+        except (manifest.DamagedError, KeyError):
+            continue  # without a score it is kept or not by its age
+        if score is not None:
+            found[step] = score
+    return found
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def is_whole(path: Path) -> bool:

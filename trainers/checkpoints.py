@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers import agree, checkpoint_folder, manifest
+from trainers import agree, assets, checkpoint_folder, manifest, model_only
 from trainers.arrays import ArrayFiles
 from trainers.checkpoint_checks import check_files, check_same_model, num_bytes_of, shapes
 from trainers.commit import Commit, CommitError, Exchange, begin, first_problem, one_line
@@ -28,7 +29,7 @@ from trainers.compile import Program, ProgramStore
 from trainers.errors import CheckpointError
 from trainers.fingerprint import fingerprints, leaf_names
 from trainers.mesh import replicated
-from trainers.sections import CheckpointConfig
+from trainers.retention import Retention
 from trainers.state import TrainState
 
 Accept = Callable[[dict[str, Any]], str]
@@ -53,7 +54,7 @@ class CheckpointManager:
     def __init__(
         self,
         folder: str,
-        config: CheckpointConfig,
+        retention: Retention,
         mesh: Mesh,
         store: ProgramStore,
         *,
@@ -70,14 +71,18 @@ class CheckpointManager:
         self.last_saved_step: int | None = None
         self._superseded: set[int] = set()
         """Checkpoints that training has left behind: damaged, or of a course that it has gone back on."""
+        self._abandoned_models: frozenset[int] = frozenset()
+        """The same of those of which the parameters alone were kept: they go after the next save."""
         jitted = jax.jit(fingerprints, out_shardings=replicated(mesh))
         self._fingerprints = Program("fingerprints", jitted, store, note)
         self._arrays = ArrayFiles()
-        self._keep_last = config.save_total_limit
+        self._retention = retention
         self._known = False
         """The folder has been there: once it is gone, the storage is, and making it anew would save to the wrong disk."""
         self._last_exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
+        self._tidying = ThreadPoolExecutor(1, "old checkpoints")
+        self._tidied: Future[None] | None = None
 
     def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
         """Starts a save; returns when the arrays were copied, so that `state` may be donated at once.
@@ -85,7 +90,7 @@ class CheckpointManager:
         Waits for the save before it, if that is still under way. What prevents a save on any host (no room, storage gone, the
         fence) is agreed on first: it has then failed on all of them when this returns.
         """
-        self.wait()
+        self.wait_for_save()
         if step == self.last_saved_step:
             return
         values = np.asarray(self.fingerprint(state)).tolist()
@@ -111,11 +116,18 @@ class CheckpointManager:
         self._thread.start()
         copied.wait()
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Returns when no save is under way."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> None:
+        """Returns when no save is under way, and what is old has been seen to."""
+        self.wait_for_save()
+        if self._tidied is not None:
+            self._tidied.result()
+            self._tidied = None
 
     def close(self) -> None:
         self.wait()
@@ -182,8 +194,9 @@ class CheckpointManager:
         """Before this manager's first save: what a process that died has left. No other gang is at work here: the fence would be
         there."""
         if self._last_exchange is None:
-            for path in checkpoint_folder.on_the_way(self.folder):
-                shutil.rmtree(path, ignore_errors=True)
+            for folder in (self.folder, checkpoint_folder.models_of(self.folder)):
+                for path in checkpoint_folder.on_the_way(folder):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _fenced(self) -> str:
         if self.fence is not None and os.path.exists(self.fence):
@@ -211,9 +224,21 @@ class CheckpointManager:
         self.failing = False
         self._superseded.discard(step)
         self.on_saved(step, self.path(step))
-        if jax.process_index() == 0 and not self._fenced():
-            for problem in checkpoint_folder.delete_old(self.folder, step, self._superseded, self._keep_last):
+        if jax.process_index() == 0:
+            # In a thread of its own: to copy a model takes longer than the next save may have to wait.
+            abandoned, self._abandoned_models = self._abandoned_models, frozenset()
+            self._tidied = self._tidying.submit(self._tidy, step, frozenset(self._superseded), abandoned)
+
+    def _tidy(self, newest: int, superseded: frozenset[int], abandoned_models: frozenset[int]) -> None:
+        """On host 0."""
+        if self._fenced():
+            return
+        keep = partial(model_only.keep, self._arrays, forbidden=self._fenced)
+        try:
+            for problem in checkpoint_folder.delete_old(self.folder, newest, superseded, self._retention, keep, abandoned_models):
                 self.note(problem)
+        except Exception as error:  # a thread's boundary: what is old may stay, training goes on
+            self.note(f"old checkpoints in {self.folder} could not be seen to: {one_line(error)}")
 
     def _failed(self, step: int, error: str) -> None:
         self.failing = True
@@ -228,6 +253,8 @@ class CheckpointManager:
     def _take_up(self, step: int | None, everything: Iterable[int]) -> None:
         self.last_saved_step = step
         self._superseded = {other for other in everything if step is None or other > step}
+        models = checkpoint_folder.steps(checkpoint_folder.models_of(self.folder))
+        self._abandoned_models = frozenset(other for other in models if step is None or other > step)
 
     def _try(
         self, step: int, abstract: TrainState, accept: Accept | None, *, last_resort: bool
@@ -261,8 +288,9 @@ class CheckpointManager:
         return state, meta, ""
 
 
-def save_to(path: str, state: TrainState, meta: dict[str, Any]) -> None:
-    """Writes `state` and `meta` to the new folder `path` and waits. All hosts must call this. Raises CheckpointError."""
+def save_to(path: str, state: TrainState, meta: dict[str, Any], build_assets: Callable[[], Mapping[str, Any]] = dict) -> None:
+    """Writes `state`, `meta` and, called on host 0, what `build_assets` gives to the new folder `path` and waits. All hosts must
+    call this. Raises CheckpointError."""
     final, arrays, size = checkpoint_folder.local(path), ArrayFiles(), num_bytes_of(state)
 
     def obstacle() -> str:
@@ -275,7 +303,12 @@ def save_to(path: str, state: TrainState, meta: dict[str, Any]) -> None:
     if problem:
         raise CheckpointError(f"{path} cannot be written: {problem}")
     meta = {**meta, "format": manifest.FORMAT, "shapes": shapes(state)}
-    save = Commit(work, final, meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), arrays.merge)
+
+    def merge(folder: Path) -> None:
+        arrays.merge(folder)
+        assets.write(work, build_assets())
+
+    save = Commit(work, final, meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), merge)
     with ThreadPoolExecutor(1) as thread:  # where the caller has an event loop, as in a notebook, Orbax's would be refused
         try:
             thread.submit(save.run).result()
@@ -294,3 +327,17 @@ def load_from(path: str, abstract: TrainState) -> tuple[TrainState, dict[str, An
         raise CheckpointError(f"{path} is not whole: {problem}")
     check_same_model(meta, abstract, path)
     return ArrayFiles().read(folder / manifest.STATE_FOLDER, abstract), meta
+
+
+def load_model(path: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
+    """(parameters, meta) of what `save_to` wrote, of a run's checkpoint, or of a checkpoint in its folder `models`, which has the
+    parameters alone. `abstract`: the parameters' shapes and shardings. All hosts must call this.
+
+    Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
+    """
+    folder = checkpoint_folder.local(path)
+    meta, problem = check_files(folder, digest_up_to=None)
+    if problem := first_problem(agree.all_hosts("model files", problem)):
+        raise CheckpointError(f"{path} is not whole: {problem}")
+    check_same_model({"shapes": model_only.of_parameters(meta["shapes"])}, {model_only.PART: abstract}, path)
+    return ArrayFiles().read(folder / manifest.STATE_FOLDER, {model_only.PART: abstract}, partly=True)[model_only.PART], meta

@@ -44,6 +44,15 @@ def not_paths(config: Any, *names: str) -> Iterator[str]:
             yield f"{name} = {value!r}: expected package.module:Name"
 
 
+def not_patterns(config: Any, *names: str) -> Iterator[str]:
+    """Problems of the fields that are no regular expressions (null passes)."""
+    for name in names:
+        try:
+            re.compile(getattr(config, name) or "")
+        except re.error as error:
+            yield f"{name} = {getattr(config, name)!r}: expected a regular expression ({error})"
+
+
 def parse_duration_s(text: str | int | float) -> float:
     """`90`, `45s`, `30m`, `2h30m`, `1d12h` in seconds. Every character must belong to a number with a unit."""
     if isinstance(text, int | float):

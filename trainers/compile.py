@@ -22,7 +22,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-LOAD_ERRORS = (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, OSError)
+LOAD_ERRORS = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, OSError)
 
 
 class ProgramStore:
@@ -59,7 +59,7 @@ class ProgramStore:
             return None
 
     def _compile(self, name: str, known: Path, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        path = known.parent / f"{name}-{_digest(lowered.as_text(), _this_machine())}.xla"
+        path = known.parent / f"{name}-{_digest(lowered.as_text(), _trees(lowered), _this_machine())}.xla"
         compiled = self._load(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,6 +108,11 @@ def _write(path: Path, payload: bytes) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     temporary.write_bytes(payload)
     temporary.replace(path)
+
+
+def _trees(lowered: jax.stages.Lowered) -> str:
+    """An executable takes and returns trees of the shapes that it was compiled with, which its program does not tell."""
+    return f"{lowered.in_tree} {lowered.out_tree}"
 
 
 def _signature(args: Sequence[Any]) -> str:

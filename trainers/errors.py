@@ -32,6 +32,19 @@ class NonFiniteLossError(Exception):
     """A loss or gradient was not finite; its update was not applied."""
 
 
+class LossScaleError(NonFiniteLossError):
+    """Gradients overflow float16 at the smallest scale of the loss."""
+
+
+class OutOfMemoryError(Exception):
+    """A device has no room. The message says for what, and what to change first."""
+
+    def __init__(self, message: str, deterministic: bool):
+        super().__init__(message)
+        self.deterministic = deterministic
+        """Not a step was done: trying again gives the same error."""
+
+
 class LossSpikeError(Exception):
     """A loss was far above what it had been; its update was not applied."""
 
@@ -71,6 +84,8 @@ def kind_of(error: BaseException) -> dict[str, Any]:
     """
     if isinstance(error, UsageError):
         return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": True}
+    if isinstance(error, OutOfMemoryError):
+        return {"kind": "out_of_memory", "deterministic": error.deterministic}
     kind = next((kind for types, kind in KIND_OF_TYPE.items() if isinstance(error, types)), None)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         kind = "storage"

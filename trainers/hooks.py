@@ -1,8 +1,8 @@
 """Hooks: methods of a trainer that a subclass overrides to change what training does. Observers are callbacks, not hooks.
 
-Called on all hosts alike, between steps, without waiting for the device; what a hook returns is what is used, logged and
-checkpointed from there on. A state that is returned must have the shapes, types and places of the one that was given, and the one
-given is gone. One that raises ends training as an error. A hook that is not overridden costs nothing.
+Called on all hosts alike (but for `preprocess_batch`), between steps, without waiting for the device; what a hook returns is what
+is used, logged and checkpointed from there on. A state that is returned must have the shapes, types and places of the one given,
+which is gone. One that raises ends training as an error. A hook that is not overridden costs nothing.
 
 A hook that changes a state must do so by a function of what it is given alone: after a failure it is called again for the steps
 that are trained again.
@@ -11,6 +11,8 @@ that are trained again.
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from trainers.protocol import Batch, Loss
 from trainers.state import TrainState
@@ -48,10 +50,19 @@ class Hooks:
         return state, metrics
 
     def on_evaluation_start(self, state: TrainState) -> TrainState:
+        """For each validation unit, as the one below. To change what one unit measures, override `evaluate`, which is told it."""
         return state
 
     def on_evaluation_end(self, state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
         return state, metrics
+
+    def preprocess_batch(self, batch: dict[str, np.ndarray], batch_index: int) -> Any:
+        """On the host, in the threads that read ahead: rows of one global batch, leaves [rows, ...], for training or evaluation.
+        Returns a batch of as many rows, or (batch, metrics): numbers, or arrays [rows], published as means over all rows.
+
+        A pure function of its arguments that treats each row by itself: which rows come together depends on the devices.
+        """
+        return batch
 
     # ------------------------------------------------------------------ traced: pure functions inside the compiled step
 
@@ -64,7 +75,8 @@ class Hooks:
         return loss
 
     def on_micro_step(self, loss: Loss, gradients: Any, batch: Batch) -> tuple[Loss, Any]:
-        """The loss and the gradients of a micro-batch, sums over its targets, before they are added up."""
+        """The loss and the gradients of a micro-batch, sums over its targets, before they are added up. A frozen parameter has
+        None in the place of a gradient."""
         return loss, gradients
 
     @classmethod

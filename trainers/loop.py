@@ -9,26 +9,27 @@ A *step* here is a batch drawn, whether or not its update was applied.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from trainers import agree, anomalies, runtime
+from trainers import agree, anomalies, distributions, runtime
 from trainers.anomalies import Anomaly, Decision, Verdict
 from trainers.bag import Bag, Layout, scalars
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.data.loader import StepAddressedLoader
-from trainers.errors import CoordinatorError, DesyncError, LossSpikeError, NonFiniteLossError
+from trainers.errors import CoordinatorError, DesyncError, LossScaleError, LossSpikeError, NonFiniteLossError
 from trainers.hooks import Hooks
 from trainers.lineage import Lineage
 from trainers.metrics import BusyTime, Publisher, Replaced, Seconds
-from trainers.sections import AnomalyConfig, CheckpointConfig, EvaluationConfig
+from trainers.sections import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig
 from trainers.state import TrainState
 from trainers.step import StepOutput
 from trainers.stop_reason import StopReason
-from trainers.wishes import Agreed, Flags, Window, Wishes
+from trainers.wishes import LOOK_AHEAD_STEPS, STOP_REASONS, Agreed, Flags, Window, Wishes
 
 DESYNC_TIMEOUT_S = 10.0
 """For the hosts to tell each other who is out of step. All read the same verdict, so all come, unless one dies of it."""
@@ -55,11 +56,20 @@ class Loop:
     wishes: Wishes
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig
+    previews: PreviewConfig
     anomalies: AnomalyConfig
+    distributions: DistributionConfig
     lineage: Lineage
     save: Callable[[TrainState], None]
     """Starts a checkpoint of the step that the RunInfo names."""
     evaluate: Callable[[TrainState], TrainState]
+    evaluated_step: Callable[[], int | None]
+    """Of the last evaluation that the state, restored or not, has behind it."""
+    stop_early: Callable[[], bool]
+    """The same on all hosts."""
+    preview: Callable[[TrainState], None]
+    diagnose: Callable[[TrainState, Any, int], str]
+    """(state, batch, step of the state) -> where the batch's loss or gradient stopped being finite."""
     go_back: Callable[[Decision], tuple[TrainState, int]]
     """The state to go on from after a rollback, and its batch index. The lineage knows by then what to leave out."""
     callbacks: CallbackList
@@ -76,6 +86,12 @@ class Loop:
     busy: BusyTime = field(default_factory=BusyTime)
     handled_saves: int = 0
     first_step_told: bool = False
+    diagnosed: bool = False
+    ends: Callable[[int], bool] | None = None
+    """Whether this host has no data for a batch. None: the data never ends."""
+    end_of_data: int | None = None
+    """The first batch that there is no data for, as all hosts have agreed."""
+    last_evaluated_step: int | None = None
 
     def run(self, state: TrainState) -> tuple[TrainState, StopReason]:
         """From `state` to a limit or a stop that all hosts agreed on. `state` is donated: use what is returned."""
@@ -94,16 +110,22 @@ class Loop:
         """Raises GoBack at an anomaly that wants it."""
         info, host = self.info, runtime.current()
         self.window, self.agreed = Window(info.global_step), Agreed()
+        self.end_of_data = self._near_end_of_data()
         host.step = host.batch_index = info.batch_index
         bag = self.empty_bag()
         self.publisher.start(info.global_step)
-        while (reason := self.wishes.limits.reached(info) or self.agreed.stop_reason) is None:
+        self.last_evaluated_step = self.evaluated_step()
+        while (reason := self._stop_reason()) is None:
+            if self.evaluation_due(info.global_step):
+                self._finish_steps(state, bag)
+                bag = self.empty_bag()
+                # Before a save at this step, whose meta tells of it: so it is not repeated, and the checkpoint has a score.
+                state = self._evaluate(state)
+                continue  # it may have ended training
             if self.save_due(info.global_step) or self.agreed.saves > self.handled_saves:
                 # Before the data moves on: a checkpoint must not know of a batch that its state has not seen.
                 self._save(state)
-            while self.saved:
-                step, path = self.saved.popleft()
-                self.callbacks.call(Callback.on_save, info, step=step, path=path)
+            self.callbacks.tell_saved(info, self.saved)
             state = self._begin_epochs(state)
             with self.seconds.measure("data_wait"):
                 batch = self.loader.batch(info.batch_index)
@@ -111,27 +133,28 @@ class Loop:
             state = self.hooks.on_step_start(state, info.batch_index)
             flags = self._flags()
             with self.busy.waiting():  # where devices compute on the dispatching thread
-                state, bag, reduced, measured = self.train_step(state, bag, batch, flags)
+                state, bag, reduced, measured, shapes = self.train_step(state, bag, batch, flags)
             self.window.push(info.batch_index, reduced)
             info.global_step += 1
-            info.epoch = info.batch_index * self.loader.global_batch_size / self.samples_per_epoch
+            info.epoch = info.batch_index * self.loader.global_batch_size / (self.samples_per_epoch or math.inf)
             if not self.first_step_told:
                 jax.block_until_ready(reduced)  # the only wait for the newest step: recovery is measured to here
                 host.emit("first_step", step=info.global_step, resumed_step=self.resumed_step)
                 self.first_step_told = True
             if self.window.full:
-                self._complete_one()
+                self._complete_one(state)
             host.batch_index, host.busy_s = info.batch_index, self.busy.total_s
             self.publisher.collect(self.window.completed_step)
             state = self._end_step(state, batch, measured)
             if self.publisher.due(info.global_step):
-                self.publisher.cut(info.global_step, bag, self.seconds.take(), self.replaced.take())
+                shapes = shapes if distributions.due(info.batch_index - 1, self.distributions) else None
+                self.publisher.cut(info.global_step, bag, self.seconds.take(), self.replaced.take(), shapes)
                 bag = self.empty_bag()
-            if self.evaluation_due(info.global_step):
-                self._finish_steps(bag)
+            if self.preview_due(info.global_step):
+                self._finish_steps(state, bag)
                 bag = self.empty_bag()
-                state = self._evaluate(state)
-        self._finish_steps(bag)
+                self._preview(state)
+        self._finish_steps(state, bag)
         return state, reason
 
     def _begin_epochs(self, state: TrainState) -> TrainState:
@@ -147,7 +170,8 @@ class Loop:
         if self.hooks.overrides("on_step_end"):
             state, returned = self.hooks.on_step_end(state, dict(metrics), step)
             self.replaced.add(metrics, returned)
-        own = {"batch": batch, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "loss_dict": metrics}
+            metrics = returned
+        own = {"batch": batch, "loss": metrics.get("loss"), "grad_norm": metrics.get("grad_norm"), "loss_dict": metrics}
         self.callbacks.call(Callback.on_step_end, self.info, **own)
         for epoch in range(self._epoch_of(step - 1), self._epoch_of(step)):
             self.callbacks.call(Callback.on_epoch_end, self.info, epoch=epoch)
@@ -155,42 +179,103 @@ class Loop:
         return state
 
     def _epoch_of(self, batch_index: int) -> int:
-        """The epoch in which a batch begins, counted from 0."""
-        return batch_index * self.loader.global_batch_size // max(self.samples_per_epoch, 1)
+        """The epoch in which a batch begins, counted from 0. Data of no known length is one epoch."""
+        if not self.samples_per_epoch:
+            return min(batch_index, 0)
+        return batch_index * self.loader.global_batch_size // self.samples_per_epoch
+
+    def _stop_reason(self) -> StopReason | None:
+        early = StopReason.EARLY_STOPPED if self.stop_early() else None
+        reason = early or self.wishes.limits.reached(self.info)
+        if reason is None and self.end_of_data is not None and self.info.batch_index >= self.end_of_data:
+            return StopReason.END_OF_DATA
+        # That one is told ahead, and comes when the last batch was trained on.
+        return reason or (None if self.agreed.stop_reason is StopReason.END_OF_DATA else self.agreed.stop_reason)
+
+    def _near_end_of_data(self) -> int | None:
+        """Where the data ends, on whatever host it ends first, if that is too near for a wish to be heard of in time."""
+        if self.ends is None:
+            return None
+        step = self.info.batch_index
+        own = next((k for k in range(step, step + LOOK_AHEAD_STEPS) if self.ends(k)), None)
+        return min((end for end in agree.all_hosts("end of data", own) if end is not None), default=None)
+
+    def _stop_wish(self) -> int:
+        batch_index, wish = self.info.batch_index, self.wishes.stop()
+        if self.ends is not None and self.ends(batch_index + LOOK_AHEAD_STEPS):
+            wish = max(wish, 1 + STOP_REASONS.index(StopReason.END_OF_DATA))
+        return wish
 
     def save_due(self, step: int) -> bool:
-        every = self.checkpoint.save_steps
-        return every is not None and step % every == 0 and step > self.resumed_step
+        config = self.checkpoint
+        return step > self.resumed_step and self._due(step, config.save_steps, config.save_epochs, config.save_after_step)
 
     def evaluation_due(self, step: int) -> bool:
-        every = self.evaluation.every_steps
+        """Also where a run goes on that was stopped at `step` before it could evaluate."""
+        config = self.evaluation
+        if step == self.last_evaluated_step:
+            return False
+        if step == 0:
+            return config.at_start
+        return self._due(step, config.every_steps, config.every_epochs, config.after_step)
+
+    def _due(self, step: int, every_steps: int | None, every_epochs: int | None, after_step: int) -> bool:
+        """Whether the last step made a number of steps, or of epochs, full."""
+        if step < after_step:
+            return False
+        if every_steps is not None and step % every_steps == 0:
+            return True
+        return every_epochs is not None and self._epoch_of(step) // every_epochs > self._epoch_of(step - 1) // every_epochs
+
+    def preview_due(self, step: int) -> bool:
+        every = self.previews.every_steps
         return every is not None and step % every == 0
 
     def _flags(self) -> jax.Array:
         batch_index = self.info.batch_index
         skip = batch_index in self.lineage.skipped
-        return self.flags.array(self.wishes.stop(), self.wishes.wished_saves(self.agreed), skip, batch_index)
+        return self.flags.array(self._stop_wish(), self.wishes.wished_saves(self.agreed), skip, batch_index)
 
-    def _complete_one(self) -> None:
+    def _complete_one(self, state: TrainState) -> None:
         """Waits for the oldest step in flight, and does what all hosts do about it."""
         with self.busy.waiting():
             self.agreed = self.window.complete_one()
         runtime.current().step = self.window.completed_step
+        if self.agreed.stop_reason is StopReason.END_OF_DATA and self.end_of_data is None:
+            self.end_of_data = self.agreed.batch_index + LOOK_AHEAD_STEPS
         verdict = self.agreed.verdict
         if verdict is Verdict.OUT_OF_STEP:
             raise DesyncError(self._who_is_out_of_step())
+        if verdict is Verdict.SCALE_EXHAUSTED:
+            raise LossScaleError(anomalies.scale_exhausted(self.agreed.batch_index, self.agreed.loss))
         if verdict in anomalies.KINDS:
-            self._treat(Anomaly(verdict, self.agreed.batch_index, self.agreed.loss, self.agreed.expected_loss))
+            self._treat(Anomaly(verdict, self.agreed.batch_index, self.agreed.loss, self.agreed.expected_loss), state)
 
-    def _treat(self, anomaly: Anomaly) -> None:
+    def _treat(self, anomaly: Anomaly, state: TrainState) -> None:
         decision = anomalies.decide(anomaly, self.anomalies, self.lineage.skipped)
+        why = self._diagnose(anomaly, state)
         if decision.action == "raise":
-            raise (NonFiniteLossError if anomaly.verdict is Verdict.NON_FINITE else LossSpikeError)(decision.error)
+            error = f"{decision.error}; {why}" if why else decision.error
+            raise (NonFiniteLossError if anomaly.verdict is Verdict.NON_FINITE else LossSpikeError)(error)
         self.lineage.skipped.update(decision.skipped_batches)
         if decision.action == "rollback":
             raise GoBack(decision)
         if jax.process_index() == 0:
             runtime.current().emit("anomaly", **decision.event(), restored_step=None)
+
+    def _diagnose(self, anomaly: Anomaly, state: TrainState) -> str:
+        """Where the first non-finite value came from: once, for it takes as long as to compile a step."""
+        if anomaly.verdict is not Verdict.NON_FINITE or self.diagnosed:
+            return ""
+        self.diagnosed = True
+        host = runtime.current()
+        host.phase("diagnose")
+        with self.busy.waiting():
+            why = self.diagnose(state, self.loader.batch(anomaly.batch_index), self.info.batch_index)
+        host.phase("train")
+        if jax.process_index() == 0:
+            host.note(f"batch {anomaly.batch_index}: {why}")
+        return why
 
     def _who_is_out_of_step(self) -> str:
         own = self.window.completed_step - 1  # the batch that this host took the step with
@@ -208,7 +293,7 @@ class Loop:
         with self.busy.waiting():
             jax.block_until_ready(state)  # copying waits for the steps in flight anyway: their time is theirs
         # A checkpoint tells which batches were skipped before it; one of these may forbid it.
-        self._complete_all()
+        self._complete_all(state)
         self.handled_saves = max(self.agreed.saves, self.handled_saves)
         with self.seconds.measure("checkpoint"), self.busy.waiting():
             self.save(state)
@@ -219,14 +304,20 @@ class Loop:
         host.phase("evaluate")
         with self.seconds.measure("evaluation"), self.busy.waiting():
             state = self.evaluate(state)
+        self.last_evaluated_step = self.info.global_step
         host.phase("train")
         return state
 
-    def _finish_steps(self, bag: Bag) -> None:
+    def _preview(self, state: TrainState) -> None:
+        with self.seconds.measure("preview"), self.busy.waiting():
+            self.preview(state)
+        runtime.current().phase("train")
+
+    def _finish_steps(self, state: TrainState, bag: Bag) -> None:
         """Waits for the steps in flight and publishes what is known of them."""
-        self._complete_all()
+        self._complete_all(state)
         self.publisher.flush(self.window.completed_step, bag, self.seconds.take(), self.replaced.take())
 
-    def _complete_all(self) -> None:
+    def _complete_all(self, state: TrainState) -> None:
         while self.window.in_flight:
-            self._complete_one()
+            self._complete_one(state)

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trainers.data.collate import METRIC
 from trainers.errors import UsageError
 from trainers.protocol import Batch, Last, Loss, Max, Min, Sum, Task
+from trainers.sources import with_sources
 
 EXPECTED = (
     "expected a trainers.protocol.Loss, a pair (loss_sum, num_targets), where num_targets may be None for a mean over the batch, "
@@ -49,9 +51,18 @@ def terms_of(value: Any) -> dict[str, Loss]:
     return terms
 
 
+def with_row_metrics(loss: Loss, batch: Batch) -> Loss:
+    """`loss`, with the leaves `metric/NAME` of the batch as parts: means over its rows, by their weights."""
+    rows = {name.removeprefix(METRIC): leaf for name, leaf in batch.items() if name.startswith(METRIC)}
+    own = {name: (jnp.sum(leaf * batch["weight"]), jnp.sum(batch["weight"])) for name, leaf in rows.items()}
+    if taken := own.keys() & loss.parts.keys():
+        raise UsageError(f"preprocess_batch returned metrics that the loss has too: {', '.join(sorted(taken))}; rename them")
+    return loss._replace(parts={**loss.parts, **own}) if own else loss
+
+
 def scales_of(num_targets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """From the targets of each term in the global batch. A term without any adds nothing."""
-    first = next(iter(num_targets.values())).astype(jnp.float32)
+    """From the targets of each term in the global batch. A term without any adds nothing, and takes nothing from the others."""
+    first = jnp.maximum(next(iter(num_targets.values())).astype(jnp.float32), 1.0)
     return {name: first / jnp.maximum(count.astype(jnp.float32), 1.0) for name, count in num_targets.items()}
 
 
@@ -73,11 +84,14 @@ class LossFunction:
     """From parameters to the model."""
     preforward: Callable[[Batch], Batch] = lambda batch: batch
     postforward: Callable[[Loss, Batch], Loss] = lambda loss, batch: loss
+    sources: tuple[str, ...] = ()
+    """`data.sources`"""
 
     def __call__(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None) -> Loss:
         """`step`: the number of updates, for a task that wants to be told (`set_step_nr`)."""
-        batch = self.preforward(batch)
-        return self.postforward(as_loss(self._raw(params, batch, step), scales), batch)
+        seen = self.preforward(batch)
+        loss = with_sources(as_loss(self._raw(params, seen, step), scales), seen, self.sources)
+        return self.postforward(with_row_metrics(loss, batch), seen)
 
     def term_targets(self, params: Any, batch: Batch, step: Any) -> dict[str, jax.Array]:
         """How many targets each term of a loss that is a dict has in this batch; empty if it is none. The compiler drops all

@@ -5,14 +5,18 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from trainers.bag import Bag, Layout
+
+NO_STEPS = ("evaluation", "checkpoint", "preview")
+"""Categories of `Seconds` that are no part of the time of a step."""
 
 
 @dataclass
@@ -99,20 +103,21 @@ class Interval:
     wall_s: float
     seconds: dict[str, float]
     replaced: Mapping[str, list[Any]]
+    distributions: Any = None
+    """On the device, of the interval's last step; None if it measured none."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What turns counts into rates. `samples_per_step` is the global batch, padding included."""
+    """What turns counts into rates."""
 
-    samples_per_step: int
     flops_per_token: float
     num_devices: int
     peak_flops_per_s: float | None = None
 
 
 class Publisher:
-    """Collects the bag of each interval of `every_steps` and hands its numbers to `publish(step, metrics, seconds)`.
+    """Collects the bag of each interval of `every_steps`; hands its numbers to `publish(step, metrics, seconds, distributions)`.
 
     `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop
     knows that the interval's last step is complete, so nothing waits for the device.
@@ -123,7 +128,7 @@ class Publisher:
         every_steps: int,
         throughput: Throughput,
         layout: Layout,
-        publish: Callable[[int, dict[str, float], dict[str, float]], None],
+        publish: Callable[[int, dict[str, float], dict[str, float], np.ndarray | None], None],
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.every_steps, self.throughput, self.publish, self.clock = every_steps, throughput, publish, clock
@@ -140,10 +145,13 @@ class Publisher:
     def due(self, step: int) -> bool:
         return step % self.every_steps == 0
 
-    def cut(self, step: int, bag: Bag, seconds: dict[str, float], replaced: Mapping[str, list[Any]]) -> None:
-        bag.copy_to_host_async()
+    def cut(
+        self, step: int, bag: Bag, seconds: dict[str, float], replaced: Mapping[str, list[Any]], distributions: Any = None
+    ) -> None:
+        for array in (bag, distributions) if distributions is not None else (bag,):
+            array.copy_to_host_async()
         now = self.clock()
-        self.pending.append(Interval(bag, self._first_step, step, now - self._since_s, seconds, replaced))
+        self.pending.append(Interval(bag, self._first_step, step, now - self._since_s, seconds, replaced, distributions))
         self._first_step, self._since_s = step, now
 
     def collect(self, completed_step: int) -> None:
@@ -158,26 +166,37 @@ class Publisher:
         self.collect(step)
 
     def _publish(self, interval: Interval) -> None:
-        bag = np.asarray(interval.bag)
-        metrics = with_perplexity(self.layout.read(bag))
-        rates = self._rates(interval, self.layout.weight(bag, "loss"))
-        self.publish(interval.last_step, replace({**metrics, **rates}, interval.replaced), interval.seconds)
+        metrics = with_perplexity(self.layout.read(np.asarray(interval.bag)))
+        metrics |= self._rates(interval, metrics.get("tokens", 0.0), metrics.get("samples", 0.0))
+        distributions = None if interval.distributions is None else np.asarray(interval.distributions)
+        self.publish(interval.last_step, replace(metrics, interval.replaced), interval.seconds, distributions)
 
-    def _rates(self, interval: Interval, tokens: float) -> dict[str, float]:
-        steps = interval.last_step - interval.first_step
-        busy_s = max(interval.wall_s - interval.seconds.get("evaluation", 0) - interval.seconds.get("checkpoint", 0), 1e-9)
-        flops = self.throughput.flops_per_token * tokens / busy_s / self.throughput.num_devices
+    def _rates(self, interval: Interval, tokens: float, samples: float) -> dict[str, float]:
+        steps, other_s = interval.last_step - interval.first_step, sum(interval.seconds.get(name, 0) for name in NO_STEPS)
+        busy_s, about = max(interval.wall_s - other_s, 1e-9), self.throughput
+        flops = about.flops_per_token * tokens / busy_s / about.num_devices
         rates = {
             "step_time_s": busy_s / max(steps, 1),
             "tokens_per_s": tokens / busy_s,
-            "samples_per_s": steps * self.throughput.samples_per_step / busy_s,
+            "tokens_per_s_per_device": tokens / busy_s / about.num_devices,
+            "samples_per_s": samples / busy_s,
+            "flops_per_token": about.flops_per_token,
             "tflops_per_s_per_device": flops / 1e12,
         }
-        if self.throughput.peak_flops_per_s:
-            rates["mfu"] = flops / self.throughput.peak_flops_per_s
+        if about.peak_flops_per_s:
+            rates["mfu"] = flops / about.peak_flops_per_s
         return rates
 
 
+def device_memory(devices: Sequence[jax.Device]) -> dict[str, float]:
+    """Of the fullest of these devices, this host's; empty where the backend does not count (the CPU's does not)."""
+    stats = [device.memory_stats() or {} for device in devices]
+    names = {"device_memory_bytes": "bytes_in_use", "device_memory_peak_bytes": "peak_bytes_in_use"}
+    return {name: max(one[key] for one in stats) for name, key in names.items() if all(key in one for one in stats)}
+
+
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
-    """Adds `perplexity` beside `loss`."""
-    return {**metrics, "perplexity": math.exp(min(metrics["loss"], 700.0))} if "loss" in metrics else metrics
+    """Adds `perplexity` beside `loss`: without what the z-loss has added to it."""
+    if "loss" not in metrics:
+        return metrics
+    return {**metrics, "perplexity": math.exp(min(metrics["loss"] - metrics.get("z_loss", 0.0), 700.0))}

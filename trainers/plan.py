@@ -20,8 +20,11 @@ from jax.sharding import AbstractMesh, AxisType
 
 from trainers.arguments import TrainingArguments, from_dict, load_object
 from trainers.base import BaseTrainer
+from trainers.data.iterable import num_examples
 from trainers.errors import UsageError
-from trainers.protocol import Task, TrainerProtocol
+from trainers.loss import LossFunction
+from trainers.protocol import TrainerProtocol
+from trainers.recorders.base import BUILT_IN
 from trainers.state import TrainState, num_parameters, state_shardings
 
 Facts = dict[str, Any]
@@ -45,8 +48,9 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
     # Without data there still is a model to look at.
     train, held_out = datasets or (None, None)
     facts = data_facts(arguments, train, held_out)
-    if datasets and arguments.evaluation.every_steps is not None and not held_out:
-        problems.append("evaluation.every_steps: there is no held-out data to evaluate on; set data.eval_fraction")
+    check_evaluation(problems, arguments, has_held_out=bool(held_out) or not datasets)
+    for name in arguments.recorders:
+        attempt(problems, "recorders", functools.partial(load_object, BUILT_IN.get(name, name)))
     # A trainer that only implements the protocol builds what it likes, when it is built: on the machines.
     if trainer_class is not None and issubclass(trainer_class, BaseTrainer):
         facts |= model_facts(problems, trainer_class, arguments, (train, held_out), num_devices)
@@ -83,16 +87,41 @@ def load_datasets(arguments: TrainingArguments) -> tuple[Any, Any]:
     datasets = load_object(arguments.data.dataset)(arguments)
     if not (isinstance(datasets, tuple) and len(datasets) == 2):
         raise ValueError(f"data.dataset {arguments.data.dataset!r} returned {type(datasets).__name__}: expected (train, eval)")
+    if datasets[1] is not None and not (hasattr(datasets[1], "__len__") and hasattr(datasets[1], "__getitem__")):
+        raise ValueError(
+            f"the held-out data of {arguments.data.dataset!r} is {type(datasets[1]).__name__}: expected examples by index "
+            "(__getitem__ and __len__), or None"
+        )
     return datasets
+
+
+def check_evaluation(problems: list[str], arguments: TrainingArguments, *, has_held_out: bool) -> None:
+    """What evaluations name is there, and each has data."""
+    config, units = arguments.evaluation, arguments.evaluation.units
+    wanted = [name for name in ("every_steps", "every_epochs", "at_start") if getattr(config, name)]
+    if wanted and not units and not has_held_out:
+        problems.append(f"evaluation.{wanted[0]}: there is no held-out data to evaluate on; set data.eval_fraction")
+    for name, unit in units.items():
+        if unit.dataset is not None:
+            make = functools.partial(lambda path: load_object(path)(arguments), unit.dataset)
+            examples = attempt(problems, f"evaluation.units.{name}.dataset", make)
+            if examples is not None and not len(examples):
+                problems.append(f"evaluation.units.{name}.dataset: {unit.dataset!r} has no examples; give it some")
+        elif not has_held_out:
+            problems.append(f"evaluation.units.{name}: there is no held-out data; set its dataset, or data.eval_fraction")
+        if unit.task is not None:
+            attempt(problems, f"evaluation.units.{name}.task", functools.partial(load_object, unit.task))
+    if config.score is not None and config.score.early_stopper is not None:
+        attempt(problems, "evaluation.score.early_stopper", functools.partial(load_object, config.score.early_stopper))
 
 
 def data_facts(arguments: TrainingArguments, train: Any, held_out: Any) -> Facts:
     batch, epochs = arguments.global_batch_size, arguments.max_num_data_epochs
     steps = [arguments.max_num_steps] if arguments.max_num_steps is not None else []
     if train is not None and epochs is not None:
-        steps.append(math.ceil(epochs * len(train) / batch))
+        steps.append(math.ceil(epochs * (num_examples(train) or 0) / batch))
     return {
-        "train_examples": None if train is None else len(train),
+        "train_examples": num_examples(train),
         "eval_examples": None if held_out is None else len(held_out),
         "max_steps": min(steps) if steps else None,
     }
@@ -120,7 +149,7 @@ def count(trainer: BaseTrainer, num_devices: int) -> Facts:
     parts, state = trainer.configure_model()
     task, arguments = trainer.task, trainer.arguments
     if trainer.dataset_train is not None:
-        check_loss(task, parts, state, trainer.dataset_train[0], arguments.micro_batch_size)
+        check_loss(trainer._loss_function_of(parts), state, trainer._batch_shapes((1, arguments.micro_batch_size)))
     parameters = num_parameters(state.params)
     tokens_per_step = arguments.global_batch_size * task.tokens_per_example
     facts = {
@@ -137,14 +166,12 @@ def count(trainer: BaseTrainer, num_devices: int) -> Facts:
     return facts
 
 
-def check_loss(task: Task, parts: Any, state: TrainState, example: Mapping[str, np.ndarray], rows: int) -> None:
+def check_loss(loss: LossFunction, state: TrainState, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     """Traces the loss on a batch of the data's shapes: raises what the first step would raise."""
-    leaves = {**example, "weight": np.zeros((), np.float32)}
     batch = {
-        name: jax.ShapeDtypeStruct((rows, *np.shape(leaf)), jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
-        for name, leaf in leaves.items()
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype)) for name, leaf in shapes.items()
     }
-    jax.eval_shape(lambda params, rows: task.loss(parts.merge(params), rows), state.params, batch)
+    jax.eval_shape(loss, state.params, batch, state.step)
 
 
 def state_bytes_per_device(state: TrainState, axes: Any, mesh_sizes: Mapping[str, int]) -> int:

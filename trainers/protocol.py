@@ -54,6 +54,8 @@ class Loss(NamedTuple):
     num_targets: jax.Array
     parts: Mapping[str, Any] = {}
     num_tokens: jax.Array | None = None
+    rows: tuple[jax.Array, jax.Array] | None = None
+    """(loss_sum, num_targets) of each row of the batch, for `data.sources`."""
 
 
 class TrainerConfigureModelOutput(NamedTuple):

@@ -34,8 +34,8 @@ class Resume:
     make_first: Callable[[], TrainState]
     topology: Mapping[str, Any]
     lineage: Lineage
-    metrics: dict[str, float] = field(default_factory=dict)
-    """The last ones published before the state that was restored."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Of the checkpoint that was restored; empty at the beginning of a run."""
     given: bool = False
     """The run began with a state from outside: it cannot be made again."""
 
@@ -77,10 +77,10 @@ class Resume:
         batch_index = int(restored.state.batch_index)
         runtime.current().emit("restored", step=batch_index, skipped=restored.skipped)
         self.lineage.start(batch_index, self.topology, restored.meta)
-        self.metrics = restored.meta["metrics"]
+        self.meta = restored.meta
         return restored.state
 
     def _first(self) -> TrainState:
         self.lineage.start(0, self.topology)
-        self.metrics = {}
+        self.meta = {}
         return self.make_first()

@@ -5,6 +5,7 @@ Reads the same files as the orchestrator; the sections that concern machines hav
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ import yaml
 
 from trainers.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
 from trainers.errors import UsageError
+from trainers.recorders.base import About
+from trainers.recorders.feed import Recorders
 
 DEFAULT_ARGUMENTS = "trainers.arguments:TrainingArguments"
-SHOWN = ("loss", "eval_loss", "accuracy", "learning_rate", "grad_norm", "tokens_per_s")
+CONSOLE = "trainers.recorders.console:Console"
 
 
 def main() -> int:
@@ -24,8 +27,13 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        trainer = build(read(sys.argv[1]))
-        trainer.train()
+        arguments = read(sys.argv[1])
+        feeds = open_recorders(arguments)
+        try:
+            trainer = build(arguments, feeds)
+            trainer.train()
+        finally:
+            feeds.close()
     except (UsageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -46,21 +54,26 @@ def read(path: str) -> TrainingArguments:
     return from_dict(cls, {key: value for key, value in settings.items() if key not in ORCHESTRATOR_SECTIONS})
 
 
-def build(arguments: TrainingArguments) -> Any:
+def open_recorders(arguments: TrainingArguments) -> Recorders:
+    folder = str(Path(arguments.storage, arguments.name).absolute())
+    about = About(arguments.name, folder, dataclasses.asdict(arguments))
+    return Recorders((CONSOLE, *arguments.recorders), about, lambda message: print(message, flush=True))
+
+
+def build(arguments: TrainingArguments, feeds: Recorders) -> Any:
     from trainers import runtime
 
-    host = runtime.Runtime(show)
+    host = runtime.Runtime(lambda event: show(event, feeds))
     runtime.install(host)
     signal.signal(signal.SIGINT, lambda number, frame: host.request_stop("interrupted"))
     signal.signal(signal.SIGTERM, lambda number, frame: host.request_stop("terminated"))
     return load_object(arguments.trainer)(arguments, *load_object(arguments.data.dataset)(arguments))
 
 
-def show(event: dict[str, Any]) -> None:
+def show(event: dict[str, Any], feeds: Recorders) -> None:
     if event["ev"] == "metrics":
-        numbers = "  ".join(f"{name} {event['metrics'][name]:.4g}" for name in SHOWN if name in event["metrics"])
-        print(f"step {event['step']:>6}  {numbers}", flush=True)
-    elif event["ev"] in ("note", "saved", "save_failed", "restored", "anomaly"):
+        feeds.record(event["step"], event["metrics"], event.get("distributions"))
+    elif event["ev"] in ("note", "preview", "saved", "save_failed", "restored", "anomaly", "profile"):
         print({key: value for key, value in event.items() if key != "t"}, flush=True)
 
 

@@ -44,6 +44,9 @@ class Runtime:
         self.busy_s = 0.0
         self._stop: str | None = None
         self._save_requests = 0
+        self.profiling = False
+        """Whether the loop records a profile just now."""
+        self._profile_request: Event | None = None
         self._fence = fence
         self._obey_fence: Callable[[str | None], None] = lambda path: None
         self._notice: dict[str, Any] | None = None
@@ -65,6 +68,24 @@ class Runtime:
     def request_save(self) -> None:
         with self._lock:
             self._save_requests += 1
+
+    def request_profile(self, request: Event) -> None:
+        """{"id", "steps"}: to record the next steps of this host. The answer is an event, `profile`, with this id."""
+        with self._lock:
+            busy = self.profiling or self._profile_request is not None
+            if not busy:
+                self._profile_request = request
+        if busy:
+            self.emit("profile", id=request["id"], problem="another profile is under way: ask again when it is written")
+
+    def take_profile_request(self) -> Event | None:
+        """One that nobody has begun with, once."""
+        if self._profile_request is None:
+            return None
+        with self._lock:
+            request, self._profile_request = self._profile_request, None
+            self.profiling = True
+        return request
 
     def notice(self, reason: str, deadline_s: float | None = None) -> None:
         """The machine is about to go away: all hosts are to save and stop. Safe in a signal handler, so it sends nothing itself:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,6 +35,8 @@ class TrainState:
     """float32[2] each (sum, what rounding has left out of it): the task's metrics whose names begin with `total_`."""
     loss_stats: dict[str, jax.Array]
     """Of the losses of updates applied: `count` (int32), running `mean` and `variance` (float32)."""
+    scaler: dict[str, jax.Array] = field(default_factory=dict)
+    """Of the loss, for float16 (`trainers.loss_scale`); else empty."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ def initial_parameters(task: Task, seed: int) -> Any:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def state_from_parameters(params: Any, optimizer: optax.GradientTransformation, layout: Layout) -> TrainState:
+def state_from_parameters(
+    params: Any, optimizer: optax.GradientTransformation, layout: Layout, scaler: dict[str, jax.Array]
+) -> TrainState:
     """The state at step 0 with these parameters; `layout`: that of the step's metrics."""
     totals = {name: jnp.zeros(2, jnp.uint32) for name in ("tokens", "samples", "samples_digest")}
     zero = jnp.zeros((), jnp.int32)
@@ -94,6 +98,7 @@ def state_from_parameters(params: Any, optimizer: optax.GradientTransformation, 
         totals=totals,
         sums={name: jnp.zeros(2, jnp.float32) for name in total_names(layout)},
         loss_stats=stats,
+        scaler=scaler,
     )
 
 
@@ -109,6 +114,7 @@ def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> Any:
         totals=jax.tree.map(lambda _: everywhere, abstract.totals),
         sums=jax.tree.map(lambda _: everywhere, abstract.sums),
         loss_stats=jax.tree.map(lambda _: everywhere, abstract.loss_stats),
+        scaler=jax.tree.map(lambda _: everywhere, abstract.scaler),
     )
 
 

@@ -12,6 +12,7 @@ class StopReason(StrEnum):
     MAX_STEPS = "max_steps"
     MAX_EPOCHS = "max_data_epochs"
     END_OF_DATA = "end_of_data"
+    EARLY_STOPPED = "early_stopped"
     TIME_LIMIT = "time_limit"
     RESIZE = "resize"
     PREEMPTED = "preempted"
@@ -22,4 +23,7 @@ class StopReason(StrEnum):
     @property
     def finished(self) -> bool:
         """Whether training reached an end that its configuration names (a later start would have nothing left to do)."""
-        return self in (StopReason.MAX_STEPS, StopReason.MAX_EPOCHS, StopReason.END_OF_DATA)
+        return self in FINISHED
+
+
+FINISHED = (StopReason.MAX_STEPS, StopReason.MAX_EPOCHS, StopReason.END_OF_DATA, StopReason.EARLY_STOPPED)

@@ -21,15 +21,22 @@ MIN_RELATIVE_DEVIATION = 0.01
 
 
 def reduce_flags(
-    flags: jax.Array, loss: jax.Array, finite: jax.Array, stats: Mapping[str, jax.Array], config: AnomalyConfig
+    flags: jax.Array,
+    loss: jax.Array,
+    finite: jax.Array,
+    stats: Mapping[str, jax.Array],
+    config: AnomalyConfig,
+    overflow: jax.Array | None = None,
 ) -> jax.Array:
-    """int32[len(REDUCED)]: the maximum of what hosts wish, and the verdict on the update."""
+    """int32[len(REDUCED)]: the maximum of what hosts wish, and the verdict on the update. `overflow`: that of the scaled loss."""
     # The least index too, by one maximum: a collective of its own would cost as much again.
     stop, saves, skip, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
     spike = is_spike(stats, loss, config) if config.loss_spike != "off" else jnp.zeros((), jnp.bool_)
+    overflow = jnp.int32(Verdict.APPLIED) if overflow is None else overflow
+    others = [jnp.int32(v) for v in (Verdict.OUT_OF_STEP, Verdict.ORDERED, Verdict.NON_FINITE, Verdict.LOSS_SPIKE)]
     verdict = jnp.select(
-        [-least != newest, skip > 0, ~finite, spike],
-        [jnp.int32(v) for v in (Verdict.OUT_OF_STEP, Verdict.ORDERED, Verdict.NON_FINITE, Verdict.LOSS_SPIKE)],
+        [-least != newest, skip > 0, ~finite, overflow != Verdict.APPLIED, spike],
+        [*others[:3], overflow, others[3]],
         jnp.int32(Verdict.APPLIED),
     )
     expected = jnp.where(stats["count"] > 0, stats["mean"], jnp.nan)

@@ -18,6 +18,8 @@ from trainers.stop_reason import StopReason
 from trainers.verdict import FLAGS
 
 RUN_AHEAD_STEPS = 2
+LOOK_AHEAD_STEPS = RUN_AHEAD_STEPS + 1
+"""After this many steps at most all hosts have heard of a wish."""
 STOP_REASONS = tuple(StopReason)
 """A stop wish travels as 1 + its place in this tuple; where hosts differ, the greatest wins."""
 

@@ -158,6 +158,8 @@ def obey(host: Any) -> None:
             host.request_stop(message["reason"])
         elif message["cmd"] == "save":
             host.request_save()
+        elif message["cmd"] == "profile":
+            host.request_profile(message)
         elif message["cmd"] == "fence":
             host.fence(message["path"])
     finish(FAILED_EXIT_CODE)

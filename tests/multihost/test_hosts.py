@@ -21,7 +21,7 @@ def arguments(tmp_path, **changes):
         "data": {"sequence_length": 16, "paths": [__file__], "eval_fraction": 0.2},
         "optimizer": {"learning_rate": 0.01, "schedule": {"name": "cosine", "decay_steps": 6}},
         "checkpoint": {"save_steps": 3},
-        "sample": {"num_tokens": 4},
+        "previews": {"num_tokens": 4},
     }
     return from_dict(TrainingArguments, {**base, **changes})
 
@@ -38,13 +38,26 @@ def one_process(tmp_path_factory):
     "mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 4}]
 )
 def test_two_hosts_of_four_devices_give_the_losses_of_one_of_eight(tmp_path, one_process, mesh):
-    hosts = harness.run(arguments(tmp_path, mesh=mesh), tmp_path / "logs", hosts=2, devices_per_host=4)
+    made = arguments(tmp_path, mesh=mesh, trainer="tests.programs.gangs:TellsGangs")
+    hosts = harness.run(made, tmp_path / "logs", hosts=2, devices_per_host=4)
+    for host, told in enumerate(hosts):
+        check_gangs(host, told.of("gangs")[0]["found"], {"data": 1, "fsdp": 1, "tensor": 1, **mesh})
     expected, got = harness.losses(one_process), harness.losses(hosts[0])
     assert list(got) == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose(list(got.values()), list(expected.values()), rtol=5e-5)
     assert harness.result(hosts[0])["samples_digest"] == harness.result(one_process)["samples_digest"]
     assert harness.result(hosts[0])["eval_loss"] == pytest.approx(harness.result(one_process)["eval_loss"], rel=1e-4)
     assert harness.result(hosts[0]) == harness.result(hosts[1])
+
+
+def check_gangs(host, found, mesh):
+    """Of the first of this host's four devices."""
+    assert found["root"] == [4 * host, 8, host, 2]
+    places = np.unravel_index(4 * host, tuple(mesh.values()))
+    for (name, size), place in zip(mesh.items(), places, strict=True):
+        over_hosts = 2 if size > 1 and name == next(axis for axis in mesh if mesh[axis] > 1) else 1  # the outermost one
+        assert found[name] == [place, size, host if over_hosts == 2 else 0, over_hosts]
+    assert found["expert"] == found["slice"] == [0, 1, 0, 1]
 
 
 def test_a_checkpoint_of_two_hosts_is_gone_on_from_by_one(tmp_path, one_process):

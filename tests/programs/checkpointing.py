@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainers.checkpoints import CheckpointManager
 from trainers.compile import ProgramStore
-from trainers.sections import CheckpointConfig
+from trainers.retention import Retention
 from trainers.state import TrainState
 
 
@@ -46,20 +46,20 @@ def abstract(like: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
 
 
-def manager(folder, *, keep: int = 3) -> Recording:
-    return Recording(str(folder), keep)
+def manager(folder, *, keep: int = 3, retention: Retention | None = None) -> Recording:
+    return Recording(str(folder), keep, retention)
 
 
 class Recording(CheckpointManager):
     """Its `saved`, `failed` and `notes` are what it has told so far."""
 
-    def __init__(self, folder: str, keep: int):
+    def __init__(self, folder: str, keep: int, retention: Retention | None = None):
         self.saved: list[int] = []
         self.failed: list[tuple[int, str]] = []
         self.notes: list[str] = []
         super().__init__(
             folder,
-            CheckpointConfig(save_total_limit=keep),
+            retention or Retention(keep),
             mesh(),
             ProgramStore(None, "test", self.notes.append),
             on_saved=lambda step, path: self.saved.append(step),

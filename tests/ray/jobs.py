@@ -37,7 +37,7 @@ def settings(tmp_path, **changes: Any) -> dict[str, Any]:
         "model": {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64},
         "data": {"paths": [__file__], "sequence_length": 16, "eval_fraction": 0.2},
         "checkpoint": {"save_steps": 3},
-        "sample": {"num_tokens": 4},
+        "previews": {"num_tokens": 4},
         "hosts": {"count": 2},
         "tracking": {"mlflow": False},
         **changes,

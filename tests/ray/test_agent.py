@@ -580,3 +580,36 @@ def test_describe(start):
     assert about["pid"] == os.getpid()
     assert about["host_ip"]
     assert about["next_port"] > 0
+
+
+def profile_meanwhile(agent, name, hosts):
+    """Asks for a profile from another thread; the list that will hold the answer."""
+    answers = []
+    order = {"cmd": "profile", "id": name, "steps": 2}
+    thread = threading.Thread(target=lambda: answers.append(agent.profile(order, hosts, LONG_S)))
+    thread.start()
+    return thread, answers
+
+
+def test_a_profile_is_asked_for_whoever_leads_and_answered_by_its_own_process(start):
+    agent = start()
+    agent.prepare({}, epoch=5)
+    assert agent.profile({"cmd": "profile", "id": "early"}, None, LONG_S)["host"] is None  # nobody trains here yet
+    agent.go({"generation": 0, "host": 1}, epoch=5)
+    assert agent.profile({"cmd": "profile", "id": "other"}, [0, 2], LONG_S)["host"] is None
+    thread, answers = profile_meanwhile(agent, "mine", [1])
+    for name in ("another's", "mine"):
+        agent.order({"cmd": "emit", "ev": "profile", "id": name, "path": f"of {name}", "problem": None}, epoch=5)
+    thread.join(LONG_S)
+    assert answers == [{"host": 1, "path": "of mine", "problem": None}]
+    assert agent.profile({"cmd": "profile", "id": "slow"}, [1], 0.1)["problem"].startswith("no answer within 0.1 s")
+
+
+def test_a_process_that_dies_while_it_is_profiled_is_an_answer(start):
+    agent = start({})
+    pid = agent.go({"generation": 0, "host": 0})["pid"]
+    thread, answers = profile_meanwhile(agent, "mine", None)
+    os.kill(pid, signal.SIGKILL)
+    thread.join(LONG_S)
+    assert answers[0]["host"] == 0
+    assert "the training process has ended" in answers[0]["problem"]

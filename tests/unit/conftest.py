@@ -1,7 +1,21 @@
-"""Tests that train the same small model compile it once."""
+"""Tests that train the same small model compile it once, and see what a training process would have told."""
+
+import json
 
 import jax
 import pytest
+
+from trainers import runtime
+
+
+@pytest.fixture
+def events():
+    """What the process would have told its agent."""
+    told: list[dict] = []
+    before = runtime.current()
+    runtime.install(runtime.Runtime(lambda event: told.append(json.loads(json.dumps(event)))))
+    yield told
+    runtime.install(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

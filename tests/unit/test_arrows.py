@@ -30,10 +30,13 @@ LIGHT_MODULES = tuple(
         "checks",
         "errors",
         "manifest",
+        "recorders/__init__",
+        "recorders/base",
+        "recorders/feed",
+        "retention",
         "sections",
         "stop_reason",
     )
-    for name in ("__init__", "arguments", "checkpoint_folder", "checks", "errors", "manifest", "sections", "stop_reason")
 )
 """Read by the driver and by command lines: free of everything but the standard library."""
 

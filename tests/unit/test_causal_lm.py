@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from trainers import rng
 from trainers.arguments import TrainingArguments
-from trainers.errors import UsageError
 from trainers.protocol import Task
 from trainers.sections import DataConfig, ModelConfig
-from trainers.tasks.causal_lm import CausalLMTask, generate
+from trainers.tasks.causal_lm import CausalLMTask
 
 LENGTH = 12
 
@@ -69,6 +67,7 @@ def test_padding_rows_count_for_nothing_and_get_no_gradient(task, model):
         return loss, jax.grad(lambda p: task.loss(nnx.merge(graph, p), rows).loss_sum)(params)
 
     padded, alone = loss_and_gradient(params, rows), loss_and_gradient(params, real)
+    padded = (padded[0]._replace(rows=tuple(per_row[::2] for per_row in padded[0].rows)), padded[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), padded, alone)
     assert float(padded[0].num_targets) == 2 * LENGTH
 
@@ -84,55 +83,7 @@ def test_flops_of_a_token_are_those_of_its_matrix_products(task):
     assert CausalLMTask(untied).flops_per_token(weights + 256 * width) == task.flops_per_token(weights)
 
 
-@jax.jit
-def likeliest_at_each_place(model, tokens):
-    return jnp.argmax(model(tokens[None])[0], -1)
-
-
-def likeliest_next(model, text):
-    tokens = np.zeros(LENGTH, np.int32)
-    tokens[: len(text)] = list(text)
-    return int(likeliest_at_each_place(model, tokens)[len(text) - 1])
-
-
-def test_the_likeliest_continuation_is_that_of_the_model_called_token_by_token(model):
-    text = list(b"ab")
-    new = generate(model, b"ab", 15, temperature=0.0, seed=0, window=LENGTH)
-    assert new[:2] == b"ab"
-    assert len(new) == 2 + 15
-    for token in new[2:]:
-        # Past the window, the oldest tokens are forgotten.
-        assert token == likeliest_next(model, text[-LENGTH:])
-        text.append(token)
-
-
-def test_a_prompt_longer_than_the_window_is_cut_at_its_start(model):
-    prompt = bytes(range(97, 97 + 20))
-    token = generate(model, prompt, 15, temperature=0.0, seed=0, window=LENGTH)[20]
-    assert token == likeliest_next(model, prompt[-LENGTH:])
-
-
-def test_sampling_depends_on_the_seed_and_nothing_else(task, model):
-    def sample(seed):
-        return generate(model, b"def ", 15, temperature=1.0, seed=seed, window=LENGTH)
-
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
-    assert isinstance(task.sample(model, "def ", 15, 1.0, seed=1), str)
-
-
-def test_samples_follow_the_models_probabilities():
-    class Coin(nnx.Module):
-        def __call__(self, tokens):
-            probabilities = jnp.full(256, 1e-9).at[:2].set(jnp.array([0.2, 0.8]))
-            return jnp.broadcast_to(jnp.log(probabilities), (*tokens.shape, 256))
-
-    ones = sum(generate(Coin(), b"x", 2000, temperature=1.0, seed=0, window=4)[1:]) / 2000
-    assert ones == pytest.approx(0.8, abs=0.04)
-    colder = sum(generate(Coin(), b"x", 2000, temperature=0.5, seed=0, window=4)[1:]) / 2000
-    assert colder == pytest.approx(0.8**2 / (0.8**2 + 0.2**2), abs=0.03)
-
-
-def test_an_empty_prompt_is_an_error(task, model):
-    with pytest.raises(UsageError, match=r"sample\.prompt is empty: expected at least one character to continue from"):
-        task.sample(model, "", 3, 1.0, seed=0)
+def test_a_token_is_a_byte(task):
+    assert task.encode("aé") == [97, 0xC3, 0xA9]
+    assert task.decode([97, 0xC3, 0xA9]) == "aé"
+    assert task.decode([97, 0xC3, 300]) == "a\ufffd"  # half a character, and what no byte is

@@ -6,6 +6,7 @@ import pytest
 
 from trainers import checkpoint_folder, manifest
 from trainers.errors import CheckpointError
+from trainers.retention import Retention
 
 
 def put(folder, step, *, whole=True):
@@ -19,39 +20,20 @@ def put(folder, step, *, whole=True):
     return path
 
 
-@pytest.mark.parametrize(
-    ("found", "good", "limit", "may_go"),
-    [
-        ([1, 2, 3], [1, 2, 3], 3, []),
-        ([1, 2, 3, 4], [1, 2, 3, 4], 3, [1]),
-        ([1, 2, 3], [3], 1, [1, 2]),
-        ([1, 2, 3, 4], [1, 2, 4], 3, []),  # 3 is damaged: nothing goes before there are three good ones
-        ([1, 2, 3, 4], [2, 3, 4], 3, [1]),  # a damaged one goes when three newer ones are good
-        ([1, 2, 3, 4, 9], [2, 3, 4], 3, [1]),  # 9 is left behind, and outlives none of the good ones
-        ([1, 2, 9], [1, 2], 3, []),
-        ([4, 5, 6, 7, 8], [4, 5, 6, 8], 2, [4, 5]),
-        ([], [], 2, []),
-        ([1], [], 1, []),
-    ],
-)
-def test_what_may_go_is_older_than_enough_good_ones(found, good, limit, may_go):
-    assert checkpoint_folder.superfluous(found, good, limit) == may_go
-
-
 def test_the_old_goes_only_for_whole_newer_ones(tmp_path):
     for step, whole in ((1, True), (2, False), (3, True)):
         put(tmp_path, step, whole=whole)
-    assert checkpoint_folder.delete_old(tmp_path, 3, (), 2) == []
+    assert checkpoint_folder.delete_old(tmp_path, 3, (), Retention(2)) == []
     assert checkpoint_folder.steps(tmp_path) == [1, 2, 3]
     put(tmp_path, 4)
-    checkpoint_folder.delete_old(tmp_path, 4, (), 2)
+    checkpoint_folder.delete_old(tmp_path, 4, (), Retention(2))
     assert checkpoint_folder.steps(tmp_path) == [3, 4]
 
 
 def test_one_that_training_has_left_behind_keeps_no_place(tmp_path):
     for step in (1, 2, 8, 9):
         put(tmp_path, step)
-    checkpoint_folder.delete_old(tmp_path, 2, {8, 9}, 2)
+    checkpoint_folder.delete_old(tmp_path, 2, {8, 9}, Retention(2))
     assert checkpoint_folder.steps(tmp_path) == [1, 2, 8, 9]
 
 

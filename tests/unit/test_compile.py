@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.programs.tiny import Numbers
+from tests.unit.test_base_trainer import arguments, events, losses, of  # noqa: F401
+from trainers.base import BaseTrainer
 from trainers.compile import Program, ProgramStore
 
 
@@ -64,8 +67,37 @@ def test_other_shapes_compile_it_again_and_say_what_changed(made):
     assert "float32[5]" in notes[0]
 
 
+def test_the_same_program_of_another_tree_is_not_taken_for_it(tmp_path):
+    """A state may have got a part without arrays in a later launch's code: the program is the same, its tree is not."""
+    for launch, tree in enumerate(({"a": jnp.ones(3)}, {"a": jnp.ones(3), "b": None})):
+        store = ProgramStore(tmp_path, launch, lambda note: None)
+        program = Program("double", jax.jit(lambda x: jax.tree.map(lambda leaf: 2 * leaf, x)), store, lambda note: None)
+        assert program(tree)["a"].tolist() == [2, 2, 2]
+
+
 def test_a_wrong_number_of_arguments_is_an_error(made):
     program, _, _ = made()
     program(jnp.ones(3))
     with pytest.raises(TypeError):
         program(jnp.ones(3), jnp.ones(3))
+
+
+class Shorter(Numbers):
+    """From some index on, examples are shorter: a mistake that makes every later step compile again."""
+
+    def __getitem__(self, index):
+        example = super().__getitem__(index)
+        return {**example, "tokens": example["tokens"][: 9 if index < 4 * 16 else 7]}
+
+
+@pytest.mark.parametrize(("dataset", "notes"), [(Numbers, 0), (Shorter, 1)])
+def test_a_step_that_compiles_again_after_the_second_is_noted_with_what_changed(tmp_path, events, dataset, notes):  # noqa: F811
+    made = arguments(tmp_path, max_num_steps=6, checkpoint={"save_at_end": False})
+    BaseTrainer(made, dataset(96, 8)).train()
+    told = [event["message"] for event in of(events, "note") if "compiles again" in event["message"]]
+    assert len(told) == notes
+    if notes:
+        assert "train_step compiles again, because its arguments changed: " in told[0]
+        assert "['tokens']: int32[1, 16, 9]" in told[0]
+        assert "-> int32[1, 16, 7]" in told[0]
+        assert sorted(losses(events)) == [1, 2, 3, 4, 5, 6]

@@ -106,7 +106,7 @@ def test_a_configuration_comes_back_from_its_plain_form(write):
 
 
 def test_empty_sections_are_the_defaults(write):
-    job = load(write(SMALL + "sample:\nhosts: null\ndriver: {restart: ~}\n"))
+    job = load(write(SMALL + "previews:\nhosts: null\ndriver: {restart: ~}\n"))
     assert job.hosts == HostsConfig()
     assert job.driver == DriverConfig()
 
@@ -187,11 +187,11 @@ def test_an_override_sets_back_to_nothing_and_replaces_a_whole_section(write):
 
 @pytest.mark.parametrize("text", ["class Foo: ", "[not a list", "a=b", "", "  two  ", "# hash"])
 def test_an_override_of_text_is_taken_as_it_is(write, text):
-    assert load(write(SMALL), [f"sample.prompt={text}"]).training.sample.prompt == text
+    assert load(write(SMALL), [f"data.pattern={text}"]).training.data.pattern == text
 
 
 def test_a_quoted_override_is_yaml(write):
-    assert load(write(SMALL), ['sample.prompt="a\\nb "']).training.sample.prompt == "a\nb "
+    assert load(write(SMALL), ['data.pattern="a\\nb "']).training.data.pattern == "a\nb "
 
 
 def test_overrides_that_make_no_sense(write):
@@ -237,7 +237,7 @@ def test_all_errors_are_told_at_once_in_the_order_of_the_file(write):
         'line 9: hosts.knd: unknown key (found "cpu"); did you mean hosts.kind?',
         "line 10: global_batch_size = 0: expected at least 1",
         "line 11: trakcing: unknown key (found {}); did you mean tracking?",
-        'override: dtype: expected one of float32, bfloat16 (found "bf16"); did you mean bfloat16?',
+        'override: dtype: expected one of float32, bfloat16, float16 (found "bf16"); did you mean bfloat16?',
         "override: driver.restart.max_failures = -1: expected 0 or more",
     ]
 
@@ -417,10 +417,10 @@ def to_dict_of(training: TrainingArguments) -> dict:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"optimizer": {"lr": 1}}, "unknown keys of OptimizerConfig: lr; known: betas, eps"),
+        ({"optimizer": {"lr": 1}}, "unknown keys of OptimizerConfig: lr; known: arguments, betas, eps"),
         ({"seed": "x"}, "seed = 'x': expected int"),
         ({"seed": True}, "seed = True: expected int"),
-        ({"dtype": "half"}, "dtype = 'half': expected one of 'float32', 'bfloat16'"),
+        ({"dtype": "half"}, "dtype = 'half': expected one of 'float32', 'bfloat16', 'float16'"),
         ({"data": {"paths": "here"}}, "paths = 'here': expected a list"),
         ({"model": 3}, "model = 3: expected a section"),
     ],
@@ -474,7 +474,7 @@ def test_any_text_is_read_or_an_error_in_words(text):
 
 @settings(max_examples=150, deadline=None)
 @given(
-    key=st.sampled_from(["seed", "data", "data.paths", "hosts.env.A", "mesh.x.y", "sample.prompt", ""]), text=st.text(max_size=12)
+    key=st.sampled_from(["seed", "data", "data.paths", "hosts.env.A", "mesh.x.y", "data.pattern", ""]), text=st.text(max_size=12)
 )
 def test_any_override_is_applied_or_an_error_in_words(key, text):
     source = config_source.parse("max_num_steps: 1\nname: x\n", "text")

@@ -68,7 +68,8 @@ def plain(clock):
 
 
 def metrics(step, **values):
-    return {"ev": "metrics", "step": step, "metrics": values}
+    kind = "eval" if any(name.startswith("eval_") for name in values) else "train"
+    return {"ev": "metrics", "step": step, "metrics": values, "kind": kind}
 
 
 def test_plain_header_and_start_are_told_once(plain, clock):
@@ -100,6 +101,13 @@ def test_plain_metrics_come_now_and_then_and_at_the_end(plain, clock):
     clock.now_s += 5
     assert plain(metrics(30, loss=2.8)) == "   0:06  step 30/300  loss 2.8000  41.2 k tokens/s  saved 20  27.0 s left\n"
     assert plain(metrics(300, loss=2.0)) == "   0:06  step 300/300  loss 2.0000  41.2 k tokens/s  saved 20\n"
+
+
+def test_previews_are_a_line_each_whatever_the_model_wrote(plain):
+    shown = [{"prompt": "def ", "text": "f(x):\n\treturn \x1b[31m1"}, {"prompt": "a", "text": "b" * 200}]
+    assert plain({"ev": "preview", "step": 20, "previews": shown}) == (
+        "   0:00  ◇ step 20  def f(x):↵  return ·[31m1\n" + "   0:00  ◇ step 20  a" + "b" * 70 + "…\n"
+    )
 
 
 def test_plain_without_an_end_or_a_rate(plain):

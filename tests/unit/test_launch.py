@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from orchestrator.launch import Launch
@@ -85,3 +87,12 @@ def test_a_storage_that_cannot_be_written_is_told_and_does_not_raise(take_up, tm
     state.rmdir()
     launch.store()
     assert launch.storage_problem is None
+
+
+def test_previews_are_kept_in_the_folder_and_shown_to_the_tracker(take_up, tmp_path):
+    about = {"step": 20, "previews": [{"prompt": "def ", "text": "f():"}]}
+    take_up().preview(about)
+    path = tmp_path / "previews" / "20.json"
+    assert json.loads(path.read_text()) == about
+    records = [json.loads(line) for line in (tmp_path / "tracking" / "metrics.jsonl").read_text().splitlines()]
+    assert {"artifact": str(path), "folder": "previews"}.items() <= records[-1].items()

@@ -10,14 +10,15 @@ import pytest
 from trainers import runtime
 from trainers.anomalies import Verdict
 from trainers.bag import Kind, Layout
-from trainers.callbacks import CallbackList, RunInfo
+from trainers.callbacks import Callback, CallbackList, RunInfo
+from trainers.callbacks.profiler import Profiler
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
 from trainers.hooks import Hooks
 from trainers.lineage import Lineage
 from trainers.loop import Loop
 from trainers.metrics import BusyTime, Publisher, Seconds, Throughput
-from trainers.sections import AnomalyConfig, CheckpointConfig, EvaluationConfig
-from trainers.step import STEP_METRICS
+from trainers.sections import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig, ProfileConfig
+from trainers.step import STEP_METRICS, StepOutput
 from trainers.stop_reason import StopReason
 from trainers.verdict import REDUCED
 from trainers.wishes import RETRY_FIRST_S, RETRY_MAX_S, STOP_REASONS, Agreed, Limits, Retry, Window, Wishes
@@ -69,15 +70,21 @@ class World:
             layout=LAYOUT,
             loader=SimpleNamespace(batch=self.batch, global_batch_size=1),
             empty_bag=lambda: None,
-            publisher=Publisher(every_steps, Throughput(1, 1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
+            publisher=Publisher(every_steps, Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
             flags=SimpleNamespace(array=lambda *flags: flags),
             wishes=wishes(limits) if wishes else Wishes(limits, None, clock=lambda: 0.0),
             checkpoint=CheckpointConfig(save_steps=save_steps),
             evaluation=EvaluationConfig(),
+            previews=PreviewConfig(),
             anomalies=anomalies or AnomalyConfig(),
+            distributions=DistributionConfig(every_steps=20),
             lineage=Lineage(skipped=set(skip)),
             save=lambda state: self.log.append(("save", state)),
             evaluate=lambda state: state,
+            evaluated_step=lambda: None,
+            stop_early=lambda: False,
+            preview=lambda state: None,
+            diagnose=lambda state, batch, step: "",
             go_back=self.go_back,
             callbacks=CallbackList(),
             hooks=Hooks(),
@@ -97,14 +104,15 @@ class World:
         stop, saves, skip, batch_index = flags
         verdict = Verdict.ORDERED if skip else self.verdicts.pop(batch_index, Verdict.APPLIED)
         told = reduced(stop, saves, verdict, batch_index, batch_index + (verdict is Verdict.OUT_OF_STEP))
-        made = OnDevice(self, "bag", self.dispatched, [[1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [0.0, 1.0]])
-        return state + 1, made, OnDevice(self, "flags", self.dispatched, told), OnDevice(self, "measured", self.dispatched, [])
+        made = OnDevice(self, "bag", self.dispatched, np.ones((len(LAYOUT), 2)))
+        rest = {"flags": told, "measured": [], "distributions": []}
+        return StepOutput(state + 1, made, *(OnDevice(self, kind, self.dispatched, made) for kind, made in rest.items()))
 
     def go_back(self, decision):
         self.log.append(("go_back", decision.go_back_to))
         return decision.go_back_to, decision.go_back_to
 
-    def publish(self, step, metrics, seconds):
+    def publish(self, step, metrics, seconds, distributions):
         self.log.append(("publish", step))
 
 
@@ -120,11 +128,45 @@ def test_the_host_never_waits_for_a_step_that_is_not_two_behind():
     assert world.loop.run(0) == (40, StopReason.MAX_STEPS)
     assert world.touched[0] == ("wait", "flags", 1, 1)  # the first step alone: recovery is measured to its end
     between = [touch for touch in world.touched[1:] if touch[3] < 40]
-    assert {kind for _, kind, _, _ in between} == {"flags", "bag"}
+    assert {kind for _, kind, _, _ in between} == {"flags", "bag", "distributions"}
     assert all(how == "fetch" and dispatched - step >= 2 for how, _, step, dispatched in between)
     bags = [step for _, kind, step, _ in world.touched if kind == "bag"]
     assert bags == [10, 20, 30, 40]  # only what is published is ever fetched
+    assert [step for _, kind, step, _ in world.touched if kind == "distributions"] == [20, 40]
     assert [step for kind, step in world.log if kind == "publish"] == [10, 20, 30, 40]
+
+
+class Looks(Callback):
+    """At every event, at all that it is given."""
+
+    def __init__(self):
+        self.events = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            return lambda state, **kwargs: self.events.append((name, kwargs))
+        return super().__getattribute__(name)
+
+
+def test_with_everything_on_nothing_more_is_waited_for_between_publishes(tmp_path):
+    """Callbacks at every event, distributions, a profile on schedule and one on demand."""
+    config = ProfileConfig(skip_steps=3, record_steps=2)
+    quiet, loud = World(), World()
+    looks = Looks()
+    for callback in (Profiler(config, str(tmp_path)), looks):
+        loud.loop.callbacks.add(callback)
+
+    def batch(k):
+        if k == 25:
+            runtime.current().request_profile({"id": "asked", "steps": 2})
+        return k
+
+    loud.loop.loader.batch = batch
+    assert loud.loop.run(0) == quiet.loop.run(0) == (40, StopReason.MAX_STEPS)
+    assert loud.touched == quiet.touched
+    loud.loop.callbacks.call(Callback.on_train_end, loud.info)
+    assert list(tmp_path.rglob("*.xplane.pb"))
+    assert {"on_step_begin", "on_step_end", "on_epoch_begin", "on_epoch_end"} <= {name for name, _ in looks.events}
 
 
 def test_what_is_not_due_yet_at_the_end_is_published_all_the_same():
@@ -324,7 +366,7 @@ def test_a_rollback_goes_back_and_leaves_the_batches_out():
     assert (state, reason) == (12, StopReason.MAX_STEPS)
     assert [entry for entry in world.log if entry[0] == "go_back"] == [("go_back", 5)]
     drawn = [k for kind, k in world.log if kind == "batch"]
-    assert drawn == [*range(10), *range(5, 12)]  # two steps were in flight when it was read
+    assert drawn == [*range(10), 7, *range(5, 12)]  # two steps were in flight when it was read; 7 again, to see why
     assert [flags[3] for flags in world.asked if flags[2]] == [5, 6, 7]
     assert [kind for kind, _ in world.log].count("first_step") == 1
 

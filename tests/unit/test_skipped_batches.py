@@ -114,8 +114,9 @@ def test_a_rollback_leaves_out_the_batches_before_the_bad_one_too(tmp_path, left
     assert of(told, "anomaly")[0]["restored_step"] == 4
     assert [event["phase"] for event in of(told, "phase")] == [
         *("restore", "compile", "train"),
+        *("diagnose", "train"),
         *("restore", "train"),
-        *("save", "evaluate", "finish"),
+        *("evaluate", "save", "finish"),
     ]
     assert json.loads((tmp_path / "run" / SKIPPED_FILE).read_text()) == {"skipped_batches": [4, 5, 6]}
     assert len(of(told, "first_step")) == 1

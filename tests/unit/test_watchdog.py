@@ -16,6 +16,7 @@ CONFIG = WatchdogConfig(
     step_factor=10,
     save_s=60,
     evaluate_s=70,
+    preview_s=75,
     finish_s=80,
     stacks_before_s=2,
 )
@@ -106,6 +107,12 @@ def test_the_limit_of_a_step_follows_the_median_step():
 def test_an_evaluation_is_no_step():
     events = [(1, FIRST_STEP), (2, step(2)), (3, step(3)), (4, phase("evaluate")), (60, phase("train")), (61, step(4))]
     assert alarms(events, 100) == [(69, "train", "suspicious"), (71, "train", "overdue")]
+
+
+def test_previews_are_no_step_and_have_a_limit_of_their_own():
+    events = [(1, FIRST_STEP), (2, step(2)), (3, step(3)), (4, phase("preview"))]
+    assert alarms([*events, (60, phase("train")), (61, step(4))], 66) == []
+    assert alarms(events, 100) == [(77, "preview", "suspicious"), (79, "preview", "overdue")]
 
 
 def test_a_trainer_that_tells_no_phases_is_not_watched_before_its_first_step():

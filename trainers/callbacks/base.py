@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,13 +57,17 @@ class Callback:
         """The metrics of the interval that ended with `step`, a few steps before the newest. `seconds`: what the host spent in it
         on other things than steps."""
 
-    def on_evaluate_begin(self, state: RunInfo, **kwargs: Any) -> None: ...
+    def on_evaluate_begin(self, state: RunInfo, *, unit: str, **kwargs: Any) -> None:
+        """The evaluation of a validation unit begins: `eval`, unless the configuration has others."""
 
-    def on_evaluate(self, state: RunInfo, *, metrics: Mapping[str, float], **kwargs: Any) -> None:
-        """An evaluation has ended."""
+    def on_evaluate(self, state: RunInfo, *, unit: str, metrics: Mapping[str, float], **kwargs: Any) -> None:
+        """It has ended. The metrics are published by names that begin with the unit's: `eval_loss`."""
 
     def on_save(self, state: RunInfo, *, step: int, path: str, **kwargs: Any) -> None:
-        """The checkpoint of `step` is complete: a little after it was begun, between two steps."""
+        """The checkpoint of `step` is complete: a little after it was begun, between two steps or at the end."""
+
+
+OWN_COPIES = ("loss_dict", "metrics", "seconds")
 
 
 @dataclass
@@ -77,4 +82,13 @@ class CallbackList:
     def call(self, event: Callable[..., None], state: RunInfo, **kwargs: Any) -> None:
         """`event` is a method of Callback, such as `Callback.on_publish`. An error of a callback ends training as an error."""
         for callback in self.callbacks:
-            getattr(callback, event.__name__)(state, **kwargs)
+            # Numbers in dicts of its own: what one writes into them is seen by nobody else. The batch is the one that is trained
+            # on: faults on order (`trainers.faults`) spoil it here.
+            own = {name: dict(value) if name in OWN_COPIES else value for name, value in kwargs.items()}
+            getattr(callback, event.__name__)(state, **own)
+
+    def tell_saved(self, state: RunInfo, saved: deque[tuple[int, str]]) -> None:
+        """Of each checkpoint (step, path) that is complete by now."""
+        while saved:
+            step, path = saved.popleft()
+            self.call(Callback.on_save, state, step=step, path=path)

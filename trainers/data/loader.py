@@ -9,14 +9,15 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from trainers import mesh as meshes
+from trainers.data.collate import Preprocess, preprocessed, stack
 
 
 class RandomAccess(Protocol):
@@ -45,13 +46,14 @@ class StepAddressedLoader:
         *,
         accumulation_steps: int = 1,
         num_examples: int | None = None,
+        preprocess: Preprocess | None = None,
         read_ahead: int = 2,
     ):
         self.dataset, self.global_batch_size, self.num_examples = dataset, global_batch_size, num_examples
         self.micro_batch_size = global_batch_size // accumulation_steps
         self.shape = (accumulation_steps, meshes.padded_rows(mesh, self.micro_batch_size))
         self.sharding = meshes.micro_batches(mesh)
-        self.read_ahead = read_ahead
+        self.preprocess, self.read_ahead = preprocess, read_ahead
         self._threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="loader")
         self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
         self._next: int | None = None
@@ -61,6 +63,13 @@ class StepAddressedLoader:
     def __len__(self) -> int:
         """Batches that `num_examples` (or one epoch) fills, the ragged last one included."""
         return math.ceil((self.num_examples or len(self.dataset)) / self.global_batch_size)
+
+    @property
+    def ends(self) -> Callable[[int], bool] | None:
+        """Whether there is no data for a batch. None: it never ends, or nobody knows."""
+        available = getattr(self.dataset, "available", None)
+        size = self.global_batch_size
+        return None if available is None else lambda k: available(k * size + 1) <= k * size
 
     def batch(self, k: int) -> dict[str, jax.Array]:
         if self._next != k:
@@ -95,11 +104,18 @@ class StepAddressedLoader:
 
     def _read(self, k: int, rows: tuple[tuple[int | None, ...], ...]) -> dict[str, np.ndarray]:
         start = k * self.global_batch_size
-        last = self.num_examples - 1 if self.num_examples else start + self.global_batch_size
+        last = self._end(start) - 1
         numbers = [None if row is None or start + row > last else start + row for micro in rows for row in micro]
         # Padding repeats an example, so that its values are ordinary ones.
         filler = min(start, last)
         examples = [self.dataset[filler if number is None else number] for number in numbers]
-        out: dict[str, Any] = {name: np.stack([example[name] for example in examples]) for name in examples[0]}
-        out["weight"] = np.array([number is not None for number in numbers], np.float32)
+        out = stack(examples, [number is not None for number in numbers])
+        if self.preprocess is not None:
+            out = preprocessed(out, k, self.preprocess)
         return {name: value.reshape(len(rows), len(rows[0]), *value.shape[1:]) for name, value in out.items()}
+
+    def _end(self, start: int) -> int:
+        """The number of the last example that counts, and one."""
+        available = getattr(self.dataset, "available", None)
+        end = start + self.global_batch_size
+        return self.num_examples or (end if available is None else available(end))

@@ -1,0 +1,111 @@
+"""`python -m orchestrator.profile RUN_DIR|CONFIG`: has a run that goes on record what its hosts and devices do in the next steps.
+
+To be used on a machine of the run's Ray cluster. The files are for XProf and TensorBoard.
+Exit status: 0; 1 when a host could not; 2 when there is no such run, or it does not go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator import storage
+from orchestrator.checkpoints import NoRunError, checkpoints_of
+from orchestrator.config import ConfigError
+from orchestrator.launch import STATE
+
+EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
+STEPS = 3
+TIMEOUT_S = 120.0
+CALL_GRACE_S = 15.0
+"""For the agents to answer beyond the time that they wait."""
+
+Outcome = dict[str, Any]
+"""Of a host: `host`, `path`, `problem`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.profile", description="Profiles a run while it goes on.")
+    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"how many to record (default: {STEPS})")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[0], metavar="HOST", help="which hosts, from 0 (default: 0)")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
+    options = parser.parse_args(argv)
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: expected at least 1")
+    try:
+        run_dir = checkpoints_of(options.run, options.overrides).parent
+        outcomes = profile(run_dir, options.steps, options.hosts, options.timeout)
+    except (ConfigError, NoRunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    for outcome in outcomes:
+        print(f"host {outcome['host']}: {outcome['problem'] or outcome['path']}")
+    if any(outcome["problem"] is None for outcome in outcomes):
+        print(f"to look at them: xprof --logdir {run_dir / 'profile'} (pip install xprof), or tensorboard with the same --logdir")
+    return EXIT_FINE if all(outcome["problem"] is None for outcome in outcomes) else EXIT_NOT_ALL
+
+
+def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+    """What came of it on each of these hosts. Raises NoRunError if the run does not go on."""
+    state = storage.read_json(run_dir / STATE) or {}
+    gang = state.get("gang")
+    if gang is None:
+        raise NoRunError(f"the run in {run_dir} does not go on now: there is no gang of it")
+    connect(gang["address"])
+    agents = find_agents(gang["gang"]["seats"])
+    if not agents:
+        raise NoRunError(f"the run in {run_dir} does not go on now: none of its agents is in the Ray cluster {gang['address']}")
+    order = {"cmd": "profile", "id": uuid.uuid4().hex[:12], "steps": steps}
+    answers = ask(agents, order, hosts, timeout_s)
+    silent = [{"host": host, "path": None, "problem": "no training process of this host answers"} for host in hosts]
+    return sorted([*answers, *(one for one in silent if one["host"] not in {answer["host"] for answer in answers})], key=_host)
+
+
+def connect(address: str) -> None:
+    """To the cluster that the run is in. Raises NoRunError."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    if "RAY_ADDRESS" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # as `orchestrator.run` does where it starts Ray itself
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise NoRunError(f"its Ray cluster, {address}, cannot be reached from here ({error}): is the run over?") from error
+
+
+def find_agents(seats: Sequence[dict[str, Any]]) -> list[Any]:
+    from cluster.leftovers import find_agent
+
+    return [agent for agent in (find_agent(seat["name"]) for seat in seats) if agent is not None]
+
+
+def ask(agents: Sequence[Any], order: dict[str, Any], hosts: Sequence[int], timeout_s: float) -> list[Outcome]:
+    """The answers of those agents that have one of these hosts. An agent that dies answers nothing."""
+    import ray
+
+    asked = [agent.profile.remote(order, list(hosts), timeout_s) for agent in agents]
+    answers = []
+    for ref in ray.wait(asked, num_returns=len(asked), timeout=timeout_s + CALL_GRACE_S)[0]:
+        try:
+            answers.append(ray.get(ref))
+        except ray.exceptions.RayActorError:
+            continue
+    return [answer for answer in answers if answer["host"] is not None]
+
+
+def _host(outcome: Outcome) -> int:
+    return outcome["host"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Evaluations on two hosts: exact over ragged ends, and what comes of them is the same on both."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from tests.multihost import harness
+from tests.multihost.test_elastic import eight
+from tests.programs.tiny import TableTask, numbers
+from trainers.checkpoints import load_model
+from trainers.state import initial_parameters
+
+STOPPER = "tests.programs.stoppers:host0_at_step_four"
+
+
+def run(tmp_path):
+    made = eight(
+        tmp_path,
+        max_num_steps=40,
+        evaluation={"at_start": True, "every_steps": 2, "score": {"early_stopper": STOPPER, "lower_better": False}},
+        checkpoint={"save_steps": 2, "save_total_limit": 1, "keep_best": 1, "keep_model_only": "best"},
+    )
+    return made, harness.run(made, tmp_path / "logs", hosts=2, devices_per_host=2)
+
+
+def loss_at_start(arguments):
+    params = jax.tree.map(np.asarray, jax.jit(lambda: initial_parameters(TableTask(arguments), arguments.seed))())
+    examples = numbers(arguments)[1]
+    rows = np.stack([examples[i]["tokens"] for i in range(len(examples))])
+    logits = np.tanh(params["embed"][rows[:, :-1]]) @ params["out"]
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return -np.take_along_axis(logp, rows[:, 1:, None], -1).mean()
+
+
+def test_what_one_host_knows_stops_both_and_what_they_measure_is_exact(tmp_path):
+    made, hosts = run(tmp_path)
+    first, second = map(harness.result, hosts)
+    assert [host.of("done")[0]["stop_reason"] for host in hosts] == ["early_stopped"] * 2
+    assert (first["batches"], first["params_digest"]) == (4, second["params_digest"])
+    evaluations = {event["step"]: event["metrics"] for event in hosts[0].of("metrics") if event.get("kind") == "eval"}
+    assert sorted(evaluations) == [0, 2, 4]
+    # 21 examples: the last of three batches of eight is ragged, and the second host has none of its rows on one device.
+    assert evaluations[0]["eval_loss"] == pytest.approx(loss_at_start(made), rel=1e-5)
+    assert first["best_score_step"] == second["best_score_step"] == 0  # the worst loss, as asked for
+    run_folder = tmp_path / made.name
+    assert sorted(os.listdir(run_folder / "checkpoints")) == ["4"]
+    assert sorted(os.listdir(run_folder / "models")) == ["2"]
+    shapes = jax.eval_shape(lambda: initial_parameters(TableTask(made), made.seed))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), shapes)
+    params, meta = load_model(str(run_folder / "models" / "2"), placed)
+    assert meta["step"] == 2
+    assert np.isfinite(params["embed"]).all()

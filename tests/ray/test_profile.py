@@ -1,0 +1,76 @@
+"""`python -m orchestrator.profile` on a run that goes on, and on one that does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from orchestrator.board import Board
+from tests.ray.jobs import run_job, settings
+from trainers.recorders.jsonl import read
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def command(run_dir, *options):
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrator.profile", str(run_dir), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def wait_for_steps(board, timeout_s=120.0):
+    cursor, deadline_s = 0, time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        cursor, events = board.take(cursor, 1.0)
+        if any(event["ev"] == "metrics" for event in events):
+            return
+    raise AssertionError("no step was published")
+
+
+def test_hosts_are_profiled_while_they_train_and_recorders_hear_each_publish_once(tmp_path):
+    board, summaries = Board(), []
+    made = settings(tmp_path, max_num_steps=1_000_000, checkpoint={"save_steps": None}, recorders=["jsonl", "tensorboard"])
+    job = threading.Thread(target=lambda: summaries.append(run_job(made, board)))
+    job.start()
+    try:
+        wait_for_steps(board)
+        status, told = command(tmp_path / "job", "--steps", "2", "--hosts", "0", "1")
+        assert status == 0, told
+        assert "to look at them: xprof --logdir" in told
+        for line in told.splitlines()[:2]:
+            _, _, path = line.partition(": ")
+            assert list(Path(path).rglob("plugins/profile/*/*.xplane.pb")), line
+        status, told = command(tmp_path / "job", "--hosts", "7")
+        assert (status, told.strip()) == (1, "host 7: no training process of this host answers")
+    finally:
+        board.request_stop("requested")
+        job.join(120)
+    assert summaries[0]["stop_reason"] == "requested"
+    notes = [event["message"] for event in board.take(0, 0)[1] if event["ev"] == "note"]
+    assert sum("a profile of steps" in note for note in notes) == 2
+    assert [note for note in notes if "recorder" in note] == []
+    spooled = [json.loads(line) for line in (tmp_path / "job" / "tracking" / "metrics.jsonl").read_text().splitlines()]
+    published = {line["step"] for line in spooled if "loss" in line.get("metrics", ())}
+    assert [line["step"] for line in read(tmp_path / "job" / "metrics.jsonl")] == sorted(published)
+    assert list((tmp_path / "job" / "tensorboard").iterdir())
+    status, told = command(tmp_path / "job")
+    assert status == 2
+    assert "does not go on now" in told
+    assert command(tmp_path / "nothing")[0] == 2

@@ -1,0 +1,85 @@
+"""The tables of docs/migrating.md: every name of ours is there, and so is the test of every fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import pkgutil
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from trainers.arguments import TrainingArguments
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "migrating.md").read_text()
+SYSTEMS = ("EasyDeL", "fairseq2", "VeOmni")
+SHORT = {
+    "BaseTrainer": "trainers.base",
+    "Callback": "trainers.callbacks",
+    "Loss": "trainers.protocol",
+    "RunInfo": "trainers.callbacks",
+    "Task": "trainers.protocol",
+    "TrainerOutput": "trainers.protocol",
+    "TrainerProtocol": "trainers.protocol",
+}
+"""Where classes live that the tables name without their module."""
+
+
+def rows(heading):
+    """The cells of the table below a heading."""
+    section = TEXT.split(f"\n## {heading}", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[1:]]
+
+
+def names(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def resolve(name):
+    """Raises if there is no such object or configuration key."""
+    parts = name.split(".")
+    if parts[0] in SHORT:
+        parts = [*SHORT[parts[0]].split("."), *parts]
+    if parts[0] != "trainers":
+        return resolve_key(TrainingArguments, parts)
+    return pkgutil.resolve_name(".".join(parts))
+
+
+def resolve_key(cls, parts):
+    kind = typing.get_type_hints(cls)[parts[0]]
+    section = next((arm for arm in (kind, *typing.get_args(kind)) if dataclasses.is_dataclass(arm)), None)
+    return resolve_key(section, parts[1:]) if len(parts) > 1 else kind
+
+
+OURS = [(system, name) for system in SYSTEMS for row in rows(system) for name in names(row[1])]
+
+
+@pytest.mark.parametrize(("system", "name"), OURS)
+def test_every_name_of_ours_exists(system, name):
+    resolve(name)
+
+
+def test_every_row_names_theirs_and_ours():
+    for system in SYSTEMS:
+        table = rows(system)
+        assert len(table) > 25
+        assert all(len(row) == 3 and row[0] and names(row[1]) for row in table)
+
+
+@pytest.mark.parametrize("name", ["trainers.base.Nothing", "BaseTrainer.nothing", "optimizer.nothing", "nothing"])
+def test_what_does_not_exist_is_found_out(name):
+    with pytest.raises((AttributeError, KeyError)):
+        resolve(name)
+
+
+def test_every_fault_has_a_named_test():
+    faults = rows("Faults")
+    assert len(faults) == 12
+    for fault, cell in faults:
+        assert names(cell), fault
+        for reference in names(cell):
+            path, _, test = reference.partition("::")
+            assert re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.M), f"{fault}: {reference}"

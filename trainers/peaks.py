@@ -1,0 +1,56 @@
+"""The greatest number of floating-point operations that a device can do in a second: what MFU is measured by."""
+
+from __future__ import annotations
+
+TPU_PEAKS: tuple[tuple[str, float], ...] = (
+    # Of what JAX calls a device. Per chip in "Peak compute per chip" on cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e,tpu7x};
+    # of v2, v3 and TPU7x a device is one of the two cores of a chip (46, 123 and 2307 TFLOP/s).
+    ("TPU v2", 23e12),
+    ("TPU v3", 61.5e12),
+    ("TPU v4", 275e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5e", 197e12),
+    ("TPU v5", 459e12),
+    ("TPU v5p", 459e12),
+    ("TPU v6 lite", 918e12),
+    ("TPU v6e", 918e12),
+    ("TPU7x", 1153.5e12),
+)
+"""bfloat16; and float32, which XLA multiplies as bfloat16 unless it is told otherwise (`jax_default_matmul_precision`)."""
+
+GPU_PEAKS: tuple[tuple[str, float, float], ...] = (
+    # (kind, 16 bits, float32). Tensor cores without sparsity, from NVIDIA's and AMD's data sheets of each product, which for some
+    # name the numbers with sparsity: half of them is meant. float32 is TF32, XLA's default where there is TF32.
+    ("GB200", 2500e12, 1250e12),
+    ("B200", 2250e12, 1125e12),
+    ("H200", 989.4e12, 494.7e12),
+    ("GH200", 989.4e12, 494.7e12),
+    ("H100 PCIe", 756e12, 378e12),
+    ("H100 NVL", 835.5e12, 417.5e12),
+    ("H100", 989.4e12, 494.7e12),
+    ("A100", 312e12, 156e12),
+    ("L40S", 362e12, 183e12),
+    ("L4", 121e12, 60e12),
+    ("MI300X", 1307.4e12, 653.7e12),
+    ("V100", 125e12, 15.7e12),
+    ("T4", 65e12, 8.1e12),
+)
+FLOAT16_ONLY = ("V100", "T4")
+"""Their tensor cores know neither bfloat16 nor TF32."""
+
+
+def peak_flops_per_s(device_kind: str, dtype: str) -> float | None:
+    """Of one device, by JAX's name of its kind and the dtype of the computation; None if it is not known.
+
+    The first kind of the tables that occurs in the name as whole words is taken.
+    """
+    words = f" {device_kind} ".replace("-", " ")
+    for kind, peak in TPU_PEAKS:
+        if f" {kind} " in words:
+            return peak
+    for kind, half, full in GPU_PEAKS:
+        if f" {kind} " in words:
+            if dtype == "float32":
+                return full
+            return None if dtype == "bfloat16" and kind in FLOAT16_ONLY else half
+    return None

@@ -1,0 +1,55 @@
+"""TensorBoard: event files below `tensorboard` in the run's folder. `tensorboard --logdir RUN/tensorboard` shows them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainers.recorders.base import About, Distribution
+
+FOLDER = "tensorboard"
+FLUSH_S = 10
+
+
+class TensorBoard:
+    """A file for each start; of steps that come again after a restart, TensorBoard shows the newest."""
+
+    def __init__(self, about: About):
+        self._folder = str(Path(about.folder) / FOLDER)
+        self._writer: Any = None
+
+    def record(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, Distribution]) -> None:
+        if self._writer is None:
+            self._writer = self._open(step if "loss" in metrics else step + 1)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        for name, shape in distributions.items():
+            self._writer.add_histogram_raw(name, **_sums(shape), global_step=step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, first_step: int) -> Any:
+        """`first_step`: from here on, what earlier files have is void. An evaluation comes after the training of its step."""
+        from tensorboardX import SummaryWriter
+
+        # Its own names tell seconds only: a second start in one would write over the file of the first.
+        return SummaryWriter(self._folder, purge_step=first_step, flush_secs=FLUSH_S, filename_suffix=f".{time.time_ns()}")
+
+
+def _sums(shape: Distribution) -> dict[str, Any]:
+    """What a TensorBoard histogram is made of."""
+    num = sum(shape.counts)
+    width = (shape.max - shape.min) / len(shape.counts)
+    return {
+        "min": shape.min,
+        "max": shape.max,
+        "num": num,
+        "sum": shape.mean * num,
+        "sum_squares": (shape.std**2 + shape.mean**2) * num,
+        "bucket_limits": [shape.min + width * (place + 1) for place in range(len(shape.counts))],
+        "bucket_counts": list(shape.counts),
+    }
