@@ -142,7 +142,7 @@ def test_a_task_that_wants_the_step_can_be_planned(tmp_path):
 
 def test_the_total_of_terms_over_held_out_data_is_the_sum_of_their_means(tmp_path):
     """Not a mean of the batches' totals: the second term has other numbers of targets in each batch."""
-    made = trainer(tmp_path, task=f"{__name__}:TwoTerms", optimizer=FIXED, global_batch_size=24, max_num_steps=1)
+    made = trainer(tmp_path, task=f"{__name__}:TwoTerms", optimizer=FIXED, global_batch_size=8, max_num_steps=1)
     state = made.train()
     whole, batches = made.evaluate(state), list(made.eval(state))
     assert whole["loss"] == pytest.approx(whole["main"] + whole["odd"], rel=1e-6)
