@@ -89,7 +89,7 @@ class Intake:
         generation.take(host, event)
         launch = self.launch
         launch.high_water_step = max(launch.high_water_step, generation.step)
-        if not generation.broken:
+        if not generation.wants_restart:
             launch.goodput.switch(generation.category, event["t"])
         if known:
             return

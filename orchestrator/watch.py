@@ -37,7 +37,7 @@ class Watch:
         """Until all hosts are done or one has failed. Calls `attend` every round: it may raise to end the watch."""
         for host in range(self.generation.num_hosts):
             self._ask(host, 0)
-        while not self.generation.finished and not self.generation.broken:
+        while not self.generation.finished and not self.generation.wants_restart:
             ready, _ = ray.wait(list(self._polls), num_returns=1, timeout=ROUND_S)
             if ready:  # and whatever else has come meanwhile
                 ready, _ = ray.wait(list(self._polls), num_returns=len(self._polls), timeout=0)

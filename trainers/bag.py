@@ -48,6 +48,8 @@ class Layout:
 
     names: tuple[str, ...]
     kinds: tuple[Kind, ...]
+    terms: tuple[str, ...] = ()
+    """Of a loss that is a dict: what adds up to `loss`."""
 
     @classmethod
     def of(cls, loss: Loss, **others: Kind) -> Layout:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from trainers import distributed, groups, pruning, runtime
 from trainers import mesh as meshes
 from trainers.arguments import TrainingArguments, load_object
-from trainers.bag import Bag, Layout
+from trainers.bag import Bag, Kind, Layout
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
 from trainers.checkpoints import CheckpointManager
@@ -221,7 +221,8 @@ class Builder(Hooks):
     def loss_layout(self) -> Layout:
         """Of the metrics of the task's loss."""
         names = len(self.step_layout) - len(step_metrics(self._model_state.params, self.arguments))
-        return Layout(self.step_layout.names[:names], self.step_layout.kinds[:names])
+        step = self.step_layout
+        return dataclasses.replace(step, names=step.names[:names], kinds=step.kinds[:names])
 
     @cached_property
     def step_layout(self) -> Layout:
@@ -259,11 +260,9 @@ class Builder(Hooks):
         first = next(iter(loader.epoch()), None)
         if first is None:
             raise UsageError(f"the validation unit {name!r} has no examples: give it some, or leave it out")
-        step = jax.ShapeDtypeStruct((), np.int32)
-        rows = shapes_of_rows(first)
-        layout, terms = Layout.of(jax.eval_shape(function, self._model_state.params, rows, step)), self._terms_of(function, rows)
+        layout = self._traced(function, self._model_state.params, shapes_of_rows(first))
         program = Program(f"eval_step_{name}", self._jit_eval_step(function, layout), self._programs, runtime.current().note)
-        return ValidationUnit(loader, program, layout, self._mesh, max_batches or self.arguments.evaluation.max_batches, terms)
+        return ValidationUnit(loader, program, layout, self._mesh, max_batches or self.arguments.evaluation.max_batches)
 
     def add_callback(self, callback: Callback) -> None:
         self.callbacks.add(callback)
@@ -301,8 +300,7 @@ class Builder(Hooks):
         elif loader is None:
             raise UsageError(f"evaluation.units.{name}: there is no held-out data; set its dataset, or data.eval_fraction")
         elif config.task is None:
-            terms = self._terms_of(self.loss_function, shapes_of_rows(self._batch_shapes((1, self.arguments.micro_batch_size))))
-            return ValidationUnit(loader, self.functions.eval_step_fn, self.loss_layout, self._mesh, max_batches, terms)
+            return ValidationUnit(loader, self.functions.eval_step_fn, self.loss_layout, self._mesh, max_batches)
         task = None if config.task is None else load_object(config.task)(self.arguments)
         return self.validation_unit(name, loader, task, max_batches)
 
@@ -331,19 +329,16 @@ class Builder(Hooks):
     def _loss_function_of(self, parts: ModelParts) -> LossFunction:
         return LossFunction(self.task, parts.merge, self.preforward, self.postforward, self.arguments.data.sources)
 
-    def _terms_of(self, function: LossFunction, rows: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, ...]:
-        """The terms that add up to the loss; none where `postforward` may have changed their total."""
-        if self.overrides("postforward"):
-            return ()
-        step = jax.ShapeDtypeStruct((), np.int32)
-        return tuple(jax.eval_shape(function.term_targets, self._model_state.params, rows, step))
-
     def _layout_of(self, parts: ModelParts, params: Any) -> Layout:
         rows = self._batch_shapes((1, self.arguments.micro_batch_size))
-        batch = {name: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for name, leaf in rows.items()}
+        return self._traced(self._loss_function_of(parts), params, shapes_of_rows(rows), **step_metrics(params, self.arguments))
+
+    def _traced(self, function: LossFunction, params: Any, rows: Mapping[str, Any], **others: Kind) -> Layout:
+        """Of the metrics of a loss, and others."""
         step = jax.ShapeDtypeStruct((), np.int32)
-        loss = jax.eval_shape(self._loss_function_of(parts), params, batch, step)
-        return Layout.of(loss, **step_metrics(params, self.arguments))
+        loss, terms = jax.eval_shape(function.with_terms, params, rows, step)
+        # What `postforward` makes of their total need not be their sum.
+        return dataclasses.replace(Layout.of(loss, **others), terms=() if self.overrides("postforward") else tuple(terms))
 
     def _batch_shapes(self, rows: tuple[int, int], sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
         if self.dataset_train is None:

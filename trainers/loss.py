@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ EXPECTED = (
     "or a dict of such pairs by name"
 )
 
-Scales = Mapping[str, Any]
-"""Of the terms of a loss by name: the targets of the first of them over those of each, in the whole global batch."""
+Scales = Sequence[jax.Array]
+"""Of the terms of a loss, in their order: the targets of the first of them over those of each, in the whole global batch."""
 
 
 def as_loss(value: Any, scales: Scales | None = None) -> Loss:
@@ -60,16 +60,16 @@ def with_row_metrics(loss: Loss, batch: Batch) -> Loss:
     return loss._replace(parts={**loss.parts, **own}) if own else loss
 
 
-def scales_of(num_targets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def scales_of(num_targets: Sequence[jax.Array]) -> Scales:
     """From the targets of each term in the global batch. A term without any adds nothing, and takes nothing from the others."""
-    first = jnp.maximum(next(iter(num_targets.values())).astype(jnp.float32), 1.0)
-    return {name: first / jnp.maximum(count.astype(jnp.float32), 1.0) for name, count in num_targets.items()}
+    counts = [jnp.maximum(jnp.asarray(count).astype(jnp.float32), 1.0) for count in num_targets]
+    return [counts[0] / count for count in counts]
 
 
 def _total(parts: Mapping[str, Any], scales: Scales | None) -> Loss:
     terms = terms_of(parts)
-    scales = scales or scales_of({name: jnp.asarray(term.num_targets) for name, term in terms.items()})
-    total = sum(term.loss_sum * scales[name] for name, term in terms.items())
+    scales = scales or scales_of([term.num_targets for term in terms.values()])
+    total = sum(term.loss_sum * scale for term, scale in zip(terms.values(), scales, strict=True))
     pairs = {name: (term.loss_sum, term.num_targets) for name, term in terms.items()}
     metrics = {name: part for name, part in parts.items() if name not in terms}
     return Loss(jnp.asarray(total), next(iter(terms.values())).num_targets, {**pairs, **metrics})
@@ -89,17 +89,19 @@ class LossFunction:
 
     def __call__(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None) -> Loss:
         """`step`: the number of updates, for a task that wants to be told (`set_step_nr`)."""
-        seen = self.preforward(batch)
-        loss = with_sources(as_loss(self._raw(params, seen, step), scales), seen, self.sources)
-        return self.postforward(with_row_metrics(loss, batch), seen)
+        return self.with_terms(params, batch, step, scales)[0]
 
-    def term_targets(self, params: Any, batch: Batch, step: Any) -> dict[str, jax.Array]:
-        """How many targets each term of a loss that is a dict has in this batch; empty if it is none. The compiler drops all
-        of the model that the numbers do not depend on."""
-        terms = terms_of(self._raw(params, self.preforward(batch), step))
-        return {name: jnp.asarray(term.num_targets) for name, term in terms.items()}
+    def term_targets(self, params: Any, batch: Batch, step: Any) -> tuple[jax.Array, ...]:
+        """How many targets each term of a loss that is a dict has in this batch, in their order, which the names would lose on
+        their way through JAX; empty if it is none. The compiler drops all of the model that the numbers do not depend on."""
+        return tuple(self.with_terms(params, batch, step)[1].values())
 
-    def _raw(self, params: Any, batch: Batch, step: Any) -> Any:
+    def with_terms(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None) -> tuple[Loss, dict[str, jax.Array]]:
+        """(the loss, `term_targets` by name): the task is asked once for both."""
         if (tell := getattr(self.task, "set_step_nr", None)) is not None:
             tell(step)
-        return self.task.loss(self.merge(params), batch)
+        seen = self.preforward(batch)
+        raw = self.task.loss(self.merge(params), seen)
+        loss = with_sources(as_loss(raw, scales), seen, self.sources)
+        targets = {name: jnp.asarray(term.num_targets) for name, term in terms_of(raw).items()}
+        return self.postforward(with_row_metrics(loss, batch), seen), targets

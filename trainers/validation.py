@@ -33,8 +33,6 @@ class ValidationUnit:
     mesh: Mesh
     max_batches: int | None = None
     """Default: all."""
-    terms: tuple[str, ...] = ()
-    """Of a loss that is a dict: its total is the sum of their means over all batches, not a mean of the batches' totals."""
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Means over all examples, each counted once: sums and counts are added up on the devices, and divided at the end."""
@@ -55,8 +53,9 @@ class ValidationUnit:
 
     def _read(self, bag: Bag) -> dict[str, float]:
         metrics = self.layout.read(np.asarray(bag))
-        if self.terms and "loss" in metrics:
-            metrics["loss"] = sum(metrics.get(name, 0.0) for name in self.terms)
+        if self.layout.terms and "loss" in metrics:
+            # Of their means over all batches, not a mean of the batches' totals.
+            metrics["loss"] = sum(metrics.get(name, 0.0) for name in self.layout.terms)
         return with_perplexity(metrics)
 
 

@@ -70,6 +70,14 @@ class Terms(Ragged):
         }
 
 
+class TermsInAnotherOrder(Terms):
+    """Not that of the alphabet, in which JAX gives dicts back."""
+
+    def loss(self, model, batch):
+        terms = super().loss(model, batch)
+        return {name: terms[name] for name in ("targets", "squares", "long")}
+
+
 class Preference(Ragged):
     """Direct preference optimization (Rafailov et al. 2023): a target is a pair, however long its two answers are."""
 
@@ -138,7 +146,12 @@ def per_example(params, rows, name="tokens"):
     return jax.ops.segment_sum(likelihoods, owner, len(rows["length"]))
 
 
-DIRECTLY = {"Plain": mean_of_tokens, "Terms": mean_of_terms, "Preference": mean_of_pairs}
+DIRECTLY = {
+    "Plain": mean_of_tokens,
+    "Terms": mean_of_terms,
+    "TermsInAnotherOrder": mean_of_terms,
+    "Preference": mean_of_pairs,
+}
 
 
 def direct_run(task: str, params, batch_size: int, num_steps: int):

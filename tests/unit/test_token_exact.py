@@ -23,7 +23,7 @@ def run(tmp_path, task, **changes):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
-@pytest.mark.parametrize("task", ["Plain", "Terms", "Preference"])
+@pytest.mark.parametrize("task", ["Plain", "Terms", "TermsInAnotherOrder", "Preference"])
 def test_losses_and_gradients_are_those_of_one_big_batch(tmp_path, events, task, accumulation_steps):  # noqa: F811
     """36 rows in micro-batches of 36, 18 and 9, for 8 devices: padded to 40, 24 and 16."""
     state, params = run(tmp_path, task, accumulation_steps=accumulation_steps)
