@@ -140,6 +140,8 @@ def disturb(
             shutil.copytree(run_dir, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
         tracked = config.tracking.mlflow or scene.mlflow is not None
         not_shipped = left_over(str(run.run_dir / TRACKING)) if tracked else None
+        if scene.mlflow and (ended := scene.mlflow.why_it_ended()):
+            trouble = trouble or ended
         summary = unfinished(run) if trouble else run.summary()
         return Disturbed(strikes, summary, left, not_shipped, trouble)
 

@@ -62,6 +62,11 @@ class MlflowServer:
     def wait_ready(self) -> None:
         wait_for(lambda: answers(f"{self.uri}/health"), "the MLflow server", 120.0)
 
+    def why_it_ended(self) -> str | None:
+        """None while it runs."""
+        status = self._process.poll() if self._process is not None else None
+        return None if status is None else f"the MLflow server of this test had ended by itself (exit status {status})"
+
     def kill(self) -> int:
         """Returns whose process it was."""
         assert self._process is not None

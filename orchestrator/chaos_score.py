@@ -95,7 +95,7 @@ def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Distu
         f"{len(strikes)} of {len(planned)} faults struck": len(strikes) == len(planned),
         "each was noticed, and named with its host": all(outcome.wrong is None for outcome in outcomes),
         "the ledger's categories sum to the wall clock": not check_sum(summary["goodput"], summary["wall_s"], LEDGER_TOLERANCE),
-        "all metrics have arrived": run.not_shipped is None,
+        f"all metrics have arrived{f': {run.not_shipped}' if run.not_shipped else ''}": run.not_shipped is None,
         "nothing left behind": not run.left_behind,
     }
     if run.trouble:

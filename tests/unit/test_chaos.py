@@ -89,7 +89,7 @@ def test_a_score_passes_only_if_everything_is_as_it_should_be():
     assert failed(scored(struck, shown, summary(samples_digest="t"))) == ["the same samples, each once"]
     assert failed(scored(struck, shown, wall_s=101.0)) == ["the ledger's categories sum to the wall clock"]
     assert failed(scored(struck, shown, left=["process 12: python"])) == ["nothing left behind"]
-    assert failed(scored(struck, shown, not_shipped="3 entries are left")) == ["all metrics have arrived"]
+    assert failed(scored(struck, shown, not_shipped="3 entries are left")) == ["all metrics have arrived: 3 entries are left"]
     assert failed(scored(struck, [])) == ["each was noticed, and named with its host"]
 
 
