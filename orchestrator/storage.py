@@ -87,14 +87,6 @@ def delete(path: str | os.PathLike[str]) -> None:
     filesystem.rm_file(name)
 
 
-def list_names(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of what lies directly in `folder`, sorted; empty when there is no such folder."""
-    try:
-        return sorted(_list_remote(folder) if is_url(folder) else os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
 def check_writable(run_dir: str | os.PathLike[str]) -> None:
     """Makes the run's folder and writes to it. Raises StorageError with the reason and what to do about it."""
     probe = join(run_dir, f".probe-{uuid.uuid4().hex}")
@@ -142,11 +134,6 @@ def _create_remote(path: str | os.PathLike[str], text: str) -> bool:
 def _read_remote(path: str | os.PathLike[str]) -> str:
     filesystem, name = _remote(path)
     return filesystem.cat_file(name).decode()
-
-
-def _list_remote(folder: str | os.PathLike[str]) -> list[str]:
-    filesystem, name = _remote(folder)
-    return [posixpath.basename(entry.rstrip("/")) for entry in filesystem.ls(name, detail=False)]
 
 
 def _read_local(path: str | os.PathLike[str]) -> str:

@@ -84,7 +84,7 @@ def test_a_stop_wish_of_one_host_stops_both_at_the_same_step(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_both_hosts(tmp_path):
-    from tests.unit.test_base_trainer import flip_a_byte
+    from tests.unit.training import flip_a_byte
 
     harness.run(arguments(tmp_path), tmp_path / "first", hosts=2, devices_per_host=1)
     flip_a_byte(tmp_path / "run" / "checkpoints" / "6" / "state")

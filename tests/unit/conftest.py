@@ -8,14 +8,20 @@ import pytest
 from trainers import runtime
 
 
+@pytest.fixture(autouse=True)
+def _own_runtime():
+    """What one test installs, the next one does not see."""
+    before = runtime.current()
+    yield
+    runtime.install(before)
+
+
 @pytest.fixture
 def events():
     """What the process would have told its agent."""
     told: list[dict] = []
-    before = runtime.current()
     runtime.install(runtime.Runtime(lambda event: told.append(json.loads(json.dumps(event)))))
-    yield told
-    runtime.install(before)
+    return told
 
 
 @pytest.fixture(scope="session", autouse=True)

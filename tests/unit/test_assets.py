@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.unit.test_base_trainer import FIXED, assert_equal, trainer
+from tests.unit.training import FIXED, assert_equal, trainer
 from trainers import assets
 from trainers.base import BaseTrainer
 from trainers.checkpoints import load_from

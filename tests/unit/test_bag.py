@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.programs.tiny import TableTask
-from tests.unit.test_base_trainer import FIXED, OneDevice, of, trainer
+from tests.unit.training import FIXED, OneDevice, of, trainer
 from trainers import runtime
 from trainers.bag import Kind, Layout
 from trainers.base import BaseTrainer

@@ -2,63 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import jax
 import numpy as np
 import pytest
 
 from tests.programs.tiny import TableTask, numbers
+from tests.unit.training import FIXED, OneDevice, StopAt, assert_equal, flip_a_byte, losses, of, trainer
 from trainers import runtime
-from trainers.arguments import TrainingArguments, from_dict
-from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.errors import CheckpointError, NotConfiguredError, SaveFailedError
 from trainers.protocol import TrainerProtocol
 from trainers.stop_reason import StopReason
-
-
-def arguments(tmp_path, **changes):
-    base = {
-        "name": "run",
-        "storage": str(tmp_path),
-        "task": "tests.programs.tiny:TableTask",
-        "global_batch_size": 16,
-        "max_num_steps": 12,
-        "publish_every_steps": 1,
-        "data": {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers"},
-        "optimizer": {"name": "adamw", "learning_rate": 0.01},
-        "checkpoint": {"save_steps": 4},
-    }
-    return from_dict(TrainingArguments, {**base, **changes})
-
-
-def trainer(tmp_path, *callbacks, cls=BaseTrainer, **changes):
-    made = arguments(tmp_path, **changes)
-    return cls(made, *numbers(made), callbacks=callbacks)
-
-
-@pytest.fixture
-def events():
-    """What the process would have told its agent."""
-    told: list[dict] = []
-    before = runtime.current()
-    runtime.install(runtime.Runtime(lambda event: told.append(json.loads(json.dumps(event)))))
-    yield told
-    runtime.install(before)
-
-
-def of(events, kind):
-    return [event for event in events if event["ev"] == kind]
-
-
-def losses(events):
-    return {e["step"]: e["metrics"]["loss"] for e in of(events, "metrics") if "loss" in e["metrics"]}
-
-
-def assert_equal(a, b):
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=jax.tree_util.keystr(path))
 
 
 def test_trains_to_its_limit_and_says_what_it_did(tmp_path, events):
@@ -90,9 +44,6 @@ def test_resumes_bit_for_bit_from_the_newest_checkpoint(tmp_path, events):
     assert_equal(whole, resumed)
 
 
-FIXED = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "cosine", "decay_steps": 12}}
-
-
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_the_mesh_does_not_change_the_losses(tmp_path, events, mesh):
     made = trainer(tmp_path, mesh=mesh, checkpoint={"save_at_end": False})
@@ -104,14 +55,6 @@ def test_the_mesh_does_not_change_the_losses(tmp_path, events, mesh):
     one.train()
     np.testing.assert_allclose(list(got.values()), list(losses(events).values()), rtol=2e-5)
     assert digest == one.output.metrics["samples_digest"]
-
-
-class OneDevice(BaseTrainer):
-    @property
-    def _mesh(self):
-        from trainers.mesh import make_mesh
-
-        return make_mesh(self.arguments.mesh, jax.devices()[:1])
 
 
 def test_accumulation_does_not_change_the_losses(tmp_path, events):
@@ -159,23 +102,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, events):
     trainer(tmp_path, max_num_steps=4).train()
     with pytest.raises(CheckpointError, match=r"another model or optimizer .*absent here.*give the run another name"):
         trainer(tmp_path, optimizer={"name": "sgd", "learning_rate": 0.1}).train()
-
-
-def flip_a_byte(folder):
-    """In the middle of the largest data file: Orbax itself does not notice."""
-    path = max((p for p in folder.rglob("*") if p.parent.name == "d"), key=lambda p: p.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-class StopAt(Callback):
-    def __init__(self, step, reason):
-        self.step, self.reason = step, reason
-
-    def on_step_end(self, state, **kwargs):
-        if state.global_step == self.step:
-            runtime.current().request_stop(self.reason)
 
 
 @pytest.mark.parametrize("reason", ["interrupted", "terminated", "requested"])

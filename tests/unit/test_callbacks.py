@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.test_base_trainer import FIXED, assert_equal, trainer
+from tests.unit.training import FIXED, assert_equal, trainer
 from trainers.callbacks import Callback
 
 pytestmark = pytest.mark.usefixtures("events")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.programs.tiny import Numbers
-from tests.unit.test_base_trainer import arguments, events, losses, of  # noqa: F401
+from tests.unit.training import arguments, losses, of
 from trainers.base import BaseTrainer
 from trainers.compile import Program, ProgramStore
 
@@ -91,7 +91,7 @@ class Shorter(Numbers):
 
 
 @pytest.mark.parametrize(("dataset", "notes"), [(Numbers, 0), (Shorter, 1)])
-def test_a_step_that_compiles_again_after_the_second_is_noted_with_what_changed(tmp_path, events, dataset, notes):  # noqa: F811
+def test_a_step_that_compiles_again_after_the_second_is_noted_with_what_changed(tmp_path, events, dataset, notes):
     made = arguments(tmp_path, max_num_steps=6, checkpoint={"save_at_end": False})
     BaseTrainer(made, dataset(96, 8)).train()
     told = [event["message"] for event in of(events, "note") if "compiles again" in event["message"]]

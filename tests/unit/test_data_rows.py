@@ -10,7 +10,7 @@ from flax import nnx
 
 from tests.programs.streams import Stream
 from tests.programs.tiny import Numbers, TableTask
-from tests.unit.test_base_trainer import FIXED, OneDevice, StopAt, arguments, assert_equal, losses, of, trainer
+from tests.unit.training import FIXED, OneDevice, StopAt, arguments, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.arguments import TrainingArguments, from_dict
 from trainers.base import BaseTrainer

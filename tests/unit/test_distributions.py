@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.unit.test_base_trainer import FIXED, arguments, assert_equal, events, of, trainer  # noqa: F401
+from tests.unit.training import FIXED, arguments, assert_equal, of, trainer
 from trainers import distributions
 from trainers.recorders.base import Distribution
 from trainers.recorders.feed import Recorders
@@ -43,11 +43,11 @@ def test_what_is_all_the_same_or_not_finite_is_no_problem():
     assert sum(found["params/a"].counts) == 5
 
 
-def measured_at(events):  # noqa: F811
+def measured_at(events):
     return {e["step"]: e["distributions"] for e in of(events, "metrics") if e.get("distributions")}
 
 
-def test_they_come_with_the_publish_when_due_and_change_nothing(tmp_path, events):  # noqa: F811
+def test_they_come_with_the_publish_when_due_and_change_nothing(tmp_path, events):
     config = {"pattern": "out", "every_steps": 4, "bins": 8}
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     state = trainer(tmp_path, distributions=config, publish_every_steps=2, optimizer=FIXED, mesh=mesh).train()
@@ -74,7 +74,7 @@ def test_they_are_due_only_when_something_is_published(tmp_path):
         arguments(tmp_path, distributions={"pattern": "("})
 
 
-def test_recorders_get_them(tmp_path, events):  # noqa: F811
+def test_recorders_get_them(tmp_path, events):
     from trainers.recorders.base import About
     from trainers.recorders.jsonl import read
 

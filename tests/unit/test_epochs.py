@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_base_trainer import FIXED, StopAt, assert_equal, events, of, trainer  # noqa: F401
+from tests.unit.training import FIXED, StopAt, assert_equal, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.stop_reason import StopReason
@@ -37,7 +37,7 @@ def three_epochs(tmp_path, seen, *callbacks, **changes):
     return made
 
 
-def evaluated(events):  # noqa: F811
+def evaluated(events):
     return [event["step"] for event in of(events, "metrics") if event.get("kind") == "eval"]
 
 
@@ -53,7 +53,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("cut", [1, 3, 5, 6, 7, 8])
-def test_a_resume_in_or_at_the_edge_of_any_epoch_neither_stops_early_nor_repeats(tmp_path, events, undisturbed, cut):  # noqa: F811
+def test_a_resume_in_or_at_the_edge_of_any_epoch_neither_stops_early_nor_repeats(tmp_path, events, undisturbed, cut):
     """Others end a run that is resumed in its last epoch at once, or train that epoch again."""
     state, metrics, epochs = undisturbed
     seen = []
@@ -69,7 +69,7 @@ def test_a_resume_in_or_at_the_edge_of_any_epoch_neither_stops_early_nor_repeats
     assert seen == epochs
 
 
-def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, events):  # noqa: F811
+def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, events):
     seen = []
     first = three_epochs(tmp_path, seen)
     first.train()
@@ -86,7 +86,7 @@ def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, event
 
 
 @pytest.mark.parametrize("limits", [{"max_num_steps": 8}, {"max_num_steps": 8, "max_num_data_epochs": 3}])
-def test_a_stop_request_is_honoured_when_a_step_limit_is_set(tmp_path, events, undisturbed, limits):  # noqa: F811
+def test_a_stop_request_is_honoured_when_a_step_limit_is_set(tmp_path, events, undisturbed, limits):
     """Others ask whether to stop only where nothing limits the steps."""
     stopped = three_epochs(tmp_path, [], StopAt(3, "requested"), **limits)
     stopped.train()
@@ -97,7 +97,7 @@ def test_a_stop_request_is_honoured_when_a_step_limit_is_set(tmp_path, events, u
 
 
 @pytest.mark.parametrize(("limits", "reason", "batches"), [((3, 2), "max_steps", 3), ((9, 1), "max_data_epochs", 3)])
-def test_the_limit_that_is_reached_first_ends_the_run(tmp_path, events, limits, reason, batches):  # noqa: F811
+def test_the_limit_that_is_reached_first_ends_the_run(tmp_path, events, limits, reason, batches):
     steps, epochs = limits
     made = three_epochs(tmp_path, [], max_num_steps=steps, max_num_data_epochs=epochs)
     made.train()

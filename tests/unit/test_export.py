@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.unit.test_assets import Tokenizer
-from tests.unit.test_base_trainer import assert_equal, events, of, trainer  # noqa: F401 (a fixture)
+from tests.unit.training import assert_equal, of, trainer
 from trainers import export
 from trainers.callbacks.hugging_face import HuggingFaceExport
 from trainers.errors import CheckpointError, UsageError
@@ -166,7 +166,7 @@ def test_another_model_than_a_llama_is_refused(tmp_path):
         to_hugging_face(made.output.checkpoint_path, tmp_path / "hf")
 
 
-def test_a_callback_exports_on_the_way_and_at_the_end(tmp_path, events):  # noqa: F811
+def test_a_callback_exports_on_the_way_and_at_the_end(tmp_path, events):
     (tmp_path / "hf" / "5").mkdir(parents=True)  # of an earlier life
     made = trainer(tmp_path, HuggingFaceExport(str(tmp_path / "hf"), every_steps=2), **{**LLAMA, "max_num_steps": 5})
     made.train()
@@ -175,7 +175,7 @@ def test_a_callback_exports_on_the_way_and_at_the_end(tmp_path, events):  # noqa
     assert of(events, "note") == []
 
 
-def test_an_export_that_fails_is_told_and_ends_nothing(tmp_path, events):  # noqa: F811
+def test_an_export_that_fails_is_told_and_ends_nothing(tmp_path, events):
     made = trainer(tmp_path, HuggingFaceExport(str(tmp_path / "hf")), max_num_steps=2)
     made.train()
     notes = [event["message"] for event in of(events, "note")]

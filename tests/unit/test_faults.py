@@ -27,10 +27,8 @@ from trainers.stop_reason import StopReason
 def folder(tmp_path, monkeypatch):
     made = tmp_path / "faults"
     monkeypatch.setenv(faults.FOLDER_VARIABLE, str(made))
-    before = runtime.current()
     runtime.install(runtime.Runtime(lambda event: None))
-    yield made
-    runtime.install(before)
+    return made
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.programs.tiny import TableTask
-from tests.unit.test_base_trainer import events, of, trainer  # noqa: F401 (a fixture)
+from tests.unit.training import of, trainer
 from trainers import mesh as meshes
 from trainers.errors import NonFiniteLossError
 from trainers.first_nonfinite import find
@@ -133,7 +133,7 @@ class Steep(TableTask):
 STEEP = {"task": "tests.unit.test_first_nonfinite:Steep", "max_num_steps": 8}
 
 
-def test_a_run_that_fails_of_it_says_where(tmp_path, events):  # noqa: F811
+def test_a_run_that_fails_of_it_says_where(tmp_path, events):
     with pytest.raises(NonFiniteLossError) as raised:
         trainer(tmp_path, **STEEP, anomalies={"non_finite": "raise"}).train()
     line = line_of(Steep.loss, "penalty = jnp.sum")
@@ -145,7 +145,7 @@ def test_a_run_that_fails_of_it_says_where(tmp_path, events):  # noqa: F811
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_run_that_goes_on_says_it_once(tmp_path, events, policy):  # noqa: F811
+def test_a_run_that_goes_on_says_it_once(tmp_path, events, policy):
     made = trainer(tmp_path, **{**STEEP, "max_num_steps": 20}, anomalies={"non_finite": policy})
     state = made.train()
     assert int(state.batch_index) == 20

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.unit.test_base_trainer import assert_equal, events, losses, of, trainer  # noqa: F401 (a fixture)
+from tests.unit.training import assert_equal, losses, of, trainer
 from trainers import mesh as meshes
 from trainers import rng
 from trainers.arguments import TrainingArguments
@@ -206,7 +206,7 @@ RUN = {
 PREVIEWS = {"every_steps": 2, "prompts": ["ab", "def "], "num_tokens": 5}
 
 
-def test_every_n_steps_and_at_the_end_without_an_effect_on_training(tmp_path, events):  # noqa: F811
+def test_every_n_steps_and_at_the_end_without_an_effect_on_training(tmp_path, events):
     plain = trainer(tmp_path / "plain", **RUN, previews={"prompts": []})
     expected = plain.train()
     assert plain.output.metrics["sample"] is None
@@ -243,7 +243,7 @@ class Silent(Wordless):
     ("task", "why"),
     [("Wordless", "RuntimeError: no words for it"), ("Silent", "UsageError: previews.prompts: 'ab' has no tokens")],
 )
-def test_a_failing_preview_is_told_and_training_goes_on(tmp_path, events, task, why):  # noqa: F811
+def test_a_failing_preview_is_told_and_training_goes_on(tmp_path, events, task, why):
     made = trainer(tmp_path, **{**RUN, "task": f"tests.unit.test_generate:{task}"}, previews=PREVIEWS)
     assert int(made.train().step) == 6
     notes = [event["message"] for event in of(events, "note") if "preview" in event["message"]]

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.unit.test_base_trainer import assert_equal, events, of, trainer  # noqa: F401 - events is a fixture
+from tests.unit.training import assert_equal, of, trainer
 from trainers import plan
 from trainers.base import BaseTrainer
 from trainers.errors import UsageError
@@ -81,7 +81,7 @@ def test_every_optimizer_takes_groups_and_frozen_parameters(name):
 # ---------------------------------------------------------------------- whole runs
 
 
-def test_what_is_frozen_has_no_state_no_part_in_the_norm_and_keeps_every_bit(tmp_path, events):  # noqa: F811
+def test_what_is_frozen_has_no_state_no_part_in_the_norm_and_keeps_every_bit(tmp_path, events):
     free = trainer(tmp_path / "free", optimizer=ADAMW, checkpoint={"save_at_end": False}, max_num_steps=1)
     free.train()
     norm = of(events, "metrics")[0]["metrics"]["grad_norm"]
@@ -97,7 +97,7 @@ def test_what_is_frozen_has_no_state_no_part_in_the_norm_and_keeps_every_bit(tmp
     assert 0 < of(events, "metrics")[0]["metrics"]["grad_norm"] < norm
 
 
-def test_frozen_parameters_resume_bit_for_bit_and_count_micro_batches(tmp_path, events):  # noqa: F811
+def test_frozen_parameters_resume_bit_for_bit_and_count_micro_batches(tmp_path, events):
     settings = {"optimizer": {**FROZEN_EMBED, "max_grad_norm": 0.01}, "accumulation_steps": 2}
     whole = trainer(tmp_path / "whole", **settings).train()
     trainer(tmp_path, max_num_steps=6, **settings).train()
@@ -114,7 +114,7 @@ class Frozen(BaseTrainer):
         return (ParameterGroup(pattern="out", learning_rate=2 * RATE),)
 
 
-def test_a_subclass_freezes_and_groups(tmp_path, events):  # noqa: F811
+def test_a_subclass_freezes_and_groups(tmp_path, events):
     by_config = {**ADAMW, "groups": [*FROZEN_EMBED["groups"], {"pattern": "out", "learning_rate": 2 * RATE}]}
     a = trainer(tmp_path / "a", cls=Frozen, optimizer=ADAMW).train()
     b = trainer(tmp_path / "b", optimizer=by_config).train()
@@ -123,7 +123,7 @@ def test_a_subclass_freezes_and_groups(tmp_path, events):  # noqa: F811
     assert rates == pytest.approx([RATE] * len(rates))
 
 
-def test_moments_lie_where_their_parameters_do(tmp_path, events):  # noqa: F811
+def test_moments_lie_where_their_parameters_do(tmp_path, events):
     sharded = {
         "task": "trainers.tasks.causal_lm:CausalLMTask",
         "model": {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 32},

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.unit.test_base_trainer import FIXED, assert_equal, losses, of, trainer
+from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoints import load_from

@@ -116,13 +116,6 @@ class World:
         self.log.append(("publish", step))
 
 
-@pytest.fixture(autouse=True)
-def _own_runtime():
-    before = runtime.current()
-    yield
-    runtime.install(before)
-
-
 def test_the_host_never_waits_for_a_step_that_is_not_two_behind():
     world = World(max_steps=40, every_steps=10)
     assert world.loop.run(0) == (40, StopReason.MAX_STEPS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.programs.tiny import TableTask, numbers
-from tests.unit.test_base_trainer import FIXED, arguments, losses, of, trainer
+from tests.unit.training import FIXED, arguments, losses, of, trainer
 from trainers.errors import UsageError
 from trainers.loss import as_loss, terms_of
 from trainers.plan import plan

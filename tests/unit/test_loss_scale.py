@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from tests.programs.tiny import TableTask
-from tests.unit.test_base_trainer import FIXED, assert_equal, events, of, trainer  # noqa: F401 - events is a fixture
+from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers.anomalies import Verdict
 from trainers.base import BaseTrainer
 from trainers.errors import LossScaleError
@@ -44,7 +44,7 @@ def half(tmp_path, **changes):
     return trainer(tmp_path, **{**settings, **changes})
 
 
-def published(events, name):  # noqa: F811
+def published(events, name):
     return {event["step"]: event["metrics"][name] for event in of(events, "metrics") if name in event["metrics"]}
 
 
@@ -72,7 +72,7 @@ def test_the_scale_never_becomes_infinite():
     assert float(scaler["scale"]) == 2.0**127
 
 
-def test_an_overflow_leaves_the_batch_out_and_divides_the_scale(tmp_path, events):  # noqa: F811
+def test_an_overflow_leaves_the_batch_out_and_divides_the_scale(tmp_path, events):
     made = half(tmp_path, loss_scale={"initial": TOO_LARGE})
     state = made.train()
     scales, skipped = published(events, "loss_scale"), published(events, "skipped_batches")
@@ -89,7 +89,7 @@ def test_an_overflow_leaves_the_batch_out_and_divides_the_scale(tmp_path, events
     assert sorted(published(events, "loss")) == list(range(overflows + 1, 13))
 
 
-def test_it_resumes_bit_for_bit_amid_overflows(tmp_path, events):  # noqa: F811
+def test_it_resumes_bit_for_bit_amid_overflows(tmp_path, events):
     settings = {"loss_scale": {"initial": TOO_LARGE, "window_steps": 3}, "checkpoint": {"save_steps": 2}}
     whole = half(tmp_path / "whole", **settings).train()
     scales = published(events, "loss_scale")
@@ -103,7 +103,7 @@ def test_it_resumes_bit_for_bit_amid_overflows(tmp_path, events):  # noqa: F811
     assert published(events, "loss_scale") == scales
 
 
-def test_below_the_minimum_it_is_an_error_that_says_what_to_do(tmp_path, events):  # noqa: F811
+def test_below_the_minimum_it_is_an_error_that_says_what_to_do(tmp_path, events):
     made = half(tmp_path, loss_scale={"initial": 2.0**40, "minimum": 2.0**38})
     with pytest.raises(
         LossScaleError, match=r"the gradients of batch 2 .* overflow float16, .*lower the learning rate, train with"
@@ -111,7 +111,7 @@ def test_below_the_minimum_it_is_an_error_that_says_what_to_do(tmp_path, events)
         made.train()
 
 
-def test_a_loss_that_is_not_finite_is_an_anomaly_and_no_overflow(tmp_path, events):  # noqa: F811
+def test_a_loss_that_is_not_finite_is_an_anomaly_and_no_overflow(tmp_path, events):
     made = half(tmp_path, cls=Poisoned, max_num_steps=4)
     state = made.train()
     assert [event["batch_index"] for event in of(events, "anomaly")] == [2]
@@ -120,7 +120,7 @@ def test_a_loss_that_is_not_finite_is_an_anomaly_and_no_overflow(tmp_path, event
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("float16", 1e-3), ("bfloat16", 1e-2)])
-def test_it_learns_what_float32_learns_with_micro_batches_too(tmp_path, events, dtype, rtol):  # noqa: F811
+def test_it_learns_what_float32_learns_with_micro_batches_too(tmp_path, events, dtype, rtol):
     masters = half(tmp_path / "half", dtype=dtype, accumulation_steps=2).train()
     assert {leaf.dtype for leaf in jax.tree.leaves(masters.params)} == {jnp.dtype("float32")}
     losses, norms = published(events, "loss"), published(events, "grad_norm")

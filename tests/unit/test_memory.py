@@ -10,7 +10,7 @@ from flax import nnx
 from orchestrator.failures import FailureKind, PostMortem, classify
 from orchestrator.restart import GiveUp, RestartPolicy, decide, past_failure
 from tests.programs.tiny import TableTask
-from tests.unit.test_base_trainer import arguments, trainer
+from tests.unit.training import arguments, trainer
 from trainers import memory
 from trainers import mesh as meshes
 from trainers.compile import Program

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.unit.test_base_trainer import FIXED, events, losses, of, trainer  # noqa: F401
+from tests.unit.training import FIXED, of, trainer
 from trainers.bag import Kind, Layout, count, scalars
 from trainers.errors import UsageError
 from trainers.metrics import Publisher, Throughput, device_memory
@@ -26,7 +26,7 @@ NOT_HERE = {"device_memory_bytes", "device_memory_peak_bytes", "loss_scale"}
 TINY_MODEL = {"vocab_size": 256, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 32}
 
 
-def published(events, **with_name):  # noqa: F811
+def published(events, **with_name):
     """The metrics of each publish of training, by step."""
     return {e["step"]: e["metrics"] for e in of(events, "metrics") if "loss" in e["metrics"]}
 
@@ -36,7 +36,7 @@ def general(name):
     return re.sub(r"^grad_norm/.*", "grad_norm/NAME", name.removeprefix("eval_"))
 
 
-def test_every_name_that_a_run_publishes_is_documented(tmp_path, events):  # noqa: F811
+def test_every_name_that_a_run_publishes_is_documented(tmp_path, events):
     everything = {
         "task": "trainers.tasks.causal_lm:CausalLMTask",
         "model": TINY_MODEL,
@@ -51,7 +51,7 @@ def test_every_name_that_a_run_publishes_is_documented(tmp_path, events):  # noq
     assert DOCUMENTED - {general(name) for name in names} == NOT_HERE
 
 
-def test_rates_are_of_real_tokens_and_samples(tmp_path, events):  # noqa: F811
+def test_rates_are_of_real_tokens_and_samples(tmp_path, events):
     """12 sequences on 8 devices: 4 of the 16 rows are padding."""
     trainer(tmp_path, global_batch_size=12, max_num_steps=4, publish_every_steps=2, optimizer=FIXED).train()
     for step, metrics in published(events).items():
@@ -63,7 +63,7 @@ def test_rates_are_of_real_tokens_and_samples(tmp_path, events):  # noqa: F811
         assert metrics["epoch"] == pytest.approx(12 * step / 96)
 
 
-def test_totals_and_the_mean_loss_go_on_over_restarts(tmp_path, events):  # noqa: F811
+def test_totals_and_the_mean_loss_go_on_over_restarts(tmp_path, events):
     trainer(tmp_path / "whole", optimizer=FIXED).train()
     whole = published(events)
     events.clear()
@@ -77,7 +77,7 @@ def test_totals_and_the_mean_loss_go_on_over_restarts(tmp_path, events):  # noqa
     assert whole[2]["mean_loss"] == pytest.approx((whole[1]["loss"] + whole[2]["loss"]) / 2)  # of the first, the plain mean
 
 
-def test_norms_of_parameters_are_parts_of_the_norm_of_all(tmp_path, events):  # noqa: F811
+def test_norms_of_parameters_are_parts_of_the_norm_of_all(tmp_path, events):
     trainer(tmp_path, max_num_steps=2, metrics={"per_parameter_grad_norm": True}).train()
     metrics = published(events)[2]
     parts = {name: value for name, value in metrics.items() if name.startswith("grad_norm/")}
@@ -88,7 +88,7 @@ def test_norms_of_parameters_are_parts_of_the_norm_of_all(tmp_path, events):  # 
     assert [name for name in published(events)[2] if name.startswith("grad_norm/")] == []
 
 
-def test_the_z_loss_is_a_part_of_the_loss_and_not_of_the_perplexity(tmp_path, events):  # noqa: F811
+def test_the_z_loss_is_a_part_of_the_loss_and_not_of_the_perplexity(tmp_path, events):
     from trainers.tasks.causal_lm import CausalLMTask
 
     tokens = {"tokens": jnp.arange(12, dtype=jnp.int32).reshape(2, 6), "weight": jnp.array([1.0, 0.0])}
@@ -147,7 +147,7 @@ def test_rates_by_an_injected_clock():
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_mfu_is_absent_where_the_peak_is_not_known(tmp_path, events):  # noqa: F811
+def test_mfu_is_absent_where_the_peak_is_not_known(tmp_path, events):
     trainer(tmp_path, max_num_steps=1).train()
     assert "mfu" not in published(events)[1]
     assert "device_memory_bytes" not in published(events)[1]

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.unit.test_base_trainer import trainer
+from tests.unit.training import trainer
 from trainers.errors import UsageError
 from trainers.optimizers import NAMES, SCHEDULE_FREE, build_optimizer, matrices, parameters_to_evaluate
 from trainers.sections import OptimizerConfig, ScheduleConfig

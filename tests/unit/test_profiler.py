@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.unit.test_base_trainer import events, of, trainer  # noqa: F401
+from tests.unit.training import of, trainer
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.callbacks.profiler import Profiler
@@ -40,7 +40,7 @@ class Asks(Callback):
             runtime.current().request_profile({"id": f"asked at {state.global_step}", "steps": 2})
 
 
-def test_on_schedule_and_on_demand_files_for_xprof_are_written(tmp_path, events):  # noqa: F811
+def test_on_schedule_and_on_demand_files_for_xprof_are_written(tmp_path, events):
     """A request that comes while a profile is under way is refused; one that outlives the run is written at its end."""
     config = {"skip_steps": 1, "record_steps": 2}
     trainer(tmp_path, Asks(3, 8, patient=(7, 12)), profile=config, max_num_steps=13, checkpoint={"save_at_end": False}).train()
@@ -59,7 +59,7 @@ def test_on_schedule_and_on_demand_files_for_xprof_are_written(tmp_path, events)
             assert file.stat().st_size > 1000
 
 
-def test_a_profiler_that_fails_is_told_and_training_goes_on(tmp_path, events):  # noqa: F811
+def test_a_profiler_that_fails_is_told_and_training_goes_on(tmp_path, events):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("in the way")
     made = trainer(tmp_path, profile={"record_steps": 1, "warmup_steps": 0}, max_num_steps=4, checkpoint={"save_at_end": False})

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.unit.test_base_trainer import FIXED, assert_equal, events, of, trainer  # noqa: F401 - events is a fixture
+from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers import plan
 from trainers.pruning import pruning, sparsity
 from trainers.sections import PruningConfig
@@ -50,7 +50,7 @@ def part_of_zeros(state):
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}])
-def test_a_run_prunes_and_resumes_bit_for_bit_amid_it(tmp_path, events, mesh):  # noqa: F811
+def test_a_run_prunes_and_resumes_bit_for_bit_amid_it(tmp_path, events, mesh):
     settings = {
         "optimizer": FIXED,
         "mesh": mesh,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.unit.test_base_trainer import FIXED, assert_equal, losses, of, trainer
+from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
@@ -56,14 +56,6 @@ class Dies(Callback):
         if state.batch_index < self.furthest and state.batch_index == self.batch_index:
             raise KeyboardInterrupt
         self.furthest = max(self.furthest, state.batch_index)
-
-
-@pytest.fixture
-def events():
-    """What the process would have told its agent."""
-    before = runtime.current()
-    yield ordered()
-    runtime.install(before)
 
 
 def ordered(**orders):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.programs import ragged
-from tests.unit.test_base_trainer import FIXED, events, of, trainer  # noqa: F401 - events is a fixture
+from tests.unit.training import FIXED, of, trainer
 from trainers.arguments import TrainingArguments, from_dict
 from trainers.base import BaseTrainer
 from trainers.errors import CheckpointError
@@ -24,7 +24,7 @@ def run(tmp_path, task, **changes):
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
 @pytest.mark.parametrize("task", ["Plain", "Terms", "TermsInAnotherOrder", "Preference"])
-def test_losses_and_gradients_are_those_of_one_big_batch(tmp_path, events, task, accumulation_steps):  # noqa: F811
+def test_losses_and_gradients_are_those_of_one_big_batch(tmp_path, events, task, accumulation_steps):
     """36 rows in micro-batches of 36, 18 and 9, for 8 devices: padded to 40, 24 and 16."""
     state, params = run(tmp_path, task, accumulation_steps=accumulation_steps)
     losses, norms, expected = ragged.direct_run(task, params, 36, 3)
@@ -48,7 +48,7 @@ def test_the_batches_are_ragged_indeed():
 @pytest.mark.parametrize(
     "optimizer", [{**FIXED, "name": "lion"}, {**FIXED, "name": "sgd"}, {**FIXED, "moment_dtype": "bfloat16"}]
 )
-def test_another_optimizer_never_starts_from_zero_moments(tmp_path, events, optimizer):  # noqa: F811
+def test_another_optimizer_never_starts_from_zero_moments(tmp_path, events, optimizer):
     trainer(tmp_path, max_num_steps=4, optimizer=FIXED).train()
     events.clear()
     with pytest.raises(CheckpointError, match=r"another model or optimizer .*give the run another name"):

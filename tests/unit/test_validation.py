@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.programs.tiny import Numbers, TableTask, numbers
-from tests.unit.test_base_trainer import FIXED, arguments, events, of, trainer  # noqa: F401
-from tests.unit.test_loop import World, _own_runtime  # noqa: F401
+from tests.unit.test_loop import World
+from tests.unit.training import FIXED, arguments, of, trainer
 from trainers import runtime
 from trainers.anomalies import Verdict
 from trainers.arguments import TrainingArguments, from_dict
@@ -49,14 +49,14 @@ def expected_loss(state, examples):
     return -np.take_along_axis(logp, rows[:, 1:, None], -1).mean()
 
 
-def evaluations(events):  # noqa: F811
+def evaluations(events):
     return {event["step"]: event["metrics"] for event in of(events, "metrics") if event.get("kind") == "eval"}
 
 
 # ---------------------------------------------------------------------- what is measured
 
 
-def test_each_unit_has_its_own_data_and_its_own_loss(tmp_path, events):  # noqa: F811
+def test_each_unit_has_its_own_data_and_its_own_loss(tmp_path, events):
     units = {"eval": {}, "short": {"dataset": HERE + "short"}, "errors": {"task": HERE + "Errors", "max_batches": 1}}
     made = trainer(tmp_path, max_num_steps=2, evaluation={"units": units})
     state = made.train()
@@ -91,7 +91,7 @@ class Reader:
         yield self.loader.batch(1)
 
 
-def test_units_may_be_built_by_a_subclass_from_any_reader(tmp_path, events):  # noqa: F811
+def test_units_may_be_built_by_a_subclass_from_any_reader(tmp_path, events):
     made = trainer(tmp_path, cls=OwnUnits, max_num_steps=1)
     state = made.train()
     held_out = numbers(made.arguments)[1]
@@ -99,7 +99,7 @@ def test_units_may_be_built_by_a_subclass_from_any_reader(tmp_path, events):  # 
     assert made.output.metrics["last_loss"] == pytest.approx(expected_loss(state, tail), rel=1e-5)
 
 
-def test_a_unit_without_examples_is_an_error(tmp_path, events):  # noqa: F811
+def test_a_unit_without_examples_is_an_error(tmp_path, events):
     with pytest.raises(UsageError, match="validation unit 'empty' has no examples"):
         trainer(tmp_path, evaluation={"units": {"empty": {"dataset": HERE + "nothing"}}}).train()
 
@@ -222,14 +222,14 @@ def kept(tmp_path, folder="checkpoints"):
     return sorted(map(int, os.listdir(path))) if path.exists() else []
 
 
-def test_keep_last_and_keep_best_work_together(tmp_path, events):  # noqa: F811
+def test_keep_last_and_keep_best_work_together(tmp_path, events):
     made = scored(tmp_path, checkpoint={"save_total_limit": 2, "keep_best": 2, "keep_every_steps": 6})
     made.train()
     assert kept(tmp_path) == [4, 6, 8, 10, 12]  # the best are 4 and 8, every sixth 6 and 12, the newest 10 and 12
     assert (made.output.metrics["best_score"], made.output.metrics["best_score_step"]) == (1.0, 4)
 
 
-def test_a_best_score_is_remembered_when_its_checkpoint_was_deleted(tmp_path, events):  # noqa: F811
+def test_a_best_score_is_remembered_when_its_checkpoint_was_deleted(tmp_path, events):
     first = scored(tmp_path, max_num_steps=6, patience=5)
     first.train()
     assert kept(tmp_path) == [6]
@@ -241,13 +241,13 @@ def test_a_best_score_is_remembered_when_its_checkpoint_was_deleted(tmp_path, ev
     assert sorted(evaluations(events)) == [8, 10]
 
 
-def test_of_the_best_the_parameters_alone_may_be_kept(tmp_path, events):  # noqa: F811
+def test_of_the_best_the_parameters_alone_may_be_kept(tmp_path, events):
     scored(tmp_path, checkpoint={"keep_best": 1, "keep_model_only": "best"}).train()
     assert kept(tmp_path) == [12]
     assert kept(tmp_path, "models") == [4]
 
 
-def test_patience_ends_a_run_for_good(tmp_path, events):  # noqa: F811
+def test_patience_ends_a_run_for_good(tmp_path, events):
     made = scored(tmp_path, patience=2)
     state = made.train()
     assert made.output.stop_reason is StopReason.EARLY_STOPPED
@@ -271,7 +271,7 @@ def at_step_six(step, score):
     return step == 6
 
 
-def test_a_function_ends_a_run(tmp_path, events):  # noqa: F811
+def test_a_function_ends_a_run(tmp_path, events):
     made = scored(tmp_path, early_stopper=HERE + "at_step_six")
     made.train()
     assert (made.output.stop_reason, made.output.metrics["batches"]) == (StopReason.EARLY_STOPPED, 6)
@@ -284,7 +284,7 @@ class StopsAtFour(Scored):
         return state, metrics
 
 
-def test_evaluations_over_restarts_are_those_of_one_run(tmp_path, events):  # noqa: F811
+def test_evaluations_over_restarts_are_those_of_one_run(tmp_path, events):
     whole = scored(tmp_path / "whole", at_start=True)
     whole.train()
     expected = evaluations(events)
