@@ -159,18 +159,20 @@ def build_scene(
     own = [*overrides, *faults.overrides_for(kinds)]
     env: dict[str, str] = {}
     run_dir = Path(config.run_dir)
-    disk = server = made_cluster = None
+    disk = server = made_cluster = joined = None
     if faults.need(kinds, "disk"):
         disk = ground.enter_context(small_disk(disk_bytes(config)))
         own.append(f"storage={disk.folder}")
         run_dir = disk.folder / config.training.name
+    if faults.need(kinds, "network"):
+        joined = ground.enter_context(network())
     if faults.need(kinds, "mlflow"):
-        server = ground.enter_context(mlflow_server(folder))
+        # The driver that follows a killed one may be on a node with a network of its own, where 127.0.0.1 is another place.
+        server = ground.enter_context(mlflow_server(folder, joined.head_ip if joined else "127.0.0.1"))
         own += ["tracking.mlflow=true", f"tracking.uri={server.uri}"]
     if faults.need(kinds, "supervisor"):
         own.append("driver.supervise=true")
     if faults.need(kinds, "cluster") or faults.need(kinds, "network"):
-        joined = ground.enter_context(network()) if faults.need(kinds, "network") else None
         made_cluster = ground.enter_context(local_cluster(joined))
         env = {"RAY_ADDRESS": made_cluster.address, "RAY_AUTH_MODE": "disabled"}
     run = Run(config_path, own, str(run_dir), folder, env)

@@ -41,11 +41,11 @@ class SmallDisk:
 
 
 class MlflowServer:
-    """A tracking server in a session of its own, with a store that outlives it."""
+    """A tracking server in a session of its own, with a store that outlives it. `ip`: one that every node can reach."""
 
-    def __init__(self, folder: Path):
-        self.folder, self.port = folder, free_port("127.0.0.1")
-        self.uri = f"http://127.0.0.1:{self.port}"
+    def __init__(self, folder: Path, ip: str):
+        self.folder, self.ip, self.port = folder, ip, free_port(ip)
+        self.uri = f"http://{ip}:{self.port}"
         self._process: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -55,7 +55,8 @@ class MlflowServer:
             "--artifacts-destination",
             f"{self.folder}/artifacts",
         ]
-        command = [sys.executable, "-m", "mlflow", "server", *store, "--port", str(self.port), "--workers", "1"]
+        place = ["--host", self.ip, "--port", str(self.port)]
+        command = [sys.executable, "-m", "mlflow", "server", *store, *place, "--workers", "1"]
         with (self.folder / "mlflow.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
@@ -91,8 +92,8 @@ def small_disk(size_bytes: int) -> Iterator[SmallDisk]:
 
 
 @contextmanager
-def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
-    server = MlflowServer(folder)
+def mlflow_server(folder: Path, ip: str) -> Iterator[MlflowServer]:
+    server = MlflowServer(folder, ip)
     server.start()
     try:
         server.wait_ready()
