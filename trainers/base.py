@@ -22,6 +22,7 @@ from trainers.builder import Builder
 from trainers.callbacks import Callback
 from trainers.checkpoints import save_to
 from trainers.checks import parse_duration_s
+from trainers.due import Due, EndOfData, Epochs
 from trainers.errors import NotConfiguredError, OutOfMemoryError, SaveFailedError, UsageError
 from trainers.loop import Loop
 from trainers.metrics import Publisher, Seconds, Throughput, device_memory
@@ -180,14 +181,12 @@ class BaseTrainer(Builder):
             train_step=self.functions.train_step_fn,
             layout=self.step_layout,
             loader=loader,
-            ends=getattr(loader, "ends", None),
+            end_of_data=EndOfData(getattr(loader, "ends", None)),
             empty_bag=self._empty_bag,
             publisher=publisher,
             flags=Flags(self._mesh),
             wishes=Wishes(limits, arguments.checkpoint.save_minutes, lambda: manager.failing),
-            checkpoint=arguments.checkpoint,
-            evaluation=arguments.evaluation,
-            previews=arguments.previews,
+            due=Due(arguments.checkpoint, arguments.evaluation, arguments.previews, self._epochs),
             anomalies=arguments.anomalies,
             distributions=arguments.distributions,
             lineage=self.lineage,
@@ -202,7 +201,6 @@ class BaseTrainer(Builder):
             hooks=self,
             seconds=Seconds(),
             info=self.info,
-            samples_per_epoch=len(self.dataset_train or ()),
             resumed_step=step,
             saved=self._saved,
         )
@@ -329,8 +327,8 @@ class BaseTrainer(Builder):
         return units.get(name or next(iter(units), ""))
 
     def _publish(self, step: int, metrics: dict[str, float], seconds: dict[str, float], measured: np.ndarray | None) -> None:
-        if samples_per_epoch := len(self.dataset_train or ()):
-            metrics["epoch"] = step * self.arguments.global_batch_size / samples_per_epoch
+        if self._epochs.num_samples:
+            metrics["epoch"] = self._epochs.at(step)
         metrics |= device_memory(self._mesh.local_devices)
         self._latest_metrics = metrics
         own: dict[str, Any] = {"step": step, "metrics": metrics, "seconds": seconds}
@@ -348,6 +346,10 @@ class BaseTrainer(Builder):
 
     def _empty_bag(self) -> Bag:
         return self._zeros(self.step_layout)
+
+    @property
+    def _epochs(self) -> Epochs:
+        return Epochs(len(self.dataset_train or ()), self.arguments.global_batch_size)
 
     def _no_wishes(self) -> jax.Array:
         return Flags(self._mesh).array()

@@ -9,7 +9,6 @@ A *step* here is a batch drawn, whether or not its update was applied.
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,15 +20,16 @@ from trainers.anomalies import Anomaly, Decision, Verdict
 from trainers.bag import Bag, Layout, scalars
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.data.loader import StepAddressedLoader
+from trainers.due import Due, EndOfData
 from trainers.errors import CoordinatorError, DesyncError, LossScaleError, LossSpikeError, NonFiniteLossError
 from trainers.hooks import Hooks
 from trainers.lineage import Lineage
 from trainers.metrics import BusyTime, Publisher, Replaced, Seconds
-from trainers.sections import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig
+from trainers.sections import AnomalyConfig, DistributionConfig
 from trainers.state import TrainState
 from trainers.step import StepOutput
 from trainers.stop_reason import StopReason
-from trainers.wishes import LOOK_AHEAD_STEPS, STOP_REASONS, Agreed, Flags, Window, Wishes
+from trainers.wishes import STOP_REASONS, Agreed, Flags, Window, Wishes
 
 DESYNC_TIMEOUT_S = 10.0
 """For the hosts to tell each other who is out of step. All read the same verdict, so all come, unless one dies of it."""
@@ -54,9 +54,7 @@ class Loop:
     publisher: Publisher
     flags: Flags
     wishes: Wishes
-    checkpoint: CheckpointConfig
-    evaluation: EvaluationConfig
-    previews: PreviewConfig
+    due: Due
     anomalies: AnomalyConfig
     distributions: DistributionConfig
     lineage: Lineage
@@ -76,7 +74,6 @@ class Loop:
     hooks: Hooks
     seconds: Seconds
     info: RunInfo
-    samples_per_epoch: int
     resumed_step: int
     saved: collections.deque[tuple[int, str]] = field(default_factory=collections.deque)
     """Step and path of checkpoints that are complete, appended by the thread that saves."""
@@ -87,10 +84,7 @@ class Loop:
     handled_saves: int = 0
     first_step_told: bool = False
     diagnosed: bool = False
-    ends: Callable[[int], bool] | None = None
-    """Whether this host has no data for a batch. None: the data never ends."""
-    end_of_data: int | None = None
-    """The first batch that there is no data for, as all hosts have agreed."""
+    end_of_data: EndOfData = field(default_factory=lambda: EndOfData(None))
     last_evaluated_step: int | None = None
 
     def run(self, state: TrainState) -> tuple[TrainState, StopReason]:
@@ -110,19 +104,21 @@ class Loop:
         """Raises GoBack at an anomaly that wants it."""
         info, host = self.info, runtime.current()
         self.window, self.agreed = Window(info.global_step), Agreed()
-        self.end_of_data = self._near_end_of_data()
+        self.end_of_data.start(info.batch_index)
         host.step = host.batch_index = info.batch_index
         bag = self.empty_bag()
         self.publisher.start(info.global_step)
         self.last_evaluated_step = self.evaluated_step()
         while (reason := self._stop_reason()) is None:
-            if self.evaluation_due(info.global_step):
+            # Also where a run goes on that was stopped here before it could evaluate.
+            if self.due.evaluate(info.global_step) and info.global_step != self.last_evaluated_step:
                 self._finish_steps(state, bag)
                 bag = self.empty_bag()
                 # Before a save at this step, whose meta tells of it: so it is not repeated, and the checkpoint has a score.
                 state = self._evaluate(state)
                 continue  # it may have ended training
-            if self.save_due(info.global_step) or self.agreed.saves > self.handled_saves:
+            save_due = info.global_step > self.resumed_step and self.due.save(info.global_step)
+            if save_due or self.agreed.saves > self.handled_saves:
                 # Before the data moves on: a checkpoint must not know of a batch that its state has not seen.
                 self._save(state)
             self.callbacks.tell_saved(info, self.saved)
@@ -136,7 +132,7 @@ class Loop:
                 state, bag, reduced, measured, shapes = self.train_step(state, bag, batch, flags)
             self.window.push(info.batch_index, reduced)
             info.global_step += 1
-            info.epoch = info.batch_index * self.loader.global_batch_size / (self.samples_per_epoch or math.inf)
+            info.epoch = self.due.epochs.at(info.batch_index)
             if not self.first_step_told:
                 jax.block_until_ready(reduced)  # the only wait for the newest step: recovery is measured to here
                 host.emit("first_step", step=info.global_step, resumed_step=self.resumed_step)
@@ -150,7 +146,7 @@ class Loop:
                 shapes = shapes if distributions.due(info.batch_index - 1, self.distributions) else None
                 self.publisher.cut(info.global_step, bag, self.seconds.take(), self.replaced.take(), shapes)
                 bag = self.empty_bag()
-            if self.preview_due(info.global_step):
+            if self.due.preview(info.global_step):
                 self._finish_steps(state, bag)
                 bag = self.empty_bag()
                 self._preview(state)
@@ -158,8 +154,7 @@ class Loop:
         return state, reason
 
     def _begin_epochs(self, state: TrainState) -> TrainState:
-        step = self.info.batch_index
-        for epoch in range(self._epoch_of(step - 1) + 1, self._epoch_of(step) + 1):
+        for epoch in self.due.epochs.begun_at(self.info.batch_index):
             self.callbacks.call(Callback.on_epoch_begin, self.info, epoch=epoch)
             state = self.hooks.on_epoch_begin(state, epoch)
         return state
@@ -173,63 +168,24 @@ class Loop:
             metrics = returned
         own = {"batch": batch, "loss": metrics.get("loss"), "grad_norm": metrics.get("grad_norm"), "loss_dict": metrics}
         self.callbacks.call(Callback.on_step_end, self.info, **own)
-        for epoch in range(self._epoch_of(step - 1), self._epoch_of(step)):
+        for epoch in self.due.epochs.ended_at(step):
             self.callbacks.call(Callback.on_epoch_end, self.info, epoch=epoch)
             state = self.hooks.on_epoch_end(state, epoch)
         return state
 
-    def _epoch_of(self, batch_index: int) -> int:
-        """The epoch in which a batch begins, counted from 0. Data of no known length is one epoch."""
-        if not self.samples_per_epoch:
-            return min(batch_index, 0)
-        return batch_index * self.loader.global_batch_size // self.samples_per_epoch
-
     def _stop_reason(self) -> StopReason | None:
         early = StopReason.EARLY_STOPPED if self.stop_early() else None
         reason = early or self.wishes.limits.reached(self.info)
-        if reason is None and self.end_of_data is not None and self.info.batch_index >= self.end_of_data:
+        if reason is None and self.end_of_data.reached(self.info.batch_index):
             return StopReason.END_OF_DATA
         # That one is told ahead, and comes when the last batch was trained on.
         return reason or (None if self.agreed.stop_reason is StopReason.END_OF_DATA else self.agreed.stop_reason)
 
-    def _near_end_of_data(self) -> int | None:
-        """Where the data ends, on whatever host it ends first, if that is too near for a wish to be heard of in time."""
-        if self.ends is None:
-            return None
-        step = self.info.batch_index
-        own = next((k for k in range(step, step + LOOK_AHEAD_STEPS) if self.ends(k)), None)
-        return min((end for end in agree.all_hosts("end of data", own) if end is not None), default=None)
-
     def _stop_wish(self) -> int:
-        batch_index, wish = self.info.batch_index, self.wishes.stop()
-        if self.ends is not None and self.ends(batch_index + LOOK_AHEAD_STEPS):
+        wish = self.wishes.stop()
+        if self.end_of_data.in_sight(self.info.batch_index):
             wish = max(wish, 1 + STOP_REASONS.index(StopReason.END_OF_DATA))
         return wish
-
-    def save_due(self, step: int) -> bool:
-        config = self.checkpoint
-        return step > self.resumed_step and self._due(step, config.save_steps, config.save_epochs, config.save_after_step)
-
-    def evaluation_due(self, step: int) -> bool:
-        """Also where a run goes on that was stopped at `step` before it could evaluate."""
-        config = self.evaluation
-        if step == self.last_evaluated_step:
-            return False
-        if step == 0:
-            return config.at_start
-        return self._due(step, config.every_steps, config.every_epochs, config.after_step)
-
-    def _due(self, step: int, every_steps: int | None, every_epochs: int | None, after_step: int) -> bool:
-        """Whether the last step made a number of steps, or of epochs, full."""
-        if step < after_step:
-            return False
-        if every_steps is not None and step % every_steps == 0:
-            return True
-        return every_epochs is not None and self._epoch_of(step) // every_epochs > self._epoch_of(step - 1) // every_epochs
-
-    def preview_due(self, step: int) -> bool:
-        every = self.previews.every_steps
-        return every is not None and step % every == 0
 
     def _flags(self) -> jax.Array:
         batch_index = self.info.batch_index
@@ -241,8 +197,7 @@ class Loop:
         with self.busy.waiting():
             self.agreed = self.window.complete_one()
         runtime.current().step = self.window.completed_step
-        if self.agreed.stop_reason is StopReason.END_OF_DATA and self.end_of_data is None:
-            self.end_of_data = self.agreed.batch_index + LOOK_AHEAD_STEPS
+        self.end_of_data.hear(self.agreed)
         verdict = self.agreed.verdict
         if verdict is Verdict.OUT_OF_STEP:
             raise DesyncError(self._who_is_out_of_step())

@@ -12,6 +12,7 @@ from trainers.anomalies import Verdict
 from trainers.bag import Kind, Layout
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
+from trainers.due import Due, Epochs
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
 from trainers.hooks import Hooks
 from trainers.lineage import Lineage
@@ -53,6 +54,10 @@ def reduced(stop=0, saves=0, verdict=Verdict.APPLIED, batch_index=0, newest=None
     return np.array([*values, *np.array([loss, expected], np.float32).view(np.int32)], np.int32)
 
 
+def due(evaluation=None, **checkpoint):
+    return Due(CheckpointConfig(**checkpoint), evaluation or EvaluationConfig(), PreviewConfig(), Epochs(10, 1))
+
+
 class World:
     """A loop around a step that only counts, and a record of all that happens, in order.
 
@@ -73,9 +78,7 @@ class World:
             publisher=Publisher(every_steps, Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
             flags=SimpleNamespace(array=lambda *flags: flags),
             wishes=wishes(limits) if wishes else Wishes(limits, None, clock=lambda: 0.0),
-            checkpoint=CheckpointConfig(save_steps=save_steps),
-            evaluation=EvaluationConfig(),
-            previews=PreviewConfig(),
+            due=due(save_steps=save_steps),
             anomalies=anomalies or AnomalyConfig(),
             distributions=DistributionConfig(every_steps=20),
             lineage=Lineage(skipped=set(skip)),
@@ -90,7 +93,6 @@ class World:
             hooks=Hooks(),
             seconds=Seconds(),
             info=self.info,
-            samples_per_epoch=10,
             resumed_step=0,
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.programs.tiny import Numbers, TableTask, numbers
-from tests.unit.test_loop import World
+from tests.unit.test_loop import World, due
 from tests.unit.training import FIXED, arguments, of, trainer
 from trainers import runtime
 from trainers.anomalies import Verdict
@@ -17,7 +17,7 @@ from trainers.arguments import TrainingArguments, from_dict
 from trainers.base import BaseTrainer
 from trainers.errors import UsageError
 from trainers.protocol import Loss
-from trainers.sections import AnomalyConfig, CheckpointConfig, EvaluationConfig, UnitConfig
+from trainers.sections import AnomalyConfig, EvaluationConfig, UnitConfig
 from trainers.stop_reason import StopReason
 from trainers.wishes import STOP_REASONS
 
@@ -111,7 +111,7 @@ def evaluated(evaluation, *, max_steps=30, start=0, known=None):
     world = World(max_steps=max_steps)
     world.info.global_step = world.loop.resumed_step = start
     steps = []
-    world.loop.evaluation = evaluation
+    world.loop.due = due(evaluation)
     world.loop.evaluated_step = lambda: known
     world.loop.evaluate = lambda state: steps.append(state) or state
     world.loop.run(start)
@@ -158,14 +158,14 @@ def test_a_run_that_goes_on_repeats_no_evaluation_and_leaves_none_out(start, kno
 )
 def test_saves_come_when_they_are_due(config, steps):
     world = World(max_steps=30)
-    world.loop.checkpoint = CheckpointConfig(**config)
+    world.loop.due = due(**config)
     world.loop.run(0)
     assert [step for kind, step in world.log if kind == "save"] == steps
 
 
 def test_an_evaluation_comes_before_the_save_at_its_step():
-    world = World(max_steps=9, save_steps=4)
-    world.loop.evaluation = EvaluationConfig(every_steps=4)
+    world = World(max_steps=9)
+    world.loop.due = due(EvaluationConfig(every_steps=4), save_steps=4)
     world.loop.evaluate = lambda state: world.log.append(("evaluate", state)) or state
     world.loop.run(0)
     assert [entry for entry in world.log if entry[0] in ("evaluate", "save")] == [
@@ -179,7 +179,7 @@ def test_an_evaluation_comes_before_the_save_at_its_step():
 def test_after_a_rollback_what_is_trained_again_is_evaluated_again():
     world = World(max_steps=12, anomalies=AnomalyConfig(non_finite="rollback"), verdicts={7: Verdict.NON_FINITE})
     steps = []
-    world.loop.evaluation = EvaluationConfig(every_steps=2)
+    world.loop.due = due(EvaluationConfig(every_steps=2))
     world.loop.evaluate = lambda state: steps.append(state) or state
     world.loop.go_back = lambda decision: (5, 5)
     world.loop.evaluated_step = lambda: 4 if steps else None  # what the checkpoint of step 5 knows of
@@ -191,7 +191,7 @@ def test_a_stop_does_not_wait_for_an_evaluation():
     """Time is short then; the next process makes it good."""
     world = World(max_steps=30)
     steps = []
-    world.loop.evaluation = EvaluationConfig(every_steps=1, after_step=8)
+    world.loop.due = due(EvaluationConfig(every_steps=1, after_step=8))
     world.loop.evaluate = lambda state: steps.append(state) or state
     wanted = 1 + STOP_REASONS.index(StopReason.PREEMPTED)
     world.loop.wishes.stop = lambda: wanted if world.dispatched == 5 else 0
