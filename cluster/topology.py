@@ -242,6 +242,11 @@ def slice_bundle_labels(config: HostsConfig, slice_names: Sequence[str | None]) 
     ]
 
 
+CPU_THREADS_PER_DEVICE = 4
+"""XLA's own number is that of the machine's cores. Devices of one process wait for each other in its threads, in several
+collectives at a time: where there are fewer cores than that, all threads may come to wait for one that never gets its turn."""
+
+
 def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str]:
     """Environment of the training process of `host`."""
     own = {
@@ -252,7 +257,10 @@ def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str
     }
     flags = config.env.get("XLA_FLAGS", "")
     if config.kind == "cpu":
-        flags = f"{flags} --xla_force_host_platform_device_count={devices_per_host(config)}".strip()
+        devices = devices_per_host(config)
+        flags = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+        if devices > 1:
+            own["NPROC"] = str(CPU_THREADS_PER_DEVICE * devices)
     return {**own, **config.env, **({"XLA_FLAGS": flags} if flags else {})}
 
 

@@ -90,7 +90,6 @@ def make_train_step(
     float16 also changes the scale of the loss.
     Of frozen parameters (`param_groups`) there are no gradients; `optimizer` is one that `groups.freezing` gives.
     """
-    max_grad_norm = arguments.optimizer.max_grad_norm
 
     def train_step(state: TrainState, bag: Bag, batch: Batch, flags: jax.Array) -> StepOutput:
         sums = accumulate(loss_function, layout, on_micro_step, state, batch, param_groups)
@@ -102,10 +101,8 @@ def make_train_step(
         norms = parameter_norms(gradients) if arguments.metrics.per_parameter_grad_norm else {}
         whole = groups.with_zeros(gradients, state.params)
         shapes = distributions.measure(state.params, whole, state.batch_index, arguments.distributions)
-        if max_grad_norm is not None:
-            scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-6))
-            gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
+        clipped = clip(gradients, norm, arguments.optimizer.max_grad_norm)
+        updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
         finite, overflowed = jnp.isfinite(mean_loss), overflow(state.scaler, norm, arguments.loss_scale)
         if overflowed is None:
             finite &= jnp.isfinite(norm)
@@ -115,18 +112,18 @@ def make_train_step(
         totals = count_samples(state.totals, state.batch_index, batch, sums.num_tokens, arguments.micro_batch_size)
         loss_stats = update_stats(state.loss_stats, mean_loss, arguments.anomalies.spike_decay)
         own = {
-            "grad_norm": (norm, 1.0),
-            "learning_rate": (schedule(state.step), 1.0),
-            "skipped_batches": (0.0, 1.0),
-            "mean_loss": (loss_stats["mean"], 1.0),
-            "tokens": (sums.num_tokens, 1.0),
-            "samples": (jnp.sum(batch["weight"] > 0), 1.0),
-            "total_tokens": count(totals["tokens"]),
-            "total_samples": count(totals["samples"]),
+            "grad_norm": norm,
+            "learning_rate": schedule(state.step),
+            "skipped_batches": 0.0,
+            "mean_loss": loss_stats["mean"],
+            "tokens": sums.num_tokens,
+            "samples": jnp.sum(batch["weight"] > 0),
+            **norms,
         }
-        own |= {name: (value, 1.0) for name, value in norms.items()}
+        totalled = {f"total_{name}": count(totals[name]) for name in ("tokens", "samples")}
         scale_used = {"loss_scale": (state.scaler["scale"], 1.0)} if scaler else {}
-        measured, new_sums = add_sums(state.sums, layout, sums.bag + layout.pairs({**own, **scale_used}))
+        pairs = layout.pairs({name: (value, 1.0) for name, value in own.items()} | totalled | scale_used)
+        measured, new_sums = add_sums(state.sums, layout, sums.bag + pairs)
         measured = jnp.where(applied, measured, layout.pairs({"skipped_batches": (1.0, 1.0), **scale_used}))
         new_state = TrainState(
             step=state.step + 1,
@@ -222,6 +219,14 @@ def _scan_sums(function: Callable, add: Callable, batch: Batch) -> Any:
 
 def loss_pairs(layout: Layout, loss: Loss) -> Bag:
     return layout.pairs({"loss": (loss.loss_sum, loss.num_targets), **loss.parts})
+
+
+def clip(gradients: Any, norm: jax.Array, max_norm: float | None) -> Any:
+    """Scaled down to a global norm of `max_norm`, if theirs is greater."""
+    if max_norm is None:
+        return gradients
+    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-6))
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
 
 
 def keep_unless(apply: jax.Array, new: Any, old: Any) -> Any:

@@ -11,7 +11,7 @@ from cluster.topology import HostsConfig
 from tests.ray.jobs import run_job, settings
 
 SLICE = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}
-AS_IF_FOUR_CHIPS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+AS_IF_FOUR_CHIPS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NPROC": "16"}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -175,6 +175,9 @@ def test_environment_of_a_cpu_process():
     assert env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
     assert env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] == "-1"
     assert env["NAME"] == "value"
+    assert env["NPROC"] == "16"  # threads for four devices that wait for each other, on however few cores
+    assert "NPROC" not in process_env(HostsConfig(count=2), 0, "cache")
+    assert process_env(HostsConfig(devices_per_host=4, env={"NPROC": "5"}), 0, "cache")["NPROC"] == "5"
 
 
 def test_environment_of_accelerators():
