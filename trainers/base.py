@@ -108,6 +108,7 @@ class BaseTrainer(Builder):
         host.phase("restore")
         self.lineage = known_lineage(self._run_folder, host.skip_batches)
         self._resume = self._build_resume()
+        self._load_ahead()
         state = self._starting_state(model_parameters, state)
         host.phase("compile")
         self._compile(state)
@@ -156,10 +157,18 @@ class BaseTrainer(Builder):
         self._last_evaluation = LastEvaluation(**meta["evaluation"]) if meta.get("evaluation") else None
         self._score.go_back(meta.get("scores"))
 
+    def _load_ahead(self) -> None:
+        """Kept programs are loaded while the state is restored; those first that this needs."""
+        self.functions.checkpoint_manager.load_ahead(self._resume.abstract)
+        self.functions.train_step_fn.load_ahead(*self._step_arguments(self._resume.abstract))
+
     def _compile(self, state: TrainState) -> None:
         """Compiles (or loads) the train step and what saving needs, so that no step has to wait for it."""
         self.functions.checkpoint_manager.prepare(state)
-        self.functions.train_step_fn.prepare(state, self._empty_bag(), self._step_batch_shapes(), self._no_wishes())
+        self.functions.train_step_fn.prepare(*self._step_arguments(state))
+
+    def _step_arguments(self, state: TrainState) -> tuple[Any, ...]:
+        return state, self._empty_bag(), self._step_batch_shapes(), self._no_wishes()
 
     def _step_batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (self.arguments.accumulation_steps, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size))

@@ -172,6 +172,10 @@ class CheckpointManager:
         """uint32[num_leaves, 2], on the device, the same on all hosts. All hosts must call this."""
         return self._fingerprints(state)
 
+    def load_ahead(self, state: TrainState) -> None:
+        """Begins to load what restoring and saving need. `state` may be shapes with shardings."""
+        self._fingerprints.load_ahead(state)
+
     def prepare(self, state: TrainState) -> None:
         """Compiles what saving needs, if restoring has not done it. `state` may be shapes with shardings."""
         if self._fingerprints.compiled is None:

@@ -13,6 +13,7 @@ import os
 import pickle
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,31 @@ class ProgramStore:
     def __init__(self, folder: Path | None, origin: Any, note: Callable[[str], None]):
         self.folder, self.note = folder, note
         self._origin = json.dumps(origin, sort_keys=True, default=str)
+        self._loader = ThreadPoolExecutor(1, "programs")
+        self._loading: dict[Path, Future[jax.stages.Compiled | None]] = {}
+
+    def load_ahead(self, name: str, args: Sequence[Any]) -> None:
+        """Begins to load what `get` will be asked for, if it was kept: beside other work, such as the restoring of a state."""
+        if self.folder is None:
+            return
+        path = self._target(self._known(name, args))
+        if path is not None and path.exists():
+            self._loading[path] = self._loader.submit(self._load, path)
 
     def get(self, name: str, jitted: Any, args: Sequence[Any]) -> jax.stages.Compiled:
         """The program `jitted` compiled for `args` (arrays, or shapes with shardings)."""
         if self.folder is None:
             return jitted.lower(*args).compile()
-        known = self.folder / f"{name}-{_digest(self._origin, _signature(args))}.json"
-        return self._load(self._target(known)) or self._compile(name, known, jitted.lower(*args))
+        known = self._known(name, args)
+        path = self._target(known)
+        loading = None if path is None else self._loading.pop(path, None)
+        compiled = self._load(path) if loading is None else loading.result()
+        return compiled or self._compile(name, known, jitted.lower(*args))
+
+    def _known(self, name: str, args: Sequence[Any]) -> Path:
+        """Says which executable it is."""
+        assert self.folder is not None
+        return self.folder / f"{name}-{_digest(self._origin, _signature(args))}.json"
 
     def _target(self, known: Path) -> Path | None:
         """The executable that was made from the same before."""
@@ -145,6 +164,10 @@ class Program:
         self.name, self.jitted, self.store, self.note = name, jitted, store, note
         self.compiled: jax.stages.Compiled | None = None
         self.shapes: dict[str, str] = {}
+
+    def load_ahead(self, *args: Any) -> None:
+        """Optional, before `prepare`: a kept executable is loaded in the background."""
+        self.store.load_ahead(self.name, args)
 
     def prepare(self, *args: Any) -> None:
         self.compiled = self.store.get(self.name, self.jitted, args)

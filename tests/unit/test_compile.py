@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -101,3 +103,26 @@ def test_a_step_that_compiles_again_after_the_second_is_noted_with_what_changed(
         assert "['tokens']: int32[1, 16, 9]" in told[0]
         assert "-> int32[1, 16, 7]" in told[0]
         assert sorted(losses(events)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_was_kept_is_loaded_beside_other_work_once(made, monkeypatch):
+    made()[0](jnp.ones(3))
+    program, traces, notes = made()
+    loads = []
+    load = program.store._load
+    monkeypatch.setattr(program.store, "_load", lambda path: loads.append(threading.current_thread().name) or load(path))
+    program.load_ahead(jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.ones(3).sharding))
+    assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert [name.rpartition("_")[0] for name in loads] == ["programs"]
+    assert (traces, notes) == ([], [])
+
+
+def test_a_damaged_one_that_is_loaded_ahead_is_compiled_again(made, tmp_path):
+    made()[0](jnp.ones(3))
+    (path,) = tmp_path.glob("*.xla")
+    path.write_bytes(b"nonsense")
+    program, traces, notes = made()
+    program.load_ahead(jnp.ones(3))
+    assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert len(traces) == 1
+    assert "could not be loaded" in notes[0]
