@@ -118,6 +118,16 @@ class Run:
             raise RunError(f"{self.run_dir.name} left no summary; it printed:\n{self.console()[-4000:]}")
         return summary
 
+    def ended_at_s(self) -> float:
+        """When it wrote its summary; 0 if it has not."""
+        return modified_s(self.run_dir / SUMMARY)
+
+    def ship_the_rest(self) -> None:
+        """What the end of a run tells its user to do, if the tracking server was down then."""
+        command = [sys.executable, "-m", "orchestrator.tracking", str(self.run_dir)]
+        with self.output.open("a") as log:
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=self._env, timeout=PATIENCE_S, check=False)
+
     def console(self) -> str:
         return self.output.read_text(errors="replace")
 

@@ -15,6 +15,7 @@ from cluster.gang import AdoptError, GangTimeout, StaleDriver, adopt, clear, res
 from cluster.leftovers import is_group_of, removal_order
 from cluster.topology import HostsConfig
 from tests.programs.processes import is_gone, wait_until
+from tests.ray.machines import everything_is_free
 
 CPUS = 4
 MODULE = "tests.programs.echo_worker"
@@ -28,32 +29,13 @@ def local_ray():
 
 
 @pytest.fixture
-def take(tmp_path):
-    gangs = []
-
+def take(tmp_path, taken):
     def take(name="run", timeout_s=60, lease_s=120, **hosts):
-        gangs.append(
-            reserve(
-                HostsConfig(**hosts),
-                name,
-                log_dir=str(tmp_path / "logs"),
-                cache_dir=str(tmp_path / "cache"),
-                module=MODULE,
-                lease_s=lease_s,
-                timeout_s=timeout_s,
-            )
-        )
-        return gangs[-1]
+        folders = {"log_dir": str(tmp_path / "logs"), "cache_dir": str(tmp_path / "cache")}
+        taken.append(reserve(HostsConfig(**hosts), name, **folders, module=MODULE, lease_s=lease_s, timeout_s=timeout_s))
+        return taken[-1]
 
-    yield take
-    for gang in gangs:
-        gang.release()
-    assert wait_until(everything_is_free)
-
-
-def everything_is_free():
-    free = ray.available_resources()
-    return free.get("CPU") == CPUS and not groups.living() and not any("bundle_group" in name for name in free)
+    return take
 
 
 def call(gang, method, *arguments):

@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.core.generated import autoscaler_pb2
 
-from cluster import fake, groups
+from cluster import fake
 from cluster.gang import living_nodes, reserve
 from cluster.notices import draining_nodes
 from cluster.topology import HostsConfig
@@ -23,21 +23,12 @@ def cluster():
 
 
 @pytest.fixture
-def take(cluster, tmp_path):
-    gangs = []
-
+def take(cluster, tmp_path, taken):
     def take(**hosts):
-        gangs.append(reserve(HostsConfig(**hosts), "run", log_dir=str(tmp_path), module=MODULE, timeout_s=60))
-        return gangs[-1]
+        taken.append(reserve(HostsConfig(**hosts), "run", log_dir=str(tmp_path), module=MODULE, timeout_s=60))
+        return taken[-1]
 
-    yield take
-    for gang in gangs:
-        gang.release()
-    assert wait_until(everything_is_free)
-
-
-def everything_is_free():
-    return not groups.living() and all(node.free.get("CPU") == node.total.get("CPU") for node in living_nodes())
+    return take
 
 
 def add_node(cluster, num_cpus=1):

@@ -8,6 +8,7 @@ from cluster import fake, groups
 from cluster.gang import GangTimeout, adopt, clear, living_nodes, reserve
 from cluster.topology import HostsConfig, chips_per_host, num_hosts, pod_type
 from tests.programs.processes import wait_until
+from tests.ray.machines import everything_is_free
 
 MODULE = "tests.programs.echo_worker"
 LABELS = ("ray.io/tpu-slice-name", "ray.io/tpu-worker-id")
@@ -26,21 +27,12 @@ def cluster():
 
 
 @pytest.fixture
-def take(cluster, tmp_path):
-    gangs = []
-
+def take(cluster, tmp_path, taken):
     def take(config, name="run", timeout_s=60, **options):
-        gangs.append(reserve(config, name, log_dir=str(tmp_path), module=MODULE, timeout_s=timeout_s, **options))
-        return gangs[-1]
+        taken.append(reserve(config, name, log_dir=str(tmp_path), module=MODULE, timeout_s=timeout_s, **options))
+        return taken[-1]
 
-    yield take
-    for gang in gangs:
-        gang.release()
-    assert wait_until(everything_is_free)
-
-
-def everything_is_free():
-    return not groups.living() and all(node.free.get("TPU") == node.total.get("TPU") for node in living_nodes())
+    return take
 
 
 def workers(gang):
