@@ -216,12 +216,14 @@ def test_a_wish_is_one_more_than_any_host_had():
 
 
 def test_minutes_and_limits_are_wishes_by_this_hosts_clock():
-    now = [0.0]
-    wishes = Wishes(Limits(None, None, deadline_s=100.0), save_minutes=1.0, clock=lambda: now[0])
+    now = [1000.0]
+    wishes = Wishes(Limits(None, None, deadline_s=1130.0), save_minutes=1.0, clock=lambda: now[0])
     assert (wishes.stop(), wishes.wished_saves(Agreed())) == (0, 0)
-    now[0] = 61.0
+    now[0] = 1061.0
     assert wishes.wished_saves(Agreed()) == 1
-    now[0] = 100.0
+    now[0] = 1120.0
+    assert (wishes.stop(), wishes.wished_saves(Agreed())) == (0, 1)  # counted from the last wish
+    now[0] = 1130.0
     assert STOP_REASONS[wishes.stop() - 1] is StopReason.TIME_LIMIT
 
 

@@ -15,6 +15,7 @@ from trainers import memory
 from trainers import mesh as meshes
 from trainers.compile import Program
 from trainers.errors import OutOfMemoryError, kind_of
+from trainers.memory import out_of_memory
 from trainers.sections import MeshConfig
 from trainers.worker import exception_event
 
@@ -132,3 +133,10 @@ def test_bytes_on_a_device_are_those_of_its_shard():
     place = meshes.parameter_sharding(mesh, ("embed", None), (16, 3))
     assert memory.bytes_on_a_device(jax.ShapeDtypeStruct((16, 3), jnp.float32, sharding=place)) == 4 * 3 * 4
     assert [memory.shown(n) for n in (12, 3 << 10, 5 << 20, 7 << 29)] == ["12 B", "3.00 KiB", "5.00 MiB", "3.50 GiB"]
+
+
+@pytest.mark.parametrize(
+    ("error", "full"), [(FULL, True), (RuntimeError(str(FULL)), False), (ValueError("out of memory"), False)]
+)
+def test_only_the_runtimes_own_error_is_a_full_device(error, full):
+    assert out_of_memory(error) is full

@@ -14,6 +14,7 @@ from tests.unit.training import trainer
 from trainers.errors import UsageError
 from trainers.optimizers import NAMES, SCHEDULE_FREE, build_optimizer, matrices, parameters_to_evaluate
 from trainers.sections import OptimizerConfig, ScheduleConfig
+from trainers.step import clip
 
 RATE = 0.1
 B1, B2 = 0.8, 0.9
@@ -354,3 +355,13 @@ def test_an_unknown_name_is_an_error_with_a_suggestion():
 
 def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_gradients_are_scaled_down_to_the_greatest_norm_and_never_up():
+    gradients = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+    norm = optax.tree.norm(gradients)
+    for max_norm in (None, 5.0, 7.0):
+        assert jax.tree.map(np.asarray, clip(gradients, norm, max_norm))["a"].tolist() == [3.0, 0.0]
+    clipped = clip(gradients, norm, 0.5)
+    np.testing.assert_allclose(clipped["a"], [0.3, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(clipped["b"], [0.4], rtol=1e-6)
