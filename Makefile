@@ -40,7 +40,7 @@ quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=...
 	@$(IN_VENV) -m orchestrator.run $(CONFIG) $(ARGS)
 
 test: env  ## Run all tests, the unit tests first (ARGS="-k name ...")
-	@$(IN_VENV) -m pytest tests/unit tests $(ARGS)
+	@$(IN_VENV) -m pytest tests/unit tests/multihost tests/ray tests/faults $(ARGS)
 
 lint: env  ## Check style, format and types
 	@$(IN_VENV) -m ruff check .

@@ -67,7 +67,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--spread-s", type=float, default=1.0, help="faults strike up to so long after the run is ready for them")
     parser.add_argument("--full-speed", action="store_true", help="do not slow the steps down while faults are to come")
     parser.add_argument("--json", help="where to write the score (default: chaos.json in the folder NAME-chaos of the storage)")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     arguments.kinds = [*KINDS] if arguments.faults == "all" else arguments.faults.split(",")
     if unknown := sorted(set(arguments.kinds) - set(KINDS)):
         parser.error(f"--faults {', '.join(unknown)}: expected some of {', '.join(KINDS)}")

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     parser.add_argument("--verify", action="store_true", help="compare the digest of every file: reads everything")
     parser.add_argument("--json", action="store_true", help="for programs")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         folder = checkpoints_of(arguments.run, arguments.overrides)
     except (ConfigError, NoRunError) as error:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help=f"how many to record (default: {STEPS})")
     parser.add_argument("--hosts", type=int, nargs="+", default=[0], metavar="HOST", help="which hosts, from 0 (default: 0)")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: expected at least 1")
     try:

@@ -56,7 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("config", help="a YAML file, such as configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-3 hosts.count=4")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, take no machine")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def launch(config: JobConfig) -> int:

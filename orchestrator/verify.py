@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=40, help="how many steps each run takes (default: 40)")
     parser.add_argument("--tolerance", type=float, default=0.02, help="of the loss on fewer hosts, relative (default: 0.02)")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.steps < 8:
         parser.error(f"--steps {arguments.steps}: expected at least 8")
     return arguments

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from orchestrator import chaos, chaos_faults
+from orchestrator import chaos, chaos_faults, run, verify
 from orchestrator.chaos_faults import KINDS, overrides_for, schedule
 from orchestrator.chaos_score import Disturbed, match, score, unfinished_files, what_is_wrong
 from orchestrator.chaos_strikes import Fault, Scene, Strike, flipped, pick_file
@@ -145,6 +145,13 @@ def test_hosts_are_a_number_or_a_range():
 )
 def test_only_a_run_that_changed_its_course_needs_a_replay(lineage, skipped, plain):
     assert chaos.is_plain({"lineage": lineage, "skipped_batches": skipped}, hosts=2) == plain
+
+
+@pytest.mark.parametrize("parse", [chaos.parse, run.parse, verify.parse])
+def test_options_may_stand_between_overrides(parse):
+    option = {chaos.parse: ["--seed", "3"], run.parse: ["--dry-run"], verify.parse: ["--steps", "9"]}[parse]
+    given = parse(["x.yaml", "name=a", *option, "storage=b"])
+    assert (given.config, given.overrides) == ("x.yaml", ["name=a", "storage=b"])
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones(capsys):
