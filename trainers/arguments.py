@@ -107,6 +107,11 @@ class TrainingArguments(Section):
             yield "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit"
         if self.pruning.pattern is not None and self.optimizer.name == "schedule_free_adamw":
             yield f"pruning.pattern = {self.pruning.pattern!r}: expected null, for schedule_free_adamw averages zeros away"
+        if self.checkpoint.keep_model_only != "none" and self.optimizer.name == "schedule_free_adamw":
+            yield (
+                f"checkpoint.keep_model_only = {self.checkpoint.keep_model_only!r}: expected 'none', for the averages that "
+                "schedule_free_adamw evaluates are in its state"
+            )
         if self.dtype == "float16" and self.param_dtype != "float32":
             yield f"param_dtype = {self.param_dtype!r}: expected 'float32' with dtype float16, or updates are lost"
         if self.time_limit is not None:

@@ -26,6 +26,8 @@ from trainers.errors import CheckpointError, UsageError
 from trainers.model_only import PART
 from trainers.sections import ModelConfig
 
+OPTIMIZER = "opt_state"
+"""Of the state, as PART is."""
 MAX_FILE_BYTES = 5 << 30
 """Of one file in the Hugging Face form: a larger model is several, with an index."""
 
@@ -107,8 +109,10 @@ FORMATS: dict[str, Callable[[Path, str], None]] = {"safetensors": to_safetensors
 
 
 def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(parameters as NumPy arrays, meta). Every byte is checked first. Raises CheckpointError that names the damage."""
+    """(the parameters to evaluate, as NumPy arrays; meta). Every byte is checked first. Raises CheckpointError that names
+    the damage."""
     from trainers.arrays import ArrayFiles
+    from trainers.optimizers import SCHEDULE_FREE, parameters_to_evaluate_in_files
 
     try:
         content = manifest.read(checkpoint)
@@ -117,7 +121,11 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         meta = manifest.read_meta(checkpoint)
     except manifest.DamagedError as error:
         raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
-    return ArrayFiles().read_part(checkpoint / manifest.STATE_FOLDER, PART)[PART], meta
+    arrays, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
+    params = arrays.read_part(folder, PART)[PART]
+    if meta["arguments"]["optimizer"]["name"] == SCHEDULE_FREE:
+        params = parameters_to_evaluate_in_files(arrays.read_part(folder, OPTIMIZER)[OPTIMIZER], params)
+    return params, meta
 
 
 def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:

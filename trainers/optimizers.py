@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -82,6 +82,16 @@ def parameters_to_evaluate(opt_state: Any, params: Any) -> Any:
     for state in jax.tree.leaves(opt_state, is_leaf=_is_schedule_free):
         if _is_schedule_free(state):
             params = _averages(state, params)
+    return params
+
+
+def parameters_to_evaluate_in_files(opt_state: Any, params: Any) -> Any:
+    """The same of a state as it lies in files, where all is dicts and lists."""
+    if isinstance(opt_state, Mapping) and opt_state.keys() >= set(contrib.ScheduleFreeState._fields):
+        return _averages(contrib.ScheduleFreeState(**opt_state), params)
+    below = opt_state.values() if isinstance(opt_state, Mapping) else opt_state if isinstance(opt_state, list) else ()
+    for node in below:
+        params = parameters_to_evaluate_in_files(node, params)
     return params
 
 

@@ -52,6 +52,20 @@ def test_one_file_has_all_of_a_sharded_model_and_can_be_trained_on(trained, tmp_
     assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
 
 
+@pytest.mark.parametrize("groups", [[], [{"pattern": "out", "learning_rate": 0.1}]])
+def test_of_a_schedule_free_run_the_averages_are_exported(tmp_path, groups):
+    optimizer = {"name": "schedule_free_adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}, "groups": groups}
+    made = trainer(tmp_path, max_num_steps=4, optimizer=optimizer)
+    state = made.train()
+    to_safetensors(made.output.checkpoint_path, tmp_path / "model.safetensors")
+    exported, evaluated = from_safetensors(tmp_path / "model.safetensors"), made.parameters_to_evaluate(state)
+    for name in ("embed", "out"):
+        np.testing.assert_allclose(exported[name], evaluated[name], rtol=1e-5)
+        assert not np.allclose(exported[name], state.params[name], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"keep_model_only = 'every': expected 'none', for the averages"):
+        trainer(tmp_path, optimizer=optimizer, checkpoint={"keep_every_steps": 2, "keep_model_only": "every"})
+
+
 def hugging_face_logits(folder, tokens):
     """LlamaForCausalLM as its documentation has it, in NumPy: y = x W^T, rotate_half, repeat_kv."""
     config = json.loads((folder / "config.json").read_text())
