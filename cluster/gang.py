@@ -206,8 +206,9 @@ class Gang:
         groups.wait_until(lambda: len(self.refresh()) >= count, timeout_s)
         return [seat for seat in self.seats if seat.available]
 
-    def lose(self, seat: Seat, avoid_nodes: Sequence[str] = ()) -> None:
-        """Ends the agent of a seat, whatever is left of it, and asks for a new one; until that answers, the seat is pending.
+    def lose(self, seat: Seat, avoid_nodes: Sequence[str] = (), *, fill: bool = True) -> None:
+        """Ends the agent of a seat, whatever is left of it, and asks for a new one (without `fill`: `fill_vacant` will); until
+        that answers, the seat is pending.
 
         It sits in the same place; if that is on one of the machines to avoid, or its machine is gone, in a group of its own that
         avoids them. Called without machines to avoid, it brings a seat that has found no other machine back to where it was. A
@@ -219,7 +220,15 @@ class Gang:
         elsewhere = node_id in avoid_nodes or (node_id is None and (avoid_nodes or self._places.vacant))
         if elsewhere and self.config.kind != "tpu":
             seat.place = self._places.exchange(seat.place, seat.number, avoid_nodes)
-        self._fill(seat)
+        seat.vacant = True
+        if fill:
+            self.fill_vacant()
+
+    def fill_vacant(self) -> None:
+        """Asks for an agent on every seat that has been left without one."""
+        for seat in self.seats:
+            if seat.vacant:
+                self._fill(seat)
 
     def release(self) -> None:
         """Ends all agents, and with them their processes, and gives the machines back; not if a newer driver leads them."""
@@ -280,6 +289,7 @@ class Gang:
 
     def _fill(self, seat: Seat) -> None:
         seat.name, seat.agent = self._maker.create(seat.place, seat.number)
+        seat.vacant = False
         seat.probe, seat.next_probe_s = self.ask(seat, "describe"), time.monotonic() + PROBE_INTERVAL_S
         if self._preparation is not None:
             self.ask(seat, "prepare", self._preparation)
@@ -293,6 +303,8 @@ class Gang:
             seat.description, seat.probe = description, None
 
     def _probe(self, seat: Seat) -> None:
+        if seat.vacant:
+            return
         now_s = time.monotonic()
         if seat.probe is None and now_s >= seat.next_probe_s:
             seat.probe, seat.next_probe_s = self.ask(seat, "describe"), now_s + PROBE_INTERVAL_S

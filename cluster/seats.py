@@ -36,6 +36,8 @@ class Seat:
     next_probe_s: float = 0.0
     lost: bool = False
     """Whether the gang's owner has given its agent up: the one that is to come is nobody's member yet."""
+    vacant: bool = False
+    """Whether no agent was asked for since the last one was given up."""
 
     @property
     def available(self) -> bool:

@@ -78,7 +78,8 @@ class Roster:
         nodes = {seat.node_id for seat in gone if seat.number in self.leaving} | set(avoid.nodes)
         told = [f"host {before.index(seat)}: {self.leaving[seat.number]}" for seat in gone if seat.number in self.leaving]
         for seat in gone:
-            self.gang.lose(seat, avoid_nodes=[node for node in nodes if node])
+            # Not filled yet: the start of an agent would take from the machine what those who go on need now.
+            self.gang.lose(seat, avoid_nodes=[node for node in nodes if node], fill=False)
             self.leaving.pop(seat.number, None)
         members = self._choose([seat.number for seat in before], set(avoid.seats), wanted, waiting)
         by_number = {seat.number: seat for seat in self.gang.seats}
@@ -92,6 +93,7 @@ class Roster:
         deadline_s = time.monotonic() + timeout_s
         available = self.gang.refresh()
         while (members := self._members(present, available, avoid, allowed)) is None:
+            self.gang.fill_vacant()
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 why = explain_missing(self.config.hosts, living_nodes(), ())

@@ -74,6 +74,8 @@ class Stops:
         roster, now_s = self.roster, self.clock()
         if now_s - self._looked_around_s >= LOOK_AROUND_EVERY_S:
             self._looked_around_s = now_s
+            if generation.training:
+                roster.gang.fill_vacant()
             roster.gang.refresh()
             nodes = draining_nodes()
             for host in roster.hosts_on(nodes):

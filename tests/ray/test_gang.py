@@ -153,10 +153,14 @@ def test_a_spare_takes_over_warm_with_the_caches_of_its_new_place(take, tmp_path
     lost = gang.members[0]
     kill_agent(lost)
     gang.set_members([spare, gang.members[1]])
-    gang.lose(lost)
+    gang.lose(lost, fill=False)
+    former = lost.agent
     assert gang.agents[0] == spare.agent
     assert ray.get(gang.call(0, "go", {"generation": 1}))["pid"] == standby
     assert gang.orders(0)["cache_dir"] == str(tmp_path / "cache/host-0000")
+    assert lost not in gang.refresh()
+    assert lost.agent is former  # those who go on have the machine for themselves
+    gang.fill_vacant()
     assert lost in gang.wait_available(3, 60)  # the next spare
     with pytest.raises(ValueError, match=r"a seat comes twice among \[0, 0\]"):
         gang.set_members([lost, lost])

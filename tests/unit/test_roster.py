@@ -19,7 +19,7 @@ def roster(present, available, most=4):
         members=[seats[number] for number in present],
         seats=list(seats.values()),
         refresh=lambda: list(there),
-        lose=lambda seat, avoid_nodes: there.remove(seat),
+        lose=lambda seat, avoid_nodes, fill: there.remove(seat),
         set_members=lambda members: setattr(gang, "members", members),
     )
     hosts = HostsConfig(min=2, max=most, start_timeout_s=0.1)
