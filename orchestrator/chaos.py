@@ -145,6 +145,8 @@ def disturb(
         if scene.mlflow and (ended := scene.mlflow.why_it_ended()):
             trouble = trouble or ended
         summary = unfinished(run) if trouble else run.summary()
+        if scene.cluster and summary["status"] != "finished":
+            scene.cluster.keep_logs(folder / "ray")
         return Disturbed(strikes, summary, left, not_shipped, trouble)
 
 

@@ -124,6 +124,12 @@ class Cluster:
             return [f"the cluster could not be asked: {done.stderr.strip()[-500:]}"]
         return json.loads(done.stdout.splitlines()[-1])
 
+    def keep_logs(self, folder: Path) -> None:
+        """What Ray's own processes have printed, by node: gone otherwise, with the cluster."""
+        for logs in self.folder.glob("*/session_*/logs"):
+            if not logs.parent.is_symlink():
+                shutil.copytree(logs, folder / logs.parts[-3] / logs.parts[-2], dirs_exist_ok=True)
+
     def close(self) -> None:
         for node in reversed(self.nodes):
             node.kill()

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from orchestrator import chaos, chaos_faults, run, verify
+from orchestrator.chaos_cluster import Cluster
 from orchestrator.chaos_faults import KINDS, overrides_for, schedule
 from orchestrator.chaos_score import Disturbed, match, score, unfinished_files, what_is_wrong
 from orchestrator.chaos_strikes import Fault, Scene, Strike, flipped, pick_file
@@ -193,3 +194,13 @@ def test_a_fault_that_was_dealt_to_a_host_that_is_no_more_strikes_one_that_is(mo
     monkeypatch.setitem(chaos_faults.KINDS, "process", chaos_faults.Kind(lambda scene, fault: struck.append(fault.host) or {}))
     made = chaos_faults.strike(Scene(Shrunk()), Fault("process", 3, 0.0, 0))
     assert (struck, made.host) == ([0], 0)
+
+
+def test_rays_logs_are_kept_by_node(tmp_path):
+    for node in ("0", "1"):
+        (tmp_path / "cluster" / node / "session_1" / "logs").mkdir(parents=True)
+        (tmp_path / "cluster" / node / "session_1" / "logs" / "raylet.out").write_text(node)
+        (tmp_path / "cluster" / node / "session_latest").symlink_to(tmp_path / "cluster" / node / "session_1")
+    Cluster(tmp_path / "cluster", None).keep_logs(tmp_path / "kept")
+    kept = {path.relative_to(tmp_path / "kept").as_posix(): path.read_text() for path in (tmp_path / "kept").rglob("*.out")}
+    assert kept == {"0/session_1/raylet.out": "0", "1/session_1/raylet.out": "1"}
