@@ -5,5 +5,6 @@ from cluster.gang import living_nodes
 
 
 def everything_is_free():
-    kinds = ("CPU", "TPU")
-    return not groups.living() and all(node.free.get(kind) == node.total.get(kind) for node in living_nodes() for kind in kinds)
+    nodes = living_nodes()
+    whole = all(node.free.get(kind) == node.total.get(kind) for node in nodes for kind in ("CPU", "TPU"))
+    return whole and not groups.living() and not any("bundle_group" in name for node in nodes for name in node.free)

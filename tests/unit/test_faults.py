@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 
 from orchestrator import chaos_run
-from tests.programs.tiny import numbers
+from tests.unit import training
 from trainers import agree, faults, runtime
-from trainers.arguments import TrainingArguments, from_dict
 from trainers.arrays import ArrayFiles
-from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, RunInfo
 from trainers.stop_reason import StopReason
 
@@ -41,18 +39,7 @@ def order(folder, kind, host=0, **settings):
 
 
 def trainer(tmp_path, *callbacks, **changes):
-    base = {
-        "name": "run",
-        "storage": str(tmp_path),
-        "task": "tests.programs.tiny:TableTask",
-        "global_batch_size": 16,
-        "max_num_steps": 6,
-        "publish_every_steps": 1,
-        "data": {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers"},
-        "optimizer": {"name": "adamw", "learning_rate": 0.01},
-    }
-    made = from_dict(TrainingArguments, {**base, **changes})
-    return BaseTrainer(made, *numbers(made), callbacks=callbacks)
+    return training.trainer(tmp_path, *callbacks, **{"max_num_steps": 6, "checkpoint": {}, **changes})
 
 
 def step(injector, batch_index=5, batch=None):
