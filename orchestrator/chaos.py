@@ -136,11 +136,11 @@ def disturb(
         if scene.cluster:
             left += scene.cluster.left_behind()
         left += unfinished_files(run.run_dir)
+        if any(strike.kind == "tracking" and strike.healed_at_s > run.ended_at_s() for strike in strikes):
+            run.ship_the_rest()
         if run_dir != Path(config.run_dir):
             shutil.copytree(run_dir, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
         tracked = config.tracking.mlflow or scene.mlflow is not None
-        if any(strike.kind == "tracking" and strike.healed_at_s > run.ended_at_s() for strike in strikes):
-            run.ship_the_rest()
         not_shipped = left_over(str(run.run_dir / TRACKING)) if tracked else None
         if scene.mlflow and (ended := scene.mlflow.why_it_ended()):
             trouble = trouble or ended

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class Run:
     def ship_the_rest(self) -> None:
         """What the end of a run tells its user to do, if the tracking server was down then."""
         command = [sys.executable, "-m", "orchestrator.tracking", str(self.run_dir)]
-        with self.output.open("a") as log:
+        with self.output.open("a") as log, suppress(subprocess.TimeoutExpired):  # what is left then is found
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=self._env, timeout=PATIENCE_S, check=False)
 
     def console(self) -> str:
