@@ -112,7 +112,7 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the parameters to evaluate, as NumPy arrays; meta). Every byte is checked first. Raises CheckpointError that names
     the damage."""
     from trainers.arrays import ArrayFiles
-    from trainers.optimizers import SCHEDULE_FREE, parameters_to_evaluate_in_files
+    from trainers.optimizers import SCHEDULE_FREE, parameters_to_evaluate
 
     try:
         content = manifest.read(checkpoint)
@@ -124,7 +124,7 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     arrays, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
     params = arrays.read_part(folder, PART)[PART]
     if meta["arguments"]["optimizer"]["name"] == SCHEDULE_FREE:
-        params = parameters_to_evaluate_in_files(arrays.read_part(folder, OPTIMIZER)[OPTIMIZER], params)
+        params = parameters_to_evaluate(arrays.read_part(folder, OPTIMIZER)[OPTIMIZER], params)
     return params, meta
 
 

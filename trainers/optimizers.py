@@ -78,25 +78,18 @@ def build_optimizer(
 
 
 def parameters_to_evaluate(opt_state: Any, params: Any) -> Any:
-    """The averages that a schedule-free optimizer keeps; of any other, the parameters themselves. Traced or not."""
-    for state in jax.tree.leaves(opt_state, is_leaf=_is_schedule_free):
-        if _is_schedule_free(state):
+    """The averages that a schedule-free optimizer keeps; of any other, the parameters themselves. Traced or not; `opt_state` may
+    also be as it lies in files, where all is dicts and lists."""
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _schedule_free_state(node) is not None):
+        if (state := _schedule_free_state(node)) is not None:
             params = _averages(state, params)
     return params
 
 
-def parameters_to_evaluate_in_files(opt_state: Any, params: Any) -> Any:
-    """The same of a state as it lies in files, where all is dicts and lists."""
-    if isinstance(opt_state, Mapping) and opt_state.keys() >= set(contrib.ScheduleFreeState._fields):
-        return _averages(contrib.ScheduleFreeState(**opt_state), params)
-    below = opt_state.values() if isinstance(opt_state, Mapping) else opt_state if isinstance(opt_state, list) else ()
-    for node in below:
-        params = parameters_to_evaluate_in_files(node, params)
-    return params
-
-
-def _is_schedule_free(node: Any) -> bool:
-    return isinstance(node, contrib.ScheduleFreeState)
+def _schedule_free_state(node: Any) -> contrib.ScheduleFreeState | None:
+    if isinstance(node, Mapping) and node.keys() == set(contrib.ScheduleFreeState._fields):
+        return contrib.ScheduleFreeState(**node)
+    return node if isinstance(node, contrib.ScheduleFreeState) else None
 
 
 def _averages(state: Any, params: Any) -> Any:
