@@ -51,6 +51,11 @@ def terms_of(value: Any) -> dict[str, Loss]:
     return terms
 
 
+def targets_of(value: Any) -> dict[str, jax.Array]:
+    """How many targets each term has."""
+    return {name: jnp.asarray(term.num_targets) for name, term in terms_of(value).items()}
+
+
 def with_row_metrics(loss: Loss, batch: Batch) -> Loss:
     """`loss`, with the leaves `metric/NAME` of the batch as parts: means over its rows, by their weights."""
     rows = {name.removeprefix(METRIC): leaf for name, leaf in batch.items() if name.startswith(METRIC)}
@@ -62,13 +67,13 @@ def with_row_metrics(loss: Loss, batch: Batch) -> Loss:
 
 def scales_of(num_targets: Sequence[jax.Array]) -> Scales:
     """From the targets of each term in the global batch. A term without any adds nothing, and takes nothing from the others."""
-    counts = [jnp.maximum(jnp.asarray(count).astype(jnp.float32), 1.0) for count in num_targets]
+    counts = [jnp.maximum(count.astype(jnp.float32), 1.0) for count in num_targets]
     return [counts[0] / count for count in counts]
 
 
 def _total(parts: Mapping[str, Any], scales: Scales | None) -> Loss:
     terms = terms_of(parts)
-    scales = scales or scales_of([term.num_targets for term in terms.values()])
+    scales = scales or scales_of([*targets_of(parts).values()])
     total = sum(term.loss_sum * scale for term, scale in zip(terms.values(), scales, strict=True))
     pairs = {name: (term.loss_sum, term.num_targets) for name, term in terms.items()}
     metrics = {name: part for name, part in parts.items() if name not in terms}
@@ -94,14 +99,17 @@ class LossFunction:
     def term_targets(self, params: Any, batch: Batch, step: Any) -> tuple[jax.Array, ...]:
         """How many targets each term of a loss that is a dict has in this batch, in their order, which the names would lose on
         their way through JAX; empty if it is none. The compiler drops all of the model that the numbers do not depend on."""
-        return tuple(self.with_terms(params, batch, step)[1].values())
+        return tuple(targets_of(self._asked(params, batch, step)[0]).values())
 
     def with_terms(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None) -> tuple[Loss, dict[str, jax.Array]]:
         """(the loss, `term_targets` by name): the task is asked once for both."""
+        raw, seen = self._asked(params, batch, step)
+        loss = with_sources(as_loss(raw, scales), seen, self.sources)
+        return self.postforward(with_row_metrics(loss, batch), seen), targets_of(raw)
+
+    def _asked(self, params: Any, batch: Batch, step: Any) -> tuple[Any, Batch]:
+        """(what the task's loss returned, the batch that it was given)"""
         if (tell := getattr(self.task, "set_step_nr", None)) is not None:
             tell(step)
         seen = self.preforward(batch)
-        raw = self.task.loss(self.merge(params), seen)
-        loss = with_sources(as_loss(raw, scales), seen, self.sources)
-        targets = {name: jnp.asarray(term.num_targets) for name, term in terms_of(raw).items()}
-        return self.postforward(with_row_metrics(loss, batch), seen), targets
+        return self.task.loss(self.merge(params), seen), seen
