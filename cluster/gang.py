@@ -165,7 +165,8 @@ class Gang:
             self.ask(seat, "prepare", preparation)
 
     def record(self) -> dict[str, Any]:
-        """What another driver needs to adopt this gang, JSON-able. It changes with `set_members`, `lose`, and `refresh`."""
+        """What another driver needs to adopt this gang, JSON-able. It changes with `set_members`, `lose`, `fill_vacant` and
+        `refresh`."""
         return {
             "hosts": dataclasses.asdict(self.config),
             "coordinator_ip": self._maker.coordinator_ip,

@@ -21,6 +21,9 @@ DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "v7x": 2}
 CORES_PER_CHIP = {"v5litepod": 1, "v6e": 1}
 """Cores of one chip where that is not 2: cloud names count cores (`v4-16` has 8 chips)."""
 ALIASES = {"v5e": "v5litepod", "v5lite": "v5litepod", "tpu7x": "v7x", "v7": "v7x"}
+CPU_THREADS_PER_DEVICE = 4
+"""XLA's own number is that of the machine's cores. Devices of one process wait for each other in its threads, in several
+collectives at a time: where there are fewer cores than that, all threads may come to wait for one that never gets its turn."""
 MEGASCALE_PORT = 8081
 
 SLICE_NAME_LABEL = "ray.io/tpu-slice-name"
@@ -240,11 +243,6 @@ def slice_bundle_labels(config: HostsConfig, slice_names: Sequence[str | None]) 
         for name in slice_names
         for worker in range(hosts_per_slice(config))
     ]
-
-
-CPU_THREADS_PER_DEVICE = 4
-"""XLA's own number is that of the machine's cores. Devices of one process wait for each other in its threads, in several
-collectives at a time: where there are fewer cores than that, all threads may come to wait for one that never gets its turn."""
 
 
 def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str]:
