@@ -23,6 +23,7 @@ from cluster.groups import place
 from cluster.lease import Lease
 from cluster.life import Life, note, post_mortem
 from cluster.process import Exit, child_env, import_path
+from cluster.rehearsal import Rehearsal
 from cluster.standby import Standby
 from cluster.watch import Watch
 from cluster.watchdog import WatchdogConfig
@@ -71,6 +72,7 @@ class HostAgent:
         own = {name: os.path.expanduser(value) for name, value in env.items()}
         full_env = child_env(os.environ, {**own, "PYTHONPATH": os.pathsep.join(import_path(sys.path))})
         self._standby = Standby(module, full_env, log_dir, self._changed, self._on_event, self._on_exit)
+        self._rehearsal = Rehearsal(module, full_env, log_dir)
         threading.Thread(target=self._keep_watch, name="watchdog", daemon=True).start()
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
         if sources := notices.sources(notice_file, metadata):
@@ -154,6 +156,7 @@ class HostAgent:
         none is warm within `import_s`. But for the halt, all are told as events of the generation too.
         """
         self._lease.renew(epoch)
+        self._rehearsal.stop()
         try:
             life = self._take_standby(orders)
         except RuntimeError as error:
@@ -162,6 +165,22 @@ class HostAgent:
         if life.alive:
             life.child.send(orders)  # if it died just now, its exit event says so
         return {"pid": life.child.pid, "log_path": life.child.log_path, "next_port": ports.free_port()}
+
+    def rehearse(self, orders: dict[str, Any], timeout_s: float, *, epoch: int = 0) -> str | None:
+        """Has a process of its own compile what its place in another gang would run; waits for it. What went wrong, or None.
+
+        `orders` are those of a `go`, as far as they say how to join, with "cmd": "rehearse". The next `go`, `halt` or `shutdown`
+        ends it.
+        """
+        self._lease.renew(epoch)
+        with self._changed:
+            preparation = self._standby.preparation
+        if preparation is None:
+            return "no preparation has come"
+        try:
+            return self._rehearsal.run(preparation, orders, timeout_s)
+        except OSError as error:
+            return f"cannot start a process: {error}"
 
     def order(self, message: dict[str, Any], *, epoch: int = 0) -> bool:
         """Passes a line to the current process; False if there is none to take it."""
@@ -191,6 +210,7 @@ class HostAgent:
         TimeoutError if it cannot be killed.
         """
         self._lease.renew(epoch)
+        self._rehearsal.stop()
         with self._changed:
             watch, orders = self._watch, self._orders
             if watch is not None:
@@ -231,6 +251,7 @@ class HostAgent:
             self._changed.notify_all()
         for life in lives:
             life.child.kill()
+        self._rehearsal.close()
         for life in lives:
             life.child.wait_gone(HALT_TIMEOUT_S)
 

@@ -41,6 +41,8 @@ ADOPT_TIMEOUT_S = 10.0
 """For the agents of a gang that is to be adopted."""
 PROBE_INTERVAL_S = 2.0
 """How often agents that are no members are asked whether they are there, which also renews their lease."""
+REPLACEMENT_INTERVAL_S = 2.0
+"""How often an agent that has died is replaced."""
 PROBE_TIMEOUT_S = 10.0
 """For an agent that had answered before; later it counts as not available."""
 RELEASE_TIMEOUT_S = 5.0
@@ -211,17 +213,18 @@ class Gang:
         """Ends the agent of a seat, whatever is left of it, and asks for a new one (without `fill`: `fill_vacant` will); until
         that answers, the seat is pending.
 
-        It sits in the same place; if that is on one of the machines to avoid, or its machine is gone, in a group of its own that
-        avoids them. Called without machines to avoid, it brings a seat that has found no other machine back to where it was. A
-        TPU host always sits in the same place: to leave a slice, release the gang and reserve another one.
+        It sits in the same place; if that is on one of the machines to avoid, or its machine is gone, in one that was left and
+        has a machine, or in a group of its own that avoids them. Called without machines to avoid, it may come back to one that
+        it had to avoid. A TPU host always sits in the same place: to leave a slice, release the gang and reserve another one.
         """
         ray.kill(seat.agent)
         seat.description, seat.probe, seat.lost = None, None, True
         node_id = seat.place.node_id()
-        elsewhere = node_id in avoid_nodes or (node_id is None and (avoid_nodes or self._places.vacant))
+        moving_helps = avoid_nodes or seat.avoid_nodes or self._places.vacant
+        elsewhere = node_id in avoid_nodes or (node_id is None and moving_helps)
         if elsewhere and self.config.kind != "tpu":
             seat.place = self._places.exchange(seat.place, seat.number, avoid_nodes)
-        seat.vacant = True
+        seat.vacant, seat.avoid_nodes = True, tuple(avoid_nodes)
         if fill:
             self.fill_vacant()
 
@@ -230,6 +233,13 @@ class Gang:
         for seat in self.seats:
             if seat.vacant:
                 self._fill(seat)
+
+    def put_up_with_any(self) -> bool:
+        """Lets seats without an agent come back to the machines that they were to avoid. False if there are none."""
+        kept_away = [seat for seat in self.seats if not seat.available and seat.avoid_nodes]
+        for seat in kept_away:
+            self.lose(seat)
+        return bool(kept_away)
 
     def release(self) -> None:
         """Ends all agents, and with them their processes, and gives the machines back; not if a newer driver leads them."""
@@ -309,21 +319,40 @@ class Gang:
         now_s = time.monotonic()
         if seat.probe is None and now_s >= seat.next_probe_s:
             seat.probe, seat.next_probe_s = self.ask(seat, "describe"), now_s + PROBE_INTERVAL_S
-        elif seat.probe is not None and seat.available and now_s > seat.next_probe_s + PROBE_TIMEOUT_S:
+        elif seat.available and now_s > seat.next_probe_s + PROBE_TIMEOUT_S:
             seat.description = None  # it will be available again if it ever answers
+        elif not seat.available and now_s >= seat.next_search_s and self._is_for_refresh(seat):
+            seat.next_search_s = now_s + PROBE_INTERVAL_S
+            self._go_where_room_is(seat)
+
+    def _go_where_room_is(self, seat: Seat) -> None:
+        """The groups of a run compete for a machine that comes: a place that was left may have got the one a seat waits for."""
+        if self._places.vacant and seat.place.node_id() is None:
+            avoid = {*seat.avoid_nodes, *(self._taken(seat) if self._spread() else ())}
+            if self._places.vacant_elsewhere(avoid) is not None:
+                self.lose(seat, tuple(avoid))
+
+    def _is_for_refresh(self, seat: Seat) -> bool:
+        """Whether its agent is replaced by `refresh`, and not only by `lose`."""
+        return seat.lost or seat not in self.members
+
+    def _taken(self, seat: Seat) -> list[str]:
+        """The machines on which the other seats' agents are."""
+        return [other.node_id for other in self.seats if other.node_id is not None and other is not seat]
 
     def _take_answer(self, seat: Seat, ref: Any) -> None:
         try:
             seat.description, seat.probe = ray.get(ref), None
         except ray.exceptions.RayActorError:
             seat.description = None
-            ours = seat.lost or seat not in self.members
-            if ours and time.monotonic() >= seat.next_probe_s:  # not all the time, should none live there
+            # At once, but not all the time, should none live there.
+            if self._is_for_refresh(seat) and time.monotonic() >= seat.next_replacement_s:
+                seat.next_replacement_s = time.monotonic() + REPLACEMENT_INTERVAL_S
                 self.lose(seat)
             return
-        taken = [other.node_id for other in self.seats if other.available and other is not seat]
+        taken = self._taken(seat)
         if self._spread() and seat.place.alone and seat.node_id in taken:
-            self.lose(seat, [node for node in taken if node])
+            self.lose(seat, taken)
 
     def _spread(self) -> bool:
         return strategy(self.config) == "STRICT_SPREAD"
@@ -338,7 +367,7 @@ class Gang:
         living = groups.living()
         dead = []
         for about in record["seats"]:
-            seat = Seat(about["number"], place_of(about), about["name"], None)
+            seat = Seat(about["number"], place_of(about), about["name"], None, avoid_nodes=tuple(about["avoid_nodes"]))
             self.seats.append(seat)
             seat.agent = find_agent(seat.name)
             if seat.agent is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,24 @@ class Places:
 
     def exchange(self, place: Place, number: int, avoid_nodes: Sequence[str]) -> Place:
         """Another place for this seat, not on these machines: one that was left vacant, or a new one, which may be pending."""
-        if place.alone:
-            groups.remove(place.group)
-            self.groups.remove(place.group)
-        found = next((vacant for vacant in self.vacant if vacant.node_id() not in (None, *avoid_nodes)), None)
+        found = self.vacant_elsewhere(avoid_nodes)
         if found is not None:
             self.vacant.remove(found)
+        self._leave(place)
+        return found or self.ask_for_one(number, avoid_nodes)
+
+    def vacant_elsewhere(self, avoid_nodes: Collection[str]) -> Place | None:
+        """A place that nobody sits in and that has a machine, not one of these."""
+        return next((place for place in self.vacant if place.node_id() not in (None, *avoid_nodes)), None)
+
+    def _leave(self, place: Place) -> None:
+        """Gives back what can be given back; what stays vacant is Ray's to find machines for, before any later group."""
         if not place.alone:
             self.vacant.append(place)
-        return found or self.ask_for_one(number, avoid_nodes)
+        if place.alone or len(self.vacant) == min_hosts(self.config):
+            groups.remove(place.group)
+            self.groups.remove(place.group)
+            self.vacant = [vacant for vacant in self.vacant if vacant.group != place.group]
 
     def give_all_back(self) -> None:
         for group in self.groups:

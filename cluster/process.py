@@ -82,6 +82,17 @@ def import_path(paths: list[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
+def new_log(folder: str, name: str) -> tuple[str, str | None]:
+    """A file for what a child prints, and what went wrong: nothing stops for want of a log."""
+    path = os.path.join(folder, name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        open(path, "ab").close()
+    except OSError as error:
+        return os.devnull, f"what the training process prints is lost: its log {path} cannot be opened: {error}"
+    return path, None
+
+
 def log_tail(path: str, lines: int = LOG_TAIL_LINES) -> list[str]:
     """The last lines of a log file; none if there is no such file."""
     try:

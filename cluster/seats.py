@@ -34,10 +34,17 @@ class Seat:
     probe: Any = field(default=None, repr=False)
     """A question to the agent that is still open."""
     next_probe_s: float = 0.0
+    """Of `time.monotonic`, as the next two."""
+    next_replacement_s: float = 0.0
+    """When its agent may be replaced again, should it be dead."""
+    next_search_s: float = 0.0
+    """When to look whether another place has room for it, as long as no agent answers."""
     lost: bool = False
     """Whether the gang's owner has given its agent up: the one that is to come is nobody's member yet."""
     vacant: bool = False
     """Whether no agent was asked for since the last one was given up."""
+    avoid_nodes: tuple[str, ...] = ()
+    """Where it shall not come to sit: what `Gang.lose` was last told."""
 
     @property
     def available(self) -> bool:
@@ -49,7 +56,7 @@ class Seat:
 
     def record(self) -> dict[str, Any]:
         """What another driver needs to find it, JSON-able."""
-        return {"number": self.number, "name": self.name, **self.place.record()}
+        return {"number": self.number, "name": self.name, "avoid_nodes": self.avoid_nodes, **self.place.record()}
 
 
 class AgentMaker:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.event_log import Event
 from cluster.life import Life, note
-from cluster.process import Exit, spawn
+from cluster.process import Exit, new_log, spawn
 
 MAX_DEATHS = 3
 """Standbys that may be killed from outside, one after the other, before that is a failure like any other."""
@@ -113,7 +113,7 @@ class Standby:
             self._start(preparation)
 
     def _start(self, preparation: dict[str, Any]) -> None:
-        log_path, trouble = self._new_log()
+        log_path, trouble = new_log(self._log_dir, f"process-{os.getpid()}-{self._num_spawned:04d}.log")
         try:
             child = spawn(self.module, env=self._env, first_line=preparation, log_path=log_path)
         except OSError as error:  # this thread must live on: `take` raises it
@@ -132,13 +132,3 @@ class Standby:
         child.watch(lambda event: self._on_event(life, event), lambda how: self._on_exit(life, how))
         if stale:
             child.kill()
-
-    def _new_log(self) -> tuple[str, str | None]:
-        """A file for what the process prints, and what went wrong: training does not stop for want of a log."""
-        path = os.path.join(self._log_dir, f"process-{os.getpid()}-{self._num_spawned:04d}.log")
-        try:
-            os.makedirs(self._log_dir, exist_ok=True)
-            open(path, "ab").close()
-        except OSError as error:
-            return os.devnull, f"what the training process prints is lost: its log {path} cannot be opened: {error}"
-        return path, None

@@ -250,6 +250,7 @@ def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str
     own = {
         "JAX_PLATFORMS": {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[config.kind],
         "JAX_COMPILATION_CACHE_DIR": compile_cache_dir(config, host, cache_dir),
+        "GANGWAY_PROGRAMS": f"{cache_dir}/programs",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
@@ -263,7 +264,7 @@ def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str
 
 
 def compile_cache_dir(config: HostsConfig, host: int, cache_dir: str) -> str:
-    """Where the training process of `host` keeps compiled programs.
+    """Where JAX, in the training process of `host`, caches what it compiles.
 
     On CPU each host has a folder of its own: the keys hold a fingerprint of the process's place, so a shared one is never hit.
     On TPU and GPU all hosts should read the same folder.

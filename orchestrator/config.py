@@ -52,6 +52,10 @@ class DriverConfig(Section):
     replay: str | None = None
     """A JSON file with another run's `lineage` and `skipped_batches` (its summary will do): trains along it, on as many hosts at
     each batch. For comparing runs (`verify`, `chaos`)."""
+    rehearse: bool | None = None
+    """Whether hosts compile ahead, beside the training, for the gang that there will be if a host is lost, or comes back: each
+    with another process, that has the data open and no state. Default: CPU hosts do. On GPUs what training leaves of their memory
+    must be enough to compile in; the processes of TPUs have them to themselves."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     quarantine: QuarantinePolicy = field(default_factory=QuarantinePolicy)
@@ -174,6 +178,8 @@ def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
                 config.training.check_devices(count * per_host)
             except ValueError as error:
                 yield f"{error} (hosts: {count} x {per_host} devices)"
+    if config.driver.rehearse and config.hosts.kind == "tpu":
+        yield "driver.rehearse = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
     if not wrong & {"storage", "name"} and not storage.is_url(config.run_dir) and (problem := _in_the_way(Path(config.run_dir))):
         yield f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to"
 

@@ -25,8 +25,9 @@ from orchestrator.generation import Generation
 from orchestrator.intake import Intake
 from orchestrator.launch import Launch
 from orchestrator.ledger import Action, Incident
-from orchestrator.post_mortem import AGENT_TIMEOUT_S, Findings, epitaph, examine, halt, keep_stacks, lost_hosts
+from orchestrator.post_mortem import AGENT_TIMEOUT_S, Findings, epitaph, examine, keep_stacks, lost_hosts
 from orchestrator.ray_train import Reporter
+from orchestrator.rehearsals import Rehearsals
 from orchestrator.replay import Lineage, ReplayError, Stretch
 from orchestrator.restart import GiveUp, PastFailure, decide, past_failure
 from orchestrator.roster import Change, NoHosts, Roster
@@ -56,6 +57,7 @@ class Driver:
         self.lineage = self._lineage_to_replay()
         self._roster: Roster | None = None
         self._stops: Stops
+        self._rehearsals: Rehearsals
         self._told_storage_problem: str | None = None
 
     def run(self) -> dict[str, Any]:
@@ -141,6 +143,7 @@ class Driver:
     def _take(self, gang: Gang) -> None:
         self._roster = Roster(self.config, gang)
         self._stops = Stops(self.config, self.launch, self.board, self.intake, self._roster, self.clock)
+        self._rehearsals = Rehearsals(self.config, self.launch, self.intake, self._roster)
 
     def _about_agents(self) -> dict[str, Any]:
         return {
@@ -232,7 +235,11 @@ class Driver:
         """What the driver looks at between its polls."""
         if self.launch.succeeded.is_set():
             raise Superseded
-        self._stops.attend(generation, may_grow=self.lineage is None)
+        free = self.lineage is None
+        if free:
+            self._rehearsals.attend(generation)
+        # It trains on while a larger gang's programs are compiled, instead of stopping for that.
+        self._stops.attend(generation, may_grow=free and not self._rehearsals.busy)
         self.launch.tick()
         if (problem := self.launch.storage_problem) and problem != self._told_storage_problem:
             self.intake.note(problem, "warning")
@@ -271,12 +278,11 @@ class Driver:
             return None
         now_s = self.clock()
         self.launch.goodput.switch("recovery", now_s)
-        halt(self.roster.gang, generation)  # they have saved, and are only leaving each other politely
+        failure = examine(self.roster.gang, generation).failure  # they have saved, and are only leaving each other politely
         reason = generation.stopped_for
-        kind = FailureKind.PREEMPTION if reason == StopReason.PREEMPTED else "resize"
         said = "; ".join(f"host {host}: {notice['reason']}" for host, notice in generation.notices.items())
         incident = Incident(
-            kind=kind,
+            kind=FailureKind.PREEMPTION if reason == StopReason.PREEMPTED else "resize",
             host=next(iter(generation.notices), None),
             generation=generation.number,
             step=generation.step,
@@ -286,7 +292,12 @@ class Driver:
         incident.mark("save", now_s)
         incident.mark("halt", self.clock())
         self.launch.checkpoint_step = max(self.launch.checkpoint_step or 0, generation.step)
-        self.launch.record(incident)
+        if lost_hosts(generation) and failure.kind == FailureKind.HOST_LOST:  # meanwhile, and unannounced
+            incident.kind, incident.host = failure.kind, failure.host
+            incident.evidence["summary"] += f"; then {failure.summary}"
+            self.launch.failed(self._past(failure, now_s), incident)
+        else:
+            self.launch.record(incident)
         return incident
 
     def _recover(self, generation: Generation) -> tuple[Incident, Findings]:

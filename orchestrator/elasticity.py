@@ -76,6 +76,24 @@ def choose_members(
     return Members(seats, tuple(seat for seat in seats if seat in flagged))
 
 
+def next_rehearsal(
+    present: Sequence[int], others: Sequence[int], *, allowed: Sequence[int], is_ready: Callable[[int, int], bool]
+) -> tuple[int, ...] | None:
+    """The gang whose programs should be compiled next, ahead of need: its seats, in rank order; None if all is compiled.
+
+    The gang may grow to what there is; if it loses a host, another one takes its place, or it goes on with the next smaller
+    number that is allowed. `others` are the seats that could be members and are not. `is_ready(count, seat)`: the machine of
+    this seat has the programs of a gang of so many hosts.
+    """
+    everyone, size = [*present, *others], len(present)
+    grown, smaller = [n for n in allowed if size < n <= len(everyone)], [n for n in allowed if n < size]
+    for count in (*grown[-1:], *(n for n in allowed if n == size), *smaller[-1:]):
+        cold = [seat for seat in everyone if not is_ready(count, seat)]
+        if cold:
+            return tuple((cold + [seat for seat in everyone if seat not in cold])[:count])
+    return None
+
+
 def should_grow(
     current: int,
     possible: int,

@@ -48,6 +48,8 @@ class Generation:
     """Hosts whose process is gone, because it was done or because it failed."""
     broken: dict[int, str] = field(default_factory=dict)
     """Hosts that failed or hang, and by which event the driver learnt it (`agent`: the driver says so itself)."""
+    suspects: set[int] = field(default_factory=set)
+    """Hosts whose agents owed the driver an answer when the watch over them ended: frozen, or cut off, or only slow."""
     overdue: dict[int, Event] = field(default_factory=dict)
     """The first limit that passed, by host. The host to blame may be another one."""
     notices: dict[int, Event] = field(default_factory=dict)

@@ -70,6 +70,13 @@ class Launch:
         self.gang, self.seen = gang, {}
         self.store()
 
+    def reseated(self, record: dict[str, Any]) -> None:
+        """`record`: what the generation's gang would write of itself now. Called often, while it trains: a seat may get another
+        agent, whom the next driver must find."""
+        if self.gang is not None and self.gang["gang"] != record:
+            self.gang["gang"] = record
+            self.store()
+
     def saved(self, step: int, path: str) -> None:
         self.checkpoint_step, self.saved_path = step, path
         self.store()

@@ -50,7 +50,8 @@ def quarantined(
     most = policy.max_failures_per_host
     of_node = Counter(past.node_id for past in recent if past.node_id is not None)
     of_seat = Counter(past.seat for past in recent if past.seat is not None and past.node_id in (None, places.get(past.seat)))
-    nodes = {node: n for node, n in of_node.items() if n > most and set(places.values()) != {node}}
+    known = {node for node in places.values() if node is not None}
+    nodes = {node: n for node, n in of_node.items() if n > most and known - {node}}
     seats = {seat: n for seat in places if (n := of_seat[seat]) > most}
     seats |= {seat: nodes[node] for seat, node in places.items() if node in nodes}
     if set(seats) == set(places):

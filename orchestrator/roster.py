@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from cluster.capacity import explain_missing
 from cluster.gang import Gang, Seat, living_nodes
@@ -43,8 +44,11 @@ class Roster:
 
     def allowed(self, wanted: int | None = None) -> list[int]:
         """Numbers of hosts that the configuration can train on; `wanted` alone, if given."""
-        if wanted is not None:
-            return [wanted]
+        return self._allowed if wanted is None else [wanted]
+
+    @cached_property
+    def _allowed(self) -> list[int]:
+        """Asked for in every round of the watch, and always the same."""
         hosts = self.config.hosts
         return elasticity.allowed_counts(min_hosts(hosts), num_hosts(hosts), self._fits)
 
@@ -53,6 +57,11 @@ class Roster:
         could = [seat for seat in self.gang.refresh() if seat.number not in self.leaving]
         members = self._members([seat.number for seat in self.gang.members], could, set(avoid.seats), self.allowed())
         return len(members.seats) if members is not None else 0
+
+    def idle(self) -> list[Seat]:
+        """Seats whose agents could be members and are not."""
+        members = set(self.gang.members)
+        return [seat for seat in self.gang.seats if seat.available and seat not in members and seat.number not in self.leaving]
 
     def hosts_on(self, nodes: Collection[str]) -> list[int]:
         return [host for host, seat in enumerate(self.gang.members) if seat.node_id in nodes]
@@ -71,7 +80,8 @@ class Roster:
     ) -> Change:
         """Puts the hosts of the next generation together. `lost`: hosts whose agent is gone.
 
-        Goes on with what there is as soon as that is allowed; else waits for machines, and says so (`waiting`). Raises NoHosts.
+        Goes on with what there is as soon as that is allowed; else waits for machines, and says so (`waiting`). If no other
+        comes, the quarantine is lifted. Raises NoHosts.
         """
         before = list(self.gang.members)
         gone = [seat for host, seat in enumerate(before) if host in lost or seat.number in self.leaving]
@@ -96,8 +106,10 @@ class Roster:
             self.gang.fill_vacant()
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                why = explain_missing(self.config.hosts, living_nodes(), ())
-                raise NoHosts(f"{len(available)} hosts are left, and no other came within {timeout_s:g} s: {why}")
+                if not self.gang.put_up_with_any():  # a machine that often fails is better than none
+                    why = explain_missing(self.config.hosts, living_nodes(), ())
+                    raise NoHosts(f"{len(available)} hosts are left, and no other came within {timeout_s:g} s: {why}")
+                deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
             waiting()
             available = self.gang.wait_available(len(available) + 1, left_s)
         return members

@@ -33,6 +33,8 @@ from trainers.stop_reason import StopReason
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
 """`ray job stop` kills that long after its SIGTERM."""
+TOLD_BY_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or was killed"
+"""Ray's own messages about what it has lost, with a page of its own stack: an incident says what became of it."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -161,6 +163,7 @@ def connect(config: JobConfig) -> bool:
     """
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_INCIDENTS)
     address = os.environ.get("RAY_ADDRESS") or config.driver.address
     if not address:
         # Ray would switch token authentication on for a cluster that only this process uses, and leave a token file behind,

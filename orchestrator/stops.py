@@ -77,6 +77,7 @@ class Stops:
             if generation.training:
                 roster.gang.fill_vacant()
             roster.gang.refresh()
+            self.launch.reseated(roster.gang.record())
             nodes = draining_nodes()
             for host in roster.hosts_on(nodes):
                 generation.notices.setdefault(host, {"reason": "its node is drained", "node": True})

@@ -19,12 +19,15 @@ ROUND_S = 0.2
 """How often the driver looks up from its polls."""
 SILENCE_S = 20.0
 """An agent whose answer is so long overdue is frozen, or cut off: it is as good as lost."""
+SUSPICION_S = 1.5
+"""The same may be true of one whose answer is so long overdue when another host fails, or waits for it in vain."""
 
 
 @dataclass(frozen=True)
 class Poll:
     host: int
     due_s: float
+    """When an agent that nothing has happened to would answer."""
 
 
 class Watch:
@@ -43,12 +46,14 @@ class Watch:
                 ready, _ = ray.wait(list(self._polls), num_returns=len(self._polls), timeout=0)
             for ref in ready:
                 self._take(self._polls.pop(ref).host, ref)
-            self._give_up_the_silent()
+            for host in self._overdue(SILENCE_S):
+                self.generation.broken.setdefault(host, "agent")
             attend(self.generation)
+        self.generation.suspects = self._overdue(SUSPICION_S)
 
     def _ask(self, host: int, cursor: int) -> None:
         ref = self.gang.call(host, "poll", cursor, self.poll_s)
-        self._polls[ref] = Poll(host, self.clock() + self.poll_s + SILENCE_S)
+        self._polls[ref] = Poll(host, self.clock() + self.poll_s)
 
     def _take(self, host: int, ref: ray.ObjectRef) -> None:
         try:
@@ -60,8 +65,7 @@ class Watch:
         if host not in self.generation.done:
             self._ask(host, answer["cursor"])
 
-    def _give_up_the_silent(self) -> None:
+    def _overdue(self, limit_s: float) -> set[int]:
+        """Hosts whose agents should have answered so long ago."""
         now_s = self.clock()
-        for poll in self._polls.values():
-            if now_s > poll.due_s:
-                self.generation.broken.setdefault(poll.host, "agent")
+        return {poll.host for poll in self._polls.values() if now_s - poll.due_s > limit_s}

@@ -1,4 +1,4 @@
-"""Before JAX is imported: the tests see eight CPU devices, and compile into a cache of this test run."""
+"""Before JAX starts: the tests see eight CPU devices, and threads enough for all of them."""
 
 import os
 
@@ -13,12 +13,9 @@ os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={NUM
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _threads_for_all_devices():
-    """Of this process alone: XLA reads the number once, and what the tests start is to have its own."""
+with pytest.MonkeyPatch.context() as patch:
+    # XLA reads it once, when JAX starts: here, before a test module's import starts it. What the tests start has its own.
+    patch.setenv("NPROC", str(CPU_THREADS_PER_DEVICE * NUM_DEVICES))
     import jax
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NPROC", str(CPU_THREADS_PER_DEVICE * NUM_DEVICES))
-        jax.devices()
+    jax.devices()

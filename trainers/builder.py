@@ -400,9 +400,9 @@ class Builder(Hooks):
 
     @cached_property
     def _programs(self) -> ProgramStore:
-        key, folder = runtime.current().program_key, distributed.compile_cache_folder()
-        about = (key, dataclasses.asdict(self.arguments), jax.process_index(), jax.process_count(), jax.__version__)
-        return ProgramStore(folder / "programs" if key and folder else None, about, runtime.current().note)
+        key, folder = runtime.current().program_key, distributed.program_folder()
+        about = (key, dataclasses.asdict(self.arguments), jax.process_count(), jax.__version__)
+        return ProgramStore(folder if key else None, about, runtime.current().note)
 
     def _configured(self, value: Any, name: str, method: str) -> Any:
         if value is None:

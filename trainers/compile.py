@@ -1,8 +1,9 @@
 """Compiled programs, kept from one generation of the gang to the next.
 
-A restarted process would spend most of its recovery tracing, lowering and loading a program that it has run before. So each host
-keeps the executables it compiled, serialized, in a folder that the run's owner gives it: by the lowered program, as a compile
-cache that outlives launches; and by what the program was made from (configuration, code, shapes), as a way past tracing.
+A restarted process would spend most of its recovery tracing, lowering and loading a program that it has run before. So each
+machine keeps the executables it compiled, serialized, in a folder that the run's owner gives it: by the lowered program, as a
+compile cache that outlives launches; and by what the program was made from (configuration, code, shapes), as a way past tracing.
+All programs kept here run on the devices of all hosts, so that one host's executable is as good for any other of the same gang.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import json
 import os
 import pickle
 import platform
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ import jaxlib
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+KEPT_DAYS = 90
+"""What nobody has loaded for so long is deleted when something new is kept."""
 LOAD_ERRORS = (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError, TypeError, OSError)
 
 
@@ -64,7 +69,7 @@ class ProgramStore:
     def _target(self, known: Path) -> Path | None:
         """The executable that was made from the same before."""
         try:
-            return known.parent / json.loads(known.read_text())["executable"]
+            return known.parent / json.loads(_read(known))["executable"]
         except FileNotFoundError:
             return None
 
@@ -72,7 +77,7 @@ class ProgramStore:
         if path is None or not path.exists():
             return None
         try:
-            return _deserialize(path.read_bytes())
+            return _deserialize(_read(path))
         except LOAD_ERRORS as error:
             self.note(f"{path.name} could not be loaded ({type(error).__name__}: {error}): compiling again")
             return None
@@ -86,6 +91,7 @@ class ProgramStore:
                 with without_compile_cache():
                     compiled = lowered.compile()
                 _write(path, _serialize(compiled))
+                _delete_old(path.parent)
             _write(known, json.dumps({"executable": path.name}).encode())
         except (ValueError, NotImplementedError, OSError, jax.errors.JaxRuntimeError) as error:
             if compiled is None:
@@ -123,10 +129,24 @@ def _deserialize(payload: bytes) -> jax.stages.Compiled:
     return serialize_executable.deserialize_and_load(executable, in_tree, out_tree, execution_devices=places)
 
 
+def _read(path: Path) -> bytes:
+    with suppress(OSError):
+        os.utime(path)  # it is in use: see KEPT_DAYS
+    return path.read_bytes()
+
+
 def _write(path: Path, payload: bytes) -> None:
-    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary = path.with_suffix(f".{uuid.uuid4().hex}")  # machines may share the folder
     temporary.write_bytes(payload)
     temporary.replace(path)
+
+
+def _delete_old(folder: Path) -> None:
+    limit_s = time.time() - KEPT_DAYS * 24 * 3600
+    for path in folder.iterdir():
+        with suppress(OSError):  # another host of this machine was faster, or it is somebody else's
+            if path.stat().st_mtime < limit_s:
+                path.unlink()
 
 
 def _trees(lowered: jax.stages.Lowered) -> str:
@@ -142,7 +162,7 @@ def _this_machine() -> str:
     """What an executable depends on beside its program: versions, the devices, and the instructions of the CPU."""
     devices = [(d.platform, d.device_kind, d.id, d.process_index) for d in jax.devices()]
     flags = os.environ.get("XLA_FLAGS", "")
-    return repr((jax.__version__, jaxlib.__version__, devices, jax.process_index(), flags, platform.machine(), _cpu_flags()))
+    return repr((jax.__version__, jaxlib.__version__, devices, flags, platform.machine(), _cpu_flags()))
 
 
 def _cpu_flags() -> str:

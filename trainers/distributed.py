@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax._src import compiler, distributed
+from jax._src import compiler, distributed, xla_bridge
 
 from trainers.errors import CoordinatorError
 
@@ -26,6 +26,12 @@ class Membership:
     coordinator: str | None = None
     local_device_ids: tuple[int, ...] | None = None
     join_timeout_s: int = 60
+
+
+def find_platforms() -> None:
+    """Optional, before `join`: imports and registers the plugins for GPUs and TPUs that are installed, as JAX does at the latest
+    when a device is first asked for. It touches none."""
+    xla_bridge._discover_and_register_pjrt_plugins()
 
 
 def join(member: Membership) -> None:
@@ -89,18 +95,15 @@ def let_every_process_write_the_compile_cache() -> None:
     compiler._cache_write = write_as_process_0
 
 
-CACHE_DIR_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-
-
 def use_compile_cache(folder: str) -> None:
-    """Keeps this process's compiled programs in `folder` instead of what its environment says. To be called before anything is
-    compiled: a standby learns only with its orders whose place it takes, and finds that host's programs there."""
+    """Has JAX's compile cache in `folder` instead of where its environment says. To be called before anything is compiled: a
+    standby learns only with its orders whose place it takes, and on CPU finds that host's programs there alone."""
     path = os.path.expanduser(folder)
-    os.environ[CACHE_DIR_VARIABLE] = path
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = path
     jax.config.update("jax_compilation_cache_dir", path)
 
 
-def compile_cache_folder() -> Path | None:
-    """The folder of this host's compiled programs, if its owner gave it one."""
-    folder = os.environ.get(CACHE_DIR_VARIABLE)
+def program_folder() -> Path | None:
+    """Where this machine keeps executables, if its owner gave it a place for them."""
+    folder = os.environ.get("GANGWAY_PROGRAMS")
     return Path(folder) if folder else None

@@ -1,8 +1,9 @@
 """The training process of one host: `python -m trainers.worker`, started and watched by a host agent.
 
 It first gets a *preparation* (one JSON line on standard input), does all that needs no device, and waits as a warm standby. Its
-*orders* (the next line) make it a member of a generation. Later lines ask it to stop or to save. Everything it has to tell goes
-as JSON lines to the file descriptor named by EVENT_FD. When its standard input ends, its agent is gone, and it goes too.
+*orders* (the next line) make it a member of a generation, or of a rehearsal, which compiles for a gang of another size. Later
+lines ask it to stop or to save. Everything it has to tell goes as JSON lines to the file descriptor named by EVENT_FD. When its
+standard input ends, its agent is gone, and it goes too.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main() -> None:
         prepared = prepare(next_message())
         pipe.send({"t": time.time(), "ev": "warm"})
         orders = next_message()
-        run(prepared, orders, pipe)
+        (rehearse if orders["cmd"] == "rehearse" else run)(prepared, orders, pipe)
     except BaseException as error:  # the process's boundary: recorded for the driver, then it ends
         pipe.send(exception_event(error))
         traceback.print_exc()
@@ -83,6 +84,9 @@ def finish(code: int) -> None:
 
 def prepare(message: dict[str, Any]) -> Prepared:
     """All that needs no device: imports, configuration, data, shapes."""
+    from trainers import distributed
+
+    distributed.find_platforms()
     arguments = from_dict(load_object(message["arguments_class"]), message["arguments"])
     trainer_class = load_object(arguments.trainer)
     datasets = load_object(arguments.data.dataset)(arguments)
@@ -94,7 +98,7 @@ def prepare(message: dict[str, Any]) -> Prepared:
 
 
 def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
-    from trainers import agree, distributed, runtime
+    from trainers import runtime
 
     host = runtime.Runtime(
         pipe.send,
@@ -106,6 +110,34 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
     )
     runtime.install(host)
     listen(host)
+    trainer = join(prepared, orders)
+    if os.environ.get("GANGWAY_FAULTS"):
+        from trainers import faults
+
+        faults.install(trainer)
+    trainer.train()
+    host.emit("done", step=host.step, **result(trainer))
+    leave()
+
+
+def rehearse(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
+    """Compiles and keeps what a gang of this size would run, if the trainer can: no state is made, nothing trained."""
+    from trainers import runtime
+
+    host = runtime.Runtime(pipe.send, program_key=orders["program_key"])
+    runtime.install(host)
+    trainer = join(prepared, orders)
+    if compile_ahead := getattr(trainer, "rehearse", None):
+        compile_ahead()
+    host.emit("done", step=0)
+    leave()
+
+
+def join(prepared: Prepared, orders: dict[str, Any]) -> Any:
+    """The trainer, with this process in its place in the gang."""
+    from trainers import distributed, runtime
+
+    host = runtime.current()
     host.phase("join")
     member = distributed.Membership(
         host=orders["host"],
@@ -117,13 +149,12 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
         distributed.use_compile_cache(folder)
     distributed.join(member)
     host.emit("joined")
-    trainer = prepared.trainer or prepared.trainer_class(prepared.arguments, *prepared.datasets)
-    if os.environ.get("GANGWAY_FAULTS"):
-        from trainers import faults
+    return prepared.trainer or prepared.trainer_class(prepared.arguments, *prepared.datasets)
 
-        faults.install(trainer)
-    trainer.train()
-    host.emit("done", step=host.step, **result(trainer))
+
+def leave() -> None:
+    from trainers import agree, distributed
+
     agree.barrier("done")
     distributed.leave()
 

@@ -42,6 +42,7 @@ def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
     assert all(kind in score["recovery_s"] for kind in ("agent", "driver", "flip"))
     assert score["skipped_kinds"] == {"network": "no network namespaces here: not permitted"}
     assert "network was not tried: no network namespaces here" in capsys.readouterr().out
+    assert "(raylet)" not in (tmp_path / "tiny-chaos" / "console.log").read_text()  # an incident tells of it
 
 
 def test_names_must_be_free(tmp_path, capsys):

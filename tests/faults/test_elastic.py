@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 
+import psutil
 import pytest
 import ray
 
+from orchestrator import driver
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, checkpoint, recovered, step
 
@@ -47,12 +50,39 @@ def check_equal(summary, reference):
 
 
 def test_a_lost_host_is_done_without_and_a_new_one_joins_at_a_checkpoint(tmp_path):
-    folder = Folder(tmp_path / "faults", step_s=0.2)
-    board = Striking((checkpoint(4), lambda: folder.agent(1).kill()))
+    folder = Folder(tmp_path / "faults", step_s=1.0)
+    shrunk, grown = recovered, recovered
+    board = Striking((checkpoint(4), lambda: folder.agent(1).kill()), (shrunk, lambda: None), (grown, folder.full_speed))
     summary = run_job(job(tmp_path, folder, hosts={"min": 2, "max": 3}, driver={"elasticity": {"grow": "at_once"}}), board)
     assert [(i["kind"], i["action"]) for i in summary["incidents"]] == [("host_lost", "shrink"), ("resize", "grow")]
     assert [stretch["num_hosts"] for stretch in summary["lineage"]] == [3, 2, 3]
     check_equal(summary, replay(tmp_path, summary, hosts=3))
+
+
+def test_a_gang_that_shrinks_finds_its_programs_compiled(tmp_path):
+    folder, programs = Folder(tmp_path / "faults", step_s=0.2), tmp_path / "programs"
+    kept = []
+
+    def strike():
+        kept.extend(executables(programs))
+        folder.agent(0).kill()
+
+    board = Striking((compiled_ahead(2), strike), (recovered, lambda: board.request_stop("requested")))
+    made = job(tmp_path, folder, hosts={"min": 2, "max": 3}, driver={"elasticity": {"grow": "never"}})
+    made["hosts"]["env"] = {**folder.env, "GANGWAY_PROGRAMS": str(programs)}
+    summary = run_job({**made, "max_num_steps": 1000}, board)
+    assert board.all_struck
+    assert [(i["kind"], i["action"]) for i in summary["incidents"]] == [("host_lost", "shrink")]
+    assert len(kept) == 4  # the train step and the fingerprints, on three hosts and on two
+    assert executables(programs) == kept
+
+
+def compiled_ahead(count):
+    return lambda event: event["ev"] == "note" and event["message"] == f"compiled ahead for {count} hosts"
+
+
+def executables(folder):
+    return sorted(path.name for path in folder.glob("*.xla") if not path.name.startswith(("eval_step", "preview")))
 
 
 def test_a_spare_takes_the_place_of_a_lost_host(tmp_path):
@@ -72,6 +102,29 @@ def test_a_process_that_is_told_to_end_loses_no_step(tmp_path):
     assert incident["kind"] == "preemption"
     assert incident["resumed_step"] == incident["step"]
     assert summary["goodput"]["replay"] == 0.0
+    check_equal(summary, replay(tmp_path, summary, hosts=2))
+
+
+def test_a_host_that_is_lost_while_the_gang_stops_is_named(tmp_path, monkeypatch):
+    """All hosts have saved and said so; then an agent dies, before the next generation."""
+    real = driver.examine
+
+    def examine(gang, generation):
+        if generation.finished:
+            agent = psutil.Process(gang.descriptions[0]["pid"])
+            agent.kill()
+            agent.wait()
+        return real(gang, generation)
+
+    monkeypatch.setattr(driver, "examine", examine)
+    folder = Folder(tmp_path / "faults", step_s=0.1)
+    board = Striking((step(6), lambda: folder.process(1).send_signal(signal.SIGTERM)))
+    summary = run_job(job(tmp_path, folder, hosts={"count": 2}), board)
+    (incident,) = summary["incidents"]
+    assert (incident["kind"], incident["host"], incident["action"]) == ("host_lost", 0, "replace")
+    said = incident["evidence"]["summary"]
+    assert re.fullmatch(r"saved and stopped at step \d+ \(host 1: SIGTERM\); then host 0: its agent is gone.*", said), said
+    assert incident["resumed_step"] == incident["step"]
     check_equal(summary, replay(tmp_path, summary, hosts=2))
 
 

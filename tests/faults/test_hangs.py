@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from orchestrator.post_mortem import AGENT_TIMEOUT_S
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, step
 
@@ -64,3 +65,18 @@ def test_a_frozen_process_is_found_and_named(tmp_path):
     board = Striking((step(8), lambda: folder.process(2).send_signal(signal.SIGSTOP)))
     evidence = check(run_job(job(tmp_path, folder), board), 2)
     assert "frozen in state T" in evidence["summary"]
+
+
+def test_a_machine_that_has_fallen_silent_holds_up_nobody(tmp_path):
+    """As one that is cut off, of which Ray will know much later."""
+    folder = Folder(tmp_path / "faults", step_s=0.05)
+
+    def silence():
+        for process in (folder.process(2), folder.agent(2)):
+            process.send_signal(signal.SIGSTOP)
+
+    summary = run_job(job(tmp_path, folder), Striking((step(8), silence)))
+    assert summary["status"] == "finished"
+    (incident,) = summary["incidents"]
+    assert (incident["kind"], incident["host"], incident["action"]) == ("host_lost", 2, "replace")
+    assert incident["recovery_s"]["halt"] < AGENT_TIMEOUT_S / 2

@@ -74,21 +74,25 @@ def test_a_replay_of_the_lineage_gives_the_same_bits(three_then_two, tmp_path):
     assert harness.result(again[0])["params_digest"] == harness.result(two[0])["params_digest"]
 
 
-def test_a_standby_finds_the_programs_of_the_place_that_it_takes(tmp_path):
-    """Its environment names a folder of its own; its orders, that of the host whose place it takes."""
-    made, key = eight(tmp_path, max_num_steps=3, checkpoint={}), {"program_key": "launch"}
-    harness.run(made, tmp_path / "logs", hosts=1, devices_per_host=1, cache_dir=str(tmp_path / "place"), **key)
-    kept = programs(tmp_path / "place")
-    assert any(name.startswith("train_step") for name in kept)
-    assert programs(tmp_path / "logs" / "cache") == []
-    orders = {"skip_batches": [1], "stop_at": 2, "fence": str(tmp_path / "none")}
-    harness.run(made, tmp_path / "more", hosts=1, devices_per_host=1, cache_dir=str(tmp_path / "place"), **key, **orders)
-    assert programs(tmp_path / "place") == kept  # nor do other orders make it trace or compile anything again
-    assert programs(tmp_path / "more" / "cache") == []
+def test_what_a_rehearsal_compiled_is_not_compiled_again(tmp_path):
+    made, programs = eight(tmp_path, checkpoint={}), tmp_path / "programs"
+    about = {"hosts": 2, "devices_per_host": 2, "env": {"GANGWAY_PROGRAMS": str(programs)}, "program_key": "launch"}
+    harness.run(made, tmp_path / "rehearsal", cmd="rehearse", **about)
+    rehearsed = written(programs)
+    # An executable and the note of what it was made from; one for both hosts, whichever place they have.
+    assert sorted(name.partition("-")[0] for name in rehearsed) == ["fingerprints"] * 2 + ["train_step"] * 2
+    assert not Path(made.storage, made.name).exists()
+    orders = {"skip_batches": [1], "stop_at": 4, "fence": str(tmp_path / "none")}
+    trained = harness.run(made, tmp_path / "run", **about, **orders)
+    assert rehearsed.items() <= written(programs).items()
+    assert [name for name in written(programs).keys() - rehearsed.keys() if not name.startswith("eval_step")] == []
+    untouched = harness.run(eight(tmp_path / "other", checkpoint={}), tmp_path / "plain", hosts=2, devices_per_host=2, **orders)
+    assert harness.result(trained[0])["params_digest"] == harness.result(untouched[0])["params_digest"]
 
 
-def programs(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.rglob("programs/*"))
+def written(folder: Path) -> dict[str, int]:
+    """By name, the inode: each write makes another one."""
+    return {path.name: path.stat().st_ino for path in folder.glob("*")}
 
 
 def test_a_notice_on_one_host_makes_all_save_and_stop_at_one_step(tmp_path):

@@ -1,6 +1,7 @@
 """The host agent with real processes, without Ray around it."""
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from cluster import agent as agent_module
 from cluster import notices
+from cluster import rehearsal as rehearsal_module
 from cluster import standby as standby_module
 from cluster.agent import HostAgent
 from cluster.lease import StaleDriver
@@ -58,6 +60,14 @@ def state(agent):
 def wait_for_standby(agent, how="warm"):
     assert wait_until(lambda: state(agent)["standby"] == how), state(agent)
     return state(agent)["standby_pid"]
+
+
+def in_background(work):
+    """A thread that does `work`, and the list that its answer comes into."""
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(work()), daemon=True)
+    thread.start()
+    return thread, answers
 
 
 def test_a_standby_becomes_the_process_of_its_generation(start):
@@ -583,12 +593,7 @@ def test_describe(start):
 
 
 def profile_meanwhile(agent, name, hosts):
-    """Asks for a profile from another thread; the list that will hold the answer."""
-    answers = []
-    order = {"cmd": "profile", "id": name, "steps": 2}
-    thread = threading.Thread(target=lambda: answers.append(agent.profile(order, hosts, LONG_S)))
-    thread.start()
-    return thread, answers
+    return in_background(lambda: agent.profile({"cmd": "profile", "id": name, "steps": 2}, hosts, LONG_S))
 
 
 def test_a_profile_is_asked_for_whoever_leads_and_answered_by_its_own_process(start):
@@ -613,3 +618,73 @@ def test_a_process_that_dies_while_it_is_profiled_is_an_answer(start):
     thread.join(LONG_S)
     assert answers[0]["host"] == 0
     assert "the training process has ended" in answers[0]["problem"]
+
+
+# ---------------------------------------------------------------------- rehearsals
+
+
+def rehearsing(agent):
+    """The process of a rehearsal, once it has its orders."""
+
+    def find():
+        known = {state(agent)["pid"], state(agent)["standby_pid"]}
+        return [
+            child
+            for child in psutil.Process().children()
+            if child.pid not in known and "echo_worker" in " ".join(child.cmdline()) and child.nice() == rehearsal_module.NICENESS
+        ]
+
+    (process,) = wait_until(find)
+    return process
+
+
+def test_a_rehearsal_runs_beside_the_training_and_ends(start):
+    agent = start({"tag": "a"})
+    agent.go({"generation": 0})
+    before = events_until(agent, "first_step")
+    assert agent.rehearse({"cmd": "rehearse", "then": "done"}, LONG_S) is None
+    assert state(agent)["alive"]
+    assert agent.poll(0, 0)["events"] == before  # nothing of it is told as the generation's
+
+
+@pytest.mark.parametrize(
+    ("orders", "problem"),
+    [({"then": "raise"}, "ValueError: boom"), ({"then": "exit"}, "it ended in the phase import; see ")],
+)
+def test_a_rehearsal_that_fails_says_why_and_hurts_nobody(start, orders, problem):
+    agent = start({})
+    agent.go({"generation": 0})
+    assert agent.rehearse({"cmd": "rehearse", **orders}, LONG_S).startswith(problem)
+    assert state(agent)["alive"]
+
+
+def test_a_rehearsal_has_its_time(start):
+    agent = start({})
+    assert agent.rehearse({"cmd": "rehearse"}, 0.5).startswith("not done within 0.5 s (phase ")  # it may not have begun
+
+
+def test_a_rehearsal_makes_its_folder_of_logs(start, tmp_path):
+    agent = start({})
+    wait_for_standby(agent)
+    shutil.rmtree(tmp_path / "logs")
+    assert agent.rehearse({"cmd": "rehearse", "then": "done"}, LONG_S) is None
+    assert list((tmp_path / "logs").glob("rehearsals-*.log"))
+
+
+def test_a_rehearsal_needs_a_preparation(start):
+    assert start().rehearse({"cmd": "rehearse"}, LONG_S) == "no preparation has come"
+
+
+@pytest.mark.parametrize("end", ["halt", "shutdown", "go", "rehearse"])
+def test_whatever_needs_the_machine_ends_a_rehearsal(start, end):
+    agent = start({})
+    wait_for_standby(agent)
+    thread, answers = in_background(lambda: agent.rehearse({"cmd": "rehearse"}, LONG_S))
+    process = rehearsing(agent)
+    arguments = {"go": [{"generation": 0}], "rehearse": [{"cmd": "rehearse", "then": "done"}, LONG_S]}.get(end, [])
+    getattr(agent, end)(*arguments)
+    thread.join(LONG_S)
+    assert answers == ["it was stopped"]
+    assert wait_until(lambda: is_gone(process.pid))
+    if end == "shutdown":
+        assert agent.rehearse({"cmd": "rehearse", "then": "done"}, LONG_S) == "this host does not train"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import ray
@@ -172,6 +173,21 @@ def test_a_spare_that_dies_gets_a_new_agent_by_itself(take):
     old = spare.description["pid"]
     kill_agent(spare)
     assert wait_until(lambda: spare in gang.refresh() and spare.description["pid"] != old)
+
+
+def test_an_agent_that_dies_before_it_has_answered_is_replaced(take):
+    """As one does that was asked for on a machine of which Ray did not know yet that it is gone."""
+    gang = take(count=1, spares=1)
+    spare = gang.wait_available(2, 60)[1]
+    gang.lose(spare)
+    ray.kill(spare.agent)
+    stillborn = spare.name
+    for _ in range(100):  # as seldom as a driver does
+        time.sleep(0.3)
+        if spare in gang.refresh():
+            break
+    assert spare.available
+    assert spare.name != stillborn
 
 
 def test_a_gang_begins_with_the_hosts_that_there_are(take):

@@ -6,7 +6,7 @@ import pytest
 import ray
 from ray.core.generated import autoscaler_pb2
 
-from cluster import fake
+from cluster import fake, groups
 from cluster.gang import living_nodes, reserve
 from cluster.notices import draining_nodes
 from cluster.topology import HostsConfig
@@ -88,6 +88,28 @@ def test_a_lost_machine_is_made_up_for_by_one_that_comes_later(cluster, take):
         remove_node(cluster, another)
 
 
+def test_a_seat_goes_where_a_place_that_was_left_has_found_a_machine(cluster, take):
+    """The groups of a run compete for a machine that comes; whichever has it, the host without one goes there."""
+    first = add_node(cluster)
+    gang = take(count=3)
+    seat = next(seat for seat in gang.members if seat.node_id == first.node_id)
+    second = add_node(cluster)
+    gang.lose(seat, avoid_nodes=[first.node_id])
+    assert gang.wait_available(3, 60) == gang.seats
+    assert seat.node_id == second.node_id
+    remove_node(cluster, first)
+    remove_node(cluster, second)
+    assert wait_until(lambda: seat not in gang.refresh())
+    gang.lose(seat)
+    third = add_node(cluster)
+    try:
+        assert gang.wait_available(3, 30) == gang.seats
+        assert seat.node_id == third.node_id
+        gang.release()
+    finally:
+        remove_node(cluster, third)
+
+
 def test_a_host_leaves_a_machine_that_is_to_be_avoided_and_may_come_back(cluster, take):
     gang = take(count=1)
     seat = gang.members[0]
@@ -98,12 +120,16 @@ def test_a_host_leaves_a_machine_that_is_to_be_avoided_and_may_come_back(cluster
     second = seat.node_id
     gang.lose(seat, avoid_nodes=[first, second])  # there is no other
     assert gang.wait_available(1, 0.5) == []
-    gang.lose(seat)
+    assert gang.put_up_with_any()
+    assert not gang.put_up_with_any()
     assert gang.wait_available(1, 60) == [seat]
-    assert (seat.node_id, seat.number) == (first, number)
-    gang.lose(seat, avoid_nodes=[second])  # it is elsewhere already
+    third = seat.node_id
+    assert third in (first, second)
+    assert seat.number == number
+    assert len(groups.living()) == 1  # of a place that was left nothing is kept
+    gang.lose(seat, avoid_nodes=[{first, second}.difference({third}).pop()])  # it is elsewhere already
     assert gang.wait_available(1, 60) == [seat]
-    assert seat.node_id == first
+    assert seat.node_id == third
 
 
 def test_hosts_that_spread_do_not_share_a_machine_with_one_that_comes_later(cluster, take):

@@ -87,8 +87,8 @@ def test_settings_that_make_no_sense(field, value):
 
 # ---------------------------------------------------------------------- in the graph
 
-NO_STATS = {"count": jnp.int32(0), "mean": jnp.float32(0), "variance": jnp.float32(0)}
-STATS = {"count": jnp.int32(60), "mean": jnp.float32(2.0), "variance": jnp.float32(0.01)}
+NO_STATS = {"count": np.int32(0), "mean": np.float32(0), "variance": np.float32(0)}
+STATS = {"count": np.int32(60), "mean": np.float32(2.0), "variance": np.float32(0.01)}
 
 
 def reduced(flags, loss=2.0, finite=True, stats=STATS, **settings):
@@ -125,7 +125,7 @@ def test_wishes_and_indices_of_all_hosts_come_out():
 
 
 def test_losses_that_hardly_vary_do_not_make_a_spike_of_chance():
-    flat = {**STATS, "variance": jnp.float32(1e-12)}
+    flat = {**STATS, "variance": np.float32(1e-12)}
     assert reduced([[0, 0, 0, 0]], 2.1, stats=flat, loss_spike="skip")["verdict"] == Verdict.APPLIED
     assert reduced([[0, 0, 0, 0]], 2.2, stats=flat, loss_spike="skip")["verdict"] == SPIKE
 

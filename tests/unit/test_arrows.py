@@ -34,7 +34,11 @@ LIGHT_MODULES = tuple(
         "recorders/base",
         "recorders/feed",
         "retention",
-        "sections",
+        "sections/__init__",
+        "sections/evaluation",
+        "sections/model",
+        "sections/optimizer",
+        "sections/watching",
         "stop_reason",
     )
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import jax
@@ -57,6 +58,26 @@ def test_a_damaged_one_is_compiled_again_and_said(made, tmp_path, damage):
     assert program(jnp.ones(3)).tolist() == [2, 2, 2]
     assert len(traces) == 1
     assert "could not be loaded" in notes[0]
+
+
+def test_what_nobody_has_loaded_for_long_is_deleted_when_something_is_kept(made, tmp_path):
+    def age(*paths):
+        for path in paths:
+            os.utime(path, (0, 0))
+
+    made()[0](jnp.ones(3))
+    old = set(tmp_path.iterdir())
+    made()[0](jnp.ones(4))
+    used = set(tmp_path.iterdir()) - old
+    age(*old, *used)
+    _, traces, _ = again = made()
+    again[0](jnp.ones(4))
+    assert traces == []
+    again[0](jnp.ones(5))
+    left = set(tmp_path.iterdir())
+    assert used < left
+    assert not old & left
+    assert len(left) == 4
 
 
 def test_other_shapes_compile_it_again_and_say_what_changed(made):

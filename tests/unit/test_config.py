@@ -332,6 +332,14 @@ def test_a_batch_that_does_not_divide_into_micro_batches(write):
     assert problem(path) == "line 2: global_batch_size = 10: expected a multiple of accumulation_steps (4)"
 
 
+def test_tpus_cannot_be_compiled_for_beside_their_process(write):
+    path = write(SMALL + "hosts: {kind: tpu, accelerator: v4, topology: 2x2x2}\ndriver: {rehearse: true}\nmesh: {data: -1}\n")
+    assert problem(path) == (
+        "driver.rehearse = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
+    )
+    assert load(path, ["driver.rehearse=null"]).driver.rehearse is None
+
+
 def test_a_storage_path_with_a_file_in_the_way(write, tmp_path):
     Path("taken").write_text("")
     assert problem(write(SMALL), "storage=taken/runs") == (

@@ -2,7 +2,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.elasticity import ElasticityPolicy, Grow, Members, Stay, allowed_counts, choose_members, should_grow
+from orchestrator.elasticity import (
+    ElasticityPolicy,
+    Grow,
+    Members,
+    Stay,
+    allowed_counts,
+    choose_members,
+    next_rehearsal,
+    should_grow,
+)
 
 ANY = range(1, 9)
 
@@ -104,3 +113,39 @@ def test_growing_says_what_it_saves_and_costs():
 def test_policy_rejects_negative_seconds(name):
     with pytest.raises(ValueError, match=rf"{name} = -1: expected 0 or more"):
         ElasticityPolicy(**{name: -1})
+
+
+REHEARSALS = {
+    "one host less": ([0, 1, 2], [], [2, 3], {3: [0, 1, 2]}, (0, 1)),
+    "whoever is left, also if it is the last": ([0, 1, 2], [], [2, 3], {3: [0, 1, 2], 2: [0, 1]}, (2, 0)),
+    "all is compiled": ([0, 1, 2], [], [2, 3], {3: [0, 1, 2], 2: [0, 1, 2]}, None),
+    "no smaller gang is allowed": ([0, 1, 2], [], [3], {3: [0, 1, 2]}, None),
+    "the next smaller gang that is allowed": ([0, 1, 2, 3], [], [2, 4], {4: [0, 1, 2, 3]}, (0, 1)),
+    "a spare, with those whom it would join": ([0, 1], [5], [2], {2: [0, 1]}, (5, 0)),
+    "a spare before a smaller gang": ([0, 1], [5], [1, 2], {2: [0, 1]}, (5, 0)),
+    "a spare of one host": ([0], [5], [1], {1: [0]}, (5,)),
+    "a larger gang before all": ([0, 1], [5, 7], [1, 2, 3, 4], {2: [0, 1]}, (0, 1, 5, 7)),
+    "and then what there is for its smaller ones": ([0, 1], [5], [1, 2, 3], {3: [0, 1, 5], 2: [0, 1, 5]}, (0,)),
+    "one that could not be rehearsed is left out": ([0, 1, 2], [3], [2], {}, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", REHEARSALS)
+def test_next_rehearsal(name):
+    present, others, allowed, ready, expected = REHEARSALS[name]
+    found = next_rehearsal(present, others, allowed=allowed, is_ready=lambda count, seat: seat in ready.get(count, ()))
+    assert found == expected
+
+
+@given(seats.filter(bool), seats, st.lists(st.integers(1, 8), unique=True))
+def test_rehearsals_come_to_an_end_and_then_any_loss_is_prepared_for(present, others, allowed):
+    others, ready = [seat for seat in others if seat not in present], {(len(present), seat) for seat in present}
+    about = {"allowed": sorted(allowed), "is_ready": lambda count, seat: (count, seat) in ready}
+    while (cast := next_rehearsal(present, others, **about)) is not None:
+        assert not {(len(cast), seat) for seat in cast} <= ready
+        ready |= {(len(cast), seat) for seat in cast}
+    for lost in present:
+        left = [seat for seat in [*present, *others] if seat != lost]
+        after = choose_members(present, left, allowed=[n for n in sorted(allowed) if n <= len(present)])
+        if after is not None and len(present) in allowed:
+            assert {(len(after.seats), seat) for seat in after.seats} <= ready

@@ -53,6 +53,16 @@ def test_a_driver_that_adopts_the_gang_lost_nothing_but_the_time_without_a_watch
     assert second.goodput.totals(1030.0)["step"] == 20.0
 
 
+def test_the_next_driver_finds_an_agent_that_came_while_the_gang_trained(take_up, clock):
+    first = take_up()
+    first.formed({"generation": 0, "gang": {"seats": ["a"]}})
+    clock.now_s = 1001.0
+    first.reseated({"seats": ["a"]})
+    assert take_up().goodput.counted_to_s == 1000.0  # nothing has changed: nothing was written
+    first.reseated({"seats": ["b"]})
+    assert take_up().gang == {"generation": 0, "gang": {"seats": ["b"]}}
+
+
 def test_with_the_gang_lost_the_time_without_a_driver_was_detection(take_up, clock):
     first = take_up()
     first.goodput.switch("step", 1010.0)

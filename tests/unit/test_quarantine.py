@@ -35,6 +35,7 @@ CASES = {
     ),
     "all seats of a bad machine": ([*failed(1, "b", times=2), *failed(2, "b", times=1)], {0: "a", 1: "b", 2: "b"}, [1, 2], ["b"]),
     "on the only machine, the seat alone": (failed(1, "a"), ONE_MACHINE, [1], []),
+    "on the only machine, beside a seat that has none yet": (failed(1, "a"), {**ONE_MACHINE, 3: None}, [1], []),
     "on the only machine, failures of different seats": (
         [*failed(0, "a", times=2), *failed(1, "a", times=2)],
         ONE_MACHINE,

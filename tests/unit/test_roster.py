@@ -46,3 +46,13 @@ def test_as_many_are_possible_as_would_be_taken(present, available, leaving, avo
 
 def test_where_too_few_are_left_none_are_possible():
     assert roster((0, 1), (0,)).possible(Quarantine()) == 0
+
+
+def test_a_machine_to_avoid_is_better_than_none():
+    """When no other has come in time."""
+    made = roster((0, 1), (0,))
+    gang, avoided = made.gang, made.gang.seats[1]
+    gang.fill_vacant = lambda: None
+    gang.wait_available = lambda count, timeout_s: gang.refresh()
+    gang.put_up_with_any = lambda: setattr(gang, "refresh", lambda: [gang.seats[0], avoided]) or True
+    assert made.form(avoid=Quarantine()).after == 2

@@ -1,9 +1,12 @@
 import re
+from pathlib import Path
 
+import jax
 import pytest
 
 from cluster.capacity import Node, explain_missing, find_slices, unusable_slices
 from cluster.topology import (
+    CPU_THREADS_PER_DEVICE,
     NODE_ID_LABEL,
     POD_TYPE_LABEL,
     SLICE_NAME_LABEL,
@@ -178,6 +181,12 @@ def test_environment_of_a_cpu_process():
     assert env["NPROC"] == "16"  # threads for four devices that wait for each other, on however few cores
     assert "NPROC" not in process_env(HostsConfig(count=2), 0, "cache")
     assert process_env(HostsConfig(devices_per_host=4, env={"NPROC": "5"}), 0, "cache")["NPROC"] == "5"
+
+
+def test_these_tests_have_threads_for_all_their_devices():
+    """With a thread for each, devices that wait for each other beside each other lock up, and XLA ends the whole test run."""
+    threads = [name.read_text().strip() for name in Path("/proc/self/task").glob("*/comm")]
+    assert threads.count("tf_XLAEigen") >= CPU_THREADS_PER_DEVICE * jax.device_count() > CPU_THREADS_PER_DEVICE
 
 
 def test_environment_of_accelerators():

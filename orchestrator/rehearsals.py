@@ -1,0 +1,111 @@
+"""Compiling ahead: when a host is lost, or comes back, the next gang finds its programs on its machines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from cluster.gang import Seat
+from orchestrator import elasticity
+from orchestrator.config import JobConfig
+from orchestrator.generation import Generation
+from orchestrator.intake import Intake
+from orchestrator.launch import Launch
+from orchestrator.post_mortem import AGENT_TIMEOUT_S
+from orchestrator.roster import Roster
+
+
+class Rehearsals:
+    """One at a time, while the gang trains. What goes wrong costs nobody anything but that a later start compiles."""
+
+    def __init__(
+        self, config: JobConfig, launch: Launch, intake: Intake, roster: Roster, clock: Callable[[], float] = time.monotonic
+    ):
+        self.config, self.launch, self.intake, self.roster, self.clock = config, launch, intake, roster, clock
+        wanted = config.driver.rehearse
+        self._wanted = config.hosts.kind == "cpu" if wanted is None else wanted
+        self._ready: set[tuple[int, str]] = set()
+        """(number of hosts, machine) that has the programs of such a gang, as far as this driver knows."""
+        self._given_up: set[int] = set()
+        """Numbers of hosts that could not be rehearsed in this generation."""
+        self._cast: list[Seat] = []
+        """Who rehearses now, in rank order, and their answers."""
+        self._answers: list[Any] = []
+        self._deadline_s = 0.0
+        """Whose agent has not answered then is frozen, or cut off."""
+        self._generation: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._answers)
+
+    def attend(self, generation: Generation) -> None:
+        """Called every round of the watch. Never waits."""
+        if not self._wanted or not generation.training:
+            return
+        if self._generation != generation.number:
+            self._begin(generation)
+        if self._answers:
+            self._collect()
+        else:
+            self._start_next()
+
+    def _begin(self, generation: Generation) -> None:
+        self._generation, self._answers = generation.number, []  # the agents have ended what was under way
+        self._given_up.clear()
+        self._ready |= {(generation.num_hosts, seat.node_id) for seat in self.roster.gang.members if seat.node_id}
+
+    def _start_next(self) -> None:
+        gang, seats = self.roster.gang, {seat.number: seat for seat in self.roster.gang.seats}
+        if not all(seat.available for seat in gang.members):
+            return  # one that is silent has other worries
+        present = [seat.number for seat in gang.members]
+        others = [seat.number for seat in self.roster.idle()]
+        allowed = [count for count in self.roster.allowed() if count not in self._given_up]
+        found = elasticity.next_rehearsal(
+            present, others, allowed=allowed, is_ready=lambda count, number: (count, seats[number].node_id) in self._ready
+        )
+        if found is not None:
+            self._start([seats[number] for number in found])
+
+    def _start(self, cast: Sequence[Seat]) -> None:
+        gang, limits = self.roster.gang, self.config.driver.watchdog
+        lead = cast[0].description
+        assert lead is not None
+        common = {
+            "cmd": "rehearse",
+            "num_hosts": len(cast),
+            "coordinator": f"{lead['host_ip']}:{lead['next_port']}",
+            "program_key": self.launch.launch_id,
+        }
+        timeout_s = limits.import_s + limits.join_s + limits.compile_s
+        self._cast, self._deadline_s = list(cast), self.clock() + timeout_s + AGENT_TIMEOUT_S
+        self._answers = [
+            gang.ask(seat, "rehearse", {**common, "host": host, **gang.orders(host)}, timeout_s) for host, seat in enumerate(cast)
+        ]
+
+    def _collect(self) -> None:
+        _, open_ = ray.wait(self._answers, num_returns=len(self._answers), timeout=0)
+        if open_ and self.clock() < self._deadline_s:
+            return
+        problems = {host: problem for host, ref in enumerate(self._answers) if (problem := _problem(ref)) is not None}
+        count, self._answers = len(self._cast), []
+        if problems:
+            self._given_up.add(count)
+            host, problem = next(iter(problems.items()))
+            self.intake.note(f"could not compile ahead for {count} hosts (host {host} of them: {problem})", "warning")
+            return
+        self._ready |= {(count, seat.node_id) for seat in self._cast if seat.node_id}
+        self.intake.note(f"compiled ahead for {count} hosts")
+
+
+def _problem(ref: Any) -> str | None:
+    try:
+        return ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return "its agent does not answer"
+    except ray.exceptions.RayActorError as error:
+        return str(error)
