@@ -33,8 +33,7 @@ LEASE_S = 120.0
 LOOK_S = 0.25
 """How often a watch is looked at when it names no earlier time: its limits may shrink meanwhile."""
 LEASE_LOOK_S = 1.0
-STACKS_GRACE_S = 2.0
-"""How long a halt waits for stacks that are being taken."""
+STACKS_TIMEOUT_S = 5.0
 MAX_EVENTS = 10_000
 
 _log = logging.getLogger(__name__)
@@ -201,20 +200,27 @@ class HostAgent:
                 "host_state": self._host_state(),
             }
 
+    def take_stacks(self, timeout_s: float = STACKS_TIMEOUT_S, *, epoch: int = 0) -> None:
+        """To be called on all hosts before any is halted, when one of them hangs: `halt` then has the stacks of this one too,
+        though its own limits may not be near yet. Waits for them, if they take no longer than this.
+        """
+        self._lease.renew(epoch)
+        with self._changed:
+            if self._watch is not None:
+                self._watch.want_stacks(self._watched(), timeout_s)
+
     def halt(self, timeout_s: float = HALT_TIMEOUT_S, *, epoch: int = 0) -> dict[str, Any]:
         """Kills the current process and its group, waits until it is gone, and says what is known of it. A `go` that still waits
         for its process gives up.
 
         `exit` is None in the answer if the process was alive and died of this; `pid` is None if there was none. `state` is what
-        the kernel said of it before; `stacks` were taken when it had been without progress for nearly too long. Raises
-        TimeoutError if it cannot be killed.
+        the kernel said of it before; `stacks` were taken when it had been without progress for nearly too long, or by
+        `take_stacks`. Raises TimeoutError if it cannot be killed.
         """
         self._lease.renew(epoch)
         self._rehearsal.stop()
         with self._changed:
             watch, orders = self._watch, self._orders
-            if watch is not None:
-                watch.wait_for_stacks(STACKS_GRACE_S)
             life = self._watched()
             if self._waiting and watch is not None and watch.overdue is None:
                 life = None  # a standby that may still become warm: the next generation wants it
@@ -229,15 +235,6 @@ class HostAgent:
         with self._changed:
             about = {"generation": orders["generation"] if orders else None, "notice": self._notice}
             return {**post_mortem(life), **about, **(watch.findings() if watch else {"stacks": None, "overdue": None})}
-
-    def stacks(self, *, epoch: int = 0) -> str:
-        """The Python stacks of the current process, which need not be able to answer."""
-        self._lease.renew(epoch)
-        with self._changed:
-            life = self._watched()
-        if life is None or not life.alive:
-            return "no process is running"
-        return diagnosis.stacks(life.child)
 
     def shutdown(self, *, epoch: int = 0) -> None:
         """Kills the current process and the standby; nothing is started any more."""

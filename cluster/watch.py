@@ -26,13 +26,13 @@ class Watch:
         """The first one."""
         self._watchdog = Watchdog(config, time.monotonic())
         self._changed, self._tell = changed, tell
-        self._taking = self._ended = False
+        self._taking = self._wanted = self._ended = False
 
     def note(self, event: Event) -> None:
         """Takes in an event of the process; heartbeats too."""
         now_s = time.monotonic()
         self._watchdog.note(event, now_s)
-        if self.stacks is not None and self.overdue is None and not self._watchdog.suspicious(now_s):
+        if not self._worth_keeping(now_s):
             self.stacks = None
 
     def act(self, life: Life | None) -> float:
@@ -46,9 +46,12 @@ class Watch:
                 self._tell_overdue(alarm, life)
         return self._watchdog.next_look_s(time.monotonic())
 
-    def wait_for_stacks(self, timeout_s: float) -> None:
-        """For stacks that are being taken."""
-        self._changed.wait_for(lambda: not self._taking, timeout_s)
+    def want_stacks(self, life: Life | None, timeout_s: float) -> None:
+        """Another host hangs: takes them, if that has not been done, though here nothing may be suspicious. Waits for them."""
+        self._wanted = True
+        if self.stacks is None and not self._ended:
+            self._take_stacks(life)
+        self._wait_for_stacks(timeout_s)
 
     def findings(self) -> dict[str, Any]:
         return {"stacks": self.stacks, "overdue": self.overdue}
@@ -67,12 +70,19 @@ class Watch:
         text = diagnosis.stacks(life.child)
         with self._changed:
             self._taking = False
-            if self.overdue is not None or self._watchdog.suspicious(time.monotonic()):
+            if self._worth_keeping(time.monotonic()):
                 self.stacks = text
             self._changed.notify_all()
 
+    def _worth_keeping(self, now_s: float) -> bool:
+        """Whether stacks say where it is, and not where it was before it went on."""
+        return self._wanted or self.overdue is not None or self._watchdog.suspicious(now_s)
+
+    def _wait_for_stacks(self, timeout_s: float) -> None:
+        self._changed.wait_for(lambda: not self._taking, timeout_s)
+
     def _tell_overdue(self, alarm: Alarm, life: Life | None) -> None:
-        self.wait_for_stacks(STACKS_GRACE_S)
+        self._wait_for_stacks(STACKS_GRACE_S)
         event = {
             "t": time.time(),
             "ev": "overdue",

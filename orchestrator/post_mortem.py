@@ -32,6 +32,8 @@ class Findings:
 
 def examine(gang: Gang, generation: Generation) -> Findings:
     """Halts all hosts, and says what happened."""
+    if generation.overdue:
+        _ask_all(gang, generation, "take_stacks")
     answers = halt(gang, generation)
     dead = [
         failures.read_post_mortem(host, answers[host], done=host in generation.done, notice=generation.notices.get(host))
@@ -46,9 +48,14 @@ def examine(gang: Gang, generation: Generation) -> Findings:
 
 def halt(gang: Gang, generation: Generation) -> list[Mapping[str, Any] | None]:
     """Ends all training processes. Each host's last words; None of one whose agent is gone, or as good as that."""
-    calls = {host: gang.call(host, "halt") for host in range(generation.num_hosts) if generation.broken.get(host) != "agent"}
+    return _ask_all(gang, generation, "halt")
+
+
+def _ask_all(gang: Gang, generation: Generation, method: str) -> list[Any]:
+    """Each host's answer; None of one that gives none: its agent counts as gone from then on."""
+    calls = {host: gang.call(host, method) for host in range(generation.num_hosts) if generation.broken.get(host) != "agent"}
     asked_s = time.monotonic()
-    answers: list[Mapping[str, Any] | None] = []
+    answers: list[Any] = []
     for host in range(generation.num_hosts):
         timeout_s = SUSPECT_TIMEOUT_S if host in generation.suspects else AGENT_TIMEOUT_S
         try:

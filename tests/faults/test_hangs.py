@@ -60,6 +60,14 @@ def test_a_stuck_host_is_found_and_named_with_its_line(tmp_path, kind, host):
     assert evidence["phase"] == ("save" if kind == "stuck_save" else "train")
 
 
+def test_a_host_that_was_late_itself_has_its_stacks_taken_too(tmp_path):
+    """When the limit of the first passes, it has not been without progress for long enough to be suspicious."""
+    folder = Folder(tmp_path / "faults")
+    folder.order(1, "hang", at=8)
+    folder.order(2, "slow", at=8, step_s=LIMIT_S - 0.5, steps=1)
+    assert "hang_for_ever" in check(run_job(job(tmp_path, folder)), 1)["summary"]
+
+
 def test_a_frozen_process_is_found_and_named(tmp_path):
     folder = Folder(tmp_path / "faults", step_s=0.05)
     board = Striking((step(8), lambda: folder.process(2).send_signal(signal.SIGSTOP)))

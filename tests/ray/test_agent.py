@@ -431,12 +431,18 @@ def test_a_process_outlives_the_thread_that_asked_for_it(start):
     assert not is_gone(pid)
 
 
-def test_stacks_of_a_running_process(start):
+def test_stacks_on_request_though_nothing_is_suspicious(start):
     agent = start({})
-    assert agent.stacks() == "no process is running"
+    agent.take_stacks()
+    assert agent.halt()["stacks"] is None  # nothing runs
     agent.go({"generation": 0})
     event(agent, "first_step")
-    assert "echo_worker.py" in agent.stacks()
+    agent.take_stacks()
+    told = agent.halt()
+    assert "echo_worker.py" in told["stacks"]
+    assert told["overdue"] is None
+    agent.go({"generation": 1})
+    assert agent.halt()["stacks"] is None  # those were of another generation
 
 
 def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
@@ -444,8 +450,9 @@ def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
     agent = start({})
     agent.go({"generation": 0})
     event(agent, "first_step")
-    assert "echo_worker.py" in agent.stacks()
+    agent.take_stacks()
     assert state(agent)["alive"]
+    assert "echo_worker.py" in agent.halt()["stacks"]
 
 
 def test_a_process_without_progress_is_overdue_and_its_stacks_say_where(start):
@@ -490,6 +497,7 @@ def test_an_agent_is_not_held_up_by_slow_stacks(start, monkeypatch):
     assert event(agent, "overdue")["stacks"] is None
     assert state(agent)["alive"]
     threading.Timer(0.2, reading.set).start()
+    agent.take_stacks()
     assert agent.halt()["stacks"] == "late"
 
 
@@ -537,7 +545,7 @@ def test_a_newer_driver_fences_out_the_older_one(start):
     agent = start({})
     agent.go({"generation": 0}, epoch=3)
     assert agent.lead(4)["generation"] == 0
-    for call in (agent.describe, agent.poll, agent.halt, agent.stacks, agent.shutdown):
+    for call in (agent.describe, agent.poll, agent.halt, agent.take_stacks, agent.shutdown):
         with pytest.raises(StaleDriver, match="this driver's epoch is 3, and a driver with epoch 4 leads this agent"):
             call(epoch=3)
     for call in (agent.prepare, agent.go, agent.order):
