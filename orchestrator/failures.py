@@ -137,15 +137,21 @@ def _agreed(kind: FailureKind, failed: Sequence[PostMortem]) -> Failure:
     if kind != FailureKind.DESYNC:
         host = finders[0].host if len(finders) == 1 else None
         return Failure(kind=kind, host=host, evidence=evidence, collateral=collateral)
-    steps = {d.host: d.last_step for d in finders if d.last_step is not None}
-    count = Counter(steps.values())
-    odd = [host for host, step in steps.items() if count[step] == 1]
-    host = odd[0] if len(odd) == 1 and len(steps) > 2 else None
+    batches = _batches(finders)
+    count = Counter(batches.values())
+    odd = [host for host, batch in batches.items() if count[batch] == 1]
+    host = odd[0] if len(odd) == 1 and len(batches) > 2 else None
     who = "one of them" if host is None else f"host {host}"
-    shown = ", ".join(f"host {host} at step {step}" for host, step in sorted(steps.items()))
+    shown = ", ".join(f"host {host} at batch {batch}" for host, batch in sorted(batches.items())) or "which, nobody could say"
     evidence["summary"] = f"the hosts are out of step: {who} has skipped or repeated a step ({shown})"
-    evidence["step"] = min(steps.values(), default=None)
+    evidence["step"] = min((d.last_step for d in finders if d.last_step is not None), default=None)
     return Failure(kind=kind, host=host, evidence=evidence, collateral=collateral)
+
+
+def _batches(finders: Sequence[PostMortem]) -> dict[int, int]:
+    """The batch that each host took the step with, as one of them heard it of all: not all live to tell theirs."""
+    heard = ((d.exception or {}).get("batch_indices") for d in finders)
+    return dict(enumerate(next((indices for indices in heard if indices), ())))
 
 
 def _hang(dead: Sequence[PostMortem], hung: Sequence[PostMortem]) -> Failure:

@@ -52,6 +52,11 @@ class LossSpikeError(Exception):
 class DesyncError(Exception):
     """The hosts took the same step with different batches: one of them has skipped or repeated a step."""
 
+    def __init__(self, message: str, batch_indices: Sequence[int] | None):
+        super().__init__(message)
+        self.batch_indices = batch_indices
+        """Of each host; None if not all have said theirs."""
+
 
 class CoordinatorError(Exception):
     """Another host did not answer: a consequence of its failure, not a failure of this host."""
@@ -78,7 +83,7 @@ OUT_OF_MEMORY_SIGNS = ("resource_exhausted", "out of memory")
 
 def kind_of(error: BaseException) -> dict[str, Any]:
     """`kind` of failure (user, data, non_finite, loss_spike, desync, out_of_memory, storage, collateral), and whether it is
-    `deterministic`.
+    `deterministic`; of hosts out of step, the `batch_indices`.
 
     JAX raises one type for everything that happens on a device or between hosts; only its message tells which.
     """
@@ -86,6 +91,8 @@ def kind_of(error: BaseException) -> dict[str, Any]:
         return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": True}
     if isinstance(error, OutOfMemoryError):
         return {"kind": "out_of_memory", "deterministic": error.deterministic}
+    if isinstance(error, DesyncError):
+        return {"kind": "desync", "deterministic": False, "batch_indices": error.batch_indices}
     kind = next((kind for types, kind in KIND_OF_TYPE.items() if isinstance(error, types)), None)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         kind = "storage"
@@ -95,7 +102,6 @@ def kind_of(error: BaseException) -> dict[str, Any]:
 KIND_OF_TYPE = {
     NonFiniteLossError: "non_finite",
     LossSpikeError: "loss_spike",
-    DesyncError: "desync",
     SaveFailedError: "storage",
     CoordinatorError: "collateral",
     MemoryError: "out_of_memory",

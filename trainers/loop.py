@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,7 +201,7 @@ class Loop:
         self.end_of_data.hear(self.agreed)
         verdict = self.agreed.verdict
         if verdict is Verdict.OUT_OF_STEP:
-            raise DesyncError(self._who_is_out_of_step())
+            raise self._out_of_step()
         if verdict is Verdict.SCALE_EXHAUSTED:
             raise LossScaleError(anomalies.scale_exhausted(self.agreed.batch_index, self.agreed.loss))
         if verdict in anomalies.KINDS:
@@ -232,16 +233,17 @@ class Loop:
             host.note(f"batch {anomaly.batch_index}: {why}")
         return why
 
-    def _who_is_out_of_step(self) -> str:
+    def _out_of_step(self) -> DesyncError:
         own = self.window.completed_step - 1  # the batch that this host took the step with
-        try:
+        indices: list[int] | None = None
+        places = f"this host at {own}"
+        with suppress(CoordinatorError):  # it would hide what happened
             indices = agree.all_hosts("hosts out of step", own, DESYNC_TIMEOUT_S)
             places = "; ".join(f"host {host} at {index}" for host, index in enumerate(indices))
-        except CoordinatorError:  # it would hide what happened
-            places = f"this host at {own}"
-        return (
+        return DesyncError(
             f"the hosts are out of step at batch {self.agreed.batch_index}: they took one step with batches "
-            f"{self.agreed.batch_index} to {self.agreed.newest_batch_index} ({places}); a host has skipped or repeated a step"
+            f"{self.agreed.batch_index} to {self.agreed.newest_batch_index} ({places}); a host has skipped or repeated a step",
+            indices,
         )
 
     def _save(self, state: TrainState) -> None:

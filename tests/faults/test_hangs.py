@@ -1,4 +1,5 @@
-"""One of three hosts is stuck: it is found within its limit, and the message names the host and the line where it is stuck."""
+"""One of three hosts is stuck: it is found within its limit, and the message names the host and the line where it is stuck. One
+that is out of step with the others is found at once."""
 
 from __future__ import annotations
 
@@ -88,3 +89,13 @@ def test_a_machine_that_has_fallen_silent_holds_up_nobody(tmp_path):
     (incident,) = summary["incidents"]
     assert (incident["kind"], incident["host"], incident["action"]) == ("host_lost", 2, "replace")
     assert incident["recovery_s"]["halt"] < AGENT_TIMEOUT_S / 2
+
+
+def test_a_host_out_of_step_is_named_whoever_lives_to_tell(tmp_path):
+    folder = Folder(tmp_path / "faults")
+    folder.order(2, "desync", at=8)
+    summary = run_job(job(tmp_path, folder))
+    assert summary["status"] == "finished"
+    (incident,) = summary["incidents"]
+    assert (incident["kind"], incident["host"]) == ("desync", 2)
+    assert "host 0 at batch 8, host 1 at batch 8, host 2 at batch 9" in incident["evidence"]["summary"]

@@ -50,8 +50,8 @@ def overdue(host, **more):
     return PostMortem(host=host, overdue=event, failed_at_s=20.0 - 3.04, last_step=7, **more)
 
 
-def out_of_step(host, step):
-    return PostMortem(host=host, exception=raised("desync", step=step), last_step=step)
+def out_of_step(host, batches):
+    return PostMortem(host=host, exception=raised("desync", batch_indices=batches), last_step=7)
 
 
 CASES = {
@@ -160,13 +160,23 @@ CASES = {
         (FailureKind.LOSS_SPIKE, None, ()),
     ),
     "three are out of step, one of them alone": (
-        [out_of_step(0, 7), out_of_step(1, 8), out_of_step(2, 7)],
+        [out_of_step(host, [7, 8, 7]) for host in range(3)],
         (),
         (FailureKind.DESYNC, 1, ()),
     ),
-    "two are out of step": ([out_of_step(0, 7), out_of_step(1, 8)], (), (FailureKind.DESYNC, None, ())),
-    "out of step, and one dies of it": (
-        [out_of_step(0, 7), PostMortem(host=1, exception=GLOO), out_of_step(2, 8)],
+    "three are out of step, and one lives to tell": (
+        [killed(0, signal.SIGABRT), PostMortem(host=1, exception=GLOO), out_of_step(2, [7, 8, 7])],
+        (),
+        (FailureKind.DESYNC, 1, (0, 1)),
+    ),
+    "three are out of step, and nobody has heard all": (
+        [out_of_step(host, None) for host in range(3)],
+        (),
+        (FailureKind.DESYNC, None, ()),
+    ),
+    "two are out of step": ([out_of_step(0, [7, 8]), out_of_step(1, [7, 8])], (), (FailureKind.DESYNC, None, ())),
+    "out of step, all at different batches": (
+        [out_of_step(0, [7, 9, 8]), PostMortem(host=1, exception=GLOO), out_of_step(2, None)],
         (),
         (FailureKind.DESYNC, None, (1,)),
     ),
@@ -273,9 +283,10 @@ def test_the_one_that_the_others_gave_up_waiting_for_is_told_with_its_line():
 
 
 def test_hosts_out_of_step_are_all_told():
-    failure = classify([out_of_step(0, 7), out_of_step(1, 8), out_of_step(2, 7)])
+    failure = classify([out_of_step(host, [7, 8, 7]) for host in range(3)])
     assert failure.summary == (
-        "the hosts are out of step: host 1 has skipped or repeated a step (host 0 at step 7, host 1 at step 8, host 2 at step 7)"
+        "the hosts are out of step: host 1 has skipped or repeated a step "
+        "(host 0 at batch 7, host 1 at batch 8, host 2 at batch 7)"
     )
     assert failure.step == 7
 
