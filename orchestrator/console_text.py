@@ -78,12 +78,13 @@ def recovery(phases: Mapping[str, float]) -> str:
 
 def action_of(incident: Mapping[str, Any]) -> str:
     """What was done about an incident, in words."""
-    action = str(incident["action"])
+    action, detail = str(incident["action"]), incident.get("detail", "")
     after = incident.get("hosts_after")
     words = ACTIONS.get(action, action)
     if action == "give up":
-        return sentence(f"give up: {incident.get('detail', '')}")
-    return words.format(after=f"{after} host" + ("" if after == 1 else "s")) if after is not None else words.partition(" {")[0]
+        return sentence(f"give up: {detail}")
+    words = words.format(after=f"{after} host" + ("" if after == 1 else "s")) if after is not None else words.partition(" {")[0]
+    return sentence(f"{words}; {detail}") if detail else words
 
 
 def printable(text: str) -> str:

@@ -158,7 +158,7 @@ class Incident:
     action: str = ""
     """One of `Action`; empty until it is decided."""
     detail: str = ""
-    """Of the action, as a sentence for people: why it was given up, which seat took whose place."""
+    """Of the action, as a sentence for people: why it was given up, who is avoided."""
     hosts_before: int | None = None
     hosts_after: int | None = None
     """Of a replacement or a resize."""

@@ -59,7 +59,10 @@ def quarantined(
         seats = {seat: n for seat, n in seats.items() if n > fewest}
         spared = {places[seat] for seat in places if seat not in seats}
         nodes = {node: n for node, n in nodes.items() if node not in spared}
-    return Quarantine(
-        {seat: f"seat {seat} has failed {n} times in {policy.window_s:g} s" for seat, n in sorted(seats.items())},
-        {node: f"node {node[:12]} has failed {n} times in {policy.window_s:g} s" for node, n in sorted(nodes.items())},
-    )
+    bad_nodes = {node: f"node {node[:12]} has failed {_often(n, policy)}" for node, n in sorted(nodes.items())}
+    reasons = {seat: bad_nodes.get(places[seat] or "", f"it has failed {_often(n, policy)}") for seat, n in sorted(seats.items())}
+    return Quarantine({seat: f"seat {seat} is avoided: {reason}" for seat, reason in reasons.items()}, bad_nodes)
+
+
+def _often(times: int, policy: QuarantinePolicy) -> str:
+    return f"{times} times in {policy.window_s:g} s"

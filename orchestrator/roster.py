@@ -86,7 +86,6 @@ class Roster:
         before = list(self.gang.members)
         gone = [seat for host, seat in enumerate(before) if host in lost or seat.number in self.leaving]
         nodes = {seat.node_id for seat in gone if seat.number in self.leaving} | set(avoid.nodes)
-        told = [f"host {before.index(seat)}: {self.leaving[seat.number]}" for seat in gone if seat.number in self.leaving]
         for seat in gone:
             # Not filled yet: the start of an agent would take from the machine what those who go on need now.
             self.gang.lose(seat, avoid_nodes=[node for node in nodes if node], fill=False)
@@ -94,7 +93,7 @@ class Roster:
         members = self._choose([seat.number for seat in before], set(avoid.seats), wanted, waiting)
         by_number = {seat.number: seat for seat in self.gang.seats}
         self.gang.set_members([by_number[number] for number in members.seats])
-        told += [reason for seat, reason in avoid.seats.items() if seat not in members.seats]
+        told = [reason for seat, reason in avoid.seats.items() if seat not in members.seats]
         action = _action([seat.number for seat in before], members.seats, {seat.number for seat in gone})
         return Change(len(before), len(members.seats), action, "; ".join(told))
 

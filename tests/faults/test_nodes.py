@@ -49,7 +49,7 @@ def test_a_drained_node_is_left_with_all_steps_saved(tmp_path, nodes):
     (incident,) = summary["incidents"]
     assert (incident["kind"], incident["host"], incident["action"]) == ("preemption", 1, "replace")
     assert incident["resumed_step"] == incident["step"]
-    assert "drained" in incident["detail"]
+    assert "drained" in incident["evidence"]["summary"]
     assert summary["goodput"]["replay"] == 0.0
 
 

@@ -121,6 +121,15 @@ def test_plain_incident_and_recovery(plain):
     assert plain({"ev": "recovered", "incident": INCIDENT | {"resumed_step": 100}}) == (
         "   0:00  ✓ training again at step 100 after 0.42 s  detect 0.02 · first step 0.40\u00a0s\n"
     )
+    avoided = {
+        "action": "shrink",
+        "hosts_after": 2,
+        "detail": "seat 1 is avoided: it has failed 4 times in 3600 s",
+        "evidence": {},
+    }
+    assert plain({"ev": "incident", "incident": INCIDENT | avoided}) == (
+        "   0:00  ✗ process_crash → going on with 2 hosts; seat 1 is avoided: it has failed 4 times in 3600 s\n"
+    )
     given_up = plain({"ev": "incident", "incident": INCIDENT | {"action": "give up", "detail": "4 failures", "evidence": {}}})
     assert given_up == "   0:00  ✗ process_crash → give up: 4 failures\n"
 

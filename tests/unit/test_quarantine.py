@@ -61,9 +61,18 @@ def test_quarantine(name):
 
 
 def test_the_reason_names_the_machine_and_how_often():
-    assert quarantined(failed(1, "b"), NOW_S, POLICY, {0: "a", 1: "b"}) == Quarantine(
-        {1: "seat 1 has failed 3 times in 100 s"}, {"b": "node b has failed 3 times in 100 s"}
+    assert quarantined(failed(1, "b"), NOW_S, POLICY, {0: "a", 1: "b", 2: "b"}) == Quarantine(
+        {
+            1: "seat 1 is avoided: node b has failed 3 times in 100 s",
+            2: "seat 2 is avoided: node b has failed 3 times in 100 s",
+        },
+        {"b": "node b has failed 3 times in 100 s"},
     )
+
+
+def test_where_the_machine_is_not_to_blame_the_seat_is_named():
+    reasons = quarantined(failed(1, "a"), NOW_S, POLICY, dict.fromkeys(range(2), "a")).seats
+    assert reasons == {1: "seat 1 is avoided: it has failed 3 times in 100 s"}
 
 
 @pytest.mark.parametrize(
