@@ -34,6 +34,7 @@ LOOK_S = 0.25
 """How often a watch is looked at when it names no earlier time: its limits may shrink meanwhile."""
 LEASE_LOOK_S = 1.0
 STACKS_TIMEOUT_S = 5.0
+"""How long a driver that asks for stacks waits for them: to take them is a matter of a tenth of a second, on an idle machine."""
 MAX_EVENTS = 10_000
 
 _log = logging.getLogger(__name__)
