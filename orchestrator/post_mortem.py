@@ -34,7 +34,7 @@ def examine(gang: Gang, generation: Generation) -> Findings:
     """Halts all hosts, and says what happened."""
     if generation.overdue:
         _ask_all(gang, generation, "take_stacks")
-    answers = halt(gang, generation)
+    answers = _ask_all(gang, generation, "halt")
     dead = [
         failures.read_post_mortem(host, answers[host], done=host in generation.done, notice=generation.notices.get(host))
         for host in range(generation.num_hosts)
@@ -46,13 +46,8 @@ def examine(gang: Gang, generation: Generation) -> Findings:
     )
 
 
-def halt(gang: Gang, generation: Generation) -> list[Mapping[str, Any] | None]:
-    """Ends all training processes. Each host's last words; None of one whose agent is gone, or as good as that."""
-    return _ask_all(gang, generation, "halt")
-
-
 def _ask_all(gang: Gang, generation: Generation, method: str) -> list[Any]:
-    """Each host's answer; None of one that gives none: its agent counts as gone from then on."""
+    """Each host's answer; None of one whose agent is gone, or as good as that: from then on it counts as gone."""
     calls = {host: gang.call(host, method) for host in range(generation.num_hosts) if generation.broken.get(host) != "agent"}
     asked_s = time.monotonic()
     answers: list[Any] = []
