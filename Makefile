@@ -5,9 +5,11 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
 CONFIG ?= configs/quickstart.yaml
+WORKERS ?= 0
+SEEDS ?= 1 2 3
 
 .DEFAULT_GOAL := help
-.PHONY: help env install quickstart test lint format lock clean
+.PHONY: help env install quickstart test soak lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -39,8 +41,15 @@ install:
 quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=..., ARGS="key=value ...")
 	@$(IN_VENV) -m orchestrator.run $(CONFIG) $(ARGS)
 
-test: env  ## Run all tests, the unit tests first (ARGS="-k name ...")
-	@$(IN_VENV) -m pytest tests/unit tests/multihost tests/ray tests/faults $(ARGS)
+test: env  ## Run all tests, the unit tests first (WORKERS=2: two files at a time; ARGS="-k name ...")
+	@$(IN_VENV) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		tests/unit tests/multihost tests/ray tests/faults $(ARGS)
+
+soak: env  ## Every kind of fault at a real job, one run for each of SEEDS (ARGS="key=value ...")
+	@rm -rf build/soak
+	@set -e; for seed in $(SEEDS); do \
+		$(IN_VENV) -m orchestrator.chaos configs/tiny.yaml --faults all --seed $$seed \
+			max_num_steps=3000 checkpoint.save_steps=20 storage=build/soak/$$seed $(ARGS); done
 
 lint: env  ## Check style, format and types
 	@$(IN_VENV) -m ruff check .

@@ -22,13 +22,18 @@ from cluster.event_log import Event, EventLog
 from cluster.groups import place
 from cluster.lease import Lease
 from cluster.life import Life, note, post_mortem
+from cluster.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
 from cluster.process import Exit, child_env, import_path
 from cluster.rehearsal import Rehearsal
 from cluster.standby import Standby
+from cluster.topology import PRIVATE_UMASK
 from cluster.watch import Watch
 from cluster.watchdog import WatchdogConfig
 
-HALT_TIMEOUT_S = 60.0
+HALT_ANSWER_S = 1.0
+"""A halt answers after at most so long, also of a process that is still dying: no driver must take that for a lost host."""
+CLOSE_WAIT_S = 60.0
+"""For processes to be gone when the agent ends."""
 LEASE_S = 120.0
 LOOK_S = 0.25
 """How often a watch is looked at when it names no earlier time: its limits may shrink meanwhile."""
@@ -43,7 +48,9 @@ _log = logging.getLogger(__name__)
 class HostAgent:
     """One per host. `env` holds the variables of its training processes beside those that the agent has itself.
 
-    `run_name` is that of the run whose machines it gives back when its lease ends; without one it only ends its processes.
+    What they print goes to a folder in `local_log_dir`, on the machine itself, and is copied to `log_dir`, a folder or a URL of
+    this host. `run_name` is that of the run whose machines it gives back when its lease ends; without one it only ends its
+    processes.
     """
 
     def __init__(
@@ -52,12 +59,16 @@ class HostAgent:
         env: Mapping[str, str],
         log_dir: str,
         *,
+        local_log_dir: str = LOG_DIR,
         lease_s: float = LEASE_S,
         notice_file: str | None = None,
         metadata: str | None = None,
         run_name: str | None = None,
+        private_files: bool = False,
     ):
-        self._log_dir, self._run_name = log_dir, run_name
+        if private_files:
+            os.umask(PRIVATE_UMASK)  # of its processes, too
+        self._run_name = run_name
         self._changed = threading.Condition()
         self._lease = Lease(lease_s)
         self._events = EventLog(MAX_EVENTS)
@@ -71,8 +82,10 @@ class HostAgent:
         self._closed = False
         own = {name: os.path.expanduser(value) for name, value in env.items()}
         full_env = child_env(os.environ, {**own, "PYTHONPATH": os.pathsep.join(import_path(sys.path))})
-        self._standby = Standby(module, full_env, log_dir, self._changed, self._on_event, self._on_exit)
-        self._rehearsal = Rehearsal(module, full_env, log_dir)
+        copies, host = log_dir.rstrip("/"), os.path.basename(log_dir.rstrip("/"))
+        self._logs = Logs(local_log_dir, run_name or "agents", host, copies, self._take_note)
+        self._standby = Standby(module, full_env, self._logs, self._changed, self._on_event, self._on_exit)
+        self._rehearsal = Rehearsal(module, full_env, self._logs)
         threading.Thread(target=self._keep_watch, name="watchdog", daemon=True).start()
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
         if sources := notices.sources(notice_file, metadata):
@@ -86,7 +99,8 @@ class HostAgent:
             **place(),
             "hostname": socket.gethostname(),
             "pid": os.getpid(),
-            "log_dir": self._log_dir,
+            "log_dir": self._logs.folder,
+            "log_copies": self._logs.copies,
             "next_port": ports.free_port(),
         }
 
@@ -108,6 +122,10 @@ class HostAgent:
                 "first_event": self._events.first,
                 "next_event": self._events.next,
             }
+
+    def keep(self, *, epoch: int = 0) -> None:
+        """Renews the lease, and nothing else."""
+        self._lease.renew(epoch)
 
     def is_led(self) -> bool:
         """Whether the lease goes on."""
@@ -164,7 +182,7 @@ class HostAgent:
             raise
         if life.alive:
             life.child.send(orders)  # if it died just now, its exit event says so
-        return {"pid": life.child.pid, "log_path": life.child.log_path, "next_port": ports.free_port()}
+        return {"pid": life.child.pid, **self._log_of(life), "next_port": ports.free_port()}
 
     def rehearse(self, orders: dict[str, Any], timeout_s: float, *, epoch: int = 0) -> str | None:
         """Has a process of its own compile what its place in another gang would run; waits for it. What went wrong, or None.
@@ -190,13 +208,14 @@ class HostAgent:
         return life is not None and life.alive and life.child.send(message)
 
     def poll(self, cursor: int = 0, wait_s: float = 0.0, *, epoch: int = 0) -> dict[str, Any]:
-        """Events from `cursor` on; waits for one at most `wait_s`. Heartbeats are no events: the last one comes along."""
+        """Events from `cursor` on, each with its number, `n`; waits for one at most `wait_s`. `cursor` in the answer is for the
+        next poll. Heartbeats are no events: the last one comes along.
+        """
         self._lease.renew(epoch)
         with self._changed:
             self._changed.wait_for(lambda: self._events.next > cursor, wait_s)
             return {
-                "cursor": self._events.next,
-                "events": self._events.since(cursor),
+                **self._told_since(cursor),
                 "heartbeat": self._current.heartbeat if self._current else None,
                 "host_state": self._host_state(),
             }
@@ -210,32 +229,40 @@ class HostAgent:
             if self._watch is not None:
                 self._watch.want_stacks(self._watched(), timeout_s)
 
-    def halt(self, timeout_s: float = HALT_TIMEOUT_S, *, epoch: int = 0) -> dict[str, Any]:
-        """Kills the current process and its group, waits until it is gone, and says what is known of it. A `go` that still waits
-        for its process gives up.
+    def halt(self, timeout_s: float = HALT_ANSWER_S, *, cursor: int | None = None, epoch: int = 0) -> dict[str, Any]:
+        """Kills the current process and its group, waits a little until it is gone, and says what is known of it. A `go` that
+        still waits for its process gives up.
+
+        A process with very much memory, or one that waits for a disk, takes longer to die than `timeout_s`: then `gone` is False
+        in the answer, `dying_s` the seconds since the first halt, `dying_state` what the kernel says of it now, and whoever asks
+        asks again. A `go` waits for its end.
 
         `exit` is None in the answer if the process was alive and died of this; `pid` is None if there was none. `state` is what
         the kernel said of it before; `stacks` were taken when it had been without progress for nearly too long, or by
-        `take_stacks`. Raises TimeoutError if it cannot be killed.
+        `take_stacks`. With a `cursor`, the answer has the `events` from there to the end, and the next `cursor`, as a poll has.
         """
         self._lease.renew(epoch)
         self._rehearsal.stop()
         with self._changed:
             watch, orders = self._watch, self._orders
-            life = self._watched()
-            if self._waiting and watch is not None and watch.overdue is None:
+            life = self._dying() or self._watched()
+            if life is self._standby.life and self._waiting and watch is not None and watch.overdue is None:
                 life = None  # a standby that may still become warm: the next generation wants it
             self._waiting = False
             self._changed.notify_all()
-        if life is not None:
-            life.state = diagnosis.process_state(life.child.pid) if life.alive else life.state
-            life.child.kill()
-            if not life.child.wait_gone(timeout_s):
-                now = diagnosis.process_state(life.child.pid)
-                raise TimeoutError(f"process {life.child.pid} is still there {timeout_s:g} s after SIGKILL (state: {now})")
+        gone = life is None or life.kill(timeout_s)
         with self._changed:
-            about = {"generation": orders["generation"] if orders else None, "notice": self._notice}
-            return {**post_mortem(life), **about, **(watch.findings() if watch else {"stacks": None, "overdue": None})}
+            about = {"generation": orders["generation"] if orders else None, "notice": self._notice, "gone": gone}
+            if life is not None and not gone:
+                about |= {"dying_s": life.dying_s(), "dying_state": diagnosis.process_state(life.child.pid)}
+            if cursor is not None:
+                about |= self._told_since(cursor)
+            return {
+                **post_mortem(life),
+                **self._log_of(life),
+                **about,
+                **(watch.findings() if watch else {"stacks": None, "overdue": None}),
+            }
 
     def shutdown(self, *, epoch: int = 0) -> None:
         """Kills the current process and the standby; nothing is started any more."""
@@ -251,7 +278,8 @@ class HostAgent:
             life.child.kill()
         self._rehearsal.close()
         for life in lives:
-            life.child.wait_gone(HALT_TIMEOUT_S)
+            life.child.wait_gone(CLOSE_WAIT_S)
+        self._logs.close(CLOSE_TIMEOUT_S)
 
     # ------------------------------------------------------------------ a generation
 
@@ -265,27 +293,37 @@ class HostAgent:
             if self._standby.life is None:
                 self._standby.want()
             try:
-                self._changed.wait_for(lambda: not self._waiting or self._standby.settled() or watch.overdue is not None)
+                self._changed.wait_for(lambda: not self._waiting or watch.overdue is not None or self._ready())
                 if not self._waiting:
                     raise Halted(f"generation {orders['generation']} was halted before its process was ready")
-                settled, slow = self._standby.settled(), self._standby.describe_slow(config.import_s)
-                life = self._standby.take()
+                if dying := self._dying():  # it holds the devices
+                    raise TimeoutError(f"generation {orders['generation']}: {dying.describe_dying()}")
+                settled, life = self._standby.settled(), self._standby.take()
             finally:
                 self._waiting = False
             if life is not None:
                 self._begin(life, orders)
-            if life is None or not settled:
-                raise TimeoutError(f"generation {orders['generation']}: {slow}")
-            return life
+        if life is None or not settled:
+            slow = self._standby.describe_slow(life, config.import_s)
+            raise TimeoutError(f"generation {orders['generation']}: {slow}")
+        return life
 
     def _check_free(self, orders: dict[str, Any]) -> None:
         what = f"go for generation {orders['generation']}"
         if self._waiting:
             assert self._orders is not None
             raise RuntimeError(f"{what}: generation {self._orders['generation']} waits for its process; call halt first")
-        if self._current is not None and self._current.alive:
+        if self._current is not None and self._current.alive and not self._dying():
             running = f"process {self._current.child.pid} of generation {self._current.generation} still runs"
             raise RuntimeError(f"{what}: {running}; call halt first")
+
+    def _ready(self) -> bool:
+        """Whether there is something to take, and nothing of an earlier generation that holds the devices."""
+        return self._standby.settled() and not self._dying()
+
+    def _dying(self) -> Life | None:
+        """The process of the newest generation but one, if it was killed and is still there."""
+        return self._current if self._current is not None and self._current.dying else None
 
     def _begin(self, life: Life, orders: dict[str, Any]) -> None:
         self._current, life.generation = life, orders["generation"]
@@ -311,6 +349,8 @@ class HostAgent:
         kind = event.get("ev")
         with self._changed:
             life.note(event)
+            if life is self._current and self._waiting:  # it is dying while the next generation waits for its end
+                return
             if life is not self._current:
                 if kind != "heartbeat":
                     life.early_events.append(event)
@@ -325,8 +365,10 @@ class HostAgent:
                 self._standby.want()
 
     def _on_exit(self, life: Life, how: Exit) -> None:
+        log_tail = life.child.log_tail()  # without the lock: a disk may hang
+        self._logs.copy()
         with self._changed:
-            life.end(how)
+            life.end(how, log_tail)
             if life is self._current:
                 self._on_current_exit(life)
             elif life is self._standby.life:
@@ -334,7 +376,7 @@ class HostAgent:
             self._changed.notify_all()
 
     def _on_current_exit(self, life: Life) -> None:
-        if self._watch is not None:
+        if self._watch is not None and not self._waiting:
             self._watch.end()
         if not life.halted and life.exit is not None:
             self._tell(life.exit)
@@ -364,7 +406,7 @@ class HostAgent:
         if self._run_name is not None:
             from cluster import leftovers
 
-            leftovers.leave(self._run_name)
+            leftovers.leave(self._run_name, self._lease.epoch)
 
     def _take_notice(self, found: notices.Notice | None) -> None:
         with self._changed:
@@ -380,6 +422,14 @@ class HostAgent:
 
     # ------------------------------------------------------------------ what it says
 
+    def _log_of(self, life: Life | None) -> dict[str, Any]:
+        """Where the log of a process is: on this machine, and its copy."""
+        path = life.child.log_path if life else None
+        return {"log_path": path, "log_copy": self._logs.copy_of(path) if path else None}
+
+    def _told_since(self, cursor: int) -> dict[str, Any]:
+        return {"cursor": self._events.next, "events": self._events.since(cursor)}
+
     def _host_state(self) -> dict[str, Any]:
         current, standby = self._current, self._standby.life
         return {
@@ -387,7 +437,7 @@ class HostAgent:
             "pid": current.child.pid if current else None,
             "generation": current.generation if current else None,
             "alive": current is not None and current.alive,
-            "log_path": current.child.log_path if current else None,
+            **self._log_of(current),
             "standby": self._standby.state(),
             "standby_pid": standby.child.pid if standby else None,
             "notice": self._notice,

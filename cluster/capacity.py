@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.topology import (
@@ -13,6 +13,7 @@ from cluster.topology import (
     bundle,
     hosts_per_slice,
     min_hosts,
+    min_slices,
     pod_type,
     strategy,
 )
@@ -59,9 +60,9 @@ def _slice_state(config: HostsConfig, name: str, nodes: Sequence[Node]) -> Slice
     )
 
 
-def unusable_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str] = ()) -> list[str]:
-    """Names of slices that lack a host, or hold a host to avoid: a gang placed there would wait for ever."""
-    return [s.name for s in find_slices(config, nodes) if s.missing_workers or any(n.node_id in avoid_nodes for n in s.nodes)]
+def whole_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Collection[str] = ()) -> list[str]:
+    """Names of the slices that are complete and free, and hold none of the machines to avoid."""
+    return [s.name for s in find_slices(config, nodes) if _slice_trouble(s, avoid_nodes) == "free"]
 
 
 def explain_missing(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str] = ()) -> str:
@@ -89,7 +90,7 @@ def _advice(config: HostsConfig, could: int) -> str:
 
 def _explain_missing_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str]) -> str:
     wanted = (
-        f"asked for {config.slices} slice(s) {config.topology} of {config.accelerator} (type {pod_type(config)}: "
+        f"asked for {min_slices(config)} slice(s) {config.topology} of {config.accelerator} (type {pod_type(config)}: "
         f"{_hosts(hosts_per_slice(config))} with {_show(bundle(config))} each)"
     )
     found = find_slices(config, nodes)
@@ -100,11 +101,11 @@ def _explain_missing_slices(config: HostsConfig, nodes: Sequence[Node], avoid_no
         )
     ready = [s for s in found if _slice_trouble(s, avoid_nodes) == "free"]
     states = ", ".join(f"{s.name}: {_slice_trouble(s, avoid_nodes)}" for s in found)
-    missing = max(0, config.slices - len(ready))
+    missing = max(0, min_slices(config) - len(ready))
     return f"{wanted}; the cluster has {len(found)} ({states}); {missing} slice(s) missing; wait for them, or ask for fewer"
 
 
-def _slice_trouble(state: SliceState, avoid_nodes: Sequence[str]) -> str:
+def _slice_trouble(state: SliceState, avoid_nodes: Collection[str]) -> str:
     if state.missing_workers:
         return f"worker {', '.join(map(str, state.missing_workers))} missing"
     if any(node.node_id in avoid_nodes for node in state.nodes):

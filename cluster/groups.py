@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from cluster.waits import Attend, do_nothing, wait_answers, wait_until
+
 REMOVE_TIMEOUT_S = 20.0
 
 
-def is_ready(group: PlacementGroup, deadline_s: float) -> bool:
+def is_ready(group: PlacementGroup, deadline_s: float, attend: Attend = do_nothing) -> bool:
     """Waits for all bundles of a group, at most until `deadline_s` (of `time.monotonic`)."""
-    return bool(ray.wait([group.ready()], timeout=max(0.0, deadline_s - time.monotonic()))[0])
+    return bool(wait_answers([group.ready()], deadline_s, attend)) and is_created(group)  # it answers if it was removed, too
 
 
-def wait_ready(group: PlacementGroup, deadline_s: float) -> None:
+def wait_ready(group: PlacementGroup, deadline_s: float, attend: Attend = do_nothing) -> None:
     """Raises TimeoutError if the bundles of a group are not all there at `deadline_s`."""
-    if not is_ready(group, deadline_s):
+    if not is_ready(group, deadline_s, attend):
         raise TimeoutError(f"placement group {group.id.hex()}")
 
 
-def remove(group: PlacementGroup) -> None:
-    """Gives back what a group holds, and waits for it: until then its name is taken."""
-    remove_placement_group(group)
-    wait_until(lambda: is_removed(group), REMOVE_TIMEOUT_S)
+def remove(groups: Collection[PlacementGroup], attend: Attend = do_nothing) -> None:
+    """Gives back what these groups hold, and waits for it: until then their names are taken."""
+    for group in groups:
+        remove_placement_group(group)
+    wait_until(lambda: all(is_removed(group) for group in groups), REMOVE_TIMEOUT_S, attend)
 
 
 def is_removed(group: PlacementGroup) -> bool:
@@ -48,18 +50,8 @@ def living() -> dict[str, dict[str, Any]]:
 
 
 def node_ids(group: PlacementGroup) -> dict[int, str]:
-    """The machine of each bundle."""
-    return placement_group_table(group)["bundles_to_node_id"]
-
-
-def wait_until(done: Callable[[], bool], timeout_s: float) -> bool:
-    """For what Ray does in its own time and gives no notice of."""
-    deadline_s = time.monotonic() + timeout_s
-    while not done():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.01)
-    return True
+    """The machine of each bundle that has one."""
+    return placement_group_table(group).get("bundles_to_node_id", {})
 
 
 def place() -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
+from cluster import diagnosis
 from cluster.event_log import Event
 from cluster.process import ChildProcess, Exit
 
@@ -27,10 +29,32 @@ class Life:
         self.exit: Event | None = None
         self.state: str | None = None
         """What the kernel said of it when it was about to be killed."""
+        self._killed_at_s: float | None = None
 
     @property
     def alive(self) -> bool:
         return self.exit is None
+
+    @property
+    def dying(self) -> bool:
+        """Whether it was killed, and is still there: to give very much memory back takes minutes."""
+        return self.alive and self._killed_at_s is not None
+
+    def dying_s(self) -> float:
+        """How long it has been dying."""
+        return time.monotonic() - self._killed_at_s if self._killed_at_s is not None else 0.0
+
+    def describe_dying(self) -> str:
+        who = f"process {self.child.pid} of generation {self.generation}"
+        return f"{who} is still there {self.dying_s():.0f} s after SIGKILL ({diagnosis.process_state(self.child.pid)})"
+
+    def kill(self, timeout_s: float) -> bool:
+        """Kills it, the first time noting what it was at, and waits; whether it is gone. To be called without the lock."""
+        if self.alive and self._killed_at_s is None:
+            self.state = diagnosis.process_state(self.child.pid)
+            self._killed_at_s = time.monotonic()
+        self.child.kill()
+        return self.child.wait_gone(timeout_s)
 
     def note(self, event: Event) -> None:
         """Takes from an event what the agent itself goes by."""
@@ -44,15 +68,15 @@ class Life:
         elif kind == "heartbeat":
             self.heartbeat = {**event, "generation": self.generation}
 
-    def end(self, how: Exit) -> None:
-        """Takes in how it ended."""
+    def end(self, how: Exit, log_tail: Sequence[str]) -> None:
+        """Takes in how it ended, and the last lines that it printed."""
         self.halted = how.by_parent
         self.exit = {
             "t": how.at_s,
             "ev": "exit",
             "code": how.code,
             "signal": how.signal,
-            "log_tail": self.child.log_tail(),
+            "log_tail": list(log_tail),
             "pid": self.child.pid,
         }
 
@@ -81,6 +105,5 @@ def post_mortem(life: Life | None) -> dict[str, Any]:
         "batch_index": life.position()["batch_index"] if life else None,
         "phase": life.phase if life else None,
         "done": life is not None and life.done,
-        "log_path": life.child.log_path if life else None,
         "state": life.state if life else None,
     }

@@ -20,6 +20,11 @@ def free_port(rng: random.Random | None = None) -> int:
     raise OSError(f"no free port found between {FIRST_PORT} and {LAST_PORT} in 100 tries")
 
 
+def with_port(address: str, port: int) -> str:
+    """`10.0.0.1:80`, `[fd00::1]:80`"""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         try:

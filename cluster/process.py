@@ -26,6 +26,9 @@ _LOG_TAIL_BYTES = 16 * 1024
 _PIPE_GRACE_S = 5.0
 """How long to wait for the rest of the pipe from a dead process: something that left its group may hold it open."""
 
+RAY_TOKEN = "RAY_AUTH_TOKEN"
+"""The variable with which any process may enter a Ray cluster that asks for a token."""
+
 _PF_EXITING = 0x4
 """The kernel's flag of a process on its way out (include/linux/sched.h)."""
 
@@ -64,9 +67,9 @@ def child_env(inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str,
     """The parent's environment with the child's own variables.
 
     XLA's flags are joined (a later one wins). What the parent says of TPU slices is dropped: it may be of slices long gone,
-    and a process that believes it hangs.
+    and a process that believes it hangs. So is the token of the Ray cluster: a child that needs it must be given it.
     """
-    kept = {name: value for name, value in inherited.items() if not name.startswith("MEGASCALE_")}
+    kept = {name: value for name, value in inherited.items() if not name.startswith("MEGASCALE_") and name != RAY_TOKEN}
     flags = " ".join(part for part in (kept.get("XLA_FLAGS"), own.get("XLA_FLAGS")) if part)
     return {**kept, **own, **({"XLA_FLAGS": flags} if flags else {})}
 
@@ -82,25 +85,16 @@ def import_path(paths: list[str]) -> list[str]:
     return list(dict.fromkeys(wanted))
 
 
-def new_log(folder: str, name: str) -> tuple[str, str | None]:
-    """A file for what a child prints, and what went wrong: nothing stops for want of a log."""
-    path = os.path.join(folder, name)
-    try:
-        os.makedirs(folder, exist_ok=True)
-        open(path, "ab").close()
-    except OSError as error:
-        return os.devnull, f"what the training process prints is lost: its log {path} cannot be opened: {error}"
-    return path, None
-
-
 def log_tail(path: str, lines: int = LOG_TAIL_LINES) -> list[str]:
-    """The last lines of a log file; none if there is no such file."""
+    """The last lines of a log file; none if there is no such file; why not, if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()[-lines:]
     except FileNotFoundError:
         return []
+    except OSError as error:
+        return [f"(the log {path} cannot be read: {error})"]
 
 
 def spawn(module: str, *, env: Mapping[str, str], first_line: dict[str, Any], log_path: str) -> ChildProcess:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.life import Life
-from cluster.process import Exit, new_log, spawn
+from cluster.logs import Logs
+from cluster.process import Exit, spawn
 
 NICENESS = 10
 """The training comes first; but where it takes all cores, this still comes to an end (a tenth of a core at least)."""
@@ -19,8 +20,8 @@ STOP_TIMEOUT_S = 60.0
 class Rehearsal:
     """At most one such process on a host. Any thread may call."""
 
-    def __init__(self, module: str, env: Mapping[str, str], log_dir: str):
-        self._module, self._env, self._log_dir = module, env, log_dir
+    def __init__(self, module: str, env: Mapping[str, str], logs: Logs):
+        self._module, self._env, self._logs = module, env, logs
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._life: Life | None = None
         self._closed = False
@@ -55,16 +56,17 @@ class Rehearsal:
 
     def _start(self, preparation: dict[str, Any], orders: dict[str, Any]) -> tuple[Life | None, threading.Event]:
         ended = threading.Event()
+        log_path, _ = self._logs.new(f"rehearsals-{os.getpid()}.log")
         with self._lock:
             if self._closed:
                 return None, ended
-            log_path, _ = new_log(self._log_dir, f"rehearsals-{os.getpid()}.log")
             life = self._life = Life(spawn(self._module, env=self._env, first_line=preparation, log_path=log_path))
         os.setpriority(os.PRIO_PROCESS, life.child.pid, NICENESS)
         life.child.send(orders)
 
         def on_exit(how: Exit) -> None:
-            life.end(how)
+            life.end(how, life.child.log_tail())
+            self._logs.copy()
             ended.set()
 
         life.child.watch(life.note, on_exit)

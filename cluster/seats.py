@@ -12,7 +12,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.agent import HostAgent
 from cluster.leftovers import NAMESPACE, agent_name
 from cluster.places import Place
-from cluster.topology import HostsConfig, bundle, megascale_env, process_env, slice_of
+from cluster.steward import LEASE_GROUP, hire
+from cluster.topology import HostsConfig, bundle, process_env
 
 MAX_CONCURRENCY = 16
 """Calls that an agent answers at a time; a long poll is one of them."""
@@ -33,6 +34,8 @@ class Seat:
     """What the agent last said of itself (`HostAgent.describe`); None as long as it has not answered."""
     probe: Any = field(default=None, repr=False)
     """A question to the agent that is still open."""
+    trouble: str = ""
+    """What Ray said of the death of its last agent."""
     next_probe_s: float = 0.0
     """Of `time.monotonic`, as the next two."""
     next_replacement_s: float = 0.0
@@ -67,9 +70,11 @@ class AgentMaker:
     ):
         self.config, self.run_name, self.epoch, self.lease_s = config, run_name, epoch, lease_s
         self.log_dir, self.cache_dir, self.module = log_dir, cache_dir, module
-        self.coordinator_ip = ""
-        """Where the TPU slices of a run on several find each other."""
         self._counter = itertools.count()
+
+    def hire_steward(self) -> tuple[str, Any]:
+        """Asks Ray for an actor that gives the run's groups back should nobody else; returns its name and its handle."""
+        return hire(self.run_name, self.epoch, self.lease_s)
 
     def create(self, place: Place, number: int) -> tuple[str, Any]:
         """Asks Ray for an agent in this place; returns its name and its handle. It need not run yet: calls to it wait."""
@@ -87,21 +92,20 @@ class AgentMaker:
             "enable_task_events": False,  # long polls would fill Ray's record of tasks
             "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.index),
         }
-        agent: Any = ray.remote(HostAgent).options(**options)
+        remote: Any = ray.remote
+        agent = remote(concurrency_groups={LEASE_GROUP: 1})(HostAgent).options(**options)
         return name, agent.remote(
             self.module,
-            self._env(number),
+            process_env(self.config, number, self.cache_dir),
             f"{self.log_dir}/host-{number:04d}",
+            local_log_dir=self.config.log_dir,
             lease_s=self.lease_s,
             notice_file=self.config.notice_file,
             metadata=self.config.metadata,
             run_name=self.run_name,
+            private_files=self.config.private_files,
         )
 
-    def _env(self, number: int) -> dict[str, str]:
-        config = self.config
-        own_slice = slice_of(config, number) if config.kind == "tpu" else 0
-        return {
-            **megascale_env(own_slice, config.slices, self.coordinator_ip),
-            **process_env(config, number, self.cache_dir),
-        }
+    def keep(self, agent: Any) -> Any:
+        """Sends the call that renews the lease of an agent or a steward; returns Ray's reference to its answer."""
+        return agent.keep.options(concurrency_group=LEASE_GROUP).remote(epoch=self.epoch)

@@ -1,96 +1,60 @@
-"""Whole TPU slices, reserved so that host i of the gang is worker i of its slice.
+"""Whole TPU slices: a placement group for each, so that host i of a slice is its worker i, and no two runs share one.
 
-Ray's `SlicePlacementGroup` holds the hosts. Which slices they are is decided before, here: one group holds the heads of all
-slices at once, so that two runs never hold half of what each needs, and leaves out slices that lack a host or hold one to avoid.
+Which slices they are is decided here, among those that are whole and free; Ray gives the machines of one to one group alone.
+Ray's own `SlicePlacementGroup` holds several slices in one group, of which none can be given back, or replaced, by itself.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.tpu import SlicePlacementGroup
+from ray.util.placement_group import PlacementGroup
 
 from cluster import groups
-from cluster.capacity import Node, unusable_slices
-from cluster.topology import (
-    POD_TYPE_LABEL,
-    SLICE_NAME_LABEL,
-    WORKER_ID_LABEL,
-    HostsConfig,
-    bundle,
-    chips_per_host,
-    generation,
-    hosts_per_slice,
-    pod_type,
-    slice_bundle_labels,
-)
+from cluster.capacity import whole_slices
+from cluster.places import Places, living_nodes
+from cluster.topology import HostsConfig, bundle, hosts_per_slice, min_slices, pod_type, slice_bundle_labels
+from cluster.waits import Attend, wait_until
 
 LOOK_AGAIN_S = 5.0
-"""How often to look which slices have become whole, or have lost a host, while waiting."""
+"""How often to look which slices have become whole, or have lost a host; and how long a slice that was free may take to come."""
+LOOK_FOR_FIRST_S = 1.0
+"""The same while a start waits for its first slices."""
+LONGEST_TURN_S = 1.0
+"""Two starts that have taken slices from each other try again after different times, at most so long."""
 
 
 def reserve(
-    config: HostsConfig,
-    name: str,
-    taken: list[PlacementGroup],
-    deadline_s: float,
-    living_nodes: Callable[[], list[Node]],
-    avoid_nodes: Sequence[str] = (),
-) -> PlacementGroup:
-    """The group of all hosts, slice by slice. All groups are detached, and are added to `taken` as soon as they are asked for.
-
-    Raises TimeoutError.
-    """
-    names: Sequence[str | None] = [None] * config.slices
-    if hosts_per_slice(config) > 1:
-        names = _reserve_heads(config, name, taken, deadline_s, living_nodes, avoid_nodes)
-    held = SlicePlacementGroup(
-        topology=config.topology or "",
-        accelerator_version=generation(config.accelerator or ""),
-        resources_per_bundle=bundle(config),
-        num_slices=config.slices,
-        chips_per_vm=chips_per_host(config),
-        name=name,
-        lifetime="detached",
-        bundle_label_selector=slice_bundle_labels(config, names),
-    )
-    group = held.slice_placement_group
-    assert group is not None
-    taken.append(group)  # all that `held` has: since the slices are named, it holds no heads of its own
-    groups.wait_ready(group, deadline_s)
-    return group
+    config: HostsConfig, places: Places, deadline_s: float, avoid_nodes: Sequence[str], attend: Attend
+) -> list[PlacementGroup]:
+    """The groups of the slices that a run cannot do without: all, or none. Raises TimeoutError, and what `attend` raises."""
+    count = min_slices(config)
+    while True:
+        free = whole_slices(config, living_nodes(), avoid_nodes)
+        if len(free) >= count:
+            # At random, so that another run which starts at the same moment is likely to choose others.
+            names = sorted(random.sample(free, count))
+            taken = [ask_for(config, places, place * hosts_per_slice(config), name) for place, name in enumerate(names)]
+            until_s = min(deadline_s, time.monotonic() + LOOK_AGAIN_S)
+            if all(groups.is_ready(group, until_s, attend) for group in taken):
+                return taken
+            for group in taken:
+                places.give_back(group)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"{count} slices of type {pod_type(config)}")
+        pause_s = LOOK_FOR_FIRST_S if len(free) < count else random.random() * LONGEST_TURN_S
+        wait_until(lambda: False, min(left_s, pause_s), attend)
 
 
-def _reserve_heads(
-    config: HostsConfig,
-    name: str,
-    taken: list[PlacementGroup],
-    deadline_s: float,
-    living_nodes: Callable[[], list[Node]],
-    avoid_nodes: Sequence[str],
-) -> list[str]:
-    """Holds the head of each slice; returns the names of the slices."""
-    while time.monotonic() < deadline_s:
-        labels = {WORKER_ID_LABEL: "0", POD_TYPE_LABEL: pod_type(config)}
-        if unusable := unusable_slices(config, living_nodes(), avoid_nodes):
-            labels[SLICE_NAME_LABEL] = f"!in({','.join(unusable)})"
-        heads = placement_group(
-            [{f"TPU-{pod_type(config)}-head": 1}] * config.slices,
-            strategy="STRICT_SPREAD",
-            lifetime="detached",
-            name=name.removesuffix("-gang") + "-heads",
-            bundle_label_selector=[labels] * config.slices,
-        )
-        taken.append(heads)
-        if groups.is_ready(heads, min(deadline_s, time.monotonic() + LOOK_AGAIN_S)):
-            return _slice_names(heads, living_nodes())
-        groups.remove(heads)
-        taken.remove(heads)
-    raise TimeoutError(f"{config.slices} slices of type {pod_type(config)}")
-
-
-def _slice_names(heads: PlacementGroup, nodes: Sequence[Node]) -> list[str]:
-    labels = {node.node_id: node.labels for node in nodes}
-    return sorted(labels[node_id][SLICE_NAME_LABEL] for node_id in groups.node_ids(heads).values())
+def ask_for(config: HostsConfig, places: Places, number: int, name: str) -> PlacementGroup:
+    """Asks for the slice of this name, for the seats from `number` on; it is there soon if it is free."""
+    per_slice = hosts_per_slice(config)
+    bundles = [bundle(config) for _ in range(per_slice)]
+    if per_slice == 1:  # has no name of its own: any machine of the right type will do
+        return places.ask_for_slice(number, bundles, slice_bundle_labels(config, [None]))
+    # Whoever holds a slice holds its head, as those do who use Ray's own way to reserve one.
+    bundles[0] = {**bundles[0], f"TPU-{pod_type(config)}-head": 1}
+    return places.ask_for_slice(number, bundles, slice_bundle_labels(config, [name]))

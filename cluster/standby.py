@@ -9,7 +9,8 @@ from typing import Any
 
 from cluster.event_log import Event
 from cluster.life import Life, note
-from cluster.process import Exit, new_log, spawn
+from cluster.logs import Logs
+from cluster.process import Exit, spawn
 
 MAX_DEATHS = 3
 """Standbys that may be killed from outside, one after the other, before that is a failure like any other."""
@@ -23,7 +24,7 @@ class Standby:
         self,
         module: str,
         env: Mapping[str, str],
-        log_dir: str,
+        logs: Logs,
         changed: threading.Condition,
         on_event: Callable[[Life, Event], None],
         on_exit: Callable[[Life, Exit], None],
@@ -32,7 +33,7 @@ class Standby:
         self.life: Life | None = None
         self.preparation: dict[str, Any] | None = None
         self.spawn_error: OSError | None = None
-        self._env, self._log_dir, self._changed = env, log_dir, changed
+        self._env, self._logs, self._changed = env, logs, changed
         self._on_event, self._on_exit = on_event, on_exit
         self._wanted = self._closed = False
         self._deaths = self._num_spawned = 0
@@ -87,15 +88,15 @@ class Standby:
             return "failed"
         return "warm" if self.life.warm else "starting"
 
-    def describe_slow(self, waited_s: float) -> str:
-        """Why there is nothing to take after this time."""
+    def describe_slow(self, life: Life | None, waited_s: float) -> str:
+        """Why nothing was ready to be taken after this time; `life` was taken. It reads a log: not under the lock."""
         if self.preparation is None:
             return f"no preparation has come within {waited_s:g} s; call prepare"
-        if self.life is None:
+        if life is None:
             return f"no standby could be started within {waited_s:g} s"
-        tail = "\n".join(self.life.child.log_tail()) or "(nothing)"
-        phase = f" (phase {self.life.phase})" if self.life.phase else ""
-        return f"the standby, process {self.life.child.pid}{phase}, is not ready after {waited_s:g} s; it printed:\n{tail}"
+        tail = "\n".join(life.child.log_tail()) or "(nothing)"
+        phase = f" (phase {life.phase})" if life.phase else ""
+        return f"the standby, process {life.child.pid}{phase}, is not ready after {waited_s:g} s; it printed:\n{tail}"
 
     def _due(self) -> bool:
         return self._wanted and self.life is None and self.preparation is not None
@@ -113,7 +114,7 @@ class Standby:
             self._start(preparation)
 
     def _start(self, preparation: dict[str, Any]) -> None:
-        log_path, trouble = new_log(self._log_dir, f"process-{os.getpid()}-{self._num_spawned:04d}.log")
+        log_path, trouble = self._logs.new(f"process-{os.getpid()}-{self._num_spawned:04d}.log")
         try:
             child = spawn(self.module, env=self._env, first_line=preparation, log_path=log_path)
         except OSError as error:  # this thread must live on: `take` raises it

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -25,6 +26,8 @@ CPU_THREADS_PER_DEVICE = 4
 """XLA's own number is that of the machine's cores. Devices of one process wait for each other in its threads, in several
 collectives at a time: where there are fewer cores than that, all threads may come to wait for one that never gets its turn."""
 MEGASCALE_PORT = 8081
+PRIVATE_UMASK = 0o077
+"""What a process makes with it is for its user alone."""
 
 SLICE_NAME_LABEL = "ray.io/tpu-slice-name"
 WORKER_ID_LABEL = "ray.io/tpu-worker-id"
@@ -50,9 +53,10 @@ class HostsConfig:
     """CPU and GPU, with `max` and instead of `count`: the run goes on with any number of hosts from `min` to `max`."""
     max: int | None = None
     spares: int = 0
-    """Hosts held ready beside the gang to take the place of one that is lost; a run starts without them if there are none."""
+    """Hosts (on TPU: whole slices) held ready beside the gang to take the place of one that is lost; a run starts without them if
+    there are none."""
     wait_for_max_s: float = 5.0
-    """How long a start that has `min` hosts waits for more of them, up to `max`."""
+    """How long a start that has `min` hosts (`min_slices`) waits for more of them, up to `max` (`max_slices`)."""
     devices_per_host: int | None = None
     """CPU: devices that each process is made to see; GPU: GPUs of a machine; 1 if not given. On TPU it follows."""
     cpus_per_host: float = 1.0
@@ -62,17 +66,30 @@ class HostsConfig:
     topology: str | None = None
     """Shape of one TPU slice in chips: 2x2x2, 4x4, ..."""
     slices: int = 1
+    """TPU slices of the gang, no fewer and no more."""
+    min_slices: int | None = None
+    """TPU, with `max_slices` and instead of `slices`: the run goes on with any number of slices between them."""
+    max_slices: int | None = None
     spread: bool = False
     """CPU: each host on a machine of its own. GPU and TPU hosts always are."""
     start_timeout_s: float = 120.0
-    """How long to wait for the machines of the gang (`count`, or `min`) before giving up and saying what is missing."""
+    """How long a start waits for the machines of the gang (`count`, or `min`) before giving up and saying what is missing."""
+    replacement_timeout_s: float | None = None
+    """The same for a run that was under way and has lost hosts, when too few are left and no spare is there. None: it waits for
+    machines as long as it takes, says so, and is stopped by a request."""
     notice_file: str | None = None
     """A file of each machine: when it is there, the machine is about to go away, and the run saves and leaves it. It may hold
     JSON with `reason` and `deadline_s`."""
     metadata: Literal["none", "gce"] = "none"
     """Where else a machine learns that it is about to be taken away: `gce` asks Google Cloud's metadata server."""
-    env: dict[str, str] = field(default_factory=dict)
-    """More environment variables for the training processes; these win."""
+    log_dir: str = "~/.cache/gangway/logs"
+    """A folder on a disk of each machine itself, where the training processes' logs are written: what hangs with a shared disk
+    would hang the watch over the processes too. The ends of the logs are copied to the run's folder."""
+    env: dict[str, str] = field(default_factory=dict, repr=False)
+    """More environment variables for the training processes; these win. Their values are never shown or stored."""
+    private_files: bool = True
+    """Files that the run writes, on its hosts and in its storage, can be read by its user alone (0600, folders 0700). false: by
+    whom the umask of its processes allows, as a folder that a group shares needs it."""
 
     def __post_init__(self):
         if problems := list(_problems(self)):
@@ -81,40 +98,45 @@ class HostsConfig:
 
 def _problems(config: HostsConfig) -> Iterator[str]:
     """Everything that is wrong, a line each."""
-    for name, least in (("count", 1), ("min", 1), ("max", 1), ("spares", 0), ("devices_per_host", 1), ("slices", 1)):
-        value = getattr(config, name)
+    for name in ("count", "min", "max", "spares", "devices_per_host", "slices", "min_slices", "max_slices"):
+        value, least = getattr(config, name), 0 if name == "spares" else 1
         if value is not None and value < least:
             yield f"{name} = {value}: expected a whole number of at least {least}"
-    for name in ("cpus_per_host", "start_timeout_s"):
-        if getattr(config, name) <= 0:
-            yield f"{name} = {getattr(config, name)}: expected more than 0"
+    for name in ("cpus_per_host", "start_timeout_s", "replacement_timeout_s"):
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            yield f"{name} = {value}: expected more than 0"
     if config.wait_for_max_s < 0:
         yield f"wait_for_max_s = {config.wait_for_max_s}: expected at least 0"
     yield from _tpu_problems(config) if config.kind == "tpu" else _elastic_problems(config)
 
 
 def _elastic_problems(config: HostsConfig) -> Iterator[str]:
-    for name, default in (("accelerator", None), ("topology", None), ("slices", 1)):
+    for name in ("accelerator", "topology", "slices", "min_slices", "max_slices"):
         value = getattr(config, name)
-        if value != default:
+        if value != (1 if name == "slices" else None):
             yield f"{name} = {value}: only TPU hosts have one; set kind: tpu, or leave {name} out"
-    low, high = config.min, config.max
-    if config.count is not None and (low is not None or high is not None):
-        yield f"count = {config.count}, min = {low}, max = {high}: give either count, or min and max"
-    elif (low is None) != (high is None):
-        given, missing = ("max", "min") if low is None else ("min", "max")
-        yield f"{given} = {getattr(config, given)}: give {missing} too, or count instead"
-    elif low is not None and high is not None and low > high:
-        yield f"min = {low}: expected at most max, which is {high}"
+    yield from _range_problems(config, "count", "min", "max", given=config.count is not None)
+
+
+def _range_problems(config: HostsConfig, fixed: str, low: str, high: str, *, given: bool) -> Iterator[str]:
+    """`given`: whether the fixed number was."""
+    least, most = getattr(config, low), getattr(config, high)
+    if given and (least is not None or most is not None):
+        yield f"{fixed} = {getattr(config, fixed)}, {low} = {least}, {high} = {most}: give either {fixed}, or {low} and {high}"
+    elif (least is None) != (most is None):
+        name, missing = (high, low) if least is None else (low, high)
+        yield f"{name} = {getattr(config, name)}: give {missing} too, or {fixed} instead"
+    elif least is not None and most is not None and least > most:
+        yield f"{low} = {least}: expected at most {high}, which is {most}"
 
 
 def _tpu_problems(config: HostsConfig) -> Iterator[str]:
-    if config.spares:
-        yield f"spares = {config.spares}: a TPU slice is replaced whole; spares are for cpu and gpu hosts"
     for name in ("min", "max"):
         if getattr(config, name) is not None:
             value = getattr(config, name)
-            yield f"{name} = {value}: TPU slices are of one size; min and max are for cpu and gpu hosts, leave {name} out"
+            yield f"{name} = {value}: a TPU run grows and shrinks by whole slices; set {name}_slices instead"
+    yield from _range_problems(config, "slices", "min_slices", "max_slices", given=config.slices != 1)
     if not (config.accelerator and config.topology):
         yield "kind: tpu needs accelerator (such as v5e) and topology (such as 4x4)"
         return
@@ -137,7 +159,7 @@ def _shape_problems(config: HostsConfig) -> Iterator[str]:
     for name, derived in (("count", num_hosts(config)), ("devices_per_host", devices_per_host(config))):
         value = getattr(config, name)
         if value not in (None, derived):
-            shape = f"{config.slices} slice(s) {config.topology} of {config.accelerator}"
+            shape = f"{max_slices(config)} slice(s) {config.topology} of {config.accelerator}"
             yield f"{name} = {value}: {shape} have {derived}; leave it out"
 
 
@@ -183,12 +205,42 @@ def hosts_per_slice(config: HostsConfig) -> int:
 
 def num_hosts(config: HostsConfig) -> int:
     """Hosts of the gang when it has all it asks for, spares not counted."""
-    return hosts_per_slice(config) * config.slices
+    return hosts_per_slice(config) * max_slices(config)
 
 
 def min_hosts(config: HostsConfig) -> int:
     """Hosts without which the run cannot go on."""
+    if config.kind == "tpu":
+        return hosts_per_slice(config) * min_slices(config)
     return config.min or num_hosts(config)
+
+
+def min_slices(config: HostsConfig) -> int:
+    """TPU slices without which the run cannot go on."""
+    return config.min_slices or config.slices
+
+
+def max_slices(config: HostsConfig) -> int:
+    """TPU slices of the gang when it has all it asks for, spares not counted."""
+    return config.max_slices or config.slices
+
+
+def hosts_at_a_time(config: HostsConfig) -> int:
+    """By how many hosts a gang grows and shrinks: a TPU run by those of a slice."""
+    return hosts_per_slice(config) if config.kind == "tpu" else 1
+
+
+def seats_of_slices(config: HostsConfig, numbers: Collection[int]) -> set[int]:
+    """These seats, and those that share a TPU slice with one of them."""
+    size = hosts_at_a_time(config)
+    return {number // size * size + worker for number in numbers for worker in range(size)}
+
+
+def seats_of_whole_slices(config: HostsConfig, numbers: Collection[int]) -> set[int]:
+    """Those of these seats whose TPU slice is complete among them."""
+    size, there = hosts_at_a_time(config), set(numbers)
+    counts = Counter(number // size for number in there)
+    return {number for number in there if counts[number // size] == size}
 
 
 def devices_per_host(config: HostsConfig) -> int:

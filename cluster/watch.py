@@ -13,7 +13,7 @@ from cluster.life import Life
 from cluster.watchdog import Alarm, Watchdog, WatchdogConfig
 
 STACKS_GRACE_S = 0.5
-"""How long the news of a passed limit waits for stacks that are being taken."""
+"""How long the news of a passed limit waits for stacks that are being taken, and for the end of the log."""
 
 
 class Watch:
@@ -81,8 +81,24 @@ class Watch:
     def _wait_for_stacks(self, timeout_s: float) -> None:
         self._changed.wait_for(lambda: not self._taking, timeout_s)
 
+    def _log_tail(self, life: Life | None) -> list[str]:
+        """The end of its log, if it can be read in time: the lock is not held meanwhile, for a disk may hang."""
+        if life is None:
+            return []
+        found: list[list[str]] = []
+
+        def read() -> None:
+            found.append(life.child.log_tail())
+            with self._changed:
+                self._changed.notify_all()
+
+        threading.Thread(target=read, name=f"log of {life.child.pid}", daemon=True).start()
+        self._changed.wait_for(lambda: bool(found), STACKS_GRACE_S)
+        return found[0] if found else ["(its log could not be read in time)"]
+
     def _tell_overdue(self, alarm: Alarm, life: Life | None) -> None:
         self._wait_for_stacks(STACKS_GRACE_S)
+        log_tail = self._log_tail(life)
         event = {
             "t": time.time(),
             "ev": "overdue",
@@ -91,7 +107,7 @@ class Watch:
             "waited_s": alarm.waited_s,
             "stacks": self.stacks,
             "state": diagnosis.process_state(life.child.pid) if life else None,
-            "log_tail": life.child.log_tail() if life else [],
+            "log_tail": log_tail,
             **(life.position() if life else {"step": None, "batch_index": None}),
         }
         self.overdue = self.overdue or event

@@ -1,6 +1,7 @@
 """Who stopped making progress: limits for each phase of a training process, and a pure judge of its events against them.
 
-Progress is a change of phase, a step completed, or a save that ends; a process that is alive and says so is none. All times are
+Progress is a change of phase, another step (also one from before, after a rollback), or a save that ends; a process that is alive
+and says so is none. All times are
 of one monotonic clock that the caller reads: its own, so that a host whose clock is wrong is judged no differently.
 """
 
@@ -110,7 +111,7 @@ class Watchdog:
         elif kind == "first_step":
             self._stepped = True
             self._enter("train", now_s)
-            self._position = max(self._position, event["step"])
+            self._position = event["step"]
             self._last_step_s = now_s
         elif kind == "heartbeat":
             self._take_position(max(event["step"], event["batch_index"]), now_s)
@@ -174,10 +175,11 @@ class Watchdog:
         self._last_step_s = None  # what lies between two stretches of training is no step
 
     def _take_position(self, position: int, now_s: float) -> None:
-        if position <= self._position:
+        """Any other position is progress: what is trained again after a rollback too."""
+        if position == self._position:
             return
         if self._phase == "train":
-            if self._last_step_s is not None:
+            if self._last_step_s is not None and position > self._position:
                 self._step_times_s.append((now_s - self._last_step_s) / (position - self._position))
             self._progress_s = self._last_step_s = now_s
         self._position = position

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Protocol
 
 Event = dict[str, Any]
 KEPT_EVENTS = 20_000
 """Enough for any reader that is alive; one that is not must not cost memory."""
+
+
+FIRST_ANSWER_S = 5.0
 
 
 class BoardLike(Protocol):
@@ -69,27 +71,46 @@ class RemoteBoard:
 
     def __init__(self, actor: Any):
         self._actor = actor
+        self._asked: Any = None
+        """A question for a stop request that is still open."""
+        self._has_asked = False
+        self._stop_reason: str | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteBoard, (self._actor,)
 
     def post(self, event: Event) -> None:
         self._actor.post.remote(event)
 
     def take(self, cursor: int, timeout_s: float) -> tuple[int, list[Event]]:
-        return self._ask(lambda: self._actor.take.remote(cursor, timeout_s), timeout_s + 10.0) or (cursor, [])
+        return _answer(self._actor.take.remote(cursor, timeout_s), timeout_s + 10.0) or (cursor, [])
 
     def request_stop(self, reason: str) -> None:
-        self._ask(lambda: self._actor.request_stop.remote(reason), 10.0)
+        _answer(self._actor.request_stop.remote(reason), 10.0)
 
     def stop_requested(self) -> str | None:
-        return self._ask(self._actor.stop_requested.remote, 10.0)
-
-    def _ask(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        """The answer, or None from a board that is gone: training does not depend on being watched."""
+        """As it was when the board last answered. Waits the first time alone: the command's machine may be cut off, and the
+        driver has a gang to watch."""
         import ray
 
-        try:
-            return ray.get(call(), timeout=timeout_s)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return None
+        if self._stop_reason is not None:
+            return self._stop_reason
+        first, self._has_asked = not self._has_asked, True
+        if self._asked is None:
+            self._asked = self._actor.stop_requested.remote()
+        if ray.wait([self._asked], timeout=FIRST_ANSWER_S if first else 0)[0]:
+            self._stop_reason, self._asked = _answer(self._asked, 0.0), None
+        return self._stop_reason
+
+
+def _answer(call: Any, timeout_s: float) -> Any:
+    """None from a board that is gone: training does not depend on being watched."""
+    import ray
+
+    try:
+        return ray.get(call, timeout=timeout_s)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return None
 
 
 def start_remote_board() -> RemoteBoard:

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.topology import num_hosts
+from cluster.topology import HostsConfig, devices_per_host, hosts_at_a_time, num_hosts
 from orchestrator import chaos_faults as faults
 from orchestrator import plan, storage
 from orchestrator.chaos_cluster import local_cluster, network, why_no_network
@@ -30,8 +30,9 @@ from orchestrator.chaos_faults import KINDS
 from orchestrator.chaos_ground import GroundError, mlflow_server, small_disk, why_no_small_disk
 from orchestrator.chaos_run import Run, RunError
 from orchestrator.chaos_score import Disturbed, Score, score, show, unfinished_files
-from orchestrator.chaos_strikes import Fault, Scene, Strike, detected_at_s
+from orchestrator.chaos_strikes import Fault, Scene, Strike, noticed
 from orchestrator.config import ConfigError, JobConfig, load
+from orchestrator.config_source import shown_override
 from orchestrator.tracking import FOLDER as TRACKING
 from orchestrator.tracking import left_over
 
@@ -40,6 +41,7 @@ SMALLEST_DISK_BYTES = 64 << 20
 CHECKPOINTS_ON_A_DISK = 8
 """As many fit on the small disk: those that are kept, and one in the making."""
 LOG_WIDTH = 160
+NO_REFERENCE = {"status": "not run: there is nothing to compare with it"}
 FAULT_S, LONGEST_PACE_S = 12.0, 0.15
 """A run is slowed down so that each fault that is to come has so many seconds, but no step by more than that."""
 
@@ -57,10 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.chaos", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.chaos",
+        description=__doc__.splitlines()[0],
+        epilog="kinds of fault:\n" + "\n".join(f"  {name:18} {kind.about}" for name, kind in KINDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--faults", default=",".join(DEFAULT_KINDS), help=f"`all`, or some of: {', '.join(KINDS)}")
+    parser.add_argument("--faults", default=",".join(DEFAULT_KINDS), help="`all`, or some of those below, with commas between")
     parser.add_argument("--count", type=int, help="how many faults in all, each kind equally often (default: each once)")
     parser.add_argument("--seed", type=int, default=0, help="of order, hosts and moments (default: 0)")
     parser.add_argument("--hosts", help="4, or 2-4 for a gang that may shrink and grow")
@@ -93,10 +100,12 @@ def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobCon
     planned = faults.schedule(kinds, arguments.count or len(kinds), num_hosts(config.hosts), arguments.seed, arguments.spread_s)
     folder = Path(f"{config.run_dir}-chaos")
     run = disturb(arguments, overrides, config, planned, folder)
-    reference = run.summary if run.trouble else replay(arguments.config, overrides, config, run.summary, folder)
+    finished = run.summary["status"] == "finished"
+    reference = replay(arguments.config, overrides, config, run.summary, folder) if finished else NO_REFERENCE
     result = score(planned, skipped, run, reference)
     path = arguments.json or str(folder / "chaos.json")
-    storage.write_json(path, {"config": arguments.config, "overrides": overrides, "seed": arguments.seed, **result.to_dict()})
+    asked = {"config": arguments.config, "overrides": [*map(shown_override, overrides)], "seed": arguments.seed}
+    storage.write_json(path, {**asked, **result.to_dict()})
     print(f"written to {path}")
     return result
 
@@ -104,16 +113,21 @@ def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobCon
 def why_not(kind: str, config: JobConfig) -> str | None:
     """Why this kind cannot be tried here; None if it can."""
     needs = KINDS[kind].needs.split()
-    if "cluster" in needs or "network" in needs:
-        if config.hosts.kind != "cpu":
-            return (
-                f"it needs a cluster of its own on this machine: only hosts of kind cpu can be had there, not {config.hosts.kind}"
-            )
+    if on_a_cluster([kind]):
+        wanted = "tpu" if "slices" in needs else "cpu"
+        if config.hosts.kind != wanted:
+            return f"it needs a cluster of its own on this machine, and hosts of kind {wanted}, not {config.hosts.kind}"
         if os.environ.get("RAY_ADDRESS") or config.driver.address:
             return "it needs a cluster of its own, and the run is to use one that is there"
     if "network" in needs:
         return why_no_network()
+    if "freezable" in needs:
+        return why_no_small_disk(freezable=True)
     return why_no_small_disk() if "disk" in needs else None
+
+
+def on_a_cluster(kinds: Collection[str]) -> bool:
+    return any(faults.need(kinds, what) for what in ("cluster", "network", "slices"))
 
 
 def disturb(
@@ -121,7 +135,7 @@ def disturb(
 ) -> Disturbed:
     kinds = {fault.kind for fault in planned}
     strikes: list[Strike] = []
-    trouble = None
+    trouble, began_s = None, time.time()
     with ExitStack() as ground:
         scene, run_dir = build_scene(ground, arguments.config, overrides, config, kinds, folder)
         run = scene.run
@@ -147,7 +161,7 @@ def disturb(
         summary = unfinished(run) if trouble else run.summary()
         if scene.cluster and summary["status"] != "finished":
             scene.cluster.keep_logs(folder / "ray")
-        return Disturbed(strikes, summary, left, not_shipped, trouble)
+        return Disturbed(strikes, summary, left, not_shipped, trouble, began_s, time.time())
 
 
 def unfinished(run: Run) -> dict[str, Any]:
@@ -163,9 +177,13 @@ def build_scene(
     own = [*overrides, *faults.overrides_for(kinds)]
     env: dict[str, str] = {}
     run_dir = Path(config.run_dir)
-    disk = server = made_cluster = joined = None
-    if faults.need(kinds, "disk"):
-        disk = ground.enter_context(small_disk(disk_bytes(config)))
+    disk = server = made_cluster = joined = programs = None
+    if faults.need(kinds, "programs"):
+        programs = folder.absolute() / "programs"  # not those of this machine's other runs
+        own.append(f"hosts.env.GANGWAY_PROGRAMS={programs}")
+    freezable = faults.need(kinds, "freezable")
+    if freezable or faults.need(kinds, "disk"):
+        disk = ground.enter_context(small_disk(disk_bytes(config), freezable=freezable))
         own.append(f"storage={disk.folder}")
         run_dir = disk.folder / config.training.name
     if faults.need(kinds, "network"):
@@ -176,18 +194,19 @@ def build_scene(
         own += ["tracking.mlflow=true", f"tracking.uri={server.uri}"]
     if faults.need(kinds, "supervisor"):
         own.append("driver.supervise=true")
-    if faults.need(kinds, "cluster") or faults.need(kinds, "network"):
-        made_cluster = ground.enter_context(local_cluster(joined))
-        env = {"RAY_ADDRESS": made_cluster.address, "RAY_AUTH_MODE": "disabled"}
+    if on_a_cluster(kinds):
+        slices_of = config.hosts if config.hosts.kind == "tpu" else None
+        made_cluster = ground.enter_context(local_cluster(joined, slices_of))
+        env = {"RAY_ADDRESS": made_cluster.address, **made_cluster.authentication}
     run = Run(config_path, own, str(run_dir), folder, env)
     ground.callback(run.clean_up)
     run.start()
     if made_cluster:
         # Not before the driver has its place on the head: what follows may be lost.
         run.wait((run_dir / "lease.json").exists, "the driver")
-        for _ in range(num_hosts(config.hosts) + config.hosts.spares + 1):
-            made_cluster.add_node()
-    return Scene(run, made_cluster, disk, server), run_dir
+        for _ in range(num_hosts(config.hosts) // hosts_at_a_time(config.hosts) + config.hosts.spares + 1):
+            made_cluster.add_machines()
+    return Scene(run, made_cluster, disk, server, programs), run_dir
 
 
 def disk_bytes(config: JobConfig) -> int:
@@ -199,10 +218,10 @@ def strike_all(scene: Scene, planned: Sequence[Fault], max_steps: int | None, st
 
     Raises RunError if the run does not overcome one.
     """
-    run = scene.run
+    run, overcome = scene.run, Overcome(scene, strikes)
     for number, fault in enumerate(planned):
         run.pace(pace_s(max_steps, run.state().get("checkpoint_step") or 0, len(planned) - number))
-        if not run.wait(lambda: overcome(run, strikes) and run.standbys_are_warm(), "the run to be ready for a fault"):
+        if not run.wait(lambda: overcome() and run.standbys_are_warm(), "the run to be ready for a fault"):
             return
         if "fresh" in KINDS[fault.kind].needs:
             wait_for_fresh_checkpoint(run)
@@ -210,22 +229,33 @@ def strike_all(scene: Scene, planned: Sequence[Fault], max_steps: int | None, st
             time.sleep(fault.delay_s)
         if run.running():
             strikes.append(faults.strike(scene, fault))
-    run.wait(lambda: overcome(run, strikes), "the last fault to be overcome")
+    run.wait(overcome, "the last fault to be overcome")
     run.pace(None)
 
 
-def overcome(run: Run, strikes: Sequence[Strike]) -> bool:
-    """Whether the last fault has shown, nothing is being recovered from, and a checkpoint was completed since."""
-    if not strikes:
-        return bool(run.checkpoints())
-    incidents = run.incidents()
-    last = strikes[-1]
-    if KINDS[last.kind].must_show and not any(detected_at_s(incident) >= last.at_s for incident in incidents):
-        return False
-    if any(incident["resumed_step"] is None for incident in incidents):
-        return False
-    over_s = max([last.healed_at_s, *(incident["failed_at_s"] + incident["total_s"] for incident in incidents)])
-    return run.saved_after(over_s)
+class Overcome:
+    """Whether the last fault has shown, nothing is being recovered from, and a checkpoint was completed since.
+
+    By this process's clock alone: that of a machine of the run may be what was struck.
+    """
+
+    def __init__(self, scene: Scene, strikes: Sequence[Strike]):
+        self.scene, self.strikes = scene, strikes
+        self._num_incidents = 0
+        self._calm_since_s = 0.0
+
+    def __call__(self) -> bool:
+        run, incidents = self.scene.run, self.scene.run.incidents()
+        # Of several that follow each other without a step between, only the last one comes to a step.
+        recovering = bool(incidents) and incidents[-1]["resumed_step"] is None
+        if recovering or len(incidents) != self._num_incidents:
+            self._num_incidents, self._calm_since_s = len(incidents), time.time()
+        if not self.strikes:
+            return bool(run.checkpoints())
+        last = self.strikes[-1]
+        if recovering or (KINDS[last.kind].must_show and not noticed(self.scene, last)):
+            return False
+        return run.saved_after(max(last.healed_at_s, self._calm_since_s))
 
 
 def wait_for_fresh_checkpoint(run: Run) -> None:
@@ -245,7 +275,7 @@ def replay(
     config_path: str, overrides: Sequence[str], config: JobConfig, summary: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
     """The summary of an undisturbed run along the lineage of that one."""
-    own = [*overrides, f"name={config.training.name}-reference", "tracking.mlflow=false"]
+    own = [*overrides, f"name={config.training.name}-reference", "tracking.mlflow=false", *on_cpus(config.hosts)]
     if not is_plain(summary, num_hosts(config.hosts)):
         path = folder / "lineage.json"
         storage.write_json(path, {name: summary[name] for name in ("lineage", "skipped_batches")})
@@ -258,6 +288,15 @@ def replay(
         finally:
             run.clean_up()
         return run.summary()
+
+
+def on_cpus(hosts: HostsConfig) -> list[str]:
+    """For hosts that are no TPU hosts, as many, of a run on slices that are fake."""
+    if hosts.kind != "tpu":
+        return []
+    there = {"kind": "cpu", "count": num_hosts(hosts), "devices_per_host": devices_per_host(hosts), "slices": 1, "spares": 0}
+    gone = dict.fromkeys(("accelerator", "topology", "min_slices", "max_slices"), "null")
+    return [f"hosts.{name}={value}" for name, value in {**there, **gone}.items()]
 
 
 def is_plain(summary: Mapping[str, Any], hosts: int) -> bool:

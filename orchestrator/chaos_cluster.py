@@ -1,12 +1,14 @@
 """A Ray cluster of several nodes on this machine, for faults that take a whole node or its network. Nothing is left behind.
 
-Where it is permitted, each node has a network namespace of its own, joined to the others by a cable that can be cut.
+Each node has a wall clock of its own (chaos_clock.py); where it is permitted, a network namespace of its own too, joined to the
+others by a cable that can be cut.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -20,6 +22,9 @@ from pathlib import Path
 
 import psutil
 
+from cluster.fake_slices import FakeNode, slice_nodes
+from cluster.topology import HostsConfig
+from orchestrator import chaos_clock
 from orchestrator.chaos_ground import GroundError, can_connect, free_port, run, wait_for
 
 NET = "10.231.{octet}.{host}"
@@ -30,7 +35,6 @@ CLUSTER_ENV = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 ASK = """
@@ -63,6 +67,11 @@ class Node:
     number: int
     process: subprocess.Popen
     space: str | None
+    clock: Path
+
+    def set_clock(self, ahead_s: float) -> None:
+        """Sets the wall clock of all that runs on it."""
+        chaos_clock.set_ahead(self.clock, ahead_s)
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs on it: its session, and what was started from there in sessions of its own."""
@@ -84,23 +93,34 @@ class Node:
 class Cluster:
     """A head, whose one CPU is for the driver, and nodes of one host each."""
 
-    def __init__(self, folder: Path, network: Network | None):
-        self.folder, self.network = folder, network
+    def __init__(self, folder: Path, network: Network | None, slices_of: HostsConfig | None = None):
+        self.folder, self.network, self.slices_of = folder, network, slices_of
+        """With `slices_of` the nodes are TPU hosts by what they say of themselves, and come in slices."""
         self.nodes: list[Node] = []
-        self._num_started = 0
+        self._num_started = self._num_slices = 0
         self.ip = network.head_ip if network else "127.0.0.1"
         self.address = f"{self.ip}:{free_port(self.ip)}"
+        self.authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        """What whoever is to use it must have in its environment."""
+        self._clocks = folder / "clocks"
+        self._clocks.mkdir()
+        shutil.copy(chaos_clock.__file__, self._clocks / "sitecustomize.py")
 
     def start_head(self) -> None:
         port = self.address.rpartition(":")[2]
-        self._start(["--head", f"--port={port}", f"--node-ip-address={self.ip}", "--include-dashboard=false"], None)
+        self._start(["--head", f"--port={port}", f"--node-ip-address={self.ip}", "--include-dashboard=false"], None, FakeNode())
         wait_for(lambda: can_connect(self.address), "the head of a Ray cluster")
 
-    def add_node(self) -> None:
-        """Asks for one more; it is there some seconds later."""
-        space = self.network.add(self._num_started) if self.network else None
-        ip = self.network.ip_of(self._num_started) if self.network else self.ip
-        self._start([f"--address={self.address}", f"--node-ip-address={ip}"], space)
+    def add_machines(self) -> None:
+        """Asks for what may take the place of a lost machine: one more, or a whole slice; it is there some seconds later."""
+        nodes = [FakeNode()]
+        if self.slices_of is not None:
+            nodes = slice_nodes(self.slices_of, f"slice-{self._num_slices}")
+            self._num_slices += 1
+        for node in nodes:
+            space = self.network.add(self._num_started) if self.network else None
+            ip = self.network.ip_of(self._num_started) if self.network else self.ip
+            self._start([f"--address={self.address}", f"--node-ip-address={ip}"], space, node)
 
     def node_of(self, process: psutil.Process) -> Node | None:
         """The node that runs it: that of the nearest process above it in a node's session. None: the head, or none of ours."""
@@ -110,6 +130,9 @@ class Cluster:
                 if node := sessions.get(os.getsid(above.pid)):
                     return node
         return None
+
+    def head(self) -> Node:
+        return self.nodes[0]
 
     def drain(self, node: Node, seconds: int) -> None:
         """Tells that the node will be taken away in so many seconds."""
@@ -137,18 +160,26 @@ class Cluster:
     def _ask(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A driver of its own: this process stays free of Ray."""
         command = [sys.executable, "-c", program, self.address, *arguments]
-        env = os.environ | CLUSTER_ENV
+        env = os.environ | CLUSTER_ENV | self.authentication
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
 
     def _folder_of(self, number: int) -> str:
         """One for each: nodes of one machine that share one take each other's sockets."""
         return f"{self.folder}/{number}"
 
-    def _start(self, arguments: Sequence[str], space: str | None) -> None:
+    def _start(self, arguments: Sequence[str], space: str | None, about: FakeNode) -> None:
         number = self._num_started
         self._num_started += 1
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", *arguments]
         command.append(f"--temp-dir={self._folder_of(number)}")
+        if about.resources:
+            labels = ",".join(f"{name}={value}" for name, value in about.labels.items())
+            command += [f"--resources={json.dumps(about.resources)}", f"--labels={labels}"]
+        clock = self._clocks / str(number)
+        chaos_clock.set_ahead(clock, 0.0)
+        path = os.pathsep.join(filter(None, [str(self._clocks), os.environ.get("PYTHONPATH")]))
+        own = {**about.env, chaos_clock.VARIABLE: str(clock), "PYTHONPATH": path}
+        env = {**os.environ, **CLUSTER_ENV, **self.authentication, **own}
         prefix = ["ip", "netns", "exec", space] if space else []
         with (self.folder / f"node-{number}.log").open("wb") as log:
             process = subprocess.Popen(
@@ -156,10 +187,10 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | CLUSTER_ENV,
+                env=env,
                 start_new_session=True,
             )
-        self.nodes.append(Node(number, process, space))
+        self.nodes.append(Node(number, process, space, clock))
 
 
 class Network:
@@ -217,10 +248,10 @@ class Network:
 
 
 @contextmanager
-def local_cluster(network: Network | None) -> Iterator[Cluster]:
+def local_cluster(network: Network | None, slices_of: HostsConfig | None = None) -> Iterator[Cluster]:
     """Only its head: the driver is to find its place there, so that any other node may be lost."""
     folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: socket paths have a limit
-    cluster = Cluster(folder, network)
+    cluster = Cluster(folder, network, slices_of)
     try:
         cluster.start_head()
         yield cluster

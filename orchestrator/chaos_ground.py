@@ -1,4 +1,5 @@
-"""What a disturbed run may stand on: a disk that can be filled, an MLflow server that can be killed. Nothing is left behind."""
+"""What a disturbed run may stand on: a disk that can be filled or made to hang, an MLflow server that can be killed. Nothing is
+left behind."""
 
 from __future__ import annotations
 
@@ -22,12 +23,32 @@ class GroundError(Exception):
     """It could not be prepared; the message says what failed."""
 
 
+HOLD_FROZEN = 'fsfreeze --freeze "$0" && echo frozen && cat > /dev/null; fsfreeze --unfreeze "$0"'
+"""Until its input ends: whatever becomes of us, nothing stays frozen."""
+FILE_SYSTEM_BYTES = 16 << 20
+"""What an ext4 of our size needs for itself, at most."""
+
+
 class SmallDisk:
-    """A tmpfs at `folder`, which can be filled to its last byte."""
+    """A file system of its own at `folder`, which can be filled to its last byte. If it is not a tmpfs, it can hang, too."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._ballast = folder / "ballast"
+        self._freezer: subprocess.Popen | None = None
+
+    def freeze(self) -> None:
+        """Whoever writes to it waits, and cannot even be killed, until `thaw`. Reading goes on."""
+        command = ["sh", "-c", HOLD_FROZEN, str(self.folder)]
+        self._freezer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        assert self._freezer.stdout is not None
+        if not self._freezer.stdout.readline():
+            raise GroundError(f"{self.folder} cannot be frozen: exit status {self._freezer.wait()}")
+
+    def thaw(self) -> None:
+        if self._freezer is not None:
+            self._freezer.communicate()
+            self._freezer = None
 
     def fill(self) -> None:
         with self._ballast.open("ab", buffering=0) as file:
@@ -78,17 +99,29 @@ class MlflowServer:
 
 
 @contextmanager
-def small_disk(size_bytes: int) -> Iterator[SmallDisk]:
+def small_disk(size_bytes: int, *, freezable: bool = False) -> Iterator[SmallDisk]:
+    """A tmpfs; if it has to be freezable, an ext4 in a file."""
     folder = Path(tempfile.mkdtemp(prefix="gangway-disk-"))
+    image = folder.with_suffix(".image")
     try:
-        run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)])
+        if freezable:
+            with image.open("wb") as file:
+                file.truncate(size_bytes + FILE_SYSTEM_BYTES)
+            # Without a journal: it outlives no power cut, and costs no more than a tmpfs.
+            run(["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image)])
+            run(["mount", "-o", "loop", str(image), str(folder)])
+        else:
+            run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(folder)])
+        disk = SmallDisk(folder)
         try:
-            yield SmallDisk(folder)
+            yield disk
         finally:
+            disk.thaw()
             # Lazily: somebody may still look into it, and it shall be gone all the same.
             run(["umount", "--lazy", str(folder)])
     finally:
         folder.rmdir()
+        image.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -102,13 +135,15 @@ def mlflow_server(folder: Path, ip: str) -> Iterator[MlflowServer]:
         server.kill()
 
 
-def why_no_small_disk() -> str | None:
-    """Why a small tmpfs cannot be mounted here; None if it can."""
+def why_no_small_disk(*, freezable: bool = False) -> str | None:
+    """Why such a disk cannot be had here; None if it can."""
     try:
-        with small_disk(1 << 20):
+        with small_disk(1 << 20, freezable=freezable) as disk:
+            if freezable:
+                disk.freeze()
             return None
     except GroundError as error:
-        return f"no mounts here: {error}"
+        return f"no {'file system that can be frozen' if freezable else 'mounts'} here: {error}"
 
 
 def run(command: Sequence[str]) -> None:

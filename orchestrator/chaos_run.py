@@ -15,9 +15,10 @@ from typing import Any
 
 import psutil
 
-from orchestrator import storage
+from orchestrator import incident_log, storage
 from orchestrator.launch import STATE
 from orchestrator.lease import holder_of
+from orchestrator.run_folder import RunFolder
 from orchestrator.summary import SUMMARY
 
 FAULTS_VARIABLE = "GANGWAY_FAULTS"
@@ -35,7 +36,7 @@ class RunError(Exception):
 
 
 class Run:
-    """A job in processes of its own. `folder` holds its console and its orders; it must not be on the run's own storage.
+    """A job in processes of its own. `folder` holds its console, orders and logs; it must not be on the run's own storage.
 
     Raises RunError if there is a run already. `env` is added to the environment.
     """
@@ -49,6 +50,7 @@ class Run:
         self.output = folder / "console.log"
         self.orders = folder / "faults"
         self.orders.mkdir(parents=True, exist_ok=True)
+        self.logs = folder.absolute() / "logs" / self.run_dir.name
         self.seen: dict[int, psutil.Process] = {}
         self._env = {**os.environ, **(env or {})}
         self._num_orders = 0
@@ -58,7 +60,8 @@ class Run:
 
     def start(self, *more_overrides: str) -> None:
         """Runs the command; once more, if it has stopped, as a user would go on."""
-        overrides = [*self.overrides, f"hosts.env.{FAULTS_VARIABLE}={self.orders}", *more_overrides]
+        own = [f"hosts.env.{FAULTS_VARIABLE}={self.orders}", f"hosts.log_dir={self.logs}"]
+        overrides = [*self.overrides, *own, *more_overrides]
         command = [sys.executable, "-m", "orchestrator.run", self.config_path, *overrides]
         with self.output.open("a") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._env)
@@ -111,7 +114,9 @@ class Run:
         return self._read(self.run_dir / STATE) or {}
 
     def incidents(self) -> list[dict[str, Any]]:
-        return self.state().get("incidents", [])
+        lines = RunFolder(str(self.run_dir)).last_lines(incident_log.NAME)
+        entries = incident_log.read(lines, self.state().get("launch_id", ""))
+        return [entry.incident.to_dict() for entry in entries]
 
     def summary(self) -> dict[str, Any]:
         summary = self._read(self.run_dir / SUMMARY)
@@ -156,7 +161,7 @@ class Run:
         return tree
 
     def training_processes(self) -> list[psutil.Process]:
-        """Those of this machine, standbys included, wherever they were started from: they print into the run's folder."""
+        """Those of this machine, standbys included, wherever they were started from: they print into a folder of ours."""
         return [process for process in psutil.process_iter() if self._log_of(process.pid)]
 
     def members(self) -> dict[int, psutil.Process]:
@@ -246,7 +251,7 @@ class Run:
         except OSError:
             return None
         # The guard of a training process shares its command line, but has closed its output.
-        return path if path.startswith(f"{self.run_dir}/") and LOG_OF_PROCESS.search(path) else None
+        return path if path.startswith(f"{self.logs}/") and LOG_OF_PROCESS.search(path) else None
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         try:

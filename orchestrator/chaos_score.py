@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.chaos_faults import KINDS
-from orchestrator.chaos_strikes import Fault, Strike, detected_at_s
+from orchestrator.chaos_strikes import Fault, Strike
 from orchestrator.ledger import check_sum
 
 LEDGER_TOLERANCE = 1e-3
 """Of the wall clock: by so much its categories may miss it."""
+CLOCK_TOLERANCE_S = 60.0
+"""By so much what a run tells of times may miss this process's clock: a jump is much longer."""
 UNFINISHED = ("*.tmp", "*.new", "*.saving-*", "*.replaced-*", "*.deleted-*", ".probe-*", "ballast")
 """Names of files and folders that no run may leave."""
+OF_ITSELF = ("straggler", "resize")
+"""Kinds of incident that need no fault: a host is slow for a while after many a recovery, and a gang that may grow grows."""
 
 Incident = Mapping[str, Any]
 
@@ -34,6 +39,9 @@ class Disturbed:
     """Metrics that have not arrived."""
     trouble: str | None
     """Why it was ended before its time."""
+    began_s: float
+    ended_s: float
+    """By a clock that nothing has struck."""
 
 
 @dataclass
@@ -95,6 +103,7 @@ def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Distu
         f"{len(strikes)} of {len(planned)} faults struck": len(strikes) == len(planned),
         "each was noticed, and named with its host": all(outcome.wrong is None for outcome in outcomes),
         "the ledger's categories sum to the wall clock": not check_sum(summary["goodput"], summary["wall_s"], LEDGER_TOLERANCE),
+        "no time is told that is not within the run": not times_outside(run),
         f"all metrics have arrived{f': {run.not_shipped}' if run.not_shipped else ''}": run.not_shipped is None,
         "nothing left behind": not run.left_behind,
     }
@@ -103,36 +112,54 @@ def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Distu
     return Score([*planned], outcomes, {**skipped_kinds}, checks, before, [*run.left_behind], kept(summary), kept(reference))
 
 
+def times_outside(run: Disturbed) -> list[str]:
+    """What the run tells that cannot be: it lasted longer than it did, or something happened before it or after."""
+    earliest_s, latest_s = run.began_s - CLOCK_TOLERANCE_S, run.ended_s + CLOCK_TOLERANCE_S
+    told = [] if run.summary["wall_s"] <= latest_s - run.began_s else [f"it lasted {run.summary['wall_s']:.0f} s"]
+    for number, incident in enumerate(run.summary["incidents"]):
+        failed_s, seconds = incident["failed_at_s"], incident["recovery_s"].values()
+        if not (earliest_s <= failed_s <= failed_s + incident["total_s"] <= latest_s and all(s >= 0 for s in seconds)):
+            told.append(f"incident {number}: {failed_s - run.began_s:.0f} s after the beginning, for {incident['total_s']:.0f} s")
+    return told
+
+
 def same(summary: Mapping[str, Any], reference: Mapping[str, Any], digest: str) -> bool:
     return summary.get(digest) is not None and summary[digest] == reference.get(digest)
 
 
 def match(strikes: Sequence[Strike], incidents: Sequence[Incident]) -> tuple[list[Incident], list[list[Incident]]]:
-    """(those that nothing of ours explains, those of each strike): an incident belongs to the last strike before its detection.
-
-    Not before its beginning: a driver's successor knows only when its predecessor last gave a sign of life.
-    """
-    before: list[Incident] = []
-    found: list[list[Incident]] = [[] for _ in strikes]
-    for incident in incidents:
-        earlier = [number for number, strike in enumerate(strikes) if strike.at_s <= detected_at_s(incident)]
-        (found[earlier[-1]] if earlier else before).append(incident)
-    return before, found
+    """(those that nothing of ours explains, those of each strike): an incident belongs to the last strike before it was known."""
+    bounds = [*(strike.incidents_before for strike in strikes), len(incidents)]
+    return [*incidents[: bounds[0]]], [[*incidents[start:end]] for start, end in pairwise(bounds)]
 
 
 def what_is_wrong(strike: Strike, incidents: Sequence[Incident]) -> str | None:
     """With how the run took the strike; None if nothing is."""
+    named = KINDS[strike.kind].named
+    of_it = [incident for incident in incidents if incident["kind"] not in OF_ITSELF or incident["kind"] in named]
+    return next(_problems(strike, of_it), None)
+
+
+def _problems(strike: Strike, incidents: Sequence[Incident]) -> Iterator[str]:
     kind = KINDS[strike.kind]
-    # That a host was slow for a while is true of many a recovery.
-    incidents = [incident for incident in incidents if incident["kind"] != "straggler" or "straggler" in kind.named]
+    if strike.problem:
+        yield strike.problem
     if not incidents:
-        return "not noticed" if kind.must_show else None
-    first = incidents[0]
+        if kind.must_show:
+            yield "not noticed"
+        return
+    first, kinds_after = incidents[0], {incident["kind"] for incident in incidents[1:]}
     if first["kind"] not in kind.named:
-        return f"named {first['kind']}, expected {' or '.join(kind.named) or 'nothing'}"
+        yield f"named {first['kind']}, expected {' or '.join(kind.named) or 'nothing'}"
     if kind.names_host and first["host"] != strike.host:
-        return f"named host {first['host']}, struck was host {strike.host}"
-    return None
+        yield f"named host {first['host']}, struck was host {strike.host}"
+    if kind.then and (not kinds_after or not kinds_after <= {*kind.then}):
+        yield f"followed by {', '.join(sorted(kinds_after)) or 'nothing'}, expected {' or '.join(kind.then)}"
+    if wrongly := sorted(kinds_after & {*kind.never}):
+        yield f"followed by {', '.join(wrongly)}, which is not what happened"
+    for incident in incidents:
+        if incident["resumed_step"] is not None and incident["resumed_step"] < strike.oldest_checkpoint:
+            yield f"went on from step {incident['resumed_step']}, with a checkpoint of step {strike.oldest_checkpoint}"
 
 
 def unfinished_files(run_dir: Path) -> list[str]:

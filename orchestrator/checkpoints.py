@@ -1,7 +1,7 @@
 """`python -m orchestrator.checkpoints RUN_DIR|CONFIG`: the checkpoints of a run, and whether they are what was saved.
 
-Reads files only, and may be used while the run goes on.
-Exit status: 0; 1 when a checkpoint is damaged; 2 when there is no such run.
+Reads files only, and may be used while the run goes on; with --accept-loss it writes down that what is there is all there is.
+Exit status: 0; 1 when a checkpoint is damaged; 2 when there is no such run, or it is in use and a loss is to be accepted.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from rich.table import Table
 
 from orchestrator import storage
 from orchestrator.config import ConfigError, load
-from trainers import checkpoint_folder, manifest
+from orchestrator.launch import CHECKPOINTS, STATE
+from orchestrator.lease import RunInUse, wait_until_free
+from trainers import checkpoint_folder, committed, manifest
+from trainers.committed import Committed
 
 EXIT_FINE = 0
 EXIT_DAMAGED = 1
 EXIT_REFUSED = 2
-CHECKPOINTS = "checkpoints"
 STYLES = {"verified": "green", "whole": None, "damaged": "red", "incomplete": "yellow", "unfinished": "yellow"}
 
 
@@ -56,11 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     parser.add_argument("--verify", action="store_true", help="compare the digest of every file: reads everything")
+    parser.add_argument(
+        "--accept-loss",
+        action="store_true",
+        help="newer checkpoints were committed and are lost or deleted: the next start goes on with what is there, or at step 0",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_intermixed_args(argv)
     try:
         folder = checkpoints_of(arguments.run, arguments.overrides)
-    except (ConfigError, NoRunError) as error:
+        if arguments.accept_loss:
+            accept_loss(folder)
+    except (ConfigError, NoRunError, RunInUse) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     rows = list(inspect(folder, verify=arguments.verify))
@@ -74,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def checkpoints_of(run: str, overrides: Sequence[str] = ()) -> Path:
     """The folder of a run's checkpoints, which may not be there yet. Raises NoRunError or ConfigError."""
     if Path(run).is_dir():
-        if not any((Path(run) / name).exists() for name in (CHECKPOINTS, "launch.json", "epochs")):
+        if not any((Path(run) / name).exists() for name in (CHECKPOINTS, STATE, "epochs", committed.FILE)):
             raise NoRunError(f"{run} is not a run's folder: expected one with {CHECKPOINTS}/ in it, such as STORAGE/NAME")
         return Path(run) / CHECKPOINTS
     if not Path(run).exists() and Path(run).suffix not in (".yaml", ".yml"):
@@ -85,6 +94,21 @@ def checkpoints_of(run: str, overrides: Sequence[str] = ()) -> Path:
     if not Path(run_dir).is_dir():
         raise NoRunError(f"{run} was not started yet with this storage and name: there is no {run_dir}")
     return Path(run_dir) / CHECKPOINTS
+
+
+def accept_loss(folder: Path) -> None:
+    """Makes the records of the run say that the newest checkpoint in `folder` is the newest there ever was. Raises RunInUse."""
+    wait_until_free(str(folder.parent), waiting=lambda message: print(message, file=sys.stderr))
+    newest = max(checkpoint_folder.steps(folder), default=None)
+    document = storage.read_json(folder.parent / STATE)
+    run = committed.of_run(folder.parent, folder).run
+    if document is not None:
+        run = document.get("committed", {}).get("run", run)
+        record = {"committed": asdict(Committed(run, newest)), "checkpoint_step": newest}
+        storage.write_json(folder.parent / STATE, document | record)
+    for place in (folder.parent, folder):
+        if place.is_dir():
+            committed.write(place, Committed(run, newest))
 
 
 def inspect(folder: Path, *, verify: bool) -> Iterator[Row]:

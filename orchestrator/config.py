@@ -28,8 +28,9 @@ from orchestrator.stragglers import StragglerPolicy
 from orchestrator.tracking import TrackingConfig
 from trainers.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.checks import Section, require
+from trainers.masking import MASK, masked
 
-__all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "to_dict", "to_yaml"]
+__all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]
 
 ARGUMENTS_CLASS = "trainers.arguments:TrainingArguments"
 UNPACKED_BY_RAY = "/runtime_resources/working_dir_files/"
@@ -66,7 +67,7 @@ class DriverConfig(Section):
         require(self.agent_lease_s >= 10, f"agent_lease_s = {self.agent_lease_s}: expected at least 10")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class JobConfig:
     """Everything a job was asked to do. Made by `load` or `build`."""
 
@@ -75,6 +76,10 @@ class JobConfig:
     driver: DriverConfig
     tracking: TrackingConfig
     arguments_class: str = ARGUMENTS_CLASS
+
+    def __repr__(self) -> str:
+        """Without secrets: Ray Train shows what it is given to all who may see its dashboard."""
+        return f"JobConfig({shown(self)})"
 
     @property
     def run_dir(self) -> str:
@@ -105,8 +110,15 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
     return _plain(named | dataclasses.asdict(config.training) | sections)
 
 
+def shown(config: JobConfig) -> dict[str, Any]:
+    """`to_dict`, to be shown or stored: without the values of environment variables and the user information of URLs."""
+    data = masked(to_dict(config))
+    return {**data, "hosts": {**data["hosts"], "env": dict.fromkeys(data["hosts"]["env"], MASK)}}
+
+
 def to_yaml(config: JobConfig) -> str:
-    return yaml.safe_dump(to_dict(config), sort_keys=False, width=120, allow_unicode=True)
+    """`shown`, for people."""
+    return yaml.safe_dump(shown(config), sort_keys=False, width=120, allow_unicode=True)
 
 
 def _build(source: Source) -> JobConfig:

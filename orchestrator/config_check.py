@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from orchestrator.config_source import KeyPath, Source, shown
+from trainers.masking import masked
 
 T = TypeVar("T")
 Problems = dict[KeyPath, list[str]]
@@ -158,7 +159,7 @@ def _of_section(cls: type, path: KeyPath, text: str) -> tuple[KeyPath, str]:
 
 
 def _text(cls: type, path: KeyPath, detail: ErrorDetails) -> str:
-    kind, found = detail["type"], _found(detail["input"])
+    kind, found = detail["type"], _found(detail["input"], path)
     if kind == "unexpected_keyword_argument":
         return f"{shown(path)}: unknown key ({found}); {_suggestion(cls, path)}"
     if kind in ("too_long", "too_short") or (kind == "missing" and isinstance(detail["loc"][-1], int)):
@@ -222,11 +223,17 @@ def _close(detail: ErrorDetails) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _found(value: Any) -> str:
+def _found(value: Any, path: KeyPath) -> str:
     if value is None or value == "":
         return "found nothing"
-    text = json.dumps(value, default=str)
+    if path[:2] == ("hosts", "env") or (path[:1] == ("hosts",) and isinstance(value, Mapping | list)):
+        return f"found {_kind(value)}"  # values of environment variables are not shown, and not if one is in the wrong place
+    text = json.dumps(masked(value), default=str)
     return f"found {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _kind(value: Any) -> str:
+    return "a section" if isinstance(value, Mapping) else "a list" if isinstance(value, list) else "text"
 
 
 def _has(data: Any, part: str | int) -> bool:

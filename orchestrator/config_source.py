@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from trainers.masking import MASK, masked
+
 KeyPath = tuple[str | int, ...]
 """Keys of sections and numbers of list items, from the top: `("data", "paths", 0)`."""
 
@@ -59,6 +61,12 @@ def shown(path: KeyPath) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
+def shown_override(item: str) -> str:
+    """`key=value`, to be shown or stored: an environment variable without its value, a URL without its user."""
+    key, equals, _ = item.partition("=")
+    return f"{key}={MASK}" if equals and key.strip().startswith("hosts.env") else masked(item)
+
+
 def read(path: str | os.PathLike[str]) -> Source:
     """Raises ConfigError when there is no such file, or it is not a YAML mapping. Duplicate keys are among the problems."""
     name = os.fspath(path)
@@ -100,10 +108,11 @@ def override(source: Source, overrides: Iterable[str]) -> None:
     for item in overrides:
         key, equals, text = item.partition("=")
         path = tuple(key.strip().split("."))
+        said = f"override {shown_override(item)!r}"
         if not equals or not all(path):
-            source.problems.append((None, f"override {item!r}: expected key=value, such as optimizer.learning_rate=3e-4"))
+            source.problems.append((None, f"{said}: expected key=value, such as optimizer.learning_rate=3e-4"))
         elif (blocked := _set(source.data, path, _value(text))) is not None:
-            source.problems.append((None, f"override {item!r}: {shown(blocked)} is not a section: it has no keys"))
+            source.problems.append((None, f"{said}: {shown(blocked)} is not a section: it has no keys"))
         else:
             quoted = text.lstrip()[:1] in ("'", '"')
             for old in [old for old in source.origins if old[: len(path)] == path]:

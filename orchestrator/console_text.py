@@ -87,6 +87,12 @@ def action_of(incident: Mapping[str, Any]) -> str:
     return sentence(f"{words}; {detail}") if detail else words
 
 
+def waiting(delay_s: float, left_s: float | None, what: str) -> str:
+    """While the next try is waited for: what happened, when that try is, and for how long more there will be any."""
+    until = f", for {seconds(left_s)} at most" if left_s is not None else ""
+    return sentence(f"trying again in {seconds(delay_s)}{until}: {what}")
+
+
 def printable(text: str) -> str:
     """Without control characters: what a model or a program wrote must not drive the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
@@ -151,7 +157,7 @@ def _incidents(screen: Screen, incidents: list[Mapping[str, Any]]) -> None:
         )
     screen.print(table)
     if len(incidents) > SHOWN_INCIDENTS:
-        screen.print(Text(f"    and {len(incidents) - SHOWN_INCIDENTS} before these: all are in summary.json", "dim"))
+        screen.print(Text(f"    and {len(incidents) - SHOWN_INCIDENTS} before these: all are in incidents.jsonl", "dim"))
 
 
 def _what_was_done(incident: Mapping[str, Any]) -> Text:

@@ -1,7 +1,7 @@
 """The driver: reserves the gang, starts generations, watches them, and decides what follows. It computes nothing itself.
 
 The gang does not need it: agents and their places are held by the cluster, and training goes on while no driver lives. A driver
-that finds the gang of the one before it takes it over.
+that finds the gang of the one before it takes it over. It never waits for storage, and in every wait it hears a request to stop.
 """
 
 from __future__ import annotations
@@ -9,23 +9,37 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import ModuleType
 from typing import Any
 
-import ray
-
-from cluster import gang as gangs
-from cluster.gang import Gang, GangTimeout, StaleDriver
-from orchestrator import replay, storage
+from cluster import gangs as ray_gangs
+from cluster.calls import AgentGone, AwakeClock, NoAnswer, gather
+from cluster.gang import Gang
+from cluster.gangs import AdoptError, GangTimeout, StaleDriver
+from cluster.ports import with_port
+from orchestrator import console_text, replay, storage
+from orchestrator.asking import ask_hosts
 from orchestrator.board import BoardLike
 from orchestrator.config import JobConfig
 from orchestrator.failures import Failure, FailureKind
 from orchestrator.gauges import Gauges
-from orchestrator.generation import Generation
+from orchestrator.generation import Finished, Generation, Paused
 from orchestrator.intake import Intake
 from orchestrator.launch import Launch
 from orchestrator.ledger import Action, Incident
-from orchestrator.post_mortem import AGENT_TIMEOUT_S, Findings, epitaph, examine, keep_stacks, lost_hosts
+from orchestrator.post_mortem import (
+    AGENT_TIMEOUT_S,
+    Findings,
+    Halt,
+    final_error,
+    find_cause,
+    late_events,
+    lost_hosts,
+    stacks_folder,
+    write_stacks,
+)
 from orchestrator.ray_train import Reporter
 from orchestrator.rehearsals import Rehearsals
 from orchestrator.replay import Lineage, ReplayError, Stretch
@@ -36,12 +50,18 @@ from orchestrator.watch import Watch
 from trainers.recorders.feed import Recorders
 from trainers.stop_reason import StopReason
 
-RESTARTING = (StopReason.RESIZE, StopReason.PREEMPTED)
-"""Stops that another generation follows."""
+NO_GENERATION = -1
+"""In the record of a gang that has no orders yet."""
+FIRST_RECORD_TIMEOUT_S = 5.0
+"""For the storage to take the first record of a gang."""
 
 
 class Driver:
-    """One driver process's part in a launch. `run` returns the summary of a finished or stopped run, or raises TrainingFailed."""
+    """One driver process's part in a launch. `run` returns the summary of a finished or stopped run, or raises TrainingFailed.
+
+    Everything from outside is an argument: `gangs` makes gangs (the module `cluster.gangs`), `clock` is the wall clock for what
+    is told, `monotonic` and `sleep` are for waits.
+    """
 
     def __init__(
         self,
@@ -50,9 +70,14 @@ class Driver:
         board: BoardLike,
         reporter: Reporter,
         recorders: Recorders,
+        *,
+        gangs: ModuleType | Any = ray_gangs,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ):
-        self.config, self.launch, self.board, self.clock = config, launch, board, clock
+        self.config, self.launch, self.board, self.gangs = config, launch, board, gangs
+        self.clock, self.monotonic, self.sleep = clock, monotonic, sleep
         self.intake = Intake(launch, board, reporter, recorders, Gauges(config.training.name), config.driver.stragglers, clock)
         self.lineage = self._lineage_to_replay()
         self._roster: Roster | None = None
@@ -61,15 +86,12 @@ class Driver:
         self._told_storage_problem: str | None = None
 
     def run(self) -> dict[str, Any]:
+        for problem in self.launch.problems:
+            self.intake.note(problem, "warning")
         try:
-            generation = self._adopt() or self._first_generation()
-            while True:
-                Watch(self.roster.gang, generation, self.intake).run(self._attend)
-                if generation.finished and not self._goes_on(generation):
-                    break
-                generation = self._follow_up(generation)
-            result = self._result(generation)
+            result = self._train()
         except (Superseded, StaleDriver) as error:
+            self.launch.stop()
             if not self.launch.lease.succeeded_by(self.launch.launch_id):
                 self._release()
             raise Superseded(f"another driver has taken the run in {self.launch.run_dir}; this one leaves") from error
@@ -78,6 +100,25 @@ class Driver:
             raise
         self._release()
         return result
+
+    def _train(self) -> dict[str, Any]:
+        generation = self._adopt() or self._first_generation()
+        while True:
+            end = Watch(self.roster.gang, generation, self.intake, self.monotonic).run(self._attend)
+            if isinstance(end, Finished):
+                return self._result(end)
+            detected_s = self.clock()
+            findings = self._halt(generation)
+            match generation.end:  # the hosts may have told more, at the last moment
+                case Finished() as end:
+                    return self._result(end)
+                case Paused() as end if self.board.stop_requested():
+                    return self._result(end)
+                case Paused() as end:
+                    incident = self._resized(generation, end, findings, detected_s)
+                case _:
+                    incident = self._failed(generation, findings, detected_s)
+            generation = self._go_on(generation, incident, findings)
 
     @property
     def roster(self) -> Roster:
@@ -94,56 +135,68 @@ class Driver:
                 self.launch.gang_lost(now_s, "it had none")
             return None
         try:
-            gang = gangs.adopt(self.config.hosts, self._name_in_cluster(), left["gang"], **self._about_agents())
-        except gangs.AdoptError as error:
+            gang = self.gangs.adopt(
+                self.config.hosts,
+                self._name_in_cluster(),
+                left["gang"],
+                attend=self._check_lease,  # a request to stop is for the gang to save
+                **self._about_agents(),
+            )
+        except AdoptError as error:
             self.intake.post_incident(self.launch.gang_lost(now_s, str(error)))
             return None
         self._take(gang)
         gang.prepare(self._preparation())
-        generation = Generation(left["generation"], len(gang.members), high_water_step=left["high_water_step"])
+        number = gang.leads[0]["generation"]
+        if number != left["generation"]:
+            self.launch.adopt_generation(number)
+        generation = Generation(number, len(gang.members), high_water_step=left["high_water_step"], began_at_s=left["began_at_s"])
         self.intake.start(generation)
-        for host in range(generation.num_hosts):
-            gang.call(host, "order", {"cmd": "fence", "path": self.launch.lease.fence})
         self._catch_up(generation)
         self.intake.post_incident(self.launch.adopted(now_s, generation.step))
         self.intake.say("training")
         return generation
 
     def _catch_up(self, generation: Generation) -> None:
-        """Takes in what the agents told while nobody asked."""
-        gang = self.roster.gang
-        polls = [gang.call(host, "poll", 0, 0.0) for host in range(generation.num_hosts)]
-        answers = {}
-        for host, poll in enumerate(polls):
-            try:
-                answers[host] = ray.get(poll, timeout=AGENT_TIMEOUT_S)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                generation.broken.setdefault(host, "agent")
+        """Tells the hosts that they are this driver's now, and takes in what the agents told while nobody asked."""
+        order = {"cmd": "fence", "path": self.launch.lease.fence}
+        self._ask_all(generation, "order", order)  # under the fence of the driver before, no checkpoint can be committed any more
+        answers = self._ask_all(generation, "poll", 0, 0.0)
         self.intake.catch_up(generation, answers)
         for host, answer in answers.items():
-            if not answer["host_state"]["alive"] and host not in generation.done:
-                generation.broken.setdefault(host, "exit")  # halted by the driver before, which tells no event
+            if not answer["host_state"]["alive"]:
+                generation.find_dead(host)  # halted by the driver before, which tells no event
+
+    def _ask_all(self, generation: Generation, method: str, *args: Any) -> dict[int, Any]:
+        """What the hosts' agents answer."""
+        gang = self.roster.gang
+        limits_s = dict.fromkeys(range(generation.num_hosts), AGENT_TIMEOUT_S)
+        return ask_hosts(gang, generation, lambda host: gang.call(host, method, *args), limits_s, self.monotonic)
 
     def _first_generation(self) -> Generation:
         self.intake.say("reserving")
         self.launch.goodput.switch("schedule", self.clock())
         name = self._name_in_cluster()
-        gangs.clear(name)
+        self.gangs.clear(name, attend=self._check_lease)
+        attend = partial(self._check_stop, "machines are being reserved")
         try:
-            gang = gangs.reserve(self.config.hosts, name, **self._about_agents())
+            gang = self.gangs.reserve(self.config.hosts, name, attend=attend, **self._about_agents())
         except GangTimeout as error:
             raise TrainingFailed(str(error)) from error
         self._take(gang)
         self._form()
+        self.launch.formed(self._record(Generation(NO_GENERATION, 0, began_at_s=self.clock())))
+        self.launch.flush(FIRST_RECORD_TIMEOUT_S)  # without it, the next driver would not know of the agents at all
         self.launch.goodput.switch("import", self.clock())
         self.intake.say("importing")
         gang.prepare(self._preparation())
         return self._start_generation()
 
     def _take(self, gang: Gang) -> None:
-        self._roster = Roster(self.config, gang)
-        self._stops = Stops(self.config, self.launch, self.board, self.intake, self._roster, self.clock)
-        self._rehearsals = Rehearsals(self.config, self.launch, self.intake, self._roster)
+        self._roster = Roster(self.config, gang, self.monotonic)
+        about = (self.config, self.launch, self.board, self.intake, self._roster, self.clock, self.monotonic)
+        self._stops = Stops(*about)
+        self._rehearsals = Rehearsals(self.config, self.launch, self.intake, self._roster, self.monotonic)
 
     def _about_agents(self) -> dict[str, Any]:
         return {
@@ -166,13 +219,32 @@ class Driver:
     def _form(self, lost: tuple[int, ...] = ()) -> Change:
         avoid = self.roster.quarantine(self.launch.history, self.clock())
         try:
-            return self.roster.form(lost, avoid=avoid, wanted=self._stretch().num_hosts, waiting=self._wait_for_machines)
+            return self.roster.form(
+                lost,
+                avoid=avoid,
+                wanted=self._stretch().num_hosts,
+                waiting=self._wait_for_machines,
+                attend=partial(self._check_stop, "the run waits for machines"),
+            )
         except NoHosts as error:
             raise TrainingFailed(str(error)) from error
 
-    def _wait_for_machines(self) -> None:
+    def _wait_for_machines(self, missing: str) -> None:
         self.launch.goodput.switch("schedule", self.clock())
-        self.intake.say("reserving", "waiting for machines")
+        self.intake.say("reserving", f"waiting for machines: {missing}")
+
+    def _check_lease(self) -> None:
+        if self.launch.lease_lost.is_set():
+            raise Superseded
+        self.launch.tick()
+
+    def _check_stop(self, doing: str) -> None:
+        """Called in every wait in which no gang trains. Raises TrainingFailed if a person wants the run to stop."""
+        self._check_lease()
+        if self._roster is not None:
+            self._stops.record_gang()
+        if reason := self.board.stop_requested():
+            raise TrainingFailed(f"stopped on request ({reason}) while {doing}: there is nothing new to save")
 
     def _release(self) -> None:
         if self._roster is not None:
@@ -182,7 +254,9 @@ class Driver:
 
     def _start_generation(self) -> Generation:
         gang, launch = self.roster.gang, self.launch
-        generation = Generation(launch.next_generation(), len(gang.members), high_water_step=launch.high_water_step)
+        generation = Generation(
+            launch.next_generation(), len(gang.members), high_water_step=launch.high_water_step, began_at_s=self.clock()
+        )
         address, stretch = self._coordinator(), self._stretch()
         common = {
             "cmd": "go",
@@ -194,29 +268,38 @@ class Driver:
             "stop_at": stretch.stop_at,
             "skip_batches": list(stretch.skip_batches),
             "fence": launch.lease.fence,
+            "run": launch.committed.run,
+            "committed_step": launch.committed.step,
+            "driver_epoch": launch.lease.epoch,
             "limits": dataclasses.asdict(self.config.driver.watchdog),
         }
+        # Before the orders. If it is not written when this driver dies, the agents tell the next one what they were ordered.
+        launch.formed(self._record(generation))
         for host in range(generation.num_hosts):
             gang.call(host, "go", {**common, "host": host, **gang.orders(host)})
         self.intake.start(generation)
-        launch.formed(
-            {
-                "address": ray.get_runtime_context().gcs_address,
-                "gang": gang.record(),
-                "generation": generation.number,
-                "high_water_step": generation.high_water_step,
-            }
-        )
         self.board.post({"ev": "generation", "generation": generation.number, "hosts": generation.num_hosts})
         return generation
 
+    def _record(self, generation: Generation) -> dict[str, Any]:
+        """What the next driver needs to take the generation over."""
+        return {
+            "address": self.roster.gang.cluster_address(),
+            "gang": self.roster.gang.record(),
+            "generation": generation.number,
+            "high_water_step": generation.high_water_step,
+            "began_at_s": generation.began_at_s,
+        }
+
     def _coordinator(self) -> str:
         """Host 0's address with a port never used before: joining an old service again is refused."""
-        try:
-            about = ray.get(self.roster.gang.call(0, "describe"), timeout=AGENT_TIMEOUT_S)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        gang = self.roster.gang
+        answer = gather(gang.mailbox(), lambda host: gang.call(host, "describe"), {0: AGENT_TIMEOUT_S}, self.monotonic)[0]
+        if isinstance(answer.error, AgentGone | NoAnswer):
             return "0.0.0.0:1"  # the generation fails at once, and host 0 is known to be lost then
-        return f"{about['host_ip']}:{about['next_port']}"
+        if answer.error is not None:
+            raise answer.error
+        return with_port(answer.value["host_ip"], answer.value["next_port"])
 
     def _stretch(self) -> Stretch:
         """What the next generation is to do: anything, or its part of the lineage that is replayed."""
@@ -233,79 +316,58 @@ class Driver:
 
     def _attend(self, generation: Generation) -> None:
         """What the driver looks at between its polls."""
-        if self.launch.succeeded.is_set():
-            raise Superseded
+        self._check_lease()
         free = self.lineage is None
         if free:
             self._rehearsals.attend(generation)
         # It trains on while a larger gang's programs are compiled, instead of stopping for that.
         self._stops.attend(generation, may_grow=free and not self._rehearsals.busy)
-        self.launch.tick()
         if (problem := self.launch.storage_problem) and problem != self._told_storage_problem:
             self.intake.note(problem, "warning")
         self._told_storage_problem = problem
 
     # ------------------------------------------------------------------ when it ends
 
-    def _goes_on(self, generation: Generation) -> bool:
-        """Whether the gang stopped only to go on with other hosts."""
-        return generation.stopped_for in RESTARTING and self.board.stop_requested() is None
+    def _halt(self, generation: Generation) -> Findings:
+        """Kills what is left of the generation, and finds out what happened."""
+        answers = Halt(self.roster.gang, generation, self.monotonic).run(self.launch.seen, self._wait_for_deaths)
+        self.intake.catch_up(generation, late_events(answers))
+        return find_cause(generation, answers)
 
-    def _follow_up(self, generation: Generation) -> Generation:
-        """The generation after one that has failed, or has stopped for it. Raises TrainingFailed to give up."""
-        incident, findings = self._resize(generation), None
-        if incident is None:
-            incident, findings = self._recover(generation)
-        self.intake.say("recovering")
-        try:
-            change = self._form(lost_hosts(generation))
-        except TrainingFailed as error:
-            self._give_up(incident, str(error))
-            raise
-        incident.action, incident.detail = change.action, change.detail
-        incident.hosts_before, incident.hosts_after = change.before, change.after
-        self.launch.goodput.switch("recovery", self.clock())
-        incident.mark("decide", self.clock())
-        following = self._start_generation()
-        self.intake.post_incident(incident)
-        if findings is not None:  # not before: the gang waits for nothing but its orders
-            incident.evidence["stacks"] = keep_stacks(self.launch.run_dir, len(self.launch.incidents), findings.stacks)
-        return following
+    def _wait_for_deaths(self, hosts: Sequence[int]) -> None:
+        self._check_lease()
+        names = ", ".join(map(str, hosts))
+        self.intake.say("recovering", f"host {names}: the killed process takes long to end")
 
-    def _resize(self, generation: Generation) -> Incident | None:
-        """The incident of a generation that stopped on purpose; None of one that failed."""
-        if not generation.finished:
-            return None
-        now_s = self.clock()
-        self.launch.goodput.switch("recovery", now_s)
-        failure = examine(self.roster.gang, generation).failure  # they have saved, and are only leaving each other politely
-        reason = generation.stopped_for
+    def _resized(self, generation: Generation, end: Paused, findings: Findings, paused_s: float) -> Incident:
+        """The incident of a generation that stopped on purpose."""
+        self.launch.goodput.switch("recovery", paused_s)
+        failure = findings.failure  # they have saved, and are only shutting down
         said = "; ".join(f"host {host}: {notice['reason']}" for host, notice in generation.notices.items())
         incident = Incident(
-            kind=FailureKind.PREEMPTION if reason == StopReason.PREEMPTED else "resize",
+            kind=FailureKind.PREEMPTION if end.stop_reason == StopReason.PREEMPTED else "resize",
             host=next(iter(generation.notices), None),
             generation=generation.number,
             step=generation.step,
-            failed_at_s=generation.all_entered_s("save") or now_s,
-            evidence={"summary": f"saved and stopped at step {generation.step} ({said or reason})"},
+            failed_at_s=generation.all_entered_s("save") or paused_s,
+            evidence={"summary": f"saved and stopped at step {generation.step} ({said or end.stop_reason})"},
         )
-        incident.mark("save", now_s)
+        incident.mark("save", paused_s)
         incident.mark("halt", self.clock())
         self.launch.checkpoint_step = max(self.launch.checkpoint_step or 0, generation.step)
         if lost_hosts(generation) and failure.kind == FailureKind.HOST_LOST:  # meanwhile, and unannounced
             incident.kind, incident.host = failure.kind, failure.host
             incident.evidence["summary"] += f"; then {failure.summary}"
-            self.launch.failed(self._past(failure, now_s), incident)
+            self.launch.failed(self._past(generation, failure, paused_s), incident)
         else:
             self.launch.record(incident)
         return incident
 
-    def _recover(self, generation: Generation) -> tuple[Incident, Findings]:
-        """Kills what is left, finds out what happened, and decides."""
-        launch, detected_s = self.launch, self.clock()
-        findings = examine(self.roster.gang, generation)
-        failure = findings.failure
-        failed_at_s = min(failure.failed_at_s or detected_s, detected_s)
+    def _failed(self, generation: Generation, findings: Findings, detected_s: float) -> Incident:
+        """The incident of a generation that failed, after any back-off. Raises TrainingFailed to give up."""
+        launch, failure = self.launch, findings.failure
+        # A host's clock may be wrong by any amount.
+        failed_at_s = min(max(failure.failed_at_s or detected_s, generation.began_at_s), detected_s)
         launch.high_water_step = max(launch.high_water_step, findings.last_step)
         launch.goodput.switch("detection", failed_at_s)
         launch.goodput.switch("recovery", detected_s)
@@ -319,40 +381,74 @@ class Driver:
         )
         incident.mark("detect", detected_s)
         incident.mark("halt", self.clock())
-        launch.failed(self._past(failure, failed_at_s), incident)
+        launch.failed(self._past(generation, failure, failed_at_s), incident)
         decision = decide(launch.history, self.config.driver.restart)
         if isinstance(decision, GiveUp):
-            incident.evidence["stacks"] = keep_stacks(launch.run_dir, len(launch.incidents), findings.stacks)
+            self._keep_stacks(incident, findings.stacks)
             self._give_up(incident, decision.reason)
-            raise TrainingFailed(epitaph(failure, decision.reason))
+            raise TrainingFailed(final_error(failure, decision.reason))
         if self.board.stop_requested():
             raise TrainingFailed(f"stopped on request while it was failing: {failure.summary}")
         if decision.delay_s:
-            self._back_off(decision.delay_s)
-        return incident, findings
+            self._back_off(decision.delay_s, console_text.waiting(decision.delay_s, decision.left_s, failure.summary))
+        return incident
+
+    def _go_on(self, generation: Generation, incident: Incident, findings: Findings) -> Generation:
+        """The generation that follows. Raises TrainingFailed if there are no machines for it."""
+        self.intake.say("recovering")
+        try:
+            change = self._form(lost_hosts(generation))
+        except TrainingFailed as error:
+            self._give_up(incident, str(error))
+            raise
+        incident.action, incident.detail = change.action, change.detail
+        incident.hosts_before, incident.hosts_after = change.before, change.after
+        self.launch.goodput.switch("recovery", self.clock())
+        incident.mark("decide", self.clock())
+        following = self._start_generation()
+        if not generation.finished:
+            self._keep_stacks(incident, findings.stacks)
+        self.launch.update(incident)
+        self.intake.post_incident(incident)
+        return following
+
+    def _keep_stacks(self, incident: Incident, texts: Mapping[int, str]) -> None:
+        number = self.launch.num_incidents
+        folder = stacks_folder(self.launch.run_dir, number)
+        if texts:
+            self.launch.write_beside(f"the stacks of incident {number}", lambda: write_stacks(folder, texts))
+            incident.evidence["stacks"] = folder
 
     def _give_up(self, incident: Incident, reason: str) -> None:
         incident.action, incident.detail = Action.GIVE_UP, reason
+        self.launch.update(incident)
         self.intake.post_incident(incident)
 
-    def _past(self, failure: Failure, failed_at_s: float) -> PastFailure:
+    def _past(self, generation: Generation, failure: Failure, failed_at_s: float) -> PastFailure:
         seat = self.roster.gang.members[failure.host] if failure.host is not None else None
         number, node_id = (seat.number, seat.node_id) if seat is not None else (None, None)
-        return past_failure(failure, self.launch.checkpoint_step, seat=number, node_id=node_id, at_s=failed_at_s)
+        return past_failure(
+            failure,
+            self.launch.checkpoint_step,
+            generation=generation.number,
+            trained=bool(generation.first_step_at_s),
+            seat=number,
+            node_id=node_id,
+            at_s=failed_at_s,
+        )
 
-    def _back_off(self, delay_s: float) -> None:
+    def _back_off(self, delay_s: float, message: str) -> None:
         self.launch.goodput.switch("idle", self.clock())
-        self.intake.say("recovering", f"waiting {delay_s:.0f} s before the next try")
-        deadline_s = time.monotonic() + delay_s
-        while (left_s := deadline_s - time.monotonic()) > 0 and not self.board.stop_requested():
-            self.roster.gang.refresh()  # the agents must go on hearing from a driver
-            time.sleep(min(1.0, left_s))
+        self.intake.say("recovering", message)
+        awake_s = AwakeClock(self.monotonic)
+        while (left_s := delay_s - awake_s()) > 0:
+            self._check_stop(f"waiting {delay_s:.0f} s before the next try")
+            self.roster.gang.refresh(members=True)
+            self.sleep(min(0.5, left_s))
         self.launch.goodput.switch("recovery", self.clock())
 
-    def _result(self, generation: Generation) -> dict[str, Any]:
+    def _result(self, end: Finished | Paused) -> dict[str, Any]:
         self.launch.goodput.switch("finish", self.clock())
-        done = generation.done[0]
-        reason = done["stop_reason"]
-        if reason in RESTARTING:  # and a request to stop came at the same time
-            reason = self.board.stop_requested() or reason
-        return {**done["result"], "stop_reason": reason}
+        # Of a pause: a request to stop came at the same time.
+        reason = end.stop_reason if isinstance(end, Finished) else self.board.stop_requested() or end.stop_reason
+        return {**end.result, "stop_reason": reason}

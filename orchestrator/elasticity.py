@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -61,17 +62,18 @@ def choose_members(
     """
     if not allowed:
         return None
-    order = [seat for seat in present if seat in available] + sorted(set(available) - set(present))
-    num_good = sum(seat not in avoid for seat in order)
-    flagged = [seat for seat in order if seat in avoid][: max(0, min(allowed) - num_good)]
-    usable = [seat for seat in order if seat not in avoid or seat in flagged]
+    there, before, bad = set(available), set(present), set(avoid)
+    order = [seat for seat in present if seat in there] + sorted(there - before)
+    num_good = sum(seat not in bad for seat in order)
+    flagged = set([seat for seat in order if seat in bad][: max(0, min(allowed) - num_good)])
+    usable = [seat for seat in order if seat not in bad or seat in flagged]
     count = max((n for n in allowed if n <= len(usable)), default=None)
     if count is None:
         return None
-    chosen = usable[:count]
-    newcomers = [seat for seat in chosen if seat not in present]
+    chosen = set(usable[:count])
+    newcomers = deque(seat for seat in usable[:count] if seat not in before)
     # Over the old ranks: those that stay, and newcomers in the gaps; who finds no gap comes last.
-    ranks = [seat if seat in chosen else (newcomers.pop(0) if newcomers else None) for seat in present]
+    ranks = [seat if seat in chosen else (newcomers.popleft() if newcomers else None) for seat in present]
     seats = (*(seat for seat in ranks if seat is not None), *newcomers)
     return Members(seats, tuple(seat for seat in seats if seat in flagged))
 
@@ -88,9 +90,9 @@ def next_rehearsal(
     everyone, size = [*present, *others], len(present)
     grown, smaller = [n for n in allowed if size < n <= len(everyone)], [n for n in allowed if n < size]
     for count in (*grown[-1:], *(n for n in allowed if n == size), *smaller[-1:]):
-        cold = [seat for seat in everyone if not is_ready(count, seat)]
-        if cold:
-            return tuple((cold + [seat for seat in everyone if seat not in cold])[:count])
+        ready = {seat for seat in everyone if is_ready(count, seat)}
+        if len(ready) < len(everyone):  # those first whose machines have them not
+            return tuple(sorted(everyone, key=ready.__contains__)[:count])
     return None
 
 

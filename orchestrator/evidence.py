@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.stacks import HostStacks
+from trainers.foreign_errors import broken_device_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,11 @@ class PostMortem:
     @property
     def hangs(self) -> bool:
         return self.overdue is not None and not self.failed and not self.done
+
+    @property
+    def broken_device(self) -> str | None:
+        """What it printed of a broken device before the runtime aborted it; None if it did not, or was not aborted."""
+        return broken_device_in(self.log_tail) if self.exited and self.exception is None else None
 
     @property
     def seen(self) -> HostStacks:
@@ -101,9 +107,12 @@ def _summary(dead: PostMortem, agent_lost: bool) -> str:
     at = f" at step {dead.last_step}" if dead.last_step is not None else ""
     if dead.exception is not None:
         message = str(dead.exception.get("message", "")).strip().splitlines()
-        return f"host {dead.host}: {dead.exception.get('type', 'exception')}{at}" + (f": {message[0]}" if message else "")
+        what = "a device failed" if dead.exception.get("kind") == "device" else dead.exception.get("type", "exception")
+        return f"host {dead.host}: {what}{at}" + (f": {message[0]}" if message else "")
     if agent_lost:
         return f"host {dead.host}: its agent is gone{at} (machine, node or agent process lost)"
+    if dead.broken_device is not None:
+        return f"host {dead.host}: a device failed{at}: {dead.broken_device.strip()}"
     if dead.signal is not None:
         return f"host {dead.host}: training process ended by {_signal_name(dead.signal)}{at}"
     return f"host {dead.host}: training process ended with status {dead.exit_code}{at}, before training was done"

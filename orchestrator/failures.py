@@ -34,6 +34,12 @@ class FailureKind(StrEnum):
     DESYNC = "desync"
     """Hosts out of step: one has skipped or repeated a step."""
     LOSS_SPIKE = "loss_spike"
+    DEVICE_ERROR = "device_error"
+    """A GPU, a TPU or the links between them: the machine's fault."""
+    RUNTIME_ERROR = "runtime_error"
+    """JAX failed by itself and did not say why: the machine's fault, or a bug."""
+    TRANSIENT_ERROR = "transient_error"
+    """Something outside the program did not answer: a data server, a network, a file system."""
 
 
 KIND_OF_EXCEPTION = {
@@ -45,12 +51,25 @@ KIND_OF_EXCEPTION = {
     "crash": FailureKind.PROCESS_CRASH,
     "desync": FailureKind.DESYNC,
     "loss_spike": FailureKind.LOSS_SPIKE,
+    "device": FailureKind.DEVICE_ERROR,
+    "runtime": FailureKind.RUNTIME_ERROR,
+    "transient": FailureKind.TRANSIENT_ERROR,
 }
-"""By the `kind` that the training process gave its own exception; `collateral` is no cause."""
+"""By the `kind` that the training process gave its own exception."""
+NO_CAUSE = ("collateral", "link")
+"""Those of an exception that another host's failure explains. `link`: unless no other host says more."""
 
 AGREED = frozenset({FailureKind.NON_FINITE, FailureKind.LOSS_SPIKE, FailureKind.DESYNC})
 """Kinds that all hosts find at one step, since they see the same numbers: that a host says it does not make it guilty."""
-MACHINE = frozenset({FailureKind.PROCESS_CRASH, FailureKind.HOST_LOST, FailureKind.HANG})
+MACHINE = frozenset(
+    {
+        FailureKind.PROCESS_CRASH,
+        FailureKind.HOST_LOST,
+        FailureKind.HANG,
+        FailureKind.DEVICE_ERROR,
+        FailureKind.RUNTIME_ERROR,
+    }
+)
 """Kinds that a machine's going away looks like, where it had given notice."""
 
 
@@ -87,7 +106,9 @@ def classify(post_mortems: Sequence[PostMortem], agent_lost: Collection[int] = (
     known = {dead.host: dead for dead in post_mortems}
     dead = [known.get(host, PostMortem(host=host, agent_lost=True)) for host in sorted(set(known) | lost)]
     failed = sorted((d for d in dead if d.failed or d.host in lost), key=_when)
-    first = next((d for d in failed if has_own_cause(d, lost)), None)
+    caused = [d for d in failed if has_own_cause(d, lost)]
+    # An error of the runtime that does not say why may be the consequence of any other, and clocks differ.
+    first = next((d for d in caused if _kind(d, lost) != FailureKind.RUNTIME_ERROR), next(iter(caused), None))
     if first is None:
         hung = [d for d in dead if d.hangs]
         failure = _hang(dead, hung) if hung else _without_own_cause(dead, failed)
@@ -104,8 +125,8 @@ def has_own_cause(dead: PostMortem, lost: Collection[int] = ()) -> bool:
     if dead.host in lost or dead.agent_lost:
         return True
     if dead.exception is not None:
-        return dead.exception.get("kind") != "collateral"
-    return dead.exited and dead.signal != signal.SIGABRT
+        return dead.exception.get("kind") not in NO_CAUSE
+    return dead.exited and (dead.signal != signal.SIGABRT or dead.broken_device is not None)
 
 
 def _when(dead: PostMortem) -> tuple[float, int]:
@@ -118,6 +139,8 @@ def _kind(dead: PostMortem, lost: Collection[int]) -> FailureKind:
         return KIND_OF_EXCEPTION[dead.exception["kind"]]
     if dead.host in lost or dead.agent_lost:
         return FailureKind.HOST_LOST
+    if dead.broken_device is not None:
+        return FailureKind.DEVICE_ERROR
     # The training process turns SIGTERM into a save and a clean end: one that dies of it was taken down with its machine.
     return FailureKind.PREEMPTION if dead.signal == signal.SIGTERM else FailureKind.PROCESS_CRASH
 
@@ -198,6 +221,14 @@ def _preempted(failure: Failure, known: Mapping[int, PostMortem]) -> Failure:
 
 def _without_own_cause(dead: Sequence[PostMortem], failed: Sequence[PostMortem]) -> Failure:
     """Every failure looks like the consequence of another one."""
+    alive = [d for d in dead if d not in failed and not d.done]
+    frozen = [d for d in alive if d.state and d.state[0] in stacks.STOPPED]
+    if len(frozen) == 1 and failed:  # the others' runtime gave it up before a limit had passed
+        return _no_answer(frozen[0], failed)
+    links = [d for d in failed if (d.exception or {}).get("kind") == "link"]
+    if len(links) == 1:
+        others = tuple(d.host for d in failed if d is not links[0])
+        return Failure(kind=FailureKind.DEVICE_ERROR, host=links[0].host, evidence=describe(links[0], False), collateral=others)
     aborted = [d for d in failed if d.exception is None]
     if len(aborted) == 1:
         # One abort explains the lost connections of the others; nothing explains the abort.
@@ -205,7 +236,6 @@ def _without_own_cause(dead: Sequence[PostMortem], failed: Sequence[PostMortem])
         return Failure(
             kind=FailureKind.PROCESS_CRASH, host=aborted[0].host, evidence=describe(aborted[0], False), collateral=others
         )
-    alive = [d for d in dead if d not in failed and not d.done]
     if len(alive) == 1 and failed and all(_says_no_answer(d) for d in failed):
         return _no_answer(alive[0], failed)
     facts = describe(failed[0], False) if failed else {}

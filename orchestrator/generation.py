@@ -1,16 +1,17 @@
 """One life of the gang, as its events tell it: who is in which phase, how far it is, who is done. Pure: no clock, no Ray.
 
 A driver that adopts a gang folds all that the agents have kept: taking the same events again, in each host's order, changes
-nothing.
+nothing. Nothing here costs more for a gang of thousands of hosts than for one of two, event by event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.ledger import Action
+from trainers.stop_reason import StopReason
 
 Event = Mapping[str, Any]
 
@@ -31,23 +32,54 @@ CATEGORY_OF_PHASE = {
 }
 
 
+RESTARTING = (StopReason.RESIZE, StopReason.PREEMPTED)
+"""Stops that another generation follows."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All hosts are done."""
+
+    stop_reason: str
+    result: Mapping[str, Any]
+    """What the trainer of host 0 told at its end."""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """All hosts have saved and stopped, for other hosts to go on."""
+
+    stop_reason: str
+    result: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A host has failed or hangs: nothing more will come of this generation."""
+
+
+End = Finished | Paused | Failed
+
+
 @dataclass
 class Generation:
+    """Changed by its own methods alone."""
+
     number: int
     num_hosts: int
     high_water_step: int = 0
     """The furthest step of any earlier generation, or before a rollback: up to there steps are trained again."""
+    began_at_s: float = 0.0
+    """When the driver gave the hosts their orders, on its own clock."""
     phases: dict[int, str] = field(default_factory=dict)
     entered: dict[str, dict[int, float]] = field(default_factory=dict)
     """When each host entered each phase, first time."""
-    steps: dict[int, int] = field(default_factory=dict)
-    """Completed, by host. A step is a batch drawn."""
     first_step_at_s: dict[int, float] = field(default_factory=dict)
     done: dict[int, Event] = field(default_factory=dict)
     exited: set[int] = field(default_factory=set)
     """Hosts whose process is gone, because it was done or because it failed."""
     broken: dict[int, str] = field(default_factory=dict)
-    """Hosts that failed or hang, and by which event the driver learnt it (`agent`: the driver says so itself)."""
+    """Hosts that failed or hang, and by which event the driver learnt it (`agent`: its agent is gone)."""
     suspects: set[int] = field(default_factory=set)
     """Hosts whose agents owed the driver an answer when the watch over them ended: frozen, or cut off, or only slow."""
     overdue: dict[int, Event] = field(default_factory=dict)
@@ -62,20 +94,45 @@ class Generation:
     resumed_step: int | None = None
     restored_step: int | None = None
     """Of the last rollback."""
-    _rolled_back_at_s: float = float("-inf")
+    step: int = 0
+    """Completed by all hosts, as far as known: the furthest that any host told. A step completes on all or none, and is a batch
+    drawn."""
+    _hosts_in: list[int] = field(default_factory=list)
+    """How many hosts are in each of START_PHASES, those beyond them counted with the last."""
+
+    def __post_init__(self) -> None:
+        self._hosts_in = [self.num_hosts, *(0 for _ in START_PHASES[1:])]
 
     def take(self, host: int, event: Event) -> None:
         if handler := self._handlers.get(event["ev"]):
             handler(self, host, event)
 
+    def lose_agent(self, host: int) -> None:
+        """The host's agent is gone, or as good as that."""
+        self.broken[host] = "agent"
+
+    def find_dead(self, host: int) -> None:
+        """The host's process is not there any more, and no event tells why."""
+        if host not in self.done:
+            self.broken.setdefault(host, "exit")
+
+    def suspect(self, hosts: Collection[int]) -> None:
+        self.suspects = set(hosts)
+
+    def announce(self, host: int, reason: str) -> None:
+        """The host's machine is to be taken away: the driver knows it from elsewhere."""
+        self.notices.setdefault(host, {"reason": reason, "node": True})
+
     def _on_phase(self, host: int, event: Event) -> None:
+        self._hosts_in[_place(self.phases.get(host, START_PHASES[0]))] -= 1
+        self._hosts_in[_place(event["phase"])] += 1
         self.phases[host] = event["phase"]
         self.entered.setdefault(event["phase"], {}).setdefault(host, event["t"])
 
     def _on_heartbeat(self, host: int, event: Event) -> None:
-        # What a host told before it rolled back may come after the news of it.
-        if event["t"] >= self._rolled_back_at_s:
-            self.steps[host] = max(event["step"], self.steps.get(host, 0))
+        # Host 0 tells of a rollback. What another host told before its own may come after that news.
+        if self.restored_step is None or host == 0:
+            self.step = max(event["step"], self.step)
 
     def _on_first_step(self, host: int, event: Event) -> None:
         self._on_heartbeat(host, event)
@@ -121,9 +178,7 @@ class Generation:
         self.anomalies.append(event)
         if event["action"] == Action.ROLLBACK:
             self.high_water_step = max(self.high_water_step, self.step)
-            restored = int(event["restored_step"])
-            self.restored_step, self.steps = restored, dict.fromkeys(self.steps, restored)
-            self._rolled_back_at_s = event["t"]
+            self.restored_step = self.step = int(event["restored_step"])
 
     _handlers = {  # noqa: RUF012
         "phase": _on_phase,
@@ -142,18 +197,16 @@ class Generation:
     }
 
     @property
-    def step(self) -> int:
-        """Completed by all hosts, as far as known; host 0 is enough for that: a step completes on all or none."""
-        return max(self.steps.values(), default=0)
-
-    @property
     def finished(self) -> bool:
         return len(self.done) == self.num_hosts
 
     @property
-    def stopped_for(self) -> str | None:
-        """Why the gang stopped, once all hosts have said so: they agreed on it."""
-        return str(self.done[0]["stop_reason"]) if self.finished else None
+    def end(self) -> End | None:
+        """How the generation has ended; None as long as it goes on."""
+        if self.finished:  # all have said what they agreed on
+            reason, result = str(self.done[0]["stop_reason"]), self.done[0]["result"]
+            return Paused(reason, result) if reason in RESTARTING else Finished(reason, result)
+        return Failed() if self.wants_restart else None
 
     @property
     def wants_restart(self) -> bool:
@@ -168,9 +221,7 @@ class Generation:
     @property
     def phase(self) -> str:
         """Of the gang: of its least advanced host while it starts, then of host 0."""
-        places = [START_PHASES.index(p) if p in START_PHASES else len(START_PHASES) for p in self.phases.values()]
-        places += [0] * (self.num_hosts - len(places))
-        behind = min(places)
+        behind = next(place for place, hosts in enumerate(self._hosts_in) if hosts)
         return START_PHASES[behind] if behind < len(START_PHASES) - 1 else self.phases.get(0, "train")
 
     @property
@@ -187,6 +238,10 @@ class Generation:
     def started_s(self) -> float | None:
         """When the last host had completed its first step."""
         return max(self.first_step_at_s.values()) if self.training else None
+
+
+def _place(phase: str) -> int:
+    return START_PHASES.index(phase) if phase in START_PHASES else len(START_PHASES) - 1
 
 
 def in_order(answers: Mapping[int, Sequence[Event]]) -> list[tuple[int, int, Event]]:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator import storage
 from orchestrator.board import BoardLike
 from orchestrator.gauges import Gauges
 from orchestrator.generation import Generation, in_order
@@ -73,9 +72,8 @@ class Intake:
     def catch_up(self, generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> None:
         """What the agents' polls returned, in the order in which it happened."""
         events = {host: [e for e in answer["events"] if self._belongs(generation, e)] for host, answer in answers.items()}
-        first = {host: answer["cursor"] - len(answer["events"]) for host, answer in answers.items()}
-        for host, place, event in in_order(events):
-            self.take(generation, host, event, known=first[host] + place < self.launch.seen.get(host, 0))
+        for host, _, event in in_order(events):
+            self.take(generation, host, event, known=event["n"] < self.launch.seen.get(host, 0))
         for host, answer in answers.items():
             self.launch.seen[host] = max(self.launch.seen.get(host, 0), answer["cursor"])
             if answer["heartbeat"] and self._belongs(generation, answer["heartbeat"]):
@@ -85,6 +83,8 @@ class Intake:
         return event.get("generation", generation.number) == generation.number
 
     def take(self, generation: Generation, host: int, event: Mapping[str, Any], known: bool = False) -> None:
+        # A host's clock may be wrong by any amount: nothing happened before the generation began, or will happen later than now.
+        event = {**event, "t": min(max(event["t"], generation.began_at_s), self.clock())}
         was_training, phase = generation.training, generation.phase
         generation.take(host, event)
         launch = self.launch
@@ -121,10 +121,7 @@ class Intake:
     def _on_preview(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
         about = {"step": event["step"], "previews": event["previews"]}
         self.board.post({"ev": "preview", **about})
-        try:
-            self.launch.preview(about)
-        except (storage.StorageError, OSError) as error:  # a look at the model is worth no failure
-            self.note(f"the previews of step {event['step']} are not kept: {error}", "warning")
+        self.launch.preview(about, lambda problem: self.note(problem, "warning"))
 
     def _on_saved(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
         if host == 0:
@@ -208,7 +205,7 @@ class Intake:
         incident.resumed_step = generation.resumed_step
         # Of a lost driver: the last heartbeat that it took in may be older than the checkpoint.
         incident.step = max(incident.step or 0, generation.resumed_step or 0)
-        self.launch.store()
+        self.launch.update(incident)
         self.board.post({"ev": "recovered", "incident": incident.to_dict()})
 
     def say(self, state: str, message: str | None = None) -> None:

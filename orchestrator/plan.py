@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster import topology
-from orchestrator.config import ConfigError, JobConfig, to_dict, to_yaml
+from cluster.process import child_env
+from orchestrator.config import ConfigError, JobConfig, shown, to_yaml
 
 CHILD_TIMEOUT_S = 600.0
 """Reading the data may take long; a child that hangs must not."""
@@ -43,6 +44,8 @@ class PlanReport:
     state_bytes_per_device: int | None = None
     padded_rows_per_step: int = 0
     """Rows that are computed and do not count: the global batch does not divide over the replicas."""
+    doubt: str | None = None
+    """What could not be looked at just now, and why; the hosts will try again."""
 
     @property
     def num_devices(self) -> int:
@@ -52,8 +55,13 @@ class PlanReport:
     def num_replicas(self) -> int:
         return self.mesh["data"] * self.mesh["fsdp"]
 
+    def events(self, config: JobConfig) -> list[dict[str, Any]]:
+        """The console's first."""
+        doubt = {"ev": "note", "level": "warning", "message": f"starting all the same, the hosts try again: {self.doubt}"}
+        return [self.header(config), *([doubt] if self.doubt else [])]
+
     def header(self, config: JobConfig) -> dict[str, Any]:
-        """The console's first event."""
+        """What will run, in one line."""
         return {
             "ev": "run",
             "name": config.training.name,
@@ -101,8 +109,8 @@ def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:
 
 
 def parameters(config: JobConfig) -> dict[str, Any]:
-    """The configuration as flat, dotted names, as trackers want it."""
-    return dict(_flat(to_dict(config), ""))
+    """The configuration as flat, dotted names, as trackers want it; secrets are masked."""
+    return dict(_flat(shown(config), ""))
 
 
 def _hosts(config: JobConfig, report: PlanReport) -> str:
@@ -110,10 +118,15 @@ def _hosts(config: JobConfig, report: PlanReport) -> str:
     each = ", ".join(f"{name} {amount:g}" for name, amount in topology.bundle(hosts).items())
     where = "on machines of their own" if topology.strategy(hosts) == "STRICT_SPREAD" else "packed"
     spares = f", {hosts.spares} spare" if hosts.spares else ""
-    slices = f", {hosts.slices} slices {hosts.topology} of {hosts.accelerator}" if hosts.kind == "tpu" else ""
-    least = topology.min_hosts(hosts)
-    count = f"{report.num_hosts}" if least == report.num_hosts else f"{least} to {report.num_hosts}"
-    return f"{count} {hosts.kind} ({each} each, {where}{slices}){spares}"
+    slices = ""
+    if hosts.kind == "tpu":
+        number = _range(topology.min_slices(hosts), topology.max_slices(hosts))
+        slices = f", {number} slices {hosts.topology} of {hosts.accelerator}"
+    return f"{_range(topology.min_hosts(hosts), report.num_hosts)} {hosts.kind} ({each} each, {where}{slices}){spares}"
+
+
+def _range(least: int, most: int) -> str:
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def _model_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
@@ -134,7 +147,7 @@ def _model_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
 
 
 def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
-    lines = {}
+    lines = {"not known yet": report.doubt} if report.doubt else {}
     if report.train_examples is not None:
         epoch = report.train_examples / global_batch_size
         lines["training data"] = f"{report.train_examples:,} sequences = {epoch:,.1f} steps an epoch"
@@ -163,7 +176,7 @@ def _ask_child(config: JobConfig) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=CHILD_TIMEOUT_S,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env=child_env(os.environ, {"JAX_PLATFORMS": "cpu"}),
         check=False,
     )
     if child.returncode != 0:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-
-import ray
 
 from cluster.gang import Gang
 from orchestrator import failures, storage
+from orchestrator.asking import ask_hosts
 from orchestrator.failures import Failure
 from orchestrator.generation import Generation
 
@@ -19,6 +20,11 @@ AGENT_TIMEOUT_S = 20.0
 """For an agent's answer to a call that does not wait for its process."""
 SUSPECT_TIMEOUT_S = 2.0
 """The same for one that owed an answer already: the others have better things to do than to wait for a dead machine."""
+DYING_TIMEOUT_S = 600.0
+"""For a process that was killed to be gone: to give a terabyte of memory back takes minutes."""
+KEPT_STACKS = 20
+"""Incidents of which the stacks are kept: the newest."""
+KEPT_STACKS_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -26,17 +32,54 @@ class Findings:
     failure: Failure
     last_step: int
     """The furthest that any host got."""
-    stacks: Mapping[int, str]
+    stacks: Mapping[int, str] = field(default_factory=dict)
     """Of each host whose process was alive and was looked at."""
 
 
-def examine(gang: Gang, generation: Generation) -> Findings:
-    """Halts all hosts, and says what happened."""
-    if generation.overdue:
-        _ask_all(gang, generation, "take_stacks")
-    answers = _ask_all(gang, generation, "halt")
+class Halt:
+    """Halts all hosts of a generation, and asks them what is known. All of it at once for all hosts."""
+
+    def __init__(self, gang: Gang, generation: Generation, clock: Callable[[], float] = time.monotonic):
+        self._gang, self._generation, self._clock = gang, generation, clock
+
+    def run(self, cursors: Mapping[int, int], waiting: Callable[[list[int]], None]) -> dict[int, Any]:
+        """Each host's answer to `halt`, with its events since its cursor; none from a host whose agent is gone or silent.
+
+        `waiting` is called with the hosts whose processes take long to die.
+        """
+        if self._generation.overdue:
+            self._ask(range(self._generation.num_hosts), lambda host: self._gang.call(host, "take_stacks"))
+        began_s = self._clock()
+        answers = self._ask(range(self._generation.num_hosts), lambda host: self._call_halt(host, cursors))
+        while dying := [host for host, answer in answers.items() if not answer.get("gone", True)]:
+            if self._clock() - began_s > DYING_TIMEOUT_S:
+                for host in dying:
+                    self._generation.lose_agent(host)
+                    del answers[host]
+                break
+            waiting(dying)
+            answers = {**answers, **self._ask(dying, lambda host: self._call_halt(host, cursors))}
+            answers = {host: answer for host, answer in answers.items() if self._generation.broken.get(host) != "agent"}
+        return answers
+
+    def _call_halt(self, host: int, cursors: Mapping[int, int]) -> Any:
+        return self._gang.call(host, "halt", cursor=cursors.get(host, 0))
+
+    def _ask(self, hosts: Iterable[int], call: Callable[[int], Any]) -> dict[int, Any]:
+        """The answers of those hosts that answer. The suspects are given less time."""
+        generation = self._generation
+        limits_s = {
+            host: SUSPECT_TIMEOUT_S if host in generation.suspects else AGENT_TIMEOUT_S
+            for host in hosts
+            if generation.broken.get(host) != "agent"
+        }
+        return ask_hosts(self._gang, generation, call, limits_s, self._clock)
+
+
+def find_cause(generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> Findings:
+    """What happened to a generation. `answers`: of those hosts that answered to `halt`."""
     dead = [
-        failures.read_post_mortem(host, answers[host], done=host in generation.done, notice=generation.notices.get(host))
+        failures.read_post_mortem(host, answers.get(host), done=host in generation.done, notice=generation.notices.get(host))
         for host in range(generation.num_hosts)
     ]
     return Findings(
@@ -46,20 +89,13 @@ def examine(gang: Gang, generation: Generation) -> Findings:
     )
 
 
-def _ask_all(gang: Gang, generation: Generation, method: str) -> list[Any]:
-    """Each host's answer; None of one whose agent is gone, or as good as that: from then on it counts as gone."""
-    calls = {host: gang.call(host, method) for host in range(generation.num_hosts) if generation.broken.get(host) != "agent"}
-    asked_s = time.monotonic()
-    answers: list[Any] = []
-    for host in range(generation.num_hosts):
-        timeout_s = SUSPECT_TIMEOUT_S if host in generation.suspects else AGENT_TIMEOUT_S
-        try:
-            left_s = max(0.0, asked_s + timeout_s - time.monotonic())
-            answers.append(ray.get(calls[host], timeout=left_s) if host in calls else None)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            generation.broken[host] = "agent"
-            answers.append(None)
-    return answers
+def late_events(answers: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Of the answers to `halt`, what the hosts had told since they were last polled, as answers to a poll."""
+    told = {host: answer for host, answer in answers.items() if "events" in answer}
+    return {
+        host: {"events": answer["events"], "cursor": answer["cursor"], "heartbeat": answer.get("last_heartbeat")}
+        for host, answer in told.items()
+    }
 
 
 def lost_hosts(generation: Generation) -> tuple[int, ...]:
@@ -67,25 +103,30 @@ def lost_hosts(generation: Generation) -> tuple[int, ...]:
     return tuple(host for host, how in generation.broken.items() if how == "agent")
 
 
-def keep_stacks(run_dir: str, number: int, texts: Mapping[int, str]) -> str | None:
-    """Writes each host's stacks to a file of its own; returns their folder, or None if there are none or it cannot be written."""
-    if not texts or storage.is_url(run_dir):
-        return None
-    folder = storage.join(run_dir, "incidents", f"{number:04d}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        for host, text in texts.items():
-            with open(storage.join(folder, f"host-{host:04d}.txt"), "w", encoding="utf-8") as file:
-                file.write(text)
-    except OSError:
-        return None
-    return folder
+def stacks_folder(run_dir: str, number: int) -> str:
+    """Where the stacks of an incident are kept."""
+    return storage.join(run_dir, "incidents", f"{number:04d}")
 
 
-def epitaph(failure: Failure, reason: str) -> str:
+def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
+    """Writes each host's stacks to a file of its own, and removes those of old incidents. Raises OSError."""
+    os.makedirs(folder, exist_ok=True)
+    for host, text in texts.items():
+        with open(storage.join(folder, f"host-{host:04d}.txt"), "w", encoding="utf-8") as file:
+            file.write(text)
+    newest_first = sorted((path for path in Path(folder).parent.iterdir() if path.name.isdigit()), reverse=True)
+    num_bytes = 0
+    for place, path in enumerate(newest_first):
+        num_bytes += sum(file.stat().st_size for file in path.iterdir())
+        if place >= KEPT_STACKS or (place and num_bytes > KEPT_STACKS_BYTES):
+            shutil.rmtree(path)
+
+
+def final_error(failure: Failure, reason: str) -> str:
     """The last word to the user: their traceback, or what the process printed; what happened; why it is over."""
     exception = failure.exception or {}
     where = f" on host {failure.host}" if failure.host is not None else ""
     details = exception.get("traceback") or "\n".join(failure.evidence.get("log_tail", []))
     text = f"{failure.kind}{where}: {failure.summary}\ngiving up: {reason}"
-    return text if exception.get("deterministic") or not details else f"{details.rstrip()}\n\n{text}"
+    is_explained = exception.get("deterministic") or exception.get("kind") == "data"  # by its message
+    return text if is_explained or not details else f"{details.rstrip()}\n\n{text}"

@@ -7,18 +7,16 @@ Exit status: 0; 1 when a host could not; 2 when there is no such run, or it does
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator import storage
+from orchestrator import ray_cluster
 from orchestrator.checkpoints import NoRunError, checkpoints_of
 from orchestrator.config import ConfigError
-from orchestrator.launch import STATE
+from orchestrator.launch import read_gang
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
 STEPS = 3
@@ -55,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = TIMEOUT_S) -> list[Outcome]:
     """What came of it on each of these hosts. Raises NoRunError if the run does not go on."""
-    state = storage.read_json(run_dir / STATE) or {}
-    gang = state.get("gang")
+    gang = read_gang(run_dir)
     if gang is None:
         raise NoRunError(f"the run in {run_dir} does not go on now: there is no gang of it")
     connect(gang["address"])
@@ -71,14 +68,8 @@ def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = 
 
 def connect(address: str) -> None:
     """To the cluster that the run is in. Raises NoRunError."""
-    import ray
-
-    if ray.is_initialized():
-        return
-    if "RAY_ADDRESS" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # as `orchestrator.run` does where it starts Ray itself
     try:
-        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
+        ray_cluster.join(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise NoRunError(f"its Ray cluster, {address}, cannot be reached from here ({error}): is the run over?") from error
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import ray
-
-from cluster.gang import Seat
+from cluster.calls import Answer, Mailbox, NoAnswer
+from cluster.ports import with_port
+from cluster.seats import Seat
 from orchestrator import elasticity
 from orchestrator.config import JobConfig
 from orchestrator.generation import Generation
@@ -32,15 +31,16 @@ class Rehearsals:
         self._given_up: set[int] = set()
         """Numbers of hosts that could not be rehearsed in this generation."""
         self._cast: list[Seat] = []
-        """Who rehearses now, in rank order, and their answers."""
-        self._answers: list[Any] = []
+        """Who rehearses now, in rank order; and what they have answered, to whom."""
+        self._answers: dict[int, Answer] = {}
+        self._mailbox: Mailbox | None = None
         self._deadline_s = 0.0
         """Whose agent has not answered then is frozen, or cut off."""
         self._generation: int | None = None
 
     @property
     def busy(self) -> bool:
-        return bool(self._answers)
+        return self._mailbox is not None
 
     def attend(self, generation: Generation) -> None:
         """Called every round of the watch. Never waits."""
@@ -48,13 +48,13 @@ class Rehearsals:
             return
         if self._generation != generation.number:
             self._begin(generation)
-        if self._answers:
-            self._collect()
+        if self._mailbox is not None:
+            self._collect(self._mailbox)
         else:
             self._start_next()
 
     def _begin(self, generation: Generation) -> None:
-        self._generation, self._answers = generation.number, []  # the agents have ended what was under way
+        self._generation, self._mailbox = generation.number, None  # the agents have ended what was under way
         self._given_up.clear()
         self._ready |= {(generation.num_hosts, seat.node_id) for seat in self.roster.gang.members if seat.node_id}
 
@@ -78,21 +78,25 @@ class Rehearsals:
         common = {
             "cmd": "rehearse",
             "num_hosts": len(cast),
-            "coordinator": f"{lead['host_ip']}:{lead['next_port']}",
+            "coordinator": with_port(lead["host_ip"], lead["next_port"]),
             "program_key": self.launch.launch_id,
         }
         timeout_s = limits.import_s + limits.join_s + limits.compile_s
         self._cast, self._deadline_s = list(cast), self.clock() + timeout_s + AGENT_TIMEOUT_S
-        self._answers = [
-            gang.ask(seat, "rehearse", {**common, "host": host, **gang.orders(host)}, timeout_s) for host, seat in enumerate(cast)
-        ]
+        self._answers, self._mailbox = {}, gang.mailbox()
+        for host, seat in enumerate(cast):
+            orders = {**common, "host": host, **gang.orders(host)}
+            self._mailbox.expect(host, gang.ask(seat, "rehearse", orders, timeout_s))
 
-    def _collect(self) -> None:
-        _, open_ = ray.wait(self._answers, num_returns=len(self._answers), timeout=0)
-        if open_ and self.clock() < self._deadline_s:
+    def _collect(self, mailbox: Mailbox) -> None:
+        self._answers |= {answer.tag: answer for answer in mailbox.take(0.0)}
+        count = len(self._cast)
+        if len(self._answers) < count and self.clock() < self._deadline_s:
             return
-        problems = {host: problem for host, ref in enumerate(self._answers) if (problem := _problem(ref)) is not None}
-        count, self._answers = len(self._cast), []
+        self._mailbox = None
+        silent = Answer(None, error=NoAnswer("its agent does not answer"))
+        answers = {host: self._answers.get(host, silent) for host in range(count)}
+        problems = {host: problem for host, answer in answers.items() if (problem := _problem(answer)) is not None}
         if problems:
             self._given_up.add(count)
             host, problem = next(iter(problems.items()))
@@ -102,10 +106,5 @@ class Rehearsals:
         self.intake.note(f"compiled ahead for {count} hosts")
 
 
-def _problem(ref: Any) -> str | None:
-    try:
-        return ray.get(ref, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return "its agent does not answer"
-    except ray.exceptions.RayActorError as error:
-        return str(error)
+def _problem(answer: Answer) -> str | None:
+    return str(answer.error) if answer.error is not None else answer.value

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cluster.capacity import explain_missing
-from cluster.gang import Gang, Seat, living_nodes
-from cluster.topology import devices_per_host, min_hosts, num_hosts
+from cluster.gang import Gang
+from cluster.seats import Seat
+from cluster.topology import (
+    devices_per_host,
+    hosts_at_a_time,
+    min_hosts,
+    num_hosts,
+    seats_of_slices,
+    seats_of_whole_slices,
+)
+from cluster.waits import Attend, do_nothing
 from orchestrator import elasticity
 from orchestrator.config import JobConfig
 from orchestrator.elasticity import Members
 from orchestrator.ledger import Action
 from orchestrator.quarantine import Quarantine, quarantined
 from orchestrator.restart import PastFailure
+
+TELL_INTERVAL_S = 30.0
+"""How often a wait for machines says again what is missing."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +45,8 @@ class NoHosts(Exception):
 
 
 class Roster:
-    def __init__(self, config: JobConfig, gang: Gang):
-        self.config, self.gang = config, gang
+    def __init__(self, config: JobConfig, gang: Gang, clock: Callable[[], float] = time.monotonic):
+        self.config, self.gang, self.clock = config, gang, clock
         self.leaving: dict[int, str] = {}
         """Seats whose machine is about to be taken away, and why."""
 
@@ -76,49 +88,68 @@ class Roster:
         *,
         avoid: Quarantine,
         wanted: int | None = None,
-        waiting: Callable[[], None] = lambda: None,
+        waiting: Callable[[str], None] = lambda missing: None,
+        attend: Attend = do_nothing,
     ) -> Change:
         """Puts the hosts of the next generation together. `lost`: hosts whose agent is gone.
 
-        Goes on with what there is as soon as that is allowed; else waits for machines, and says so (`waiting`). If no other
-        comes, the quarantine is lifted. Raises NoHosts.
+        Goes on with what there is as soon as that is allowed; else waits for machines, `hosts.replacement_timeout_s` at most
+        (then it raises NoHosts), and says now and then what is missing (`waiting`). If no other comes in the time that a start
+        has, the quarantine is lifted. `attend` is called at least once a second: what it raises ends the wait.
         """
         before = list(self.gang.members)
         gone = [seat for host, seat in enumerate(before) if host in lost or seat.number in self.leaving]
         nodes = {seat.node_id for seat in gone if seat.number in self.leaving} | set(avoid.nodes)
+        # Where an agent was lost long ago (the run has backed off), its successor may be there already.
+        still = [seat for seat in gone if not seat.lost or seat.number in {*self.leaving, *avoid.seats}]
+        if still:  # not filled yet: the start of an agent would take from the machine what those who go on need now
+            self.gang.lose(*still, avoid_nodes=[node for node in nodes if node], fill=False)
         for seat in gone:
-            # Not filled yet: the start of an agent would take from the machine what those who go on need now.
-            self.gang.lose(seat, avoid_nodes=[node for node in nodes if node], fill=False)
             self.leaving.pop(seat.number, None)
-        members = self._choose([seat.number for seat in before], set(avoid.seats), wanted, waiting)
+        members = self._choose([seat.number for seat in before], set(avoid.seats), wanted, waiting, attend)
         by_number = {seat.number: seat for seat in self.gang.seats}
         self.gang.set_members([by_number[number] for number in members.seats])
         told = [reason for seat, reason in avoid.seats.items() if seat not in members.seats]
         action = _action([seat.number for seat in before], members.seats, {seat.number for seat in gone})
         return Change(len(before), len(members.seats), action, "; ".join(told))
 
-    def _choose(self, present: Sequence[int], avoid: Collection[int], wanted: int | None, waiting: Callable[[], None]) -> Members:
-        allowed, timeout_s = self.allowed(wanted), self.config.hosts.start_timeout_s
-        deadline_s = time.monotonic() + timeout_s
+    def _choose(
+        self,
+        present: Sequence[int],
+        avoid: Collection[int],
+        wanted: int | None,
+        waiting: Callable[[str], None],
+        attend: Attend,
+    ) -> Members:
+        allowed, hosts = self.allowed(wanted), self.config.hosts
+        limit_s = hosts.replacement_timeout_s or math.inf
+        picky_s = min(hosts.start_timeout_s, limit_s / 2)
+        began_s, waited_s = self.clock(), 0.0
         available = self.gang.refresh()
         while (members := self._members(present, available, avoid, allowed)) is None:
             self.gang.fill_vacant()
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                if not self.gang.put_up_with_any():  # a machine that often fails is better than none
-                    why = explain_missing(self.config.hosts, living_nodes(), ())
-                    raise NoHosts(f"{len(available)} hosts are left, and no other came within {timeout_s:g} s: {why}")
-                deadline_s, left_s = time.monotonic() + timeout_s, timeout_s
-            waiting()
-            available = self.gang.wait_available(len(available) + 1, left_s)
+            if waited_s >= picky_s:
+                self.gang.put_up_with_any()  # a machine that often fails is better than none
+                picky_s = math.inf
+            missing = f"{len(available)} hosts are left; {self.gang.missing()}"
+            if waited_s >= limit_s:
+                raise NoHosts(f"no other host came within {limit_s:g} s (hosts.replacement_timeout_s): {missing}")
+            waiting(missing)
+            until_s = min(waited_s + TELL_INTERVAL_S, limit_s, picky_s)
+            available = self.gang.wait_available(len(available) + 1, until_s - waited_s, attend)
+            waited_s = self.clock() - began_s
         return members
 
     def _members(
         self, present: Sequence[int], available: Sequence[Seat], avoid: Collection[int], allowed: Sequence[int]
     ) -> Members | None:
-        return elasticity.choose_members(present, [seat.number for seat in available], allowed=allowed, avoid=avoid)
+        hosts = self.config.hosts
+        whole = seats_of_whole_slices(hosts, [seat.number for seat in available])
+        return elasticity.choose_members(present, whole, allowed=allowed, avoid=seats_of_slices(hosts, avoid))
 
     def _fits(self, hosts: int) -> bool:
+        if hosts % hosts_at_a_time(self.config.hosts):
+            return False
         try:
             self.config.training.check_devices(hosts * devices_per_host(self.config.hosts))
         except ValueError:

@@ -8,7 +8,6 @@ saved.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -17,15 +16,18 @@ import time
 import uuid
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+from cluster.topology import PRIVATE_UMASK
 from orchestrator import plan, storage, summary
 from orchestrator.board import Board, BoardLike, start_remote_board
-from orchestrator.config import ConfigError, JobConfig, load, to_dict
+from orchestrator.config import ConfigError, JobConfig, load, shown
 from orchestrator.console import make_console, watch
-from orchestrator.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch
+from orchestrator.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, take_up
 from orchestrator.lease import RunInUse, check_free
-from orchestrator.ray_train import SETTINGS, FinalVerdict, Reporter, fit
+from orchestrator.ray_cluster import connect, disconnect
+from orchestrator.ray_train import FinalVerdict, Reporter, fit
+from trainers.masking import masked
 from trainers.recorders.base import About
 from trainers.recorders.feed import Recorders
 from trainers.stop_reason import StopReason
@@ -33,8 +35,9 @@ from trainers.stop_reason import StopReason
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
 """`ray job stop` kills that long after its SIGTERM."""
-TOLD_BY_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or was killed"
-"""Ray's own messages about what it has lost, with a page of its own stack: an incident says what became of it."""
+STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
+"""Between a new driver's tries to read what the run's storage knows: ten minutes of them."""
+Result = TypeVar("Result")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,10 +49,10 @@ def main(argv: list[str] | None = None) -> int:
             return EXIT_FINISHED
         return launch(config)
     except (ConfigError, RunInUse, storage.StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     except plan.PlanError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_FAILED
 
 
@@ -64,6 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def launch(config: JobConfig) -> int:
     """Checks, takes a Ray cluster, runs the driver, and shows what happens. Returns the exit status."""
     started_at_s = time.time()
+    keep_private(config)
     run_dir = config.run_dir
     storage.check_writable(run_dir)
     check_free(run_dir)
@@ -71,7 +75,8 @@ def launch(config: JobConfig) -> int:
     launch_id = uuid.uuid4().hex[:12]
     supervised = connect(config)
     board = start_remote_board() if supervised else Board()
-    board.post(report.header(config))
+    for event in report.events(config):
+        board.post(event)
     message = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir, "started_at_s": started_at_s}
     outcome = Outcome()
     driver = threading.Thread(target=outcome.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
@@ -96,17 +101,20 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
     from orchestrator.stops import Superseded, TrainingFailed
 
     config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
-    verdict = storage.read_verdict(run_dir, launch_id)
+    keep_private(config)
+    clock = steady_clock()
+    verdict = when_storage_answers(lambda: storage.read_verdict(run_dir, launch_id), board)
     if verdict is None:
         try:
-            job = Launch(run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), time.time)
+            facts = (run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), clock)
+            job = when_storage_answers(lambda: take_up(*facts, lambda message: _warn(board, message)), board)
         except RunInUse as error:
             raise FinalVerdict(str(error)) from error
         status, result, failure = "failed", {}, None
-        about = About(config.training.name, run_dir, to_dict(config))
-        recorders = Recorders(config.training.recorders, about, lambda message: _warn(board, message))
+        known = About(config.training.name, run_dir, shown(config))
+        recorders = Recorders(config.training.recorders, known, lambda message: _warn(board, message))
         try:
-            result = Driver(config, job, board, reporter, recorders).run()
+            result = Driver(config, job, board, reporter, recorders, clock=clock).run()
             status = "finished" if StopReason(result["stop_reason"]).finished else "stopped"
         except Superseded as error:
             raise FinalVerdict(str(error)) from error
@@ -115,19 +123,31 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
             status = "stopped" if board.stop_requested() else "failed"
         finally:
             recorders.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-        verdict = conclude(job, board, config, status, result, failure)
+        verdict = conclude(job, board, config, status, result, failure, clock)
     if verdict["status"] == "failed":
         raise FinalVerdict(verdict["error"])
 
 
+def keep_private(config: JobConfig) -> None:
+    """What this process, and those that it starts, will write is for its user alone, unless the configuration says otherwise."""
+    if config.hosts.private_files:
+        os.umask(PRIVATE_UMASK)
+
+
 def conclude(
-    job: Any, board: BoardLike, config: JobConfig, status: str, result: dict[str, Any], error: str | None
+    job: Launch,
+    board: BoardLike,
+    config: JobConfig,
+    status: str,
+    result: dict[str, Any],
+    error: str | None,
+    clock: Callable[[], float],
 ) -> dict[str, Any]:
     """Writes the summary and, last of all, the verdict: whoever finds it finds everything else."""
     tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
-    summary.track(job, summary.build(job, status, result, error, time.time()))
+    summary.track(job, summary.build(job, status, result, error, clock()))
     left = job.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-    made = summary.build(job, status, result, error, time.time())
+    made = summary.build(job, status, result, error, clock())
     summary.write(job.run_dir, made)
     if left:
         _warn(board, left)
@@ -144,6 +164,28 @@ def conclude(
     return verdict
 
 
+def steady_clock() -> Callable[[], float]:
+    """The wall clock as it was when this process began, plus the seconds since: a clock that is set does not move it."""
+    began_s, monotonic_s = time.time(), time.monotonic()
+    return lambda: began_s + time.monotonic() - monotonic_s
+
+
+def when_storage_answers(work: Callable[[], Result], board: BoardLike, sleep: Callable[[float], None] = time.sleep) -> Result:
+    """Does `work` again and again while the storage fails, for minutes: a driver that dies of it uses up a restart each time."""
+    told = False
+    for delay_s in (*STORAGE_DELAYS_S, None):
+        try:
+            return work()
+        except OSError as error:
+            if delay_s is None:
+                raise
+            if not told:
+                _warn(board, f"the run's storage cannot be read, trying again: {error}")
+            told = True
+            sleep(delay_s)
+    raise AssertionError
+
+
 def hurried(board: BoardLike) -> bool:
     """Whether this machine is about to be taken away."""
     return board.stop_requested() == "terminated"
@@ -151,51 +193,6 @@ def hurried(board: BoardLike) -> bool:
 
 def _warn(board: BoardLike, message: str) -> None:
     board.post({"ev": "note", "message": message, "level": "warning"})
-
-
-# ---------------------------------------------------------------------- Ray
-
-
-def connect(config: JobConfig) -> bool:
-    """Connects to the cluster named by the environment or the configuration, or starts Ray on this machine.
-
-    Returns whether Ray Train shall supervise the driver as a process of its own.
-    """
-    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_INCIDENTS)
-    address = os.environ.get("RAY_ADDRESS") or config.driver.address
-    if not address:
-        # Ray would switch token authentication on for a cluster that only this process uses, and leave a token file behind,
-        # after which other commands need the token too.
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    import ray
-
-    for name in ("ray", "ray.train"):
-        # Its lines would tear the console's: what matters of them is told there.
-        logging.getLogger(name).setLevel(logging.WARNING)
-    if address:
-        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
-        return True
-    from cluster.topology import num_hosts
-
-    hosts = num_hosts(config.hosts) + config.hosts.spares
-    cpus = int(hosts * config.hosts.cpus_per_host) + 1
-    # "local": it would else join whatever Ray somebody has started on this machine.
-    ray.init(
-        "local",
-        num_cpus=cpus,
-        include_dashboard=config.driver.dashboard,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-    )
-    return config.driver.supervise
-
-
-def disconnect() -> None:
-    import ray
-
-    ray.shutdown()
 
 
 # ---------------------------------------------------------------------- signals and exit
@@ -256,7 +253,7 @@ class relay_signals:
 
 def exit_status(verdict: dict[str, Any] | None, error: BaseException | None) -> int:
     if verdict is None:
-        print(f"error: the driver ended without a verdict: {error!r}", file=sys.stderr)
+        print(f"error: the driver ended without a verdict: {masked(repr(error))}", file=sys.stderr)
         return EXIT_FAILED
     if verdict["status"] == "failed":
         print(f"\nerror: {verdict['error']}", file=sys.stderr)

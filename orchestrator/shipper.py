@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from orchestrator import storage
-from orchestrator.tracking import FOLDER, LEFT_OVER, RUN, SPOOL, STATE, left_over, read_document
+from orchestrator.tracking import FOLDER, LEFT_OVER, RUN, SPOOL, STATE, URI_VARIABLE, left_over, read_document
+from trainers.masking import MASK, masked
 
 POLL_S = 1.0
 MAX_BACKOFF_S = 30.0
@@ -106,6 +107,16 @@ def fresh_values(batch: Sequence[Line], last_step: dict[str, int]) -> list[Value
     return fresh
 
 
+def real_uri(stored: str) -> str:
+    """The store's address with the user information that is not stored, from the environment. Raises LookupError without it."""
+    given = os.environ.get(URI_VARIABLE, "")
+    if masked(given) == stored:
+        return given
+    if MASK in stored:
+        raise LookupError(f"the user and password of {stored} are not stored; set {URI_VARIABLE} to the whole of it")
+    return stored
+
+
 class MlflowRun:
     """The run in MLflow: found by its id, else by its key (we died before we noted the id), else made."""
 
@@ -113,7 +124,7 @@ class MlflowRun:
         self._path = storage.join(folder, RUN)
         named = read_document(folder, RUN)
         self._run_dir = os.path.dirname(folder)
-        uri = named["uri"]
+        uri = real_uri(named["uri"])
         artifacts = prepare_sqlite(uri) if uri.startswith("sqlite:///") else None
 
         from mlflow import MlflowClient
@@ -291,15 +302,16 @@ class Shipper:
 
     def _set_aside(self, what: Any, why: str) -> None:
         with open(storage.join(self._folder, "rejected.jsonl"), "a", encoding="utf-8") as file:
-            file.write(json.dumps({"rejected": what, "why": why}) + "\n")
+            file.write(json.dumps({"rejected": what, "why": masked(why)}) + "\n")
         self._state.rejected += 1
 
     def _note_problem(self, error: Exception) -> None:
         self._attempts += 1
         self._run = None  # To be found again, or made again.
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        text = masked(str(error).strip())
+        message = (text or type(error).__name__).splitlines()[0]
         self._state.problem = f"MLflow does not take metrics now: {message[:300]}"
-        print(f"attempt {self._attempts}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        print(f"attempt {self._attempts}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
         self._save()
 
     def _save(self) -> None:

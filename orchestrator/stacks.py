@@ -32,6 +32,7 @@ WAITING = {
     "_value jax/_src/array.py": "the device",
     "__array__ jax/_src/array.py": "the device",
     "_get trainers/agree.py": "agreement",
+    "gather trainers/agree.py": "agreement",
     "_hear trainers/commit.py": "the others' parts of a checkpoint",
     "wait_for_listener trainers/distributed.py": "joining",
     "initialize jax/_src/distributed.py": "joining",

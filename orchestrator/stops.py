@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.notices import draining_nodes
 from orchestrator import elasticity
 from orchestrator.board import BoardLike
 from orchestrator.config import JobConfig
@@ -40,13 +39,17 @@ class Stops:
         intake: Intake,
         roster: Roster,
         clock: Callable[[], float],
+        monotonic: Callable[[], float],
     ):
         self.config, self.launch, self.board, self.intake, self.roster, self.clock = config, launch, board, intake, roster, clock
+        self.monotonic = monotonic
         self._ordered_at_s: float | None = None
         """When a person's wish was passed on."""
         self._pausing: int | None = None
         """The generation that was told to save and stop, for another one to go on with other hosts."""
-        self._looked_around_s = 0.0
+        self._looked_around_s = float("-inf")
+        self._recorded: int | None = None
+        """The version of the gang that its next driver would find."""
 
     def attend(self, generation: Generation, *, may_grow: bool) -> None:
         """Called every round of the watch. Raises TrainingFailed if a request cannot be met."""
@@ -63,24 +66,29 @@ class Stops:
         if self._ordered_at_s is None:
             if not generation.training:
                 raise TrainingFailed(f"stopped on request ({reason}) before the first step: there is nothing new to save")
-            self._ordered_at_s = self.clock()
+            self._ordered_at_s = self.monotonic()
             self.intake.say("saving", f"stopping ({reason}): saving first")
             self._order_stop(reason)
-        elif self.clock() - self._ordered_at_s > STOP_TIMEOUT_S:
+        elif self.monotonic() - self._ordered_at_s > STOP_TIMEOUT_S:
             raise TrainingFailed(f"the hosts did not stop within {STOP_TIMEOUT_S:.0f} s of the request ({reason}); killed")
+
+    def record_gang(self) -> None:
+        """Has the gang written down if it has changed: its next driver must find an agent that came meanwhile."""
+        if self._recorded != self.roster.gang.version:
+            self._recorded = self.roster.gang.version
+            self.launch.reseated(self.roster.gang.record())
 
     def _heed_notices(self, generation: Generation) -> None:
         """Before a machine is taken away: all hosts save at one step, and the next generation does without it."""
-        roster, now_s = self.roster, self.clock()
+        roster, now_s = self.roster, self.monotonic()
         if now_s - self._looked_around_s >= LOOK_AROUND_EVERY_S:
             self._looked_around_s = now_s
             if generation.training:
                 roster.gang.fill_vacant()
             roster.gang.refresh()
-            self.launch.reseated(roster.gang.record())
-            nodes = draining_nodes()
-            for host in roster.hosts_on(nodes):
-                generation.notices.setdefault(host, {"reason": "its node is drained", "node": True})
+            self.record_gang()
+            for host in roster.hosts_on(roster.gang.draining_nodes()):
+                generation.announce(host, "its node is drained")
         leaving = {host: notice["reason"] for host, notice in generation.notices.items() if notice.get("node")}
         for host, reason in leaving.items():
             seat = roster.gang.members[host]

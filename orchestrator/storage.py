@@ -1,18 +1,28 @@
 """Small JSON documents in a run's storage: written whole, never appended to, renamed or locked.
 
 The run's storage may be a bucket, so nothing here asks for more than an object store gives: read an object, replace it
-whole, create it if it is absent, list a prefix. A local path gets the same guarantees from a temporary file beside it.
+whole, create it if it is absent, list a prefix. A local path gets the same guarantees from a temporary file beside it. Mounted
+storage may be able to do less than a local disk: `check_writable` says what is missing.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import posixpath
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+from trainers import durable
+
 VERDICT = "verdict.json"
+ANOTHER_STORAGE = (
+    "set storage=PATH to a folder or bucket that this user and every host can write to, and that can replace a file, create one "
+    "exclusively and rename a folder"
+)
 
 
 class StorageError(Exception):
@@ -44,7 +54,11 @@ def write_json(path: str | os.PathLike[str], data: Any) -> None:
 
 
 def create_json(path: str | os.PathLike[str], data: Any) -> bool:
-    """Writes the document if there is none, and says whether it did: of several writers at most one is told True."""
+    """Writes the document if there is none, and says whether it did: of several writers at most one is told True.
+
+    Where the file system has no hard links, a reader may find the document empty or in part while it is written: `read_json` then
+    raises StorageError, and the document has its writer all the same.
+    """
     text = json.dumps(data, indent=1) + "\n"
     if is_url(path):
         return _create_remote(path, text)
@@ -52,8 +66,10 @@ def create_json(path: str | os.PathLike[str], data: Any) -> bool:
     try:
         # A link, unlike a rename, fails when the name exists; and unlike an exclusive open it shows the whole text at once.
         os.link(temporary, path)
-    except FileExistsError:
-        return False
+    except OSError as error:
+        if _was_linked(temporary):
+            return True  # the file server did it, and its answer was lost: asked again, it said that the name exists
+        return not isinstance(error, FileExistsError) and _create_exclusively(os.fspath(path), text)
     finally:
         os.unlink(temporary)
     return True
@@ -72,10 +88,16 @@ def read_json(path: str | os.PathLike[str]) -> Any | None:
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    if not is_url(path):
-        return os.path.exists(path)
-    filesystem, name = _remote(path)
-    return filesystem.exists(name)
+    """Raises OSError where nobody can tell."""
+    try:
+        if is_url(path):
+            filesystem, name = _remote(path)
+            filesystem.info(name)  # its `exists` takes every error for "no"
+        else:
+            os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def delete(path: str | os.PathLike[str]) -> None:
@@ -88,17 +110,43 @@ def delete(path: str | os.PathLike[str]) -> None:
 
 
 def check_writable(run_dir: str | os.PathLike[str]) -> None:
-    """Makes the run's folder and writes to it. Raises StorageError with the reason and what to do about it."""
-    probe = join(run_dir, f".probe-{uuid.uuid4().hex}")
+    """Makes the run's folder, and tries in it all that a run will ask of its storage. Raises StorageError with the reason and
+    what to do about it."""
+    token = uuid.uuid4().hex
+    probe = join(run_dir, f".probe-{token}")
     try:
-        write_json(probe, {})
-        delete(probe)
+        _try_to("write to", run_dir, lambda: write_json(probe, {}))
+        _try_to("replace a file in", run_dir, lambda: write_json(probe, {"again": True}))
+        if _try_to("create a file in", run_dir, lambda: create_json(probe, {})):
+            raise StorageError(f"storage: {os.fspath(run_dir)} lets two processes create one file; {ANOTHER_STORAGE}")
+        if not is_url(run_dir):
+            _try_to("rename a folder in", run_dir, lambda: _rename_a_folder(f"{probe}-from", f"{probe}-to"))
+    finally:
+        with suppress(OSError):  # what could be written can be deleted; else that is not what is wrong
+            delete(probe)
+
+
+def _try_to(do: str, run_dir: str | os.PathLike[str], work: Callable[[], Any]) -> Any:
+    try:
+        return work()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise StorageError(
-            f"storage: cannot write to {os.fspath(run_dir)}: {reason}; set storage=PATH to a folder or bucket that this user and "
-            "every host can write to"
-        ) from error
+        raise StorageError(f"storage: cannot {do} {os.fspath(run_dir)}: {reason}; {ANOTHER_STORAGE}") from error
+
+
+def _rename_a_folder(source: str, target: str) -> None:
+    """With a file in it, as a checkpoint gets its name."""
+    os.mkdir(source)
+    folder = source
+    try:
+        with open(os.path.join(folder, "file"), "wb"):
+            pass
+        os.rename(source, target)
+        folder = target
+    finally:
+        with suppress(OSError):
+            os.unlink(os.path.join(folder, "file"))
+            os.rmdir(folder)
 
 
 def write_verdict(run_dir: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
@@ -149,9 +197,31 @@ def _write_beside(path: str, text: str) -> str:
         with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # Without it a power cut can leave the new name on an empty file.
+            durable.sync(file.fileno())  # Without it a power cut can leave the new name on an empty file.
     except OSError:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
     return temporary
+
+
+def _was_linked(temporary: str) -> bool:
+    return os.stat(temporary).st_nlink > 1
+
+
+def _create_exclusively(path: str, text: str) -> bool:
+    """On a file system without hard links. A mounted bucket may say only when the file is closed that another one came first."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            durable.sync(file.fileno())
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            return False
+        with suppress(OSError):
+            os.unlink(path)  # ours: it holds nobody's place
+        raise
+    return _read_local(path) == text

@@ -25,6 +25,7 @@ def build(launch: Launch, status: str, result: dict[str, Any], error: str | None
         "generations": launch.generations,
         "drivers": launch.drivers,
         "incidents": [incident.to_dict() for incident in launch.incidents],
+        "num_incidents": launch.num_incidents,
         "goodput": launch.goodput.totals(now_s),
         "wall_s": launch.goodput.wall_s(now_s),
         "params_digest": result.get("params_digest"),
@@ -51,7 +52,7 @@ def track(launch: Launch, summary: dict[str, Any]) -> None:
     ledger = {
         **seconds,
         "goodput/share": share,
-        "incidents/count": len(summary["incidents"]),
+        "incidents/count": summary["num_incidents"],
         "incidents/recovery_s": sum(recoveries),
     }
     launch.tracker.log_metrics(summary["steps"] or 0, ledger)

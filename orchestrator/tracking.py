@@ -6,6 +6,8 @@ server that is slow, down or gone costs the run nothing, and what it missed is s
 The driver never imports MLflow, which alone takes seconds of CPU.
 
     python -m orchestrator.tracking RUN_DIR        ships what an earlier run could not
+
+Where `tracking.uri` holds a user and a password, that command is to be given it whole in MLFLOW_TRACKING_URI: it is not stored.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cluster.process import child_env
 from orchestrator import storage
 from trainers.checks import Section, require
+from trainers.masking import MASK, masked
 
 FOLDER = "tracking"
 SPOOL = "metrics.jsonl"
@@ -32,6 +36,8 @@ RUN = "mlflow.json"
 """Which MLflow run this is. The driver writes it first; the shipper adds `run_id`."""
 STATE = "shipped.json"
 """The shipper's: how far it came, and what is wrong."""
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+"""MLflow's own. In the shipper's environment, where it may hold a user and a password; in files they are masked."""
 DRAIN = b"drain\n"
 """On the shipper's standard input: ship the rest and leave."""
 LEFT_OVER = 3
@@ -44,16 +50,22 @@ ENDINGS = ("FINISHED", "FAILED", "KILLED")
 class TrackingConfig(Section):
     mlflow: bool = True
     """false: metrics are written to `tracking/metrics.jsonl` only."""
-    uri: str | None = None
-    """An MLflow tracking server, or `sqlite:///PATH`. Default: `mlflow.db` in the storage folder, shared by its runs."""
+    uri: str | None = field(default=None, repr=False)
+    """An MLflow tracking server, or `sqlite:///PATH`. Default: `mlflow.db` in the storage folder, shared by its runs. User
+    information in it (`http://user:password@host`) is used, and never shown or stored."""
     experiment: str = "gangway"
 
     def __post_init__(self):
         require(bool(self.experiment.strip()), f"experiment = {self.experiment!r}: expected a name")
         require(
             self.uri is None or "://" in self.uri,
-            f"uri = {self.uri!r}: expected a URL such as http://host:5000 or sqlite:////path/mlflow.db",
+            f"uri = {self._shown()!r}: expected a URL such as http://host:5000 or sqlite:////path/mlflow.db",
         )
+
+    def _shown(self) -> str:
+        """Without what may be user information, though it is no URL."""
+        *user, rest = (self.uri or "").rpartition("@")
+        return f"{MASK}@{rest}" if any(user) else rest
 
     def resolved_uri(self, run_dir: str) -> str:
         if self.uri is None:
@@ -90,7 +102,7 @@ class Tracker:
             self.set_params(params)
         if config.mlflow:
             _name_run(self._folder, run_dir, config, run_name)
-            self._shipper = ShipperProcess(os.path.abspath(run_dir))
+            self._shipper = ShipperProcess(os.path.abspath(run_dir), config.resolved_uri(run_dir))
 
     def log_metrics(self, step: int, metrics: Mapping[str, float], at_s: float | None = None) -> None:
         """A step that was logged before (it is replayed after a restart) is kept in the file, and shipped once."""
@@ -185,8 +197,8 @@ class Spool:
 class ShipperProcess:
     """Keeps one shipper running, whatever happens to it."""
 
-    def __init__(self, run_dir: str):
-        self._run_dir = run_dir
+    def __init__(self, run_dir: str, uri: str):
+        self._run_dir, self._uri = run_dir, uri
         self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
         self._out_of_time = threading.Event()
@@ -222,7 +234,7 @@ class ShipperProcess:
             if self._out_of_time.is_set():
                 return None
             try:
-                self._process = _start_shipper(self._run_dir)
+                self._process = _start_shipper(self._run_dir, self._uri)
                 self.problem = None
             except OSError as error:
                 self.problem = f"cannot start the process that ships metrics to MLflow: {error.strerror}"
@@ -265,7 +277,7 @@ def read_document(folder: str, name: str) -> dict[str, Any]:
 
 def _name_run(folder: str, run_dir: str, config: TrackingConfig, run_name: str) -> None:
     """Says which MLflow run the lines belong to. It stays the same over restarts, unless the store or experiment changes."""
-    wanted = {"uri": config.resolved_uri(run_dir), "experiment": config.experiment, "run_name": run_name}
+    wanted = {"uri": masked(config.resolved_uri(run_dir)), "experiment": config.experiment, "run_name": run_name}
     found = read_document(folder, RUN)
     if {name: found.get(name) for name in wanted} == wanted:
         return
@@ -274,7 +286,7 @@ def _name_run(folder: str, run_dir: str, config: TrackingConfig, run_name: str) 
     storage.write_json(storage.join(folder, RUN), wanted | {"key": uuid.uuid4().hex})
 
 
-def _start_shipper(run_dir: str) -> subprocess.Popen[bytes]:
+def _start_shipper(run_dir: str, uri: str) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).resolve().parents[1])
     defaults = {
         # A server that does not answer is tried again by the shipper, which does so for ever but can be interrupted.
@@ -289,7 +301,7 @@ def _start_shipper(run_dir: str) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            env=defaults | os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=child_env(defaults | os.environ, {"PYTHONPATH": os.pathsep.join(paths), URI_VARIABLE: uri}),
             start_new_session=True,  # A Ctrl-C at the terminal is for the driver, which then lets the shipper finish.
         )
 

@@ -24,6 +24,7 @@ from cluster.topology import devices_per_host, num_hosts
 from orchestrator import storage
 from orchestrator.chaos_run import Run, RunError
 from orchestrator.config import ConfigError, JobConfig, load
+from orchestrator.config_source import shown_override
 from orchestrator.tracking import FOLDER as TRACKING
 from orchestrator.tracking import SPOOL
 from orchestrator.verify_judge import (
@@ -52,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     show(findings, console)
     good = passed(findings)
-    report = {"passed": good, "config": arguments.config, "overrides": arguments.overrides, "steps": arguments.steps}
+    report = {
+        "passed": good,
+        "config": arguments.config,
+        "overrides": [*map(shown_override, arguments.overrides)],
+        "steps": arguments.steps,
+    }
     storage.write_json(trial.folder / REPORT, {**report, "findings": [asdict(finding) for finding in findings]})
     print(f"written to {trial.folder / REPORT}")
     if good:

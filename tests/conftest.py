@@ -1,6 +1,7 @@
 """Before JAX starts: the tests see eight CPU devices, and threads enough for all of them."""
 
 import os
+import secrets
 
 import pytest
 
@@ -11,7 +12,8 @@ NUM_DEVICES = 8
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={NUM_DEVICES}")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # of all Rays that the tests start
 
 with pytest.MonkeyPatch.context() as patch:
     # XLA reads it once, when JAX starts: here, before a test module's import starts it. What the tests start has its own.

@@ -75,18 +75,23 @@ class Decision:
 
 
 def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) -> Decision:
-    """What the configuration wants done; `skipped` are the batches skipped before."""
+    """What the configuration wants done; `skipped` are the batches skipped before, or to be skipped when they come.
+
+    Of these only the last `skipped_window_batches` before the offending one count. They are known by their indices, so a restart
+    or another number of hosts comes to the same decision.
+    """
     policy = config.non_finite if anomaly.verdict is Verdict.NON_FINITE else config.loss_spike
     if policy == "raise":
         return Decision(anomaly, "raise", error=f"{anomaly}; its update was not applied: {ADVICE[anomaly.verdict]}")
     last = anomaly.batch_index
     first = max(0, last - config.skip_before) if policy == "rollback" else last
     new = tuple(batch for batch in range(first, last + 1) if batch not in skipped)
-    total = sorted({*skipped, *new})
-    if len(total) > config.max_skipped:
+    window = range(last + 1 - config.skipped_window_batches, last + 1)
+    recent = sorted({*new, *skipped}.intersection(window))
+    if len(recent) > config.max_skipped:
         error = (
-            f"{anomaly}; with it {len(total)} batches would be skipped (anomalies.max_skipped = {config.max_skipped}): "
-            f"{shown(total)}; {ADVICE[anomaly.verdict]}"
+            f"{anomaly}; with it {len(recent)} of the last {len(window):,} batches would be skipped (anomalies.max_skipped = "
+            f"{config.max_skipped}): {shown(recent)}; {ADVICE[anomaly.verdict]}"
         )
         return Decision(anomaly, "raise", error=error)
     if policy == "rollback":

@@ -77,6 +77,9 @@ class TrainingArguments(Section):
     (`trainers.recorders`)."""
     distributions: DistributionConfig = field(default_factory=DistributionConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    kept_programs_gb: float | None = 10.0
+    """Room on each machine for the compiled programs of all runs, which the next start loads; null: as much as they need. Those
+    used least recently go first, but none that is in use."""
 
     def __post_init__(self):
         require_none(self._problems())
@@ -91,6 +94,7 @@ class TrainingArguments(Section):
         yield from too_small(
             self, 1, "global_batch_size", "accumulation_steps", "max_num_steps", "max_num_data_epochs", "publish_every_steps"
         )
+        yield from too_small(self, 0, "kept_programs_gb")
         if self.accumulation_steps >= 1 and self.global_batch_size % self.accumulation_steps:
             yield (
                 f"global_batch_size = {self.global_batch_size}: expected a multiple of accumulation_steps "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers import checkpoint_folder
-from trainers.errors import CheckpointError, UsageError
+from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
 
 FOLDER = "assets"
 INDEX = "assets.json"
@@ -28,12 +28,14 @@ def write(checkpoint: Path, assets: Mapping[str, Any]) -> None:
 
 def read(path: str) -> dict[str, Any]:
     """The assets in a checkpoint, by name: text, bytes and JSON as they were, of an object the folder that it saved itself to.
-    Raises CheckpointError."""
+    Raises CheckpointError, or CheckpointUnavailableError where the storage does not answer."""
     folder = checkpoint_folder.local(path) / FOLDER
     try:
         kinds = json.loads((folder / INDEX).read_text()) if folder.is_dir() else {}
         return {name: _read_one(folder / name, kind) for name, kind in kinds.items()}
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointUnavailableError(f"the assets in {folder} cannot be read: {error}") from error
+    except ValueError as error:
         raise CheckpointError(f"the assets in {folder} cannot be read: {error}") from error
 
 

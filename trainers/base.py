@@ -25,6 +25,7 @@ from trainers.checks import parse_duration_s
 from trainers.due import Due, EndOfData, Epochs
 from trainers.errors import NotConfiguredError, OutOfMemoryError, SaveFailedError, UsageError
 from trainers.loop import Loop
+from trainers.masking import masked
 from trainers.metrics import Publisher, Seconds, Throughput, device_memory
 from trainers.peaks import peak_flops_per_s
 from trainers.protocol import TrainerOutput
@@ -306,7 +307,7 @@ class BaseTrainer(Builder):
             "metrics": self._latest_metrics,
             "evaluation": None if self._last_evaluation is None else dataclasses.asdict(self._last_evaluation),
             "scores": self._score.meta(),
-            "arguments": dataclasses.asdict(self.arguments),
+            "arguments": masked(dataclasses.asdict(self.arguments)),
         }
 
     def _evaluate_and_publish(self, state: TrainState) -> TrainState:

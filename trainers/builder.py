@@ -20,11 +20,13 @@ from trainers.bag import Bag, Kind, Layout
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
 from trainers.checkpoints import CheckpointManager
+from trainers.committed import Committed
 from trainers.compile import Program, ProgramStore
 from trainers.data.collate import Collated, CollateInfo, Preprocess, Transform, preprocessed, stack
 from trainers.data.iterable import random_access
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.errors import NotConfiguredError, UsageError
+from trainers.fence import Term
 from trainers.generate import Previews, can_generate
 from trainers.hooks import Hooks
 from trainers.lineage import Lineage
@@ -381,6 +383,8 @@ class Builder(Hooks):
             on_saved=on_saved,
             on_failed=lambda step, error: host.emit("save_failed", step=step, error=error),
             note=host.note,
+            ordered=Committed(host.run, host.committed_step),
+            term=Term(host.driver_epoch, host.generation),
         )
         host.follow_fence(lambda path: setattr(manager, "fence", path))
         return manager
@@ -402,7 +406,8 @@ class Builder(Hooks):
     def _programs(self) -> ProgramStore:
         key, folder = runtime.current().program_key, distributed.program_folder()
         about = (key, dataclasses.asdict(self.arguments), jax.process_count(), jax.__version__)
-        return ProgramStore(folder if key else None, about, runtime.current().note)
+        room = self.arguments.kept_programs_gb
+        return ProgramStore(folder if key else None, about, runtime.current().note, None if room is None else room * 1e9)
 
     def _configured(self, value: Any, name: str, method: str) -> Any:
         if value is None:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from trainers import manifest
+from trainers import durable, manifest
 from trainers.errors import CheckpointError
 from trainers.retention import Retention
 
@@ -21,7 +21,7 @@ MODELS_FOLDER = "models"
 
 ROOM_FACTOR = 1.1
 ROOM_MARGIN_BYTES = 4 << 20
-PROBE_BYTES = 4096
+PROBE, PROBE_BYTES = ".probe-", 4096
 _ON_THE_WAY = re.compile(r"(\d+)\.(saving|replaced|deleted)-\w+")
 
 
@@ -50,6 +50,11 @@ def on_the_way(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names if _ON_THE_WAY.fullmatch(name))
 
 
+def replaced(folder: Path) -> list[int]:
+    """Steps whose checkpoint was making way for another of its step when a process died."""
+    return [int(path.name.partition(".")[0]) for path in on_the_way(folder) if ".replaced-" in path.name]
+
+
 def name_on_the_way(step: int | str, what: str, token: str) -> str:
     return f"{step}.{what}-{token}"
 
@@ -58,7 +63,7 @@ def obstacle(folder: Path, num_bytes: int) -> str:
     """Why a state of `num_bytes` cannot be saved in `folder` now; empty if nothing stands in the way."""
     if not folder.is_dir():
         return f"the folder {folder} is gone: bring the storage back, and the next save goes there"
-    probe = folder / f".probe-{uuid.uuid4().hex}"
+    probe = folder / f"{PROBE}{uuid.uuid4().hex}"
     try:
         space = os.statvfs(folder)
         free, needed = space.f_bavail * space.f_frsize, int(num_bytes * ROOM_FACTOR) + ROOM_MARGIN_BYTES
@@ -69,8 +74,12 @@ def obstacle(folder: Path, num_bytes: int) -> str:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        return f"cannot write to {folder}: {error.strerror or error}; make it writable, and the next save goes there"
+        return unwritable(folder, error)
     return ""
+
+
+def unwritable(folder: Path, error: OSError) -> str:
+    return f"cannot write to {folder}: {error.strerror or error}; make it writable, and the next save goes there"
 
 
 def models_of(folder: Path) -> Path:
@@ -148,7 +157,7 @@ def put_in_place(work: Path, final: Path, *, replace: bool) -> None:
     if replace and final.exists():
         os.rename(final, old)
     os.rename(work, final)
-    manifest.sync_folder(final.parent)
+    durable.sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -7,11 +7,12 @@ written last.
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers import agree, assets, checkpoint_folder, manifest, model_only
+from trainers import agree, assets, checkpoint_folder, committed, fence, manifest, model_only
 from trainers.arrays import ArrayFiles
 from trainers.checkpoint_checks import check_files, check_same_model, num_bytes_of, shapes
-from trainers.commit import Commit, CommitError, Exchange, begin, first_problem, one_line
+from trainers.commit import Commit, CommitError, Exchange, begin, first_problem, of_host0, one_line
+from trainers.committed import Committed
 from trainers.compile import Program, ProgramStore
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointError, CheckpointUnavailableError
+from trainers.fence import NO_DRIVER, Term
 from trainers.fingerprint import fingerprints, leaf_names
 from trainers.mesh import replicated
 from trainers.retention import Retention
@@ -61,11 +64,17 @@ class CheckpointManager:
         on_saved: Callable[[int, str], None],
         on_failed: Callable[[int, str], None],
         note: Callable[[str], None],
+        ordered: Committed = committed.NOTHING,
+        term: Term = NO_DRIVER,
     ):
+        """`ordered`: what the driver knows of the run; nothing where there is none. `term`: the generation of this process."""
         self.folder = checkpoint_folder.local(folder)
         self.on_saved, self.on_failed, self.note = on_saved, on_failed, note
         self.fence: str | None = None
         """A path: once it exists, another driver has the run, and nothing is committed any more."""
+        self._own_term = term
+        self._term = term
+        """Of the checkpoints that are saved: no lower than that of the one that was restored, whoever saved it."""
         self.failing = False
         """The last save failed, and none has succeeded since."""
         self.last_saved_step: int | None = None
@@ -77,8 +86,11 @@ class CheckpointManager:
         self._fingerprints = Program("fingerprints", jitted, store, note)
         self._arrays = ArrayFiles()
         self._retention = retention
-        self._known = False
-        """The folder has been there: once it is gone, the storage is, and making it anew would save to the wrong disk."""
+        self._committed = ordered
+        """What the folder must show, beside what its records say: what was ordered, and what this process has committed."""
+        self._claimed = False
+        """The folder is there, with the record of this run: once that is gone, the storage is, and making it anew would save to
+        the wrong disk."""
         self._last_exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._tidying = ThreadPoolExecutor(1, "old checkpoints")
@@ -93,11 +105,14 @@ class CheckpointManager:
         self.wait_for_save()
         if step == self.last_saved_step:
             return
+        if problem := self._claim():
+            self._failed(step, problem)
+            return
         values = np.asarray(self.fingerprint(state)).tolist()
-        meta = {**meta, "format": manifest.FORMAT, "step": step, "shapes": shapes(state)}
+        meta = {**meta, "format": manifest.FORMAT, "step": step, "term": self._term, "shapes": shapes(state)}
         meta["fingerprints"] = dict(zip(leaf_names(state), values, strict=True))
         final, size = self.folder / str(step), num_bytes_of(state)
-        work, problem = begin(final, lambda: self._obstacle(step, size))
+        work, problem = begin(final, lambda: self._obstacle(step, size), self._own_term)
         if problem:
             self._failed(step, problem)
             return
@@ -111,7 +126,7 @@ class CheckpointManager:
                 copied.set()  # training does not wait for what the other hosts make of a failure
 
         exchange, replace = self._exchange(work.name), step in self._superseded
-        save = Commit(work, final, meta, exchange, write, self._arrays.merge, self._fenced, replace)
+        save = Commit(work, final, meta, exchange, write, self._arrays.merge, partial(self._forbidden, final), replace)
         self._thread = threading.Thread(target=self._run, args=(step, save, copied), name="checkpoint", daemon=True)
         self._thread.start()
         copied.wait()
@@ -136,12 +151,12 @@ class CheckpointManager:
         """The newest checkpoint that is whole and acceptable, of a step up to `before`; on all hosts the same.
 
         None if there is none, or if none was acceptable. `abstract` gives shapes and shardings: any mesh will do. Raises
-        CheckpointError if the checkpoints are of another model, or if there are acceptable ones and none of them is whole:
-        starting again from nothing is never done silently. One that was not completely committed is a last resort.
+        CheckpointError if the checkpoints are of another model, and CheckpointUnavailableError if there are acceptable ones and
+        none of them is whole, or if some that were committed are not to be seen: starting again from nothing is never done
+        silently. One that was not completely committed is a last resort.
         """
         self.wait()
-        self._known = self._known or self.folder.is_dir()
-        complete, unfinished = agree.from_host0("checkpoints to restore", self._listing())
+        complete, unfinished = self._listed()
         everything = {*complete, *unfinished}
         complete, unfinished = ([s for s in steps if before is None or s <= before] for steps in (complete, unfinished))
         skipped: list[dict[str, Any]] = []
@@ -150,13 +165,15 @@ class CheckpointManager:
             if state is not None:
                 newer = [{"step": s, "why": manifest.NOT_COMMITTED} for s in unfinished if s > step]
                 self._take_up(step, everything)
+                self._term = max(self._own_term, Term(*meta.get("term", NO_DRIVER)))
                 return Restored(state, meta, [*skipped, *newer])
             if problem:
                 skipped.append({"step": step, "why": problem})
         if skipped:
             shown = "; ".join(f"step {bad['step']}: {bad['why']}" for bad in skipped)
-            raise CheckpointError(
-                f"no checkpoint in {self.folder} can be restored ({shown}); to start again from step 0, give the run another name"
+            raise CheckpointUnavailableError(
+                f"no checkpoint in {self.folder} can be restored ({shown}); bring the storage back, or to start again "
+                "from step 0, give the run another name"
             )
         self._take_up(None, everything)
         return None
@@ -183,16 +200,49 @@ class CheckpointManager:
 
     def _obstacle(self, step: int, num_bytes: int) -> str:
         """What prevents this host from saving; empty if nothing. Raises OSError."""
+        if jax.process_index() == 0:
+            if problem := self._fenced():
+                return problem
+            self._clear_leftovers()
+            if (self.folder / str(step)).exists() and not self._may_replace(step):
+                return f"{self.path(step)} is there already, from another training: move it away, or give the run another name"
+        if not committed.is_there(self.folder):
+            gone = self.folder / committed.FILE if self.folder.is_dir() else self.folder
+            return f"{gone} is gone: bring the storage back (is it mounted on this host?), and the next save goes there"
+        return checkpoint_folder.obstacle(self.folder, num_bytes)
+
+    def _may_replace(self, step: int) -> bool:
+        """Whether training has left that checkpoint behind; or an earlier generation, thought dead, has saved it since."""
+        if step not in self._superseded and NO_DRIVER < (_term_of(self.folder / str(step)) or NO_DRIVER) < self._own_term:
+            self._superseded.add(step)
+        return step in self._superseded
+
+    def _claim(self) -> str:
+        """Before this manager's first save: makes sure that the folder is there, and this run's. Returns what prevents it, on all
+        hosts the same."""
+        if not self._claimed:
+            problem = agree.from_host0("checkpoint folder", self._claim_folder() if jax.process_index() == 0 else None)
+            if problem:
+                return problem
+            self._claimed = True
+        return ""
+
+    def _claim_folder(self) -> str:
+        """On host 0. The folder is made only if nothing was ever committed: else it is there, or its storage is not."""
         if problem := self._fenced():
             return problem
-        if not self._known:
+        try:
+            known = committed.check(self.folder, self.steps(), self._committed)
+            self._committed = known.and_(Committed(run=uuid.uuid4().hex[:12]))
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._known = True
-        if jax.process_index() == 0:
-            self._clear_leftovers()
-            if (self.folder / str(step)).exists() and step not in self._superseded:
-                return f"{self.path(step)} is there already, from another training: move it away, or give the run another name"
-        return checkpoint_folder.obstacle(self.folder, num_bytes)
+            committed.ensure(self.folder, self._committed)
+            fence.claim(self.folder, self._own_term)
+            fence.drop_older_claims(self.folder, self._own_term)
+        except CheckpointUnavailableError as error:
+            return of_host0(str(error))
+        except OSError as error:
+            return of_host0(checkpoint_folder.unwritable(self.folder, error))
+        return ""
 
     def _clear_leftovers(self) -> None:
         """Before this manager's first save: what a process that died has left. No other gang is at work here: the fence would be
@@ -201,11 +251,19 @@ class CheckpointManager:
             for folder in (self.folder, checkpoint_folder.models_of(self.folder)):
                 for path in checkpoint_folder.on_the_way(folder):
                     shutil.rmtree(path, ignore_errors=True)
+            for probe in self.folder.glob(f"{checkpoint_folder.PROBE}*"):
+                probe.unlink(missing_ok=True)  # another host that writes one just now needs no name for it
 
     def _fenced(self) -> str:
-        if self.fence is not None and os.path.exists(self.fence):
-            return f"another driver has taken over this run ({self.fence} exists): no checkpoint is committed from here"
-        return ""
+        """On host 0, which commits."""
+        return fence.fenced(self.fence, self.folder, self._own_term)
+
+    def _forbidden(self, final: Path | None = None) -> str:
+        """On host 0, in a thread that may wait."""
+        if problem := fence.with_patience(self._fenced):
+            return problem
+        there = _term_of(final) if final is not None else None
+        return f"{final} was saved by a later generation ({there})" if there is not None and there > self._term else ""
 
     def _exchange(self, name: str) -> Exchange:
         if self._last_exchange is not None:
@@ -227,17 +285,28 @@ class CheckpointManager:
         self.last_saved_step = step
         self.failing = False
         self._superseded.discard(step)
+        self._committed = self._committed.and_(Committed(step=step))
+        if jax.process_index() == 0:
+            self._record()
         self.on_saved(step, self.path(step))
         if jax.process_index() == 0:
             # In a thread of its own: to copy a model takes longer than the next save may have to wait.
             abandoned, self._abandoned_models = self._abandoned_models, frozenset()
             self._tidied = self._tidying.submit(self._tidy, step, frozenset(self._superseded), abandoned)
 
+    def _record(self) -> None:
+        """On host 0, after a commit."""
+        for folder in (self.folder, self.folder.parent):
+            try:
+                committed.write(folder, self._committed)
+            except OSError as error:  # the checkpoint is there all the same
+                self.note(f"{folder / committed.FILE} could not be written: {error.strerror or error}; the next save tries again")
+
     def _tidy(self, newest: int, superseded: frozenset[int], abandoned_models: frozenset[int]) -> None:
         """On host 0."""
-        if self._fenced():
+        if self._forbidden():
             return
-        keep = partial(model_only.keep, self._arrays, forbidden=self._fenced)
+        keep = partial(model_only.keep, self._arrays, forbidden=self._forbidden)
         try:
             for problem in checkpoint_folder.delete_old(self.folder, newest, superseded, self._retention, keep, abandoned_models):
                 self.note(problem)
@@ -248,15 +317,47 @@ class CheckpointManager:
         self.failing = True
         self.on_failed(step, error)
 
-    def _listing(self) -> tuple[list[int], list[int]]:
-        """(steps with a manifest, steps without), newest first."""
-        steps = sorted(self.steps(), reverse=True)
-        complete = [step for step in steps if (self.folder / str(step) / manifest.MANIFEST_FILE).exists()]
-        return complete, [step for step in steps if step not in complete]
+    def _listed(self) -> tuple[list[int], list[int]]:
+        """(steps with a manifest, steps without), newest first, as host 0 sees them. Raises CheckpointUnavailableError if those
+        cannot be all."""
+        seen = agree.from_host0("checkpoints to restore", self._listing() if jax.process_index() == 0 else None)
+        if problem := seen.get("problem"):
+            raise CheckpointUnavailableError(of_host0(problem))
+        return seen["complete"], seen["unfinished"]
+
+    def _listing(self) -> dict[str, Any]:
+        """On host 0."""
+        try:
+            steps = sorted(self.steps(), reverse=True)
+            committed.check(self.folder, steps, self._committed)
+            complete = [step for step in steps if (self.folder / str(step) / manifest.MANIFEST_FILE).exists()]
+            complete = self._newest_first(complete)
+            if steps:
+                with suppress(OSError):  # storage that cannot be written to: the first save claims it, or tells
+                    fence.claim(self.folder, self._own_term)
+        except CheckpointUnavailableError as error:
+            return {"problem": str(error)}
+        except OSError as error:
+            return {"problem": f"{self.folder} cannot be read: {error.strerror or error}"}
+        return {"complete": complete, "unfinished": [step for step in steps if step not in complete]}
+
+    def _newest_first(self, steps: list[int]) -> list[int]:
+        """Those of later generations first: what an earlier one, thought dead, has saved after a later one began was trained on
+        by nobody. `steps` are in falling order."""
+        others = (term for term in fence.claims(self.folder) if term < self._own_term)
+        latest = max(others, default=NO_DRIVER)
+        newest = _term_of(self.folder / str(steps[0])) if steps else latest
+        if newest is not None and newest >= latest:
+            return steps
+        # One whose documents cannot be read comes in its place by its step: it is tried, and told to be damaged.
+        terms = {step: _term_of(self.folder / str(step)) or latest for step in steps}
+        return sorted(steps, key=lambda step: (terms[step], step), reverse=True)
 
     def _take_up(self, step: int | None, everything: Iterable[int]) -> None:
         self.last_saved_step = step
         self._superseded = {other for other in everything if step is None or other > step}
+        if jax.process_index() > 0:
+            return  # host 0 sees to what is old
         models = checkpoint_folder.steps(checkpoint_folder.models_of(self.folder))
         self._abandoned_models = frozenset(other for other in models if step is None or other > step)
 
@@ -268,7 +369,12 @@ class CheckpointManager:
         path = self.folder / str(step)
         meta, problem = check_files(path, step, last_resort=last_resort)
         refusal = accept(meta) if accept is not None and not problem else ""
-        answers = agree.all_hosts("checkpoint files", {"problem": problem, "refusal": refusal})
+        absent = (
+            "" if not problem or path.is_dir() else f"{path} is not to be seen here, and host 0 sees it: is the storage mounted?"
+        )
+        answers = agree.all_hosts("checkpoint files", {"problem": problem, "refusal": refusal, "absent": absent})
+        if absent := first_problem([answer["absent"] for answer in answers]):
+            raise CheckpointUnavailableError(absent)
         if problem := first_problem([answer["problem"] for answer in answers]):
             return None, {}, problem
         if refusal := first_problem([answer["refusal"] for answer in answers]):
@@ -290,6 +396,14 @@ class CheckpointManager:
         if last_resort:
             self.note(f"checkpoint {step} was not completely committed; no other can be used, and its fingerprints are right")
         return state, meta, ""
+
+
+def _term_of(checkpoint: Path) -> Term | None:
+    """Of the generation that saved it; None if there is none, or its documents cannot be read."""
+    try:
+        return Term(*manifest.read_meta(checkpoint).get("term", NO_DRIVER))
+    except manifest.DamagedError:
+        return None
 
 
 def save_to(path: str, state: TrainState, meta: dict[str, Any], build_assets: Callable[[], Mapping[str, Any]] = dict) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from trainers import agree, checkpoint_folder, manifest
+from trainers import agree, checkpoint_folder, durable, manifest
+from trainers.fence import NO_DRIVER, Term
 
 TIMEOUT_S = 1800
 """How long host 0 waits for another host. Backstop only: whoever owns the processes sees a death, or a save that takes too
@@ -37,19 +38,20 @@ class Exchange:
         self._prefix = f"checkpoint/{name}"
         self._client: Any = distributed.global_state.client
 
-    def together(self, topic: str, work: Callable[[], Any], lead: Callable[[list[Any]], Any]) -> Any:
-        """Every host does `work`; host 0, once all have, does `lead` with the (JSON-able) results; all get what that returned.
+    def together(self, topic: str, work: Callable[[], Any], lead: Callable[[list[Any]], Any], *, parts: bool = False) -> Any:
+        """Every host does `work`; host 0, once all have, does `lead` with the (JSON-able) results; all get what that returned, or
+        with `parts`, each host its own part of that, which is a list.
 
         An error on one host is an error on all: CommitError, which names the host.
         """
         mine = _attempt(work)
         if self.host > 0:
             self._tell(f"{topic}/{self.host}", mine)
-            verdict = self._hear(f"{topic}/verdict", 0, 2 * TIMEOUT_S)
+            verdict = self._hear(f"{self._prefix}/{topic}-verdict/{self.host if parts else 'all'}", 0, 2 * TIMEOUT_S)
         else:
-            told = [mine, *(self._hear(f"{topic}/{host}", host, TIMEOUT_S) for host in range(1, self.num_hosts))]
-            verdict = _verdict(told, lead)
-            self._tell(f"{topic}/verdict", verdict)
+            told = agree.gather(self._client, f"{self._prefix}/{topic}", range(1, self.num_hosts), self._hear, TIMEOUT_S)
+            verdict = _verdict([mine, *(told[host] for host in range(1, self.num_hosts))], lead)
+            verdict = self._tell_all(f"{topic}-verdict", verdict, parts)
         if "problem" in verdict:
             raise CommitError(verdict["problem"])
         return verdict["value"]
@@ -63,11 +65,21 @@ class Exchange:
         if self.num_hosts > 1:
             self._client.key_value_set(f"{self._prefix}/{key}", json.dumps(value))
 
+    def _tell_all(self, topic: str, verdict: dict[str, Any], parts: bool) -> dict[str, Any]:
+        """Returns host 0's own."""
+        if not parts:
+            self._tell(f"{topic}/all", verdict)
+            return verdict
+        of_each = [{"value": part} for part in verdict["value"]] if "value" in verdict else [verdict] * self.num_hosts
+        for host in range(1, self.num_hosts):
+            self._tell(f"{topic}/{host}", of_each[host])
+        return of_each[0]
+
     def _hear(self, key: str, host: int, timeout_s: float) -> dict[str, Any]:
         try:
-            return json.loads(self._client.blocking_key_value_get(f"{self._prefix}/{key}", int(timeout_s * 1000)))
+            return json.loads(self._client.blocking_key_value_get(key, int(timeout_s * 1000)))
         except jax.errors.JaxRuntimeError as error:
-            return {"problem": f"no answer from host {host} within {timeout_s:.0f} s: {one_line(error)}"}
+            return {"problem": f"no answer from host {host} within {max(timeout_s, TIMEOUT_S):.0f} s: {one_line(error)}"}
 
 
 @dataclass(frozen=True)
@@ -91,8 +103,7 @@ class Commit:
         """All hosts must call this. Raises CommitError on all or on none; nothing but `final` is left."""
         exchange = self.exchange
         try:
-            names = exchange.together("written", self._write, self._describe)
-            mine = names[exchange.host :: exchange.num_hosts]
+            mine = exchange.together("written", self._write, self._describe, parts=True)
             exchange.together("digested", lambda: self._digests(mine), self._finish)
         except CommitError:
             if exchange.host == 0:
@@ -103,10 +114,12 @@ class Commit:
     def _write(self) -> None:
         self.write(self.work / manifest.STATE_FOLDER)
 
-    def _describe(self, _: list[None]) -> list[str]:
+    def _describe(self, _: list[None]) -> list[list[str]]:
+        """The names of the files of which each host is to find the digests."""
         self.merge(self.work / manifest.STATE_FOLDER)
-        manifest.write_durably(self.work / manifest.META_FILE, manifest.seal(self.meta))
-        return manifest.names_below(self.work)
+        durable.write(self.work / manifest.META_FILE, manifest.seal(self.meta))
+        names, num_hosts = manifest.names_below(self.work), self.exchange.num_hosts
+        return [names[host::num_hosts] for host in range(num_hosts)]
 
     def _digests(self, names: list[str]) -> dict[str, tuple[int, str]]:
         found = {name: manifest.digest(self.work / name) for name in names}
@@ -117,22 +130,26 @@ class Commit:
             raise CommitError(problem)
         files = {name: manifest.Entry(*entry) for name, entry in sorted(item for part in parts for item in part.items())}
         manifest.write(self.work, manifest.Manifest(self.meta.get("step"), self.clock(), files))
+        if problem := self.forbidden():  # again, at the last moment: writing may have taken long
+            raise CommitError(problem)
         checkpoint_folder.put_in_place(self.work, self.final, replace=self.replace)
 
 
-def begin(final: Path, obstacle: Callable[[], str]) -> tuple[Path, str]:
+def begin(final: Path, obstacle: Callable[[], str], term: Term = NO_DRIVER) -> tuple[Path, str]:
     """(a new folder to write `final` in, "") if no host finds an `obstacle`, else (it, what prevents it).
 
     All hosts must call this, in the thread that trains: the one agreement before a save, after which the folder exists.
     """
-    work = final.with_name(checkpoint_folder.name_on_the_way(final.name, "saving", uuid.uuid4().hex[:8]))
+    token = f"{term.epoch}_{term.generation}_{uuid.uuid4().hex[:8]}"
+    work = final.with_name(checkpoint_folder.name_on_the_way(final.name, "saving", token))
     try:
         problem = obstacle()
         if not problem and jax.process_index() == 0:
             (work / manifest.STATE_FOLDER).mkdir(parents=True)
     except OSError as error:
-        problem = f"cannot write to {final.parent}: {error.strerror or error}; make it writable, and the next save goes there"
-    answers = agree.all_hosts("checkpoint", {"name": work.name, "problem": problem})
+        problem = checkpoint_folder.unwritable(final.parent, error)
+    # The name is host 0's: what all say alike is sent once.
+    answers = agree.all_hosts("checkpoint", {"name": work.name if jax.process_index() == 0 else None, "problem": problem})
     work = final.with_name(answers[0]["name"])
     problem = first_problem([answer["problem"] for answer in answers])
     if problem and jax.process_index() == 0:
@@ -144,6 +161,11 @@ def first_problem(problems: list[str]) -> str:
     """The first that is not empty, with its host where there are several."""
     found = ((host, problem) for host, problem in enumerate(problems) if problem)
     return next((f"host {host}: {problem}" if len(problems) > 1 else problem for host, problem in found), "")
+
+
+def of_host0(problem: str) -> str:
+    """With its host where there are several."""
+    return first_problem([problem, *[""] * (jax.process_count() - 1)])
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,12 @@
-"""Errors of the training program, and what each says about trying again."""
+"""Errors of the training program, and what each says about trying again.
+
+Three things can be said of an error, and `kind_of` says them:
+
+- it is *deterministic*: trying again gives the same error (a wrong setting, a checkpoint of another model). The run ends.
+- it looks like a *mistake* (a TypeError, a path that is not there). Where nothing has been trained yet, it is believed at the
+  second time; in a run that has trained, it is more likely that something went away, and it is tried again like any other.
+- neither: it may go away by itself, or on another machine. What is *transient* is tried again for `driver.restart.retry_for_s`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +15,41 @@ import errno
 from collections.abc import Sequence
 from typing import Any
 
+from trainers import foreign_errors
+
 
 class UsageError(Exception):
     """The settings, the data or the checkpoint do not fit: trying again gives the same error. The message is for the user."""
 
 
 class DataError(UsageError):
-    """The data is missing, unreadable or too short."""
+    """The data was read, and does not fit: it is too short, or of another form."""
 
 
 class CheckpointError(UsageError):
-    """There are checkpoints, and none of them can be used."""
+    """The checkpoint was read, and does not fit: it is of another model. Or a file that was to be made exists already."""
+
+
+class TransientError(Exception):
+    """Something outside this program did not answer, or cannot be read just now: it may go away by itself.
+
+    A user's code may raise it, or a subclass: the run then waits and tries again instead of giving up.
+    """
+
+
+class DataUnavailableError(TransientError):
+    """The data cannot be read just now."""
+
+
+class DataMissingError(DataUnavailableError):
+    """There is no data where it was looked for: a wrong path, or a mount that went away."""
+
+
+class CheckpointUnavailableError(TransientError):
+    """Checkpoints cannot be read just now, are missing where there should be some, or are damaged: an error of the storage.
+
+    Training never starts again from nothing because of it.
+    """
 
 
 class NotConfiguredError(UsageError):
@@ -69,23 +101,12 @@ def unknown_name(field: str, name: str, known: Sequence[str]) -> UsageError:
     return UsageError(f"{field} = {name!r}: expected one of {', '.join(known)}, or package.module:function{hint}")
 
 
-LOST_PEER_SIGNS = (
-    "gloo",
-    "connection closed by peer",
-    "connection reset",
-    "coordination",
-    "heartbeat",
-    "nccl",
-    "deadline_exceeded",
-)
-OUT_OF_MEMORY_SIGNS = ("resource_exhausted", "out of memory")
-
-
 def kind_of(error: BaseException) -> dict[str, Any]:
-    """`kind` of failure (user, data, non_finite, loss_spike, desync, out_of_memory, storage, collateral), and whether it is
-    `deterministic`; of hosts out of step, the `batch_indices`.
+    """`kind` of failure, and whether it is `deterministic`; `mistake` where it looks like one; of hosts out of step, the
+    `batch_indices`.
 
-    JAX raises one type for everything that happens on a device or between hosts; only its message tells which.
+    Kinds: user, data, non_finite, loss_spike, desync, out_of_memory, storage, transient, device (of this host), runtime (JAX's
+    own, of unknown cause), collateral (another host's failure), link (this host's or another one's).
     """
     if isinstance(error, UsageError):
         return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": True}
@@ -93,26 +114,51 @@ def kind_of(error: BaseException) -> dict[str, Any]:
         return {"kind": "out_of_memory", "deterministic": error.deterministic}
     if isinstance(error, DesyncError):
         return {"kind": "desync", "deterministic": False, "batch_indices": error.batch_indices}
-    kind = next((kind for types, kind in KIND_OF_TYPE.items() if isinstance(error, types)), None)
+    kind, mistake = _kind_and_mistake(error)
+    return {"kind": kind, "deterministic": False, **({"mistake": True} if mistake else {})}
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether it came from outside the program and may go away by itself: nothing is wrong with what was asked for."""
+    kind = kind_of(error)
+    return kind["kind"] in ("transient", "data", "storage") and not kind["deterministic"] and not kind.get("mistake")
+
+
+def _kind_and_mistake(error: BaseException) -> tuple[str, bool]:
+    for types, kind in KIND_OF_TYPE.items():
+        if isinstance(error, types):
+            return kind, isinstance(error, DataMissingError)
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
-        kind = "storage"
-    return {"kind": kind or _kind_of_runtime_error(error), "deterministic": False}
+        return "storage", False
+    if runtime := foreign_errors.runtime_kind(error):
+        return runtime, False
+    if outside := foreign_errors.outside(error):
+        return "transient", outside == "mistake"
+    return "user", isinstance(error, PROGRAM_ERRORS)
 
 
-KIND_OF_TYPE = {
+KIND_OF_TYPE: dict[type[BaseException], str] = {
     NonFiniteLossError: "non_finite",
     LossSpikeError: "loss_spike",
     SaveFailedError: "storage",
+    CheckpointUnavailableError: "storage",
+    DataUnavailableError: "data",
+    TransientError: "transient",
     CoordinatorError: "collateral",
     MemoryError: "out_of_memory",
 }
+"""The first that fits holds: subclasses come before their base."""
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-
-
-def _kind_of_runtime_error(error: BaseException) -> str:
-    if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
-        return "user"
-    message = str(error).lower()
-    if any(sign in message for sign in OUT_OF_MEMORY_SIGNS):
-        return "out_of_memory"
-    return "collateral" if any(sign in message for sign in LOST_PEER_SIGNS) else "user"
+PROGRAM_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""What Python raises when a program is wrong. A RuntimeError, or a type of a library's own, may mean anything."""

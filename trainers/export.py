@@ -22,7 +22,7 @@ import numpy as np
 
 from trainers import assets, checkpoint_folder, manifest
 from trainers.arguments import from_dict
-from trainers.errors import CheckpointError, UsageError
+from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.model_only import PART
 from trainers.sections import ModelConfig
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         checkpoint = find_checkpoint(given.source)
         FORMATS[given.format](checkpoint, given.out)
-    except (UsageError, OSError) as error:
+    except (UsageError, TransientError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{given.out}: {given.format} of {checkpoint}")

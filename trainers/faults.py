@@ -32,6 +32,9 @@ from trainers.stop_reason import StopReason
 
 FOLDER_VARIABLE = "GANGWAY_FAULTS"
 LONG_S = 86_400.0
+UNCORRECTABLE = (
+    "INTERNAL: CUDA error: Failed to synchronize CUDA stream: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
+)
 
 
 def install(trainer: Any) -> None:
@@ -132,6 +135,11 @@ def exception(injector: Injector, order: Mapping[str, Any], state: RunInfo, batc
     raise RuntimeError(f"an error on order ({order['id']}) at batch {state.batch_index}")
 
 
+def device_error(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> NoReturn:
+    """What a step raises on a GPU whose memory has an error that cannot be corrected."""
+    raise jax.errors.JaxRuntimeError(UNCORRECTABLE)
+
+
 def kill(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
     """As `kill -9` from outside would, at a batch known beforehand."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -143,7 +151,7 @@ def stop(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: An
 
 
 FAULTS: dict[str, Callable[[Injector, Mapping[str, Any], RunInfo, Any], None]] = {
-    fault.__name__: fault for fault in (slow, hang, skip_collective, desync, nan, stuck_save, exception, kill, stop)
+    fault.__name__: fault for fault in (slow, hang, skip_collective, desync, nan, stuck_save, exception, device_error, kill, stop)
 }
 
 

@@ -73,9 +73,12 @@ def _mix(bits: jax.Array, position: jax.Array, multiplier: int) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
+    """uint32, traced: the bits of each element. An element of more than 32 bits becomes a row of its words, the low one first."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
-    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+    width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
     return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainers import durable
+
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
 META_FILE = "meta.json"
@@ -87,7 +89,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         "committed_s": manifest.committed_s,
         "files": {name: [entry.size, entry.sha256] for name, entry in manifest.files.items()},
     }
-    write_durably(folder / MANIFEST_FILE, seal(document))
+    durable.write(folder / MANIFEST_FILE, seal(document))
     if read(folder) != manifest:
         raise DamagedError(f"{folder / MANIFEST_FILE} does not read as it was written")
 
@@ -131,26 +133,6 @@ def unseal(text: str) -> dict[str, Any]:
     if document.pop("digest", None) != _digest(document):
         raise ValueError("its contents do not have the digest it says")
     return document
-
-
-def write_durably(path: Path, text: str) -> None:
-    """All of it or nothing, also after a power cut."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes new names in `folder` outlive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:

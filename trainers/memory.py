@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from trainers.arguments import TrainingArguments
-from trainers.errors import OUT_OF_MEMORY_SIGNS
+from trainers.foreign_errors import OUT_OF_MEMORY_SIGNS
 from trainers.state import TrainState
 
 SHOWN_TENSORS = 8

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers import checkpoint_folder, manifest
+from trainers import checkpoint_folder, durable, manifest
 from trainers.arrays import ArrayFiles
 from trainers.commit import CommitError
 
@@ -27,7 +27,7 @@ def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callab
     try:
         (work / manifest.STATE_FOLDER).mkdir(parents=True)
         arrays.copy_part(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, PART)
-        manifest.write_durably(work / manifest.META_FILE, manifest.seal(meta_of(manifest.read_meta(checkpoint))))
+        durable.write(work / manifest.META_FILE, manifest.seal(meta_of(manifest.read_meta(checkpoint))))
         files = {name: manifest.digest(work / name) for name in manifest.names_below(work)}
         manifest.write(work, manifest.Manifest(content.step, time.time(), files))
         if problem := forbidden():

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 from trainers.arguments import TrainingArguments, from_dict, load_object
 from trainers.base import BaseTrainer
 from trainers.data.iterable import num_examples
-from trainers.errors import UsageError
+from trainers.errors import DataMissingError, UsageError, may_pass
 from trainers.loss import LossFunction
 from trainers.protocol import TrainerProtocol
 from trainers.recorders.base import BUILT_IN
@@ -44,10 +44,11 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
     """Everything that is wrong with the run as far as it can be known here, and its numbers."""
     problems: list[str] = []
     trainer_class = attempt(problems, "trainer", lambda: load_trainer(arguments.trainer))
-    datasets = attempt(problems, "data", lambda: load_datasets(arguments))
+    doubts: list[str] = []
+    datasets = attempt(problems, "data", lambda: load_datasets(arguments), doubts)
     # Without data there still is a model to look at.
     train, held_out = datasets or (None, None)
-    facts = data_facts(arguments, train, held_out)
+    facts = data_facts(arguments, train, held_out) | ({"doubt": doubts[0]} if doubts else {})
     check_evaluation(problems, arguments, has_held_out=bool(held_out) or not datasets)
     for name in arguments.recorders:
         attempt(problems, "recorders", functools.partial(load_object, BUILT_IN.get(name, name)))
@@ -57,14 +58,18 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
     return problems, facts
 
 
-def attempt(problems: list[str], what: str, make: Callable[[], Any]) -> Any:
-    """What `make` returns; None if it raised, and then the problem is recorded."""
+def attempt(problems: list[str], what: str, make: Callable[[], Any], doubts: list[str] | None = None) -> Any:
+    """What `make` returns; None if it raised, and then the problem is recorded: in `doubts`, if given, where it may go away by
+    itself."""
     try:
         return make()
-    except (UsageError, ValueError) as error:
-        lines = str(error).splitlines() if isinstance(error, UsageError) else [f"{what}: {error}"]
+    except (UsageError, DataMissingError, ValueError) as error:
+        lines = [f"{what}: {error}"] if isinstance(error, ValueError) else str(error).splitlines()
         problems.extend(line for line in lines if line not in problems)  # The optimizer says again what the schedule said.
     except Exception as error:  # the user's code, at the boundary of this process: recorded, with where it happened
+        if doubts is not None and may_pass(error):
+            doubts.append(f"{what}: {type(error).__name__}: {error}")
+            return None
         traceback.print_exc()
         frame = traceback.extract_tb(error.__traceback__)[-1]
         problems.append(f"{what}: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from trainers.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
-from trainers.errors import UsageError
+from trainers.errors import TransientError, UsageError
+from trainers.masking import masked
 from trainers.recorders.base import About
 from trainers.recorders.feed import Recorders
 
@@ -34,7 +35,7 @@ def main() -> int:
             trainer.train()
         finally:
             feeds.close()
-    except (UsageError, ValueError) as error:
+    except (UsageError, TransientError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     output = trainer.output
@@ -56,7 +57,7 @@ def read(path: str) -> TrainingArguments:
 
 def open_recorders(arguments: TrainingArguments) -> Recorders:
     folder = str(Path(arguments.storage, arguments.name).absolute())
-    about = About(arguments.name, folder, dataclasses.asdict(arguments))
+    about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
     return Recorders((CONSOLE, *arguments.recorders), about, lambda message: print(message, flush=True))
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trainers.stop_reason import StopReason
@@ -29,6 +30,10 @@ class Runtime:
         stop_at: int | None = None,
         skip_batches: Sequence[int] = (),
         fence: str | None = None,
+        run: str | None = None,
+        committed_step: int | None = None,
+        driver_epoch: int = 0,
+        generation: int = 0,
         clock: Callable[[], float] = time.time,
     ):
         self.send, self.clock, self.restore_path = send, clock, restore_from
@@ -38,10 +43,17 @@ class Runtime:
         """The batch index at which to save and stop, the same on all hosts; None: the configuration's limits alone."""
         self.skip_batches = tuple(skip_batches)
         """Batches whose update is not applied, the same on all hosts."""
+        self.run, self.committed_step = run, committed_step
+        """The run's name in the record beside its checkpoints, and the highest step that it ever committed, as the driver knows:
+        a folder that shows less is not the run's, or not there. None: nobody knows, or none yet."""
+        self.driver_epoch, self.generation = driver_epoch, generation
+        """Of two processes that save to one folder, the later driver's, then the later generation's, is in the right. Epochs
+        count from 1; 0: nobody drives."""
         self.step = self.batch_index = 0
         """Completed and drawn, and below how long the loop's thread was busy with something other than the device since the loop
         began: for the heartbeat, written by the loop, read by a thread."""
         self.busy_s = 0.0
+        self._phase: str | None = None
         self._stop: str | None = None
         self._save_requests = 0
         self.profiling = False
@@ -56,7 +68,18 @@ class Runtime:
         self.send({"t": self.clock(), "ev": kind, **fields})
 
     def phase(self, name: str) -> None:
+        self._phase = name
         self.emit("phase", phase=name)
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """A phase in the midst of another one, which goes on after it. Of a trainer that tells no phases, none is told."""
+        before = self._phase
+        if before is not None:
+            self.phase(name)
+        yield
+        if before is not None:
+            self.phase(before)
 
     def note(self, message: str) -> None:
         self.emit("note", message=message)

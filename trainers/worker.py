@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from trainers.arguments import TrainingArguments, from_dict, load_object
 
-PR_SET_PTRACER, PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
+PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
 FAILED_EXIT_CODE = 1
 
@@ -54,18 +54,25 @@ class Prepared:
 def main() -> None:
     # In order: stacks can be taken from here on, whatever hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    ctypes.CDLL(None).prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0)
+    let_trace(os.getppid())
     pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
     try:
         prepared = prepare(next_message())
         pipe.send({"t": time.time(), "ev": "warm"})
         orders = next_message()
+        os.environ.update(orders.get("env") or {})  # before JAX looks at its devices: which slices there are is known only now
         (rehearse if orders["cmd"] == "rehearse" else run)(prepared, orders, pipe)
     except BaseException as error:  # the process's boundary: recorded for the driver, then it ends
         pipe.send(exception_event(error))
         traceback.print_exc()
         finish(FAILED_EXIT_CODE)
     finish(0)
+
+
+def let_trace(agent: int) -> None:
+    """Where the kernel lets none but ancestors look into a process (Yama), its agent may, and what the agent starts, such as
+    py-spy, which is no ancestor; nobody else may. Other kernels know no such thing, and refuse."""
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
 
 
 def next_message() -> dict[str, Any]:
@@ -107,6 +114,10 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
         stop_at=orders.get("stop_at"),
         skip_batches=orders.get("skip_batches") or (),
         fence=orders.get("fence"),
+        run=orders.get("run"),
+        committed_step=orders.get("committed_step"),
+        driver_epoch=orders.get("driver_epoch") or 0,
+        generation=orders.get("generation") or 0,
     )
     runtime.install(host)
     listen(host)

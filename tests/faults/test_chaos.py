@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from orchestrator import chaos
+from orchestrator import chaos, chaos_ground
 from orchestrator.chaos_faults import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,28 @@ def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
     assert "(raylet)" not in (tmp_path / "tiny-chaos" / "console.log").read_text()  # an incident tells of it
 
 
+def test_who_writes_to_frozen_storage_waits_and_who_reads_does_not():
+    if why := chaos_ground.why_no_small_disk(freezable=True):
+        pytest.skip(why)
+    written = threading.Event()
+    with chaos_ground.small_disk(1 << 20, freezable=True) as disk:
+        (disk.folder / "before").write_text("here")
+
+        def write():
+            (disk.folder / "meanwhile").write_text("here")
+            written.set()
+
+        disk.freeze()
+        writer = threading.Thread(target=write)
+        writer.start()
+        assert (disk.folder / "before").read_text() == "here"
+        assert not written.wait(0.2)
+        disk.thaw()
+        writer.join()
+    assert written.is_set()
+    assert not disk.folder.exists()
+
+
 def test_names_must_be_free(tmp_path, capsys):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "launch.json").write_text("{}")
@@ -55,3 +78,21 @@ def test_names_must_be_free(tmp_path, capsys):
 def test_every_kind_says_what_must_come_of_it():
     for name, kind in KINDS.items():
         assert kind.named or not kind.must_show, name
+
+
+SLICES = (
+    "hosts.kind=tpu hosts.accelerator=v4 hosts.topology=2x2x2 hosts.count=null hosts.devices_per_host=null "
+    "hosts.env.JAX_PLATFORMS=cpu hosts.env.XLA_FLAGS=--xla_force_host_platform_device_count=4 hosts.env.NPROC=16"
+)
+"""Machines that are TPU hosts by what they say of themselves, two to a slice."""
+
+
+@pytest.mark.timeout(600)  # a cluster of five Ray nodes, and a reference run: minutes on a slow machine
+def test_a_lost_slice(tmp_path):
+    overrides = [f"storage={tmp_path}", "tracking.mlflow=false", "max_num_steps=120", "checkpoint.save_steps=20", *SLICES.split()]
+    status = chaos.main([TINY, *overrides, "--faults", "slice", "--seed", str(random_seed())])
+    score = json.loads((tmp_path / "tiny-chaos" / "chaos.json").read_text())
+    assert status == 0, score["checks"]
+    (outcome,) = score["outcomes"]
+    assert [incident["action"] for incident in outcome["incidents"]] == ["replace"]
+    assert [stretch["num_hosts"] for stretch in score["summary"]["lineage"]] == [2]

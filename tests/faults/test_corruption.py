@@ -11,7 +11,7 @@ import pytest
 
 from tests.programs import checkpointing
 from trainers import manifest
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointUnavailableError
 
 # When one array cannot be read, Orbax drops the coroutines that read the others.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -103,5 +103,5 @@ def test_with_every_checkpoint_damaged_it_does_not_start_from_nothing(saved, tmp
     shutil.copytree(folder, manager.folder)
     for step in (10, 20):
         (manager.folder / str(step) / manifest.META_FILE).unlink()
-    with pytest.raises(CheckpointError, match=r"step 20: meta.json is missing; step 10: meta.json is missing"):
+    with pytest.raises(CheckpointUnavailableError, match=r"step 20: meta.json is missing; step 10: meta.json is missing"):
         manager.restore(checkpointing.abstract(states[20]))

@@ -10,14 +10,14 @@ import psutil
 import pytest
 import ray
 
-from orchestrator import driver
+from orchestrator.driver import Driver
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, checkpoint, recovered, step
 
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -94,6 +94,18 @@ def test_a_spare_takes_the_place_of_a_lost_host(tmp_path):
     check_equal(summary, replay(tmp_path, summary, hosts=2))
 
 
+def test_a_spare_takes_the_place_of_a_host_whose_device_fails(tmp_path):
+    folder = Folder(tmp_path / "faults")
+    folder.order(1, "device_error", at=6)
+    summary = run_job(job(tmp_path, folder, hosts={"count": 2, "spares": 1}))
+    (incident,) = summary["incidents"]
+    assert (incident["kind"], incident["host"], incident["action"]) == ("device_error", 1, "replace")
+    assert incident["detail"] == "seat 1 is avoided: it had 1 device error in 3600 s"
+    assert incident["evidence"]["summary"].startswith("host 1: a device failed at step ")
+    assert len(summary["lineage"]) == 1
+    check_equal(summary, replay(tmp_path, summary, hosts=2))
+
+
 def test_a_process_that_is_told_to_end_loses_no_step(tmp_path):
     folder = Folder(tmp_path / "faults", step_s=0.1)
     board = Striking((step(6), lambda: folder.process(1).send_signal(signal.SIGTERM)))
@@ -107,16 +119,16 @@ def test_a_process_that_is_told_to_end_loses_no_step(tmp_path):
 
 def test_a_host_that_is_lost_while_the_gang_stops_is_named(tmp_path, monkeypatch):
     """All hosts have saved and said so; then an agent dies, before the next generation."""
-    real = driver.examine
+    real = Driver._halt
 
-    def examine(gang, generation):
+    def halt(self, generation):
         if generation.finished:
-            agent = psutil.Process(gang.descriptions[0]["pid"])
+            agent = psutil.Process(self.roster.gang.descriptions[0]["pid"])
             agent.kill()
             agent.wait()
-        return real(gang, generation)
+        return real(self, generation)
 
-    monkeypatch.setattr(driver, "examine", examine)
+    monkeypatch.setattr(Driver, "_halt", halt)
     folder = Folder(tmp_path / "faults", step_s=0.1)
     board = Striking((step(6), lambda: folder.process(1).send_signal(signal.SIGTERM)))
     summary = run_job(job(tmp_path, folder, hosts={"count": 2}), board)

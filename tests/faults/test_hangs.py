@@ -23,7 +23,7 @@ STUCK_AT = {
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=5, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -58,7 +58,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(small_disk):
     assert manager.saved == [1]
     assert manager.failed[0][1].startswith("no room in")
     assert manager.failing
-    assert os.listdir(manager.folder) == ["1"]
+    assert checkpointing.names(manager.folder) == ["1"]
     (small_disk / "ballast").unlink()
     check_made_good(manager, 2)
 
@@ -71,7 +71,7 @@ def test_a_disk_that_fills_while_saving_costs_that_save_only(small_disk, monkeyp
     manager.save_now(2, ROWS)
     assert manager.saved == [1]
     assert "No space left on device" in manager.failed[0][1]
-    assert os.listdir(manager.folder) == ["1"]
+    assert checkpointing.names(manager.folder) == ["1"]
     (small_disk / "ballast").unlink()
     check_made_good(manager, 2)
 

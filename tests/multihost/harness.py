@@ -1,21 +1,57 @@
-"""Runs the real training process, `python -m trainers.worker`, on several local hosts without Ray."""
+"""Runs the real training process on several local hosts without Ray.
+
+Its imports are made once, and what it compiles is kept, for all tests of a session: see `session`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from cluster import ports
-from cluster.process import ChildProcess, Exit, child_env, spawn
+from cluster.process import ChildProcess, Exit, child_env
 from cluster.topology import HostsConfig, process_env
+from tests.multihost.fork_server import ForkServer
 from trainers.arguments import TrainingArguments
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
+QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+"""How JAX's own tests are compiled. Whole jobs, in tests/ray and tests/faults, are compiled as those of users."""
+NUM_SERVERS = 3
+"""Each has a hash seed of its own: what hosts do, and what a run and its replay do, must not depend on the order of a set."""
+
+
+class Session:
+    """Fork servers, and the folder of JAX's compile cache."""
+
+    def __init__(self, folder: Path, stack: ExitStack):
+        self.cache = str(folder)
+        self._stack, self._servers, self._turns = stack, [], itertools.count()
+
+    def spawn(self, env: dict[str, str], **how: Any) -> ChildProcess:
+        turn = next(self._turns) % NUM_SERVERS
+        if turn == len(self._servers):
+            self._servers.append(ForkServer(env))
+            self._stack.callback(self._servers[-1].close)
+        return self._servers[turn].spawn(env=env, **how)
+
+
+@contextmanager
+def session(folder: Path) -> Iterator[None]:
+    """What all processes share that are started in this context."""
+    global shared  # noqa: PLW0603
+    with ExitStack() as stack:
+        shared = Session(folder, stack)
+        yield
+
+
+shared: Session
 
 
 class Host:
@@ -66,10 +102,11 @@ def start(
     }
     made = []
     for index in range(hosts):
-        own = {**process_env(config, index, str(folder / "cache")), "PYTHONPATH": str(ROOT), **(env or {})}
+        given = {"GANGWAY_PROGRAMS": str(folder / "programs"), **QUICK_TO_COMPILE, "PYTHONPATH": str(ROOT), **(env or {})}
+        own = {**process_env(config, index, shared.cache), **given}
         inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         log = str(folder / f"host-{index}.log")
-        made.append(Host(spawn("trainers.worker", env=child_env(inherited, own), first_line=preparation, log_path=log)))
+        made.append(Host(shared.spawn(child_env(inherited, own), first_line=preparation, log_path=log)))
     coordinator = f"127.0.0.1:{ports.free_port()}"
     for index, host in enumerate(made):
         host.wait_for("warm")

@@ -9,7 +9,7 @@ from flax import nnx
 
 from tests.multihost import harness
 from tests.programs.tiny import TableTask
-from trainers import manifest
+from trainers import checkpoint_folder, manifest
 from trainers.arguments import TrainingArguments, from_dict
 
 HERE = "tests.multihost.test_checkpoints"
@@ -78,7 +78,33 @@ def test_a_save_that_fails_on_one_host_has_failed_on_both_and_is_made_good(tmp_p
         assert [event["step"] for event in host.of("save_failed")] == [3]
         assert host.of("save_failed")[0]["error"] == "host 1: OSError: [Errno 5] Input/output error"
         assert host.of("saved")[-1]["step"] == 6
-    assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if not path.name.isdecimal()]
+    assert checkpoint_folder.on_the_way(tmp_path / "run" / "checkpoints") == []
+
+
+def test_storage_that_is_not_there_is_no_beginning_on_any_host(trained, tmp_path):
+    """The folder of the checkpoints is gone on all hosts, or one checkpoint is to be seen by one of them alone."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "away")
+    gone = failure(start(tmp_path, "first", committed_step=6))
+    lost = f"host 0: checkpoint 6 of this run was committed, and is not in {tmp_path}/run/checkpoints: there is no such folder"
+    assert gone["message"].partition(";")[0] == lost
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    (tmp_path / "away").rename(tmp_path / "run" / "checkpoints")
+    half = failure(start(tmp_path, "second", task=f"{HERE}:UnmountedOnHost1"))
+    assert half["message"].partition(",")[0] == f"host 1: {tmp_path}/run/checkpoints-empty/6 is not to be seen here"
+    assert {(event["kind"], event["deterministic"]) for event in (gone, half)} == {("storage", False)}
+
+
+def start(tmp_path, logs, task=f"{HERE}:ShardedTableTask", **orders):
+    return harness.start(arguments(tmp_path, task=task, max_num_steps=7), tmp_path / logs, hosts=2, devices_per_host=1, **orders)
+
+
+def failure(hosts):
+    """The exception that host 0 ended with. The other one had the same, or found host 0 gone before it had heard of it."""
+    first, second = (host.wait_for("exception") for host in hosts)
+    assert all(host.child.wait_gone(harness.TIMEOUT_S) for host in hosts)
+    assert second["kind"] in (first["kind"], "collateral")
+    return first
 
 
 def input_output_error(*_):
@@ -93,6 +119,19 @@ class ShardedTableTask(TableTask):
         model.embed = nnx.Param(model.embed[...], logical_axes=(None, "embed"))
         model.out = nnx.Param(model.out[...], logical_axes=("embed", None))
         return model
+
+
+class UnmountedOnHost1(ShardedTableTask):
+    """Another disk lies where the others have the run's storage."""
+
+    def __init__(self, arguments):
+        import jax
+
+        from trainers import checkpoints
+
+        super().__init__(arguments)
+        real = checkpoints.checkpoint_folder.local
+        checkpoints.checkpoint_folder.local = lambda path: real(f"{path}-empty" if jax.process_index() == 1 else path)
 
 
 class UnreadableOnHost1(ShardedTableTask):

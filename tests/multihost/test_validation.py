@@ -47,7 +47,7 @@ def test_what_one_host_knows_stops_both_and_what_they_measure_is_exact(tmp_path)
     assert evaluations[0]["eval_loss"] == pytest.approx(loss_at_start(made), rel=1e-5)
     assert first["best_score_step"] == second["best_score_step"] == 0  # the worst loss, as asked for
     run_folder = tmp_path / made.name
-    assert sorted(os.listdir(run_folder / "checkpoints")) == ["4"]
+    assert sorted(os.listdir(run_folder / "checkpoints")) == ["4", "committed.json"]
     assert sorted(os.listdir(run_folder / "models")) == ["2"]
     shapes = jax.eval_shape(lambda: initial_parameters(TableTask(made), made.seed))
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])

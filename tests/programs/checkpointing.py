@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainers.checkpoints import CheckpointManager
+from trainers.committed import FILE, NOTHING, Committed
 from trainers.compile import ProgramStore
+from trainers.fence import NO_DRIVER, Term
 from trainers.retention import Retention
 from trainers.state import TrainState
 
@@ -46,14 +50,23 @@ def abstract(like: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
 
 
-def manager(folder, *, keep: int = 3, retention: Retention | None = None) -> Recording:
-    return Recording(str(folder), keep, retention)
+def manager(
+    folder, *, keep: int = 3, retention: Retention | None = None, ordered: Committed = NOTHING, term: Term = NO_DRIVER
+) -> Recording:
+    return Recording(str(folder), keep, retention, ordered, term)
+
+
+def names(folder) -> list[str]:
+    """What lies in the folder beside the record of what was committed, and the claim on it."""
+    return sorted(name for name in os.listdir(folder) if name != FILE and not name.startswith("claimed-"))
 
 
 class Recording(CheckpointManager):
     """Its `saved`, `failed` and `notes` are what it has told so far."""
 
-    def __init__(self, folder: str, keep: int, retention: Retention | None = None):
+    def __init__(
+        self, folder: str, keep: int, retention: Retention | None = None, ordered: Committed = NOTHING, term: Term = NO_DRIVER
+    ):
         self.saved: list[int] = []
         self.failed: list[tuple[int, str]] = []
         self.notes: list[str] = []
@@ -65,6 +78,8 @@ class Recording(CheckpointManager):
             on_saved=lambda step, path: self.saved.append(step),
             on_failed=lambda step, error: self.failed.append((step, error)),
             note=self.notes.append,
+            ordered=ordered,
+            term=term,
         )
 
     def save_now(self, step: int, rows: int = 64, **meta) -> TrainState:

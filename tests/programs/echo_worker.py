@@ -2,7 +2,8 @@
 
 The preparation says what goes wrong before it is warm, the orders what happens after:
 prepare: {"fail": message}, {"exit": code}, {"hang": true}, {"die": times, "folder": where to count}; "tag" comes back with warm
-go:      {"steps": n}, {"ignore_sigterm": true}, {"workers": n}, {"then": "exit"|"raise"|"abort"|"done"|"wait"}
+go:      {"steps": n}, {"ignore_sigterm": true}, {"workers": n}, {"apart": true} (workers leave the group),
+         {"then": "exit"|"raise"|"abort"|"done"|"wait"}
 orders:  {"cmd": "echo", ...} comes back as a note; {"cmd": "emit", ...} as the event itself; {"cmd": "exit", "code": n};
          {"cmd": "stop"} ends it well
 """
@@ -52,10 +53,11 @@ def prepare(message):
     emit("warm", tag=message.get("tag"))
 
 
-def start_workers(count):
+def start_workers(count, apart):
     """Grandchildren as a data loader has them: in the group, with the event pipe open, deaf to the end of their parent."""
     fd = EVENTS.fileno()
-    return [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], pass_fds=(fd,)).pid for _ in range(count)]
+    command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    return [subprocess.Popen(command, pass_fds=(fd,), start_new_session=apart).pid for _ in range(count)]
 
 
 def end(orders):
@@ -77,9 +79,10 @@ def main():
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     prepare(next_line())
     orders = next_line()
+    os.environ.update(orders.get("env") or {})
     if orders.get("ignore_sigterm"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    workers = start_workers(orders.get("workers", 0))
+    workers = start_workers(orders.get("workers", 0), orders.get("apart", False))
     emit("joined", received_at=time.time(), env=dict(os.environ), workers=workers, parent=os.getppid())
     for step in range(1, orders.get("steps", 1) + 1):
         emit("first_step" if step == 1 else "heartbeat", step=step, batch_index=step)

@@ -9,7 +9,7 @@ import time
 
 import ray
 
-from cluster.gang import reserve
+from cluster.gangs import reserve
 from cluster.topology import HostsConfig
 
 
@@ -19,7 +19,8 @@ def main():
     ray.init(log_to_driver=False, logging_level="error")
     gang = reserve(hosts, settings.pop("run_name"), module="tests.programs.echo_worker", **settings)
     gang.prepare({"tag": "prepared"})
-    answers = ray.get([gang.call(host, "go", {"generation": 0}) for host in range(len(gang.members))])
+    count = len(gang.members)
+    answers = ray.get([gang.call(host, "go", {"generation": 0, "host": host, "num_hosts": count}) for host in range(count)])
     print(json.dumps({"pids": [answer["pid"] for answer in answers], "record": gang.record()}), flush=True)
     time.sleep(1000)
 

@@ -26,18 +26,25 @@ class NoTrain:
     def close(self) -> None: ...
 
 
+LANGUAGE_MODEL = {
+    "task": "trainers.tasks.causal_lm:CausalLMTask",
+    "model": {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64},
+    "data": {"paths": [__file__], "sequence_length": 16, "eval_fraction": 0.2},
+    "previews": {"num_tokens": 4},
+}
+
+
 def settings(tmp_path, **changes: Any) -> dict[str, Any]:
-    """A job of seconds."""
+    """A job of seconds. Its task compiles quickly: a language model is for tests that are about it."""
     return {
         "name": "job",
         "storage": str(tmp_path),
         "global_batch_size": 8,
         "max_num_steps": 6,
         "publish_every_steps": 2,
-        "model": {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64},
-        "data": {"paths": [__file__], "sequence_length": 16, "eval_fraction": 0.2},
+        "task": "tests.programs.tiny:TableTask",
+        "data": {"dataset": "tests.programs.tiny:numbers", "sequence_length": 16},
         "checkpoint": {"save_steps": 3},
-        "previews": {"num_tokens": 4},
         "hosts": {"count": 2},
         "tracking": {"mlflow": False},
         **changes,

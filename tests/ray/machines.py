@@ -1,7 +1,7 @@
 """What a local Ray cluster has left."""
 
 from cluster import groups
-from cluster.gang import living_nodes
+from cluster.places import living_nodes
 
 
 def everything_is_free():

@@ -26,7 +26,7 @@ def start(tmp_path):
     agents = []
 
     def start(preparation=None, module="tests.programs.echo_worker", env=None, **options):
-        agents.append(HostAgent(module, env or {}, str(tmp_path / "logs"), **options))
+        agents.append(HostAgent(module, env or {}, str(tmp_path / "logs"), local_log_dir=str(tmp_path / "local"), **options))
         if preparation is not None:
             agents[-1].prepare(preparation)
         return agents[-1]
@@ -170,6 +170,21 @@ def test_halt_is_no_failure_and_ends_a_process_that_ignores_sigterm(start):
     assert agent.halt() == after
 
 
+def test_halt_tells_what_nobody_has_polled_yet(start):
+    """A checkpoint that was complete just before the crash, say: the next generation would not know of it."""
+    agent = start({})
+    agent.go({"generation": 3})
+    events_until(agent, "first_step")
+    cursor = agent.poll(0, 0)["cursor"]
+    agent.order({"cmd": "emit", "ev": "saved", "step": 7, "path": "p"})
+    assert wait_until(lambda: agent.poll(0, 0)["cursor"] > cursor)
+    after = agent.halt(cursor=cursor)
+    assert [(each["ev"], each["n"], each["generation"]) for each in after["events"]] == [("saved", cursor, 3)]
+    assert after["cursor"] == cursor + 1
+    assert agent.halt(cursor=after["cursor"])["events"] == []
+    assert "events" not in agent.halt()
+
+
 def test_halt_ends_a_frozen_process(start):
     agent = start({})
     pid = agent.go({"generation": 0})["pid"]
@@ -184,6 +199,44 @@ def test_a_process_that_died_just_before_halt_keeps_its_own_exit(start):
     os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: is_gone(pid))
     assert agent.halt()["exit"]["signal"] == signal.SIGKILL
+
+
+def test_a_process_that_takes_long_to_die_is_told_and_the_next_generation_waits_for_its_end(start, monkeypatch):
+    """One with a terabyte of memory, say; here something that it left behind holds its pipe open."""
+    monkeypatch.setattr("cluster.process._PIPE_GRACE_S", LONG_S)
+    agent = start({})
+    pid = agent.go({"generation": 0, "workers": 1, "apart": True})["pid"]
+    (holder,) = event(agent, "joined")["workers"]
+    cursor = events_until(agent, "first_step") and agent.poll(0, 0)["cursor"]
+    for _ in range(2):
+        after = agent.halt(0.05, cursor=cursor)
+        assert (after["gone"], after["pid"], after["generation"], after["exit"], after["events"]) == (False, pid, 0, None, [])
+        assert after["dying_s"] >= 0.05
+        assert after["dying_state"]
+        assert after["state"][0] in "SR"  # what it was at before it was killed
+    assert agent.halt()["gone"] is False  # in its own time, too
+    assert state(agent)["alive"]
+    thread, answers = in_background(lambda: agent.go({"generation": 1}))
+    assert wait_until(lambda: agent.lead(0)["generation"] == 1)
+    wait_for_standby(agent)
+    assert not answers
+    os.kill(holder, signal.SIGKILL)
+    thread.join(LONG_S)
+    assert answers[0]["pid"] != pid
+    assert {each["generation"] for each in events_until(agent, "first_step")} == {1}
+    assert agent.halt()["gone"] is True
+
+
+def test_a_generation_does_not_wait_for_ever_for_a_process_that_will_not_die(start, monkeypatch):
+    monkeypatch.setattr("cluster.process._PIPE_GRACE_S", LONG_S)
+    agent = start({})
+    pid = agent.go({"generation": 0, "workers": 1, "apart": True})["pid"]
+    (holder,) = event(agent, "joined")["workers"]
+    agent.halt(0.05)
+    with pytest.raises(TimeoutError, match=rf"generation 1: process {pid} of generation 0 is still there \d+ s after SIGKILL"):
+        agent.go({"generation": 1, "limits": {"import_s": 0.2}})
+    os.kill(holder, signal.SIGKILL)
+    assert agent.halt(LONG_S)["gone"]
 
 
 def test_halt_without_a_process(start):
@@ -400,13 +453,48 @@ def test_a_process_that_cannot_be_started(start, monkeypatch):
 
 def test_training_goes_on_without_a_log(start, tmp_path):
     """As on a full disk: the file cannot be opened."""
-    (tmp_path / "logs").write_text("a file where the folder of logs should be")
+    (tmp_path / "local").write_text("a file where the folder of logs should be")
     agent = start({})
     agent.go({"generation": 0, "then": "raise"})
     said = event(agent, "note")["message"]
     assert said.startswith("what the training process prints is lost: its log ")
-    assert str(tmp_path / "logs") in said
+    assert str(tmp_path / "local") in said
     assert event(agent, "exit")["log_tail"] == []
+
+
+def test_the_log_of_a_process_is_copied_to_the_folder_of_the_run_when_it_ends(start, tmp_path):
+    agent = start({})
+    about = agent.go({"generation": 0, "then": "exit"})
+    event(agent, "exit")
+    assert about["log_path"].startswith(str(tmp_path / "local"))
+    copy = tmp_path / "logs" / os.path.basename(about["log_path"])
+    assert wait_until(lambda: copy.exists() and copy.read_text() == "leaving\n")
+    after = agent.halt()
+    assert (after["log_path"], after["log_copy"]) == (about["log_path"], str(copy))
+
+
+def test_shared_storage_that_hangs_holds_up_neither_polls_nor_halts_nor_the_next_generation(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_module, "CLOSE_TIMEOUT_S", 0.1)
+    agent = start({})
+    agent.go({"generation": 0})
+    event(agent, "first_step")
+    # Whoever opens one of these waits for ever: a log itself, or what is to become its copy.
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    names = [name for n in range(1, 6) for name in (f"process-{os.getpid()}-{n:04d}.log",)]
+    for name in [*names, *(f".{name}.{os.getpid()}.part" for name in names)]:
+        (tmp_path / "logs" / name).unlink(missing_ok=True)
+        os.mkfifo(tmp_path / "logs" / name)
+
+    def fail_and_go_on():
+        os.kill(state(agent)["pid"], signal.SIGKILL)
+        event(agent, "exit")
+        agent.halt()
+        agent.go({"generation": 1})
+        return event(agent, "first_step")["generation"]
+
+    thread, answers = in_background(fail_and_go_on)
+    thread.join(LONG_S)
+    assert answers == [1]
 
 
 def test_a_new_preparation_replaces_the_standby_and_the_same_one_does_not(start):
@@ -674,9 +762,9 @@ def test_a_rehearsal_has_its_time(start):
 def test_a_rehearsal_makes_its_folder_of_logs(start, tmp_path):
     agent = start({})
     wait_for_standby(agent)
-    shutil.rmtree(tmp_path / "logs")
+    shutil.rmtree(tmp_path / "local")
     assert agent.rehearse({"cmd": "rehearse", "then": "done"}, LONG_S) is None
-    assert list((tmp_path / "logs").glob("rehearsals-*.log"))
+    assert list((tmp_path / "local").rglob("rehearsals-*.log"))
 
 
 def test_a_rehearsal_needs_a_preparation(start):

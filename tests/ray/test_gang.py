@@ -1,5 +1,6 @@
 """Gangs of CPU hosts on a real local Ray, with a stand-in for the training process."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,16 +8,22 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from cluster import groups
-from cluster.gang import AdoptError, GangTimeout, StaleDriver, adopt, clear, reserve
+from cluster.gangs import AdoptError, GangTimeout, StaleDriver, adopt, clear, reserve
 from cluster.leftovers import is_group_of, removal_order
+from cluster.seats import MAX_CONCURRENCY
+from cluster.steward import hire
 from cluster.topology import HostsConfig
+from orchestrator.quarantine import Quarantine
+from orchestrator.roster import Roster
 from tests.programs.processes import is_gone, wait_until
 from tests.ray.machines import everything_is_free
+from trainers.arguments import TrainingArguments
 
 CPUS = 4
 MODULE = "tests.programs.echo_worker"
@@ -60,7 +67,9 @@ def state(gang, seat):
 def start(gang, generation=0, **orders):
     """Prepares and starts all hosts; returns the process ids."""
     gang.prepare({"tag": generation})
-    return [answer["pid"] for answer in call(gang, "go", {"generation": generation, **orders})]
+    num_hosts = len(gang.members)
+    common = {"generation": generation, "num_hosts": num_hosts, **orders}
+    return [answer["pid"] for answer in ray.get([gang.call(host, "go", {**common, "host": host}) for host in range(num_hosts)])]
 
 
 def kill_agent(seat):
@@ -132,7 +141,9 @@ def test_a_lost_agent_is_replaced_on_its_own_place(take):
     start(gang)
     seat, old = gang.members[1], gang.members[1].agent
     kill_agent(seat)
-    assert wait_until(lambda: seat not in gang.refresh())  # a member that died is the driver's to replace
+    former = seat.agent
+    gang.refresh()
+    assert seat.agent is former  # a member that died is the driver's to replace, who polls it
     gang.lose(seat)
     assert not seat.available
     with pytest.raises(ValueError, match="seat 1 of run 'run' is not available"):
@@ -257,6 +268,38 @@ def test_a_machine_to_avoid_is_not_used(tmp_path):
     assert wait_until(everything_is_free)
 
 
+class StopAsked(Exception):
+    pass
+
+
+def stop_after(count):
+    """What a driver does in a wait whose user asks it to stop meanwhile."""
+    calls = itertools.count(1)
+
+    def attend():
+        if next(calls) >= count:
+            raise StopAsked
+
+    return attend
+
+
+def test_a_request_to_stop_ends_every_wait_and_leaves_nothing_behind(take, tmp_path):
+    def reserve_more(**hosts):
+        folders = {"log_dir": str(tmp_path), "module": MODULE}
+        return reserve(HostsConfig(**hosts), "stopped", **folders, timeout_s=600, attend=stop_after(3))
+
+    gang = take(count=CPUS - 1)
+    with pytest.raises(StopAsked):
+        gang.wait_available(CPUS, 600, stop_after(3))
+    with pytest.raises(StopAsked):  # its machines are not there
+        reserve_more(count=2)
+    with pytest.raises(StopAsked):  # nor those that it could do without
+        reserve_more(min=1, max=2, wait_for_max_s=600)
+    assert {info["name"] for info in groups.living().values()} == {"run-gang"}
+    gang.release()
+    assert wait_until(everything_is_free)
+
+
 def test_gpu_hosts_want_gpus(take):
     with pytest.raises(GangTimeout, match=r"GPU: 4 needed, the cluster has 0, 0 free: 4 missing"):
         take(kind="gpu", devices_per_host=4, timeout_s=0.5)
@@ -322,17 +365,17 @@ def test_a_second_driver_fences_out_the_first(take, tmp_path):
 def test_only_a_whole_gang_is_adopted(take, tmp_path):
     gang = take(count=2)
     again = {"log_dir": str(tmp_path), "epoch": 1, "module": MODULE}
-    with pytest.raises(AdoptError, match=r"not in one generation: \[None, None\]"):
+    with pytest.raises(AdoptError, match="no agent has orders"):
         adopt(gang.config, "run", gang.record(), **again)
     with pytest.raises(AdoptError, match="the configuration of the hosts is another one now"):
         adopt(HostsConfig(count=3), "run", gang.record(), **again)
     gang.epoch = 1
     gang.prepare({})
-    ray.get(gang.call(0, "go", {"generation": 3}))
-    with pytest.raises(AdoptError, match=r"not in one generation: \[3, None\]"):
+    ray.get(gang.call(0, "go", {"generation": 3, "host": 0, "num_hosts": 2}))
+    with pytest.raises(AdoptError, match="of generation 3, the agents of hosts 1 are gone, do not answer, or had no orders"):
         adopt(gang.config, "run", gang.record(), **again)
     kill_agent(gang.members[1])
-    with pytest.raises(AdoptError, match="the agent of host 1 "):
+    with pytest.raises(AdoptError, match="the agents of hosts 1 are gone"):
         adopt(gang.config, "run", gang.record(), **again)
 
 
@@ -357,14 +400,93 @@ def test_agents_without_a_driver_leave_and_give_everything_back(tmp_path):
     assert not any(map(is_gone, about["pids"]))
     assert wait_until(lambda: all(map(is_gone, about["pids"])))
     assert wait_until(everything_is_free)
-    assert ray.util.list_named_actors(all_namespaces=True) == []
+    assert wait_until(lambda: ray.util.list_named_actors(all_namespaces=True) == [])
+
+
+def test_a_driver_that_hangs_longer_than_the_lease_keeps_its_gang(take):
+    """In its storage, say: its thread does nothing, and all calls that an agent answers at a time but one wait."""
+    lease_s = 6
+    gang = take(count=2, spares=1, lease_s=lease_s)
+    pids = start(gang)
+    assert len(gang.wait_available(3, 60)) == 3
+    polls = [gang.ask(seat, "poll", 10**6, 3 * lease_s) for seat in gang.seats for _ in range(MAX_CONCURRENCY)]
+    time.sleep(2 * lease_s)
+    assert not any(map(is_gone, pids))
+    ray.get(polls, timeout=60)
+    assert gang.refresh() == gang.seats
+    assert [state(gang, seat)["pid"] for seat in gang.members] == pids
+
+
+def test_a_gang_whose_groups_were_removed_is_put_together_again(take):
+    """As agents do that leave when their leases have ended: the driver was stopped longer than that."""
+    gang = take(count=2, spares=1)
+    start(gang)
+    assert len(gang.wait_available(3, 60)) == 3
+    assert clear("run")
+    assert not groups.living()
+    config = SimpleNamespace(hosts=gang.config, training=TrainingArguments(name="run", max_num_steps=1))
+    told = []
+    change = Roster(config, gang).form((0, 1), avoid=Quarantine(), waiting=told.append)
+    assert (change.before, change.after) == (2, 2)
+    assert told
+    assert all(answer["pid"] for answer in call(gang, "go", {"generation": 1}))
+    assert len(gang.wait_available(3, 60)) == 3
+    assert {info["name"] for info in groups.living().values()} == {"run-gang", "run-seat-2-0-1"}
+    assert set(gang.record()["groups"]) == set(groups.living())
+
+
+@pytest.mark.parametrize("hosts", [{"count": CPUS + 2}, {"min": 1, "max": CPUS + 2, "wait_for_max_s": 600}], ids=["none", "some"])
+def test_a_driver_that_is_killed_while_it_waits_for_machines_leaves_nothing(tmp_path, hosts):
+    """Which would take machines for nobody when they come."""
+    text = json.dumps({"run_name": "doomed", "log_dir": str(tmp_path), "hosts": hosts, "lease_s": 6, "timeout_s": 600})
+    env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    driver = subprocess.Popen([sys.executable, "-m", "tests.programs.holder", text], env=env)
+    assert wait_until(groups.living)
+    time.sleep(10)  # as long as the driver lives, it waits
+    assert groups.living()
+    driver.kill()
+    driver.wait()
+    assert wait_until(lambda: not groups.living())
+    assert wait_until(everything_is_free)
+    assert wait_until(lambda: ray.util.list_named_actors(all_namespaces=True) == [])
+
+
+def test_a_steward_leaves_alone_what_a_newer_driver_holds(take):
+    _, older = hire("run", 0, 1.0)
+    gang = take(count=1)
+    start(gang)
+    assert wait_until(lambda: is_dead(older))
+    assert groups.living()
+    assert state(gang, gang.members[0])["alive"]
+
+
+def test_a_steward_leaves_alone_what_an_agent_holds_that_has_a_driver(take):
+    gang = take(count=1)
+    start(gang)
+    _, cut_off = hire("run", 0, 1.0)
+    time.sleep(5)
+    assert not is_dead(cut_off)
+    assert state(gang, gang.members[0])["alive"]
+    gang.release()
+    assert wait_until(lambda: is_dead(cut_off))
+
+
+def is_dead(actor):
+    try:
+        ray.get(actor.keep.remote(epoch=-2))
+    except ray.exceptions.RayActorError as error:
+        return not isinstance(error, ray.exceptions.ActorUnavailableError)
+    except StaleDriver:
+        return False
+    return False
 
 
 def test_an_agent_that_is_cut_off_leaves_the_others_alone(take):
     gang = take(count=2, lease_s=6)
     pids = start(gang)
     seen = groups.living().keys()
-    while not is_gone(pids[1]):  # host 1 hears nothing: the driver asks host 0 alone
+    gang._keeper.drop(1)  # as if host 1 could not be reached
+    while not is_gone(pids[1]):
         assert ray.get(gang.call(0, "poll", 0, 0.1))["host_state"]["alive"]
     assert wait_until(lambda: is_gone(gang.descriptions[1]["pid"]))
     assert state(gang, gang.members[0])["pid"] == pids[0]
@@ -391,7 +513,6 @@ def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
     ("name", "ours"),
     [
         ("a-gang", True),
-        ("a-heads", True),
         ("a-seat-0", True),
         ("a-seat-0-3-1", True),
         ("a-b-gang", False),

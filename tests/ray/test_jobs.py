@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import ray
 
 from orchestrator.board import Board
 from tests.programs.recorder import OwnTrainer
-from tests.ray.jobs import run_job, settings
+from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from trainers.protocol import TrainerProtocol
 
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -38,20 +41,35 @@ def test_an_error_of_the_user_is_tried_twice_and_shown_once_with_its_traceback(t
     assert "RayTaskError" not in summary["error"]
 
 
-def test_bad_data_gives_up_at_once(tmp_path):
+def test_data_that_were_never_there_are_told_at_the_second_try(tmp_path):
     made = settings(tmp_path, data={"paths": [str(tmp_path / "nothing-here")], "sequence_length": 16})
     summary = run_job(made)
     assert summary["status"] == "failed"
-    assert summary["generations"] == 1
+    assert summary["generations"] == 2
     assert "nothing-here" in summary["error"]
+    assert "the same data_error at the start twice in a row: it looks like a mistake" in summary["error"]
     assert "Traceback" not in summary["error"]
 
 
-def test_a_checkpoint_of_another_model_gives_up_at_once(tmp_path):
-    assert run_job(settings(tmp_path))["status"] == "finished"
-    summary = run_job(
-        settings(tmp_path, model={"width": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 64})
+def test_a_data_server_that_is_away_for_a_while_is_waited_for(tmp_path):
+    board = Board()
+    made = settings(tmp_path, data={"dataset": "tests.programs.away:byte_text", "paths": [__file__], "sequence_length": 16})
+    made["hosts"]["env"] = {"AWAY": json.dumps({"folder": str(tmp_path), "times": 3})}
+    summary = run_job(made, board)
+    assert (summary["status"], summary["steps"]) == ("finished", 6)
+    kinds = {incident["kind"] for incident in summary["incidents"]}
+    assert kinds == {"transient_error"}
+    assert len(summary["incidents"]) >= 2
+    told = [event["message"] for event in board.take(0, 0.0)[1] if event["ev"] == "status" and "message" in event]
+    assert any(
+        re.match(r"trying again in .* at most: host \d: ConnectionRefusedError.*the data server is away", line) for line in told
     )
+
+
+def test_a_checkpoint_of_another_model_gives_up_at_once(tmp_path):
+    assert run_job(settings(tmp_path, **LANGUAGE_MODEL))["status"] == "finished"
+    wider = {**LANGUAGE_MODEL["model"], "width": 64}
+    summary = run_job(settings(tmp_path, **{**LANGUAGE_MODEL, "model": wider}))
     assert summary["status"] == "failed"
     assert summary["generations"] == 1
     assert "is a checkpoint of another model or optimizer" in summary["error"]

@@ -13,13 +13,13 @@ import pytest
 import ray
 
 from orchestrator.board import Board
-from tests.ray.jobs import run_job, settings
+from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from trainers.recorders.jsonl import read
 
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -46,7 +46,8 @@ def wait_for_steps(board, timeout_s=120.0):
 
 def test_hosts_are_profiled_while_they_train_and_recorders_hear_each_publish_once(tmp_path):
     board, summaries = Board(), []
-    made = settings(tmp_path, max_num_steps=1_000_000, checkpoint={"save_steps": None}, recorders=["jsonl", "tensorboard"])
+    endless = {"max_num_steps": 1_000_000, "checkpoint": {"save_steps": None}}
+    made = settings(tmp_path, **LANGUAGE_MODEL, **endless, recorders=["jsonl", "tensorboard"])
     job = threading.Thread(target=lambda: summaries.append(run_job(made, board)))
     job.start()
     try:

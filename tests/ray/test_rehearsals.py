@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray
 
+from cluster.calls import Mailbox
 from orchestrator.config import build
 from orchestrator.generation import Generation
 from orchestrator.rehearsals import Rehearsals
@@ -19,7 +20,7 @@ LIMITS = {"import_s": 1.0, "join_s": 2.0, "compile_s": 3.0}
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
@@ -77,6 +78,8 @@ class Stage:
 
     def orders(self, host):
         return {"slice": 0}
+
+    mailbox = staticmethod(Mailbox)
 
     def ask(self, seat, method, orders, timeout_s):
         self.asked.append((seat.number, orders))

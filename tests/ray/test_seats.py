@@ -6,11 +6,13 @@ import pytest
 import ray
 from ray.core.generated import autoscaler_pb2
 
-from cluster import fake, groups
-from cluster.gang import living_nodes, reserve
+from cluster import groups
+from cluster.gangs import reserve
 from cluster.notices import draining_nodes
+from cluster.places import living_nodes
 from cluster.topology import HostsConfig
 from tests.programs.processes import wait_until
+from tests.ray import fake
 
 MODULE = "tests.programs.echo_worker"
 
@@ -63,7 +65,7 @@ def test_a_seat_becomes_available_when_a_machine_is_added(cluster, take):
         ray.get([gang.call(host, "go", {"generation": 0}) for host in range(3)])
         assert joined(gang, 2)
         remove_node(cluster, node)
-        assert wait_until(lambda: pending not in gang.refresh())
+        assert wait_until(lambda: pending not in gang.refresh(members=True))
         gang.lose(pending)
         gang.set_members(gang.seats[:2])
         assert gang.wait_available(3, 0.5) == gang.seats[:2]  # no machine yet, and nothing waits for it
@@ -99,7 +101,7 @@ def test_a_seat_goes_where_a_place_that_was_left_has_found_a_machine(cluster, ta
     assert seat.node_id == second.node_id
     remove_node(cluster, first)
     remove_node(cluster, second)
-    assert wait_until(lambda: seat not in gang.refresh())
+    assert wait_until(lambda: seat not in gang.refresh(members=True))
     gang.lose(seat)
     third = add_node(cluster)
     try:

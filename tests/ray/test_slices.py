@@ -1,13 +1,18 @@
 """TPU slices that are Ray nodes with the labels and resources of TPU hosts."""
 
+import time
+from contextlib import contextmanager
+
 import pytest
 import ray
 from ray._private.accelerators import tpu as ray_tpu
 
-from cluster import fake, groups
-from cluster.gang import GangTimeout, adopt, clear, living_nodes, reserve
+from cluster import groups
+from cluster.gangs import GangTimeout, adopt, clear, reserve
+from cluster.places import living_nodes
 from cluster.topology import HostsConfig, chips_per_host, num_hosts, pod_type
 from tests.programs.processes import wait_until
+from tests.ray import fake
 from tests.ray.machines import everything_is_free
 
 MODULE = "tests.programs.echo_worker"
@@ -15,7 +20,8 @@ LABELS = ("ray.io/tpu-slice-name", "ray.io/tpu-worker-id")
 
 
 def tpu(slices=1, **more):
-    return HostsConfig(kind="tpu", accelerator="v4", topology="2x2x2", slices=slices, env={"JAX_PLATFORMS": "cpu"}, **more)
+    shape = {"accelerator": "v4", "topology": "2x2x2", "slices": slices}
+    return HostsConfig(kind="tpu", **shape, env={"JAX_PLATFORMS": "cpu"}, wait_for_max_s=30.0, **more)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +48,9 @@ def workers(gang):
 def environments(gang):
     """What the training processes see, in host order."""
     gang.prepare({})
-    ray.get([gang.call(host, "go", {"generation": 0}) for host in range(len(gang.members))])
+    count = len(gang.members)
+    common = {"generation": 0, "num_hosts": count}
+    ray.get([gang.call(host, "go", {**common, "host": host, **gang.orders(host)}) for host in range(count)])
     return [joined(gang, host) for host in range(len(gang.members))]
 
 
@@ -99,6 +107,22 @@ def test_more_slices_than_there_are(take):
     assert wait_until(everything_is_free)
 
 
+def test_a_request_to_stop_ends_the_wait_for_slices(take):
+    class StopAsked(Exception):
+        pass
+
+    began_s = time.monotonic()
+
+    def stop():
+        assert not groups.living()  # who has not enough holds nothing
+        if time.monotonic() - began_s > 3:
+            raise StopAsked
+
+    with pytest.raises(StopAsked):
+        take(tpu(slices=3), timeout_s=600, attend=stop)
+    assert wait_until(everything_is_free)
+
+
 def test_slices_of_another_shape(take):
     with pytest.raises(GangTimeout, match=r"the cluster has none; TPU types it has: v4-16"):
         take(HostsConfig(kind="tpu", accelerator="v4", topology="2x2x4"), timeout_s=1)
@@ -118,11 +142,11 @@ def test_a_lost_agent_is_replaced_on_its_own_worker(take):
     gang = take(tpu(slices=2))
     gang.prepare({})
     seat, old = gang.members[2], gang.agents[2]
-    gang.lose(seat, avoid_nodes=[seat.node_id])  # there is no other machine for it
+    gang.lose(seat, avoid_nodes=[seat.node_id])  # there is no other slice for it
     assert len(gang.wait_available(4, 60)) == 4
     assert gang.agents[2] != old
     assert workers(gang)[2] == ("slice-b", "0")
-    ray.get(gang.call(2, "go", {"generation": 0}))
+    ray.get(gang.call(2, "go", {"generation": 0, **gang.orders(2)}))
     assert joined(gang, 2)["MEGASCALE_SLICE_ID"] == "1"
     assert gang.orders(2)["cache_dir"] is None
 
@@ -130,11 +154,11 @@ def test_a_lost_agent_is_replaced_on_its_own_worker(take):
 def test_slices_are_adopted_by_the_next_driver_and_cleared_away(take, tmp_path):
     first = take(tpu(slices=2))
     environments(first)
-    assert {info["name"] for info in groups.living().values()} == {"run-gang", "run-heads"}
+    assert names_of_groups() == {"run-seat-0-0-0", "run-seat-2-0-1"}
     second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
     assert [lead["generation"] for lead in second.leads] == [0, 0, 0, 0]
     assert workers(second) == [("slice-a", "0"), ("slice-a", "1"), ("slice-b", "0"), ("slice-b", "1")]
-    assert {"run-gang", "run-heads"} <= set(clear("run"))
+    assert names_of_groups() <= set(clear("run"))
     assert wait_until(everything_is_free)
 
 
@@ -151,9 +175,116 @@ def test_slices_of_one_host(cluster, take):
         cluster[0].remove_node(node)
 
 
+def test_a_slice_that_has_lost_a_host_is_left_for_another(cluster, take):
+    gang = take(tpu())
+    (name, _), pids = workers(gang)[1], [about["pid"] for about in gang.descriptions]
+    lost = gang.members[1]
+    with without(cluster, lost.node_id, name):
+        gang.lose(lost, fill=False)
+        assert gang.refresh() == []  # half a slice is none
+        gang.fill_vacant()
+        assert len(gang.wait_available(2, 60)) == 2
+        assert {slice_name for slice_name, _ in workers(gang)} == OTHER[name]
+        assert [worker for _, worker in workers(gang)] == ["0", "1"]
+        assert not {about["pid"] for about in gang.descriptions} & set(pids)
+        assert wait_until(lambda: len(groups.living()) == 1)
+        assert set(gang.record()["groups"]) == set(groups.living())
+        gang.release()
+
+
+def test_of_two_slices_the_whole_one_keeps_its_hosts(cluster, take):
+    """A run of one slice or two, which has lost a machine."""
+    gang = take(tpu(min_slices=1, max_slices=2))
+    assert len(gang.members) == 4
+    assert [gang.slice_of(host) for host in range(4)] == [0, 0, 1, 1]
+    (name, _), lost, kept = workers(gang)[3], gang.members[3], gang.members[:2]
+    pids = [about["pid"] for about in gang.descriptions[:2]]
+    with without(cluster, lost.node_id, name):
+        gang.lose(lost)
+        assert gang.wait_available(2, 60) == kept
+        gang.set_members(kept)
+        assert [about["pid"] for about in gang.descriptions] == pids
+        assert gang.orders(1)["env"] == {}  # one slice has nobody to find
+    assert wait_until(lambda: len(gang.refresh()) == 4, 60)  # it is whole again
+    assert [seat.number for seat in gang.refresh()] == [0, 1, 2, 3]
+
+
+def test_a_spare_slice_is_there_at_once(cluster, take):
+    gang = take(tpu(spares=1))
+    assert len(gang.members) == 2
+    assert wait_until(lambda: len(gang.refresh()) == 4, 60)
+    spare = [seat for seat in gang.seats if seat not in gang.members]
+    name, lost = workers(gang)[0][0], gang.members[0]
+    with without(cluster, lost.node_id, name):
+        gang.lose(lost, fill=False)
+        assert gang.refresh() == spare
+        gang.set_members(spare)
+        assert {slice_name for slice_name, _ in workers(gang)} == OTHER[name]
+        gang.fill_vacant()
+        assert gang.refresh() == spare
+    assert wait_until(lambda: len(gang.refresh()) == 4, 60)
+
+
+def test_a_gang_that_has_lost_a_host_waits_until_its_slice_is_whole_or_another_is(cluster, take):
+    gang, other = take(tpu()), take(tpu(), "other")
+    (name, _), lost = workers(gang)[1], gang.members[1]
+    with without(cluster, lost.node_id, name):
+        gang.lose(lost)
+        assert gang.wait_available(2, 3) == []  # the other slice is in use, and what it has of its own is not given away
+        assert gang.members[0].description["labels"][LABELS[0]] == name
+        other.release()
+        assert len(gang.wait_available(2, 60)) == 2
+        assert {slice_name for slice_name, _ in workers(gang)} == OTHER[name]
+        gang.release()
+
+
+def test_seats_without_a_slice_are_adopted_too(take, tmp_path):
+    first = take(tpu(slices=2, spares=1))
+    environments(first)
+    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
+    assert [seat.number for seat in second.refresh()] == [0, 1, 2, 3]
+    assert len(second.seats) == 6
+    second.release()
+
+
+def test_groups_that_were_removed_are_asked_for_anew(take):
+    """Agents that hear from no driver leave, and take the groups along; the driver was only away."""
+    gang = take(tpu())
+    groups.remove([gang.members[0].place.group])
+    gang.lose(*gang.members)
+    assert len(gang.wait_available(2, 60)) == 2
+    assert set(gang.record()["groups"]) == set(groups.living())
+
+
+OTHER = {"slice-a": {"slice-b"}, "slice-b": {"slice-a"}}
+
+
+def names_of_groups():
+    return {info["name"] for info in groups.living().values()}
+
+
+@contextmanager
+def without(cluster, node_id, name):
+    """One machine of this slice is lost, and comes back."""
+    (worker,) = [int(node.labels[LABELS[1]]) for node in living_nodes() if node.node_id == node_id]
+    cluster[0].remove_node(next(node for node in ray_nodes(cluster) if node.node_id == node_id))
+    assert wait_until(lambda: len(living_nodes()) == 4)
+    try:
+        yield
+    finally:
+        fake._add(cluster[0], fake.slice_nodes(tpu(), name)[worker])
+        assert wait_until(lambda: len(living_nodes()) == 5)
+
+
+def ray_nodes(cluster):
+    return cluster[0].list_all_nodes()
+
+
 def test_a_slice_that_has_lost_a_host_is_left_alone(cluster, take):
     """Last: the host does not come back."""
-    cluster[0].remove_node(cluster[1][0])  # worker 1 of slice-b; its head is still there
+    labels = {"ray.io/tpu-slice-name": "slice-b", "ray.io/tpu-worker-id": "1"}  # its head is still there
+    gone = next(node.node_id for node in living_nodes() if labels.items() <= node.labels.items())
+    cluster[0].remove_node(next(node for node in ray_nodes(cluster) if node.node_id == gone))
     assert wait_until(lambda: len(living_nodes()) == 4)
     gang = take(tpu())
     assert workers(gang) == [("slice-a", "0"), ("slice-a", "1")]

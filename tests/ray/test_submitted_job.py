@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import urllib.request
@@ -10,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors
+
+from cluster import ports
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -20,9 +24,15 @@ COMMAND = f"{sys.executable} -m orchestrator.run configs/tiny.yaml tracking.mlfl
 
 @pytest.fixture(scope="module")
 def dashboard():
-    context = ray.init(num_cpus=4, include_dashboard=True, dashboard_port=0, log_to_driver=False)
-    yield f"http://{context.dashboard_url}"
-    ray.shutdown()
+    # Jobs go to the dashboard's agent, which `ray.init` would have listen on a port that is the same for every Ray of a machine.
+    own_ports = {"dashboard_port": ports.free_port(), "dashboard_agent_listen_port": ports.free_port()}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, **own_ports})
+    try:
+        context = ray.init(cluster.address, log_to_driver=False)
+        yield f"http://{context.dashboard_url}"
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 @pytest.fixture
@@ -46,7 +56,7 @@ def test_a_submitted_job_trains_and_is_seen(dashboard, submit, tmp_path):
     assert status == JobStatus.SUCCEEDED, log
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
     assert summary["status"] == "finished"
-    with urllib.request.urlopen(f"{dashboard}/api/train/v2/runs/v1") as answer:
+    with runs_in(dashboard) as answer:
         runs = {run["name"]: run["status"] for run in json.load(answer)["train_runs"]}
     assert runs["tiny"] == "FINISHED"
     actors = list_actors(filters=[("class_name", "=", "HostAgent")], detail=True, limit=100)
@@ -60,6 +70,12 @@ def test_a_job_that_fails_is_failed_everywhere(dashboard, submit, tmp_path):
     status, log = submit(f"storage={tmp_path}", "name=worse", "hosts.count=9", "global_batch_size=9", "hosts.start_timeout_s=2")
     assert status == JobStatus.FAILED
     assert "could not be had within 2 s" in log
-    with urllib.request.urlopen(f"{dashboard}/api/train/v2/runs/v1") as answer:
+    with runs_in(dashboard) as answer:
         runs = {run["name"]: run["status"] for run in json.load(answer)["train_runs"]}
     assert runs["worse"] == "ERRORED"
+
+
+def runs_in(dashboard):
+    """The dashboard's answer about Ray Train's runs, to who has the token."""
+    headers = {"Authorization": f"Bearer {os.environ['RAY_AUTH_TOKEN']}"}
+    return urllib.request.urlopen(urllib.request.Request(f"{dashboard}/api/train/v2/runs/v1", headers=headers))

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from cluster import fake
 from cluster.topology import HostsConfig
+from tests.ray import fake
 from tests.ray.jobs import run_job, settings
 
 SLICE = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}

@@ -48,6 +48,13 @@ def test_events_are_numbered_through_all_generations():
     assert numbers(log, 0) == [2]
 
 
+def test_what_is_left_of_a_full_log_keeps_its_numbers():
+    log = log_of(8, "phase", *["metrics"] * 20)
+    assert [event["n"] for event in log.since(0)] == numbers(log)
+    assert log.since(0)[0]["n"] == 0
+    assert log.since(0)[1]["n"] > 1
+
+
 def test_chatty_events_go_first_and_the_oldest_of_them():
     log = log_of(8, "phase", "metrics", "first_step", *["metrics"] * 5, "saved")
     assert numbers(log) == [0, 2, 5, 6, 7, 8]

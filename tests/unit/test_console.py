@@ -6,7 +6,7 @@ from rich.console import Console as Screen
 
 from orchestrator.board import Board
 from orchestrator.console import PlainConsole, TerminalConsole, make_console, watch
-from orchestrator.console_text import clock_time, count, printable, recovery, seconds, sentence, summary_page
+from orchestrator.console_text import clock_time, count, printable, recovery, seconds, sentence, summary_page, waiting
 
 INCIDENT = {
     "kind": "process_crash",
@@ -205,7 +205,7 @@ def test_summary_of_a_run_that_was_stopped_and_of_many_incidents():
     text = page(SUMMARY | {"status": "stopped", "stop_reason": "interrupted", "incidents": [INCIDENT] * 40})
     assert "  ■ tiny stopped (interrupted)  300 steps" in text
     assert text.count("process crash") == 12
-    assert "    and 28 before these: all are in summary.json" in text
+    assert "    and 28 before these: all are in incidents.jsonl" in text
 
 
 def test_terminal_shows_the_same_story_around_a_live_line(clock):
@@ -299,3 +299,11 @@ def test_small_texts():
     assert sentence("\n first \nsecond") == "first"
     assert sentence("") == ""
     assert printable("a\tb\x00") == "a   b·"
+
+
+def test_while_the_next_try_is_waited_for_the_user_reads_why_and_until_when():
+    what = "host 1: ConnectionError: the data server does not answer\nTraceback ..."
+    assert waiting(4.0, 1630.0, what) == (
+        "trying again in 4.00 s, for 27 min 10 s at most: host 1: ConnectionError: the data server does not answer"
+    )
+    assert waiting(60.0, None, "host 0: crashed") == "trying again in 1 min 00 s: host 0: crashed"

@@ -33,6 +33,13 @@ def test_the_tests_that_a_row_names_exist(row, state, cell):
             assert f"def {test}(" in (ROOT / path).read_text(), f"{row}: {reference}"
 
 
+def test_the_tests_that_show_what_is_said_of_security_exist():
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) >= 4
+    for path, test in named:
+        assert f"def {test}" in (ROOT / path).read_text(), f"{path}::{test}"
+
+
 def test_the_paths_that_documents_name_exist():
     for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for path in re.findall(

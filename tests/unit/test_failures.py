@@ -25,6 +25,9 @@ def alive(host):
         ("out_of_memory", FailureKind.OUT_OF_MEMORY),
         ("storage", FailureKind.STORAGE_ERROR),
         ("crash", FailureKind.PROCESS_CRASH),
+        ("device", FailureKind.DEVICE_ERROR),
+        ("runtime", FailureKind.RUNTIME_ERROR),
+        ("transient", FailureKind.TRANSIENT_ERROR),
     ],
 )
 def test_exception_says_its_kind_and_its_victims_are_set_aside(kind, expected):
@@ -32,7 +35,8 @@ def test_exception_says_its_kind_and_its_victims_are_set_aside(kind, expected):
     victim = PostMortem(host=0, exit_code=1, exception=GLOO, failed_at_s=9.9)
     failure = classify([victim, culprit])
     assert (failure.kind, failure.host, failure.collateral) == (expected, 1, (0,))
-    assert failure.summary == "host 1: ValueError at step 7: no"
+    what = "a device failed" if kind == "device" else "ValueError"
+    assert failure.summary == f"host 1: {what} at step 7: no"
 
 
 def killed(host, number, at_s=10.0):
@@ -43,6 +47,10 @@ NOTICE = {"t": 5.0, "ev": "notice", "reason": "maintenance", "deadline_s": 30.0,
 NO_ANSWER = {"type": "CoordinatorError", "message": "no answer from host 2 on 'done' within 300 s", "kind": "collateral"}
 WAITS = 'Thread 7 (idle): "MainThread"\n    read (trainers/wishes.py:44)\n    run (trainers/loop.py:90)\n'
 SLEEPS = 'Thread 7 (idle): "MainThread"\n    sleep_forever (my_callbacks.py:13)\n    run (trainers/loop.py:95)\n'
+
+
+NO_LINK = {"type": "JaxRuntimeError", "message": "INTERNAL: NCCL operation failed: unhandled system error", "kind": "link"}
+ECC = "F0522 10:59 pjrt.cc:3067] Non-OK-status: INTERNAL: CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
 
 
 def overdue(host, **more):
@@ -149,10 +157,50 @@ CASES = {
         (),
         (FailureKind.HANG, 2, (0, 1)),
     ),
+    "the coordinator's process is frozen, the others abort": (
+        [PostMortem(host=0, state="T (stopped)"), killed(1, signal.SIGABRT), killed(2, signal.SIGABRT)],
+        (),
+        (FailureKind.HANG, 0, (1, 2)),
+    ),
+    "one of two is frozen, the other one aborts": (
+        [killed(0, signal.SIGABRT), PostMortem(host=1, state="T (stopped)")],
+        (),
+        (FailureKind.HANG, 1, (0,)),
+    ),
     "one gives up waiting, two are left": (
         [PostMortem(host=0, exception=NO_ANSWER), alive(1), alive(2)],
         (),
         (FailureKind.COORDINATOR_LOST, None, (0,)),
+    ),
+    "a device fails and the runtime aborts the process, before the others abort": (
+        [killed(0, signal.SIGABRT, 9.0), PostMortem(host=1, signal=signal.SIGABRT, log_tail=("step 7", ECC), failed_at_s=10.0)],
+        (),
+        (FailureKind.DEVICE_ERROR, 1, (0,)),
+    ),
+    "one host has no link to the others": (
+        [PostMortem(host=0, exception=GLOO, failed_at_s=9.0), PostMortem(host=1, exception=NO_LINK, failed_at_s=10.0)],
+        (),
+        (FailureKind.DEVICE_ERROR, 1, (0,)),
+    ),
+    "no host has a link to the others": (
+        [PostMortem(host=0, exception=NO_LINK), PostMortem(host=1, exception=NO_LINK)],
+        (),
+        (FailureKind.COORDINATOR_LOST, None, (0, 1)),
+    ),
+    "a lost link is the consequence of a death": (
+        [PostMortem(host=0, exception=NO_LINK, failed_at_s=9.0), killed(1, signal.SIGKILL)],
+        (),
+        (FailureKind.PROCESS_CRASH, 1, (0,)),
+    ),
+    "an error of the runtime that does not say why, and a death, with clocks that differ": (
+        [PostMortem(host=0, exception=raised("runtime"), failed_at_s=9.9), killed(1, signal.SIGKILL, 10.0)],
+        (),
+        (FailureKind.PROCESS_CRASH, 1, ()),
+    ),
+    "a device error on a machine that had given notice": (
+        [alive(0), PostMortem(host=1, exception=raised("device"), notice=NOTICE)],
+        (),
+        (FailureKind.PREEMPTION, 1, ()),
     ),
     "all find a loss spike": (
         [PostMortem(host=host, exception=raised("loss_spike"), last_step=7) for host in range(3)],
@@ -200,6 +248,11 @@ def test_evidence_says_what_is_known():
     assert failure.evidence["log_tail"] == ["a", "b"]
     assert failure.evidence["also_failed"] == [2]
     assert (failure.step, failure.exception) == (40, None)
+
+
+def test_what_an_aborted_process_printed_of_its_device_is_told():
+    failure = classify([PostMortem(host=1, signal=6, last_step=40, log_tail=("step 40", ECC))])
+    assert failure.summary == f"host 1: a device failed at step 40: {ECC}"
 
 
 def test_lost_agent_gets_no_hint_about_memory():

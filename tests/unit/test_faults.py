@@ -50,7 +50,7 @@ def step(injector, batch_index=5, batch=None):
 
 def test_the_orchestrator_and_the_injector_mean_the_same_folder_and_faults():
     assert chaos_run.FAULTS_VARIABLE == faults.FOLDER_VARIABLE
-    ordered = {"slow", "hang", "skip_collective", "desync", "stuck_save", "nan", "exception", "kill", "stop"}
+    ordered = {"slow", "hang", "skip_collective", "desync", "stuck_save", "nan", "exception", "device_error", "kill", "stop"}
     assert set(faults.FAULTS) == ordered
 
 

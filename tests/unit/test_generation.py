@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.generation import Generation, in_order
+from orchestrator.generation import Failed, Finished, Generation, Paused, in_order
 
 _time = itertools.count(1)
 
@@ -81,9 +81,17 @@ def test_the_exit_of_a_host_that_was_done_is_no_failure():
 def test_why_it_stopped_is_known_once_all_have_stopped():
     done = event("done", step=9, stop_reason="resize", result={})
     generation = taken((0, done))
-    assert (generation.stopped_for, generation.finished) == (None, False)
+    assert (generation.end, generation.finished) == (None, False)
     generation.take(1, done)
-    assert (generation.stopped_for, generation.finished, generation.wants_restart) == ("resize", True, False)
+    assert (generation.end, generation.wants_restart) == (Paused("resize", {}), False)
+
+
+def test_how_a_generation_ended_is_a_value():
+    done = event("done", step=9, stop_reason="max_steps", result={"loss": 1.0})
+    assert taken((0, done), (1, done)).end == Finished("max_steps", {"loss": 1.0})
+    assert taken((0, done), (1, event("exit", code=1))).end == Failed()
+    assert taken((0, done)).end is None
+    assert taken((1, event("exit", code=1)), (0, done), (1, done)).end == Finished("max_steps", {"loss": 1.0})
 
 
 def test_a_save_in_flight_changes_no_category_and_ends_when_it_failed_too():

@@ -1,5 +1,6 @@
 """What is known of a run before machines are taken: `trainers.plan` in this process, and what the orchestrator makes of it."""
 
+import errno
 import json
 import subprocess
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from orchestrator.config import ConfigError, build
 from trainers import plan
 from trainers.arguments import TrainingArguments, from_dict
 from trainers.base import BaseTrainer
-from trainers.errors import DataError
+from trainers.errors import DataMissingError
 
 SMALL = {"vocab_size": 256, "width": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 48}
 PARAMETERS = 256 * 32 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32) + 32
@@ -48,7 +49,11 @@ def ten_examples(arguments):
 
 
 def no_examples(arguments):
-    raise DataError("data.paths: nothing there")
+    raise DataMissingError("data.paths: nothing there")
+
+
+def away(arguments):
+    raise ConnectionRefusedError(errno.ECONNREFUSED, "the data server is away")
 
 
 def one_dataset(arguments):
@@ -156,6 +161,14 @@ def test_what_cannot_run_is_told_before_machines_are_taken(changes, expected):
     assert expected in problem
 
 
+def test_a_data_server_that_is_away_refuses_no_run():
+    problems, facts = plan.plan(arguments(data={"dataset": f"{__name__}:away"}), num_devices=1)
+    assert problems == []
+    assert facts["doubt"] == f"data: ConnectionRefusedError: [Errno {errno.ECONNREFUSED}] the data server is away"
+    assert facts["train_examples"] is None
+    assert facts["parameters"] > 0
+
+
 def test_all_of_it_at_once():
     data = {"dataset": f"{__name__}:no_examples"}
     problems, _ = plan.plan(arguments(data=data, task="nowhere:Task", optimizer={"name": "adamv"}), num_devices=1)
@@ -221,6 +234,7 @@ def test_the_report_of_a_job(job, child_answers):
         "training data": "1,000 sequences = 62.5 steps an epoch",
         "held-out data": "50 sequences",
     }
+    assert report.events(job) == [report.header(job)]
     assert report.header(job) == {
         "ev": "run",
         "name": "job",
@@ -230,6 +244,20 @@ def test_the_report_of_a_job(job, child_answers):
         "tokens_per_step": 4096,
         "max_steps": 400,
     }
+
+
+def test_what_could_not_be_looked_at_is_told_first(job, child_answers):
+    child_answers(stdout=json.dumps({"problems": [], "facts": {"doubt": "data: ConnectionError: away"}}))
+    report = job_plan.check(job)
+    assert report.events(job) == [
+        report.header(job),
+        {
+            "ev": "note",
+            "level": "warning",
+            "message": "starting all the same, the hosts try again: data: ConnectionError: away",
+        },
+    ]
+    assert job_plan.arithmetic(job, report)["not known yet"] == "data: ConnectionError: away"
 
 
 def test_a_dry_run_shows_the_resolved_configuration_and_the_arithmetic(job, child_answers):

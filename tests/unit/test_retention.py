@@ -117,7 +117,7 @@ def save(manager, step, score):
 
 def lie_in(folder):
     models = folder.parent / "models"
-    return sorted(os.listdir(folder)), sorted(os.listdir(models)) if models.exists() else []
+    return checkpointing.names(folder), sorted(os.listdir(models)) if models.exists() else []
 
 
 def shapes_of_parameters():

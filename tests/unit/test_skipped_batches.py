@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from cluster.watchdog import Watchdog, WatchdogConfig
 from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
@@ -58,6 +59,27 @@ class Dies(Callback):
         self.furthest = max(self.furthest, state.batch_index)
 
 
+class Beats(Callback):
+    """What the process would tell of each step."""
+
+    def __init__(self, told):
+        self.told = told
+
+    def on_step_end(self, state, **kwargs):
+        host = runtime.current()
+        self.told.append({"ev": "heartbeat", "step": host.step, "batch_index": host.batch_index})
+
+
+def alarms(told):
+    """What the watchdog finds in a run whose steps take 10 s, where one may take 25 s."""
+    dog, now_s, found = Watchdog(WatchdogConfig(step_floor_s=25.0, step_factor=0.1), 0.0), 0.0, []
+    for event in told:
+        now_s += 10.0 * (event["ev"] == "heartbeat")
+        found += dog.look(now_s)
+        dog.note(event, now_s)
+    return [alarm.phase for alarm in found if alarm.overdue]
+
+
 def ordered(**orders):
     """A process with these orders; returns what it tells."""
     told: list[dict] = []
@@ -87,7 +109,9 @@ def test_a_nan_is_left_out_bit_for_bit_as_on_order(tmp_path, left_out, policy):
     state, result = left_out(6)
     told = ordered()
     made = trainer(tmp_path, Poison(6), **CLEAN, anomalies={"non_finite": policy})
+    made.add_callback(Beats(told))
     assert_equal(made.train(), state)
+    assert alarms(told) == []
     assert same(made.output.metrics, result)
     assert (result["steps"], result["batches"], result["samples"]) == (11, 12, 11 * 16)
     (anomaly,) = of(told, "anomaly")
@@ -186,7 +210,12 @@ def test_an_interval_of_which_nothing_was_trained_on_has_no_loss(tmp_path, event
     ("callback", "anomalies", "error", "message"),
     [
         (Poison(6), {"non_finite": "raise"}, NonFiniteLossError, "batch 6 has a non-finite loss or gradient"),
-        (Poison(2, 4, 6), {"max_skipped": 2}, NonFiniteLossError, r"with it 3 batches would be skipped .*: 2, 4, 6;"),
+        (
+            Poison(2, 4, 6),
+            {"max_skipped": 2},
+            NonFiniteLossError,
+            r"with it 3 of the last 10,000 batches would be skipped .*: 2, 4, 6;",
+        ),
         (
             Scramble(6),
             {"loss_spike": "raise", "spike_warmup_steps": 2, "spike_zscore": 0.01},
@@ -244,11 +273,15 @@ class FastClock(BaseTrainer):
         return loop
 
 
-class Clear(Callback):
-    """Removes a file at step 60, and takes its time for each step."""
+class InTheWay(Callback):
+    """A file in the place of a folder, until step 60; and takes its time for each step."""
 
     def __init__(self, path: Path):
         self.path = path
+
+    def on_train_begin(self, state, **kwargs):
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("in the way")
 
     def on_step_end(self, state, **kwargs):
         if state.global_step == 60:
@@ -259,10 +292,8 @@ class Clear(Callback):
 def test_a_failed_save_is_made_good_while_training_goes_on(tmp_path, events):
     """The first save finds a file in the place of its folder, which is gone a little later."""
     folder = tmp_path / "run" / "checkpoints"
-    folder.parent.mkdir(parents=True)
-    folder.write_text("in the way")
     made = trainer(
-        tmp_path, Clear(folder), cls=FastClock, max_num_steps=400, optimizer=FIXED, publish_every_steps=50, checkpoint={}
+        tmp_path, InTheWay(folder), cls=FastClock, max_num_steps=400, optimizer=FIXED, publish_every_steps=50, checkpoint={}
     )
     runtime.current().request_save()
     made.train()

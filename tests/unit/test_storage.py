@@ -1,3 +1,4 @@
+import errno
 import os
 import threading
 import uuid
@@ -7,6 +8,7 @@ import pytest
 
 from orchestrator import storage
 from orchestrator.storage import StorageError
+from trainers import durable
 
 
 def test_write_read_replace(tmp_path):
@@ -86,3 +88,111 @@ def test_a_verdict_holds_for_its_launch_only(tmp_path):
     storage.write_verdict(tmp_path, {"launch_id": "a", "status": "failed"})
     assert storage.read_verdict(tmp_path, "a") == {"launch_id": "a", "status": "failed"}
     assert storage.read_verdict(tmp_path, "b") is None
+
+
+def refuse(number, *, only=lambda *arguments: True, real=None):
+    """In place of a call that a file system does not offer."""
+
+    def refused(*arguments, **how):
+        if only(*arguments):
+            raise OSError(number, os.strerror(number), str(arguments[0]))
+        return real(*arguments, **how)
+
+    return refused
+
+
+@pytest.fixture(params=[errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP], ids=["EPERM", "ENOSYS", "EOPNOTSUPP"])
+def no_links(request, monkeypatch):
+    monkeypatch.setattr(os, "link", refuse(request.param))
+
+
+def test_without_hard_links_one_of_many_creators_wins(tmp_path, no_links):
+    storage.check_writable(tmp_path)
+    test_of_many_creators_one_wins(tmp_path)
+
+
+def test_without_hard_links_a_document_that_cannot_be_finished_holds_no_place(tmp_path, no_links, monkeypatch):
+    sync, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 2:  # the first is that of the temporary file
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        storage.create_json(tmp_path / "claim.json", 1)
+    assert os.listdir(tmp_path) == []
+    assert storage.create_json(tmp_path / "claim.json", 2)
+
+
+def test_a_bucket_that_tells_late_who_came_first_is_believed(tmp_path, no_links, monkeypatch):
+    sync, calls = os.fsync, []
+
+    def stale(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 2:
+            (tmp_path / "claim.json").write_text("1")
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", stale)
+    assert not storage.create_json(tmp_path / "claim.json", 2)
+    assert storage.read_json(tmp_path / "claim.json") == 1
+
+
+def test_a_link_whose_answer_was_lost_was_made(tmp_path, monkeypatch):
+    link = os.link
+
+    def lost(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+
+    monkeypatch.setattr(os, "link", lost)
+    assert storage.create_json(tmp_path / "claim.json", 1)
+    assert not storage.create_json(tmp_path / "claim.json", 2)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_fsync_is_no_obstacle(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(os, "fsync", refuse(number))
+    storage.check_writable(tmp_path)
+    durable.write(tmp_path / "a", "text")
+    assert (tmp_path / "a").read_text() == "text"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_failed_fsync_is_a_failed_write(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(os, "fsync", refuse(number))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        durable.write(tmp_path / "a", "text")
+    with pytest.raises(StorageError, match=rf"cannot write to .*: {os.strerror(number)}"):
+        storage.check_writable(tmp_path)
+
+
+def test_what_a_file_system_cannot_do_is_named(tmp_path, monkeypatch):
+    replaces = refuse(errno.EOPNOTSUPP, only=lambda source, target: os.path.exists(target), real=os.replace)
+    monkeypatch.setattr(os, "replace", replaces)
+    with pytest.raises(StorageError, match=r"storage: cannot replace a file in .*: Operation not supported; set storage=PATH"):
+        storage.check_writable(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "rename", refuse(errno.EOPNOTSUPP))
+    with pytest.raises(StorageError, match=r"storage: cannot rename a folder in .*: Operation not supported; set storage=PATH"):
+        storage.check_writable(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(storage, "create_json", lambda path, data: True)
+    with pytest.raises(StorageError, match="lets two processes create one file"):
+        storage.check_writable(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_whether_a_document_exists_is_never_guessed(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "stat", refuse(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.exists(tmp_path / "a.json")
+    monkeypatch.undo()
+    memory = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(memory), "info", refuse(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.exists("memory://bucket/a.json")

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import errno
 import hashlib
+import os
 import re
 
 import numpy as np
 import pytest
 
 from trainers.arguments import TrainingArguments
+from trainers.data import text
 from trainers.data.text import PYTHON_STDLIB, byte_text, read
-from trainers.errors import DataError, UsageError
+from trainers.errors import DataMissingError, DataUnavailableError, UsageError
 from trainers.sections import DataConfig, ModelConfig
 
 LENGTH = 16
@@ -126,7 +129,7 @@ def test_the_standard_library_is_read_without_what_is_installed_or_tests_it():
 
 
 def error_of(data):
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataMissingError) as error:
         byte_text(arguments(data))
     return str(error.value)
 
@@ -150,6 +153,34 @@ def test_a_file_that_cannot_be_read(tmp_path):
     assert error_of(config(tmp_path)) == (
         f"data.paths: {tmp_path}/a.txt cannot be read: No such file or directory; is it there, and yours to read?"
     )
+
+
+def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
+    """As of a share that hangs on a stale handle: the run would train on other data."""
+    write(tmp_path, {"a.txt": b"x" * 99, "deep/b.txt": b"y"})
+    list_folder = os.scandir
+
+    def stale(path):
+        if str(path).endswith("deep"):
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", stale)
+    with pytest.raises(DataUnavailableError, match=r"data.paths: .*/deep cannot be read: Stale file handle"):
+        byte_text(arguments(config(tmp_path)))
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EIO, DataUnavailableError), (errno.EACCES, DataMissingError)])
+def test_a_file_that_cannot_be_read_just_now(tmp_path, monkeypatch, number, error):
+    write(tmp_path, {"a.txt": b"x" * 99})
+
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(text, "open", refuse, raising=False)
+    with pytest.raises(error, match=f"data.paths: {tmp_path}/a.txt cannot be read: {os.strerror(number)}") as caught:
+        byte_text(arguments(config(tmp_path)))
+    assert type(caught.value) is error
 
 
 @pytest.mark.parametrize(("size", "eval_fraction"), [(0, 0.0), (16, 0.0), (20, 0.2)])

@@ -4,7 +4,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from cluster.capacity import Node, explain_missing, find_slices, unusable_slices
+from cluster.capacity import Node, explain_missing, find_slices, whole_slices
 from cluster.topology import (
     CPU_THREADS_PER_DEVICE,
     NODE_ID_LABEL,
@@ -16,19 +16,24 @@ from cluster.topology import (
     chips_per_host,
     devices_per_host,
     generation,
+    max_slices,
     megascale_env,
     min_hosts,
+    min_slices,
     num_devices,
     num_hosts,
     pod_type,
     process_env,
+    seats_of_slices,
+    seats_of_whole_slices,
     slice_bundle_labels,
     slice_of,
     strategy,
     topology_dims,
 )
 
-TWO_SLICES = HostsConfig(kind="tpu", accelerator="v4", topology="2x2x2", slices=2)
+TPU = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}
+TWO_SLICES = HostsConfig(**TPU, slices=2)
 
 
 def node(name, total, free=None, **labels):
@@ -102,6 +107,7 @@ def test_a_slice_of_one_host_is_known_by_its_type_alone():
         ({"devices_per_host": 0}, "devices_per_host = 0: expected a whole number of at least 1"),
         ({"cpus_per_host": 0}, "cpus_per_host = 0: expected more than 0"),
         ({"start_timeout_s": -1}, "start_timeout_s = -1: expected more than 0"),
+        ({"replacement_timeout_s": 0}, "replacement_timeout_s = 0: expected more than 0"),
         ({"wait_for_max_s": -1}, "wait_for_max_s = -1: expected at least 0"),
         ({"min": 0, "max": 2}, "min = 0: expected a whole number of at least 1"),
         ({"min": 3, "max": 2}, "min = 3: expected at most max, which is 2"),
@@ -118,10 +124,14 @@ def test_a_slice_of_one_host_is_known_by_its_type_alone():
             {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2", "count": 4},
             "count = 4: 1 slice(s) 2x2x2 of v4 have 2; leave it out",
         ),
+        ({**TPU, "min_slices": 0, "max_slices": 2}, "min_slices = 0: expected a whole number of at least 1"),
+        ({**TPU, "min_slices": 3, "max_slices": 2}, "min_slices = 3: expected at most max_slices, which is 2"),
+        ({**TPU, "max_slices": 2}, "max_slices = 2: give min_slices too, or slices instead"),
         (
-            {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2", "spares": 1},
-            "spares = 1: a TPU slice is replaced whole; spares are for cpu and gpu hosts",
+            {**TPU, "slices": 2, "min_slices": 1, "max_slices": 3},
+            "slices = 2, min_slices = 1, max_slices = 3: give either slices, or min_slices and max_slices",
         ),
+        ({"min_slices": 1}, "min_slices = 1: only TPU hosts have one; set kind: tpu, or leave min_slices out"),
     ],
 )
 def test_what_cannot_be_is_refused(fields, message):
@@ -131,11 +141,25 @@ def test_what_cannot_be_is_refused(fields, message):
 
 def test_tpu_hosts_are_as_many_as_the_slice_has():
     message = (
-        "min = 1: TPU slices are of one size; min and max are for cpu and gpu hosts, leave min out\n"
-        "max = 2: TPU slices are of one size; min and max are for cpu and gpu hosts, leave max out"
+        "min = 1: a TPU run grows and shrinks by whole slices; set min_slices instead\n"
+        "max = 2: a TPU run grows and shrinks by whole slices; set max_slices instead"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         HostsConfig(kind="tpu", accelerator="v4", topology="2x2x2", min=1, max=2)
+
+
+def test_a_tpu_run_counts_in_whole_slices():
+    config = HostsConfig(**TPU, min_slices=1, max_slices=3, spares=1)
+    assert (min_slices(config), max_slices(config)) == (1, 3)
+    assert (min_hosts(config), num_hosts(config)) == (2, 6)
+    assert (min_hosts(TWO_SLICES), num_hosts(TWO_SLICES)) == (4, 4)
+    assert seats_of_whole_slices(config, [0, 2, 3, 5, 6, 7]) == {2, 3, 6, 7}
+    assert seats_of_slices(config, [3, 4]) == {2, 3, 4, 5}
+
+
+def test_other_runs_count_single_hosts():
+    config = HostsConfig(min=1, max=4)
+    assert seats_of_whole_slices(config, [0, 3]) == seats_of_slices(config, [0, 3]) == {0, 3}
 
 
 def test_everything_that_is_wrong_is_told_at_once():
@@ -149,8 +173,8 @@ def test_everything_that_is_wrong_is_told_at_once():
         "count",
     ]
     with pytest.raises(ValueError, match="not a TPU generation") as error:
-        HostsConfig(kind="tpu", accelerator="v5", topology="2by2", spares=1)
-    assert [line.split(" = ")[0] for line in str(error.value).splitlines()] == ["spares", "accelerator", "topology"]
+        HostsConfig(kind="tpu", accelerator="v5", topology="2by2", min=1)
+    assert [line.split(" = ")[0] for line in str(error.value).splitlines()] == ["min", "accelerator", "topology"]
 
 
 def test_a_run_of_any_number_of_hosts_between_two():
@@ -241,8 +265,8 @@ def test_slices_that_are_whole_broken_busy():
     nodes.append(tpu_node("other", 0, kind="v4-32"))
     states = {state.name: (state.missing_workers, state.busy) for state in find_slices(TWO_SLICES, nodes)}
     assert states == {"a": ((), False), "b": ((0,), False), "c": ((), True)}
-    assert unusable_slices(TWO_SLICES, nodes) == ["b"]
-    assert unusable_slices(TWO_SLICES, nodes, avoid_nodes=["a/1"]) == ["a", "b"]
+    assert whole_slices(TWO_SLICES, nodes) == ["a"]
+    assert whole_slices(TWO_SLICES, nodes, avoid_nodes=["a/1"]) == []
     text = explain_missing(TWO_SLICES, nodes)
     assert "asked for 2 slice(s) 2x2x2 of v4 (type v4-16: 2 hosts with CPU 1, TPU 4 each)" in text
     assert "the cluster has 3 (a: free, b: worker 0 missing, c: in use); 1 slice(s) missing" in text

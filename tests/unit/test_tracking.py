@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from orchestrator import shipper
+from orchestrator import shipper, tracking
 from orchestrator.shipper import Line, Shipper, Value, fresh_values, next_batch, read_lines
 from orchestrator.storage import StorageError
 from orchestrator.tracking import Spool, Tracker, TrackingConfig, flatten, left_over
@@ -68,6 +68,33 @@ def test_spool_keeps_what_a_full_disk_refuses(tmp_path):
     assert spool.problem is None
     spool.close()
     assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+SECRETIVE = "postgresql://me:pass@db/mlflow"
+
+
+def test_a_password_is_in_the_shippers_environment_and_in_no_file(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(tracking, "ShipperProcess", lambda run_dir, uri: started.append(uri))
+    for password in ("pass", "newer"):
+        Tracker(str(tmp_path / "run"), TrackingConfig(uri=SECRETIVE.replace("pass", password)), "run")
+        (tmp_path / "run" / "tracking" / "shipped.json").write_text("{}")
+    assert started == [SECRETIVE, SECRETIVE.replace("pass", "newer")]
+    named = json.loads((tmp_path / "run" / "tracking" / "mlflow.json").read_text())
+    assert named["uri"] == "postgresql://***@db/mlflow"
+    assert (tmp_path / "run" / "tracking" / "shipped.json").exists(), "another password, but the same run"
+
+
+def test_what_ships_later_is_given_the_password_anew(monkeypatch):
+    stored = "postgresql://***@db/mlflow"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", SECRETIVE)
+    assert shipper.real_uri(stored) == SECRETIVE
+    assert shipper.real_uri("http://elsewhere:5000") == "http://elsewhere:5000"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:pass@another/mlflow")
+    with pytest.raises(
+        LookupError, match=r"of postgresql://\*\*\*@db/mlflow are not stored; set MLFLOW_TRACKING_URI to the whole"
+    ):
+        shipper.real_uri(stored)
 
 
 def test_without_mlflow_there_is_the_file_and_no_process(tmp_path):

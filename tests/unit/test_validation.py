@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from tests.programs.tiny import Numbers, TableTask, numbers
 from tests.unit.test_loop import World, due
 from tests.unit.training import FIXED, arguments, of, trainer
-from trainers import runtime
+from trainers import checkpoint_folder, runtime
 from trainers.anomalies import Verdict
 from trainers.arguments import TrainingArguments, from_dict
 from trainers.base import BaseTrainer
@@ -219,7 +218,7 @@ def scored(tmp_path, max_num_steps=12, checkpoint=None, cls=Scored, at_start=Fal
 
 def kept(tmp_path, folder="checkpoints"):
     path = tmp_path / "run" / folder
-    return sorted(map(int, os.listdir(path))) if path.exists() else []
+    return checkpoint_folder.steps(path)
 
 
 def test_keep_last_and_keep_best_work_together(tmp_path, events):

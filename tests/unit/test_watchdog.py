@@ -109,6 +109,33 @@ def test_an_evaluation_is_no_step():
     assert alarms(events, 100) == [(69, "train", "suspicious"), (71, "train", "overdue")]
 
 
+def test_a_pause_is_no_step_whatever_few_steps_there_were():
+    """Counted as one, the 58 s of an evaluation would be the median step, and a hang be found after ten minutes."""
+    events = [(1, FIRST_STEP), (2, phase("evaluate")), (60, phase("train")), (61, step(2))]
+    assert alarms(events, 100) == [(65, "train", "suspicious"), (67, "train", "overdue")]
+
+
+def rolled_back(*replay):
+    """Twenty steps, then back to the third, and what follows."""
+    steps = [(1, FIRST_STEP), *((number, step(number)) for number in range(2, 21))]
+    return [*steps, (21, phase("restore")), (22, phase("train")), *replay]
+
+
+def test_steps_that_are_trained_again_after_a_rollback_are_progress():
+    """The replay takes longer than a step may: who goes by the furthest step alone sees no progress in it."""
+    assert alarms(rolled_back(*((20 + number, step(number)) for number in range(4, 40))), 60) == []
+
+
+def test_a_hang_in_the_replay_is_found():
+    assert alarms(rolled_back((24, step(4)), (25, step(5))), 60) == [(33, "train", "suspicious"), (35, "train", "overdue")]
+
+
+def test_a_compilation_in_mid_training_has_its_own_limit():
+    again = [(1, FIRST_STEP), (2, step(2)), (3, phase("compile")), (40, phase("train")), (41, step(3))]
+    assert alarms(again, 46) == []
+    assert alarms(again[:3], 50) == [(41, "compile", "suspicious"), (43, "compile", "overdue")]
+
+
 def test_previews_are_no_step_and_have_a_limit_of_their_own():
     events = [(1, FIRST_STEP), (2, step(2)), (3, step(3)), (4, phase("preview"))]
     assert alarms([*events, (60, phase("train")), (61, step(4))], 66) == []

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainers.arguments import TrainingArguments
-from trainers.errors import DataError, UsageError
+from trainers.errors import DataMissingError, DataUnavailableError, UsageError
 from trainers.sections import DataConfig
 
 NUM_BYTES = 256
@@ -52,7 +52,8 @@ class Epochs:
 
 
 def byte_text(arguments: TrainingArguments) -> tuple[Epochs, Windows]:
-    """(training examples, held-out examples) of `arguments.data`. Raises DataError."""
+    """(training examples, held-out examples) of `arguments.data`. Raises DataUnavailableError, or DataMissingError where there
+    is none, or too little."""
     import grain
 
     config = arguments.data
@@ -66,7 +67,7 @@ def byte_text(arguments: TrainingArguments) -> tuple[Epochs, Windows]:
     held = Windows(text[len(text) - held_out :], config.sequence_length, first_sample_id=len(train))
     for name, windows in (("training", train), ("held-out", held)):
         if len(windows) == 0 and (name == "training" or config.eval_fraction > 0):
-            raise DataError(
+            raise DataMissingError(
                 f"data.paths {', '.join(config.paths)}: the {name} text has {len(windows.text):,} bytes; expected at least "
                 f"{config.sequence_length + 1}: data.sequence_length = {config.sequence_length} and one byte more to predict; "
                 f"give more text, a smaller sequence_length, or another data.eval_fraction (now {config.eval_fraction})"
@@ -93,17 +94,19 @@ def _files(path: str, pattern: str) -> list[tuple[str, str]]:
     if os.path.isfile(place):
         return [(os.path.basename(place), place)]
     if not os.path.isdir(place):
-        raise DataError(f"data.paths: {path!r} does not exist (looked for {os.path.abspath(place)}); expected a file or a folder")
+        raise DataMissingError(
+            f"data.paths: {path!r} does not exist (looked for {os.path.abspath(place)}); expected a file or a folder"
+        )
     names = list(_matching(place, pattern, LEFT_OUT if path == PYTHON_STDLIB else frozenset()))
     if not names:
-        raise DataError(
+        raise DataMissingError(
             f"data.paths: no file in {path!r} matches data.pattern {pattern!r}; files are matched by name, as in '*.txt'"
         )
     return [(name, os.path.join(place, name)) for name in names]
 
 
 def _matching(folder: str, pattern: str, left_out: frozenset[str]) -> Iterator[str]:
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=_raise_unreadable):
         folders[:] = [name for name in folders if name not in left_out]
         yield from (os.path.relpath(os.path.join(parent, name), folder) for name in files if fnmatch.fnmatch(name, pattern))
 
@@ -113,4 +116,14 @@ def _read_file(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise DataError(f"data.paths: {path} cannot be read: {error.strerror}; is it there, and yours to read?") from error
+        raise _unreadable(path, error) from error
+
+
+def _raise_unreadable(error: OSError) -> None:
+    """A folder that cannot be listed is not left out: the run would train on other data."""
+    raise _unreadable(error.filename, error) from error
+
+
+def _unreadable(path: str, error: OSError) -> DataUnavailableError:
+    kind = DataMissingError if isinstance(error, FileNotFoundError | PermissionError) else DataUnavailableError
+    return kind(f"data.paths: {path} cannot be read: {error.strerror}; is it there, and yours to read?")

@@ -26,14 +26,16 @@ class AnomalyConfig(Section):
     skip_before: int = 0
     """How many batches before the offending one a rollback leaves out with it."""
     max_skipped: int = 100
-    """One more, and the run fails: the fault is not in the data."""
+    """Of any `skipped_window_batches` batches in a row. One more, and the run fails: the fault is not in the data."""
+    skipped_window_batches: int = 10_000
+    """What was skipped longer ago does not count: a run of any length may come upon a bad batch now and then."""
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 0, "skip_before", "max_skipped")
-        yield from too_small(self, 1, "spike_warmup_steps")
+        yield from too_small(self, 1, "spike_warmup_steps", "skipped_window_batches")
         if not self.spike_zscore > 0:
             yield f"spike_zscore = {self.spike_zscore}: expected a positive number"
         if not 0 < self.spike_decay < 1:

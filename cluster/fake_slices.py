@@ -1,17 +1,12 @@
-"""Machines that are not there: Ray nodes on this one that claim to be hosts of a cluster, or of TPU slices. For tests.
+"""TPU slices that are not there: what Ray nodes of this machine say of themselves to be taken for their hosts.
 
-Ray tells TPU slices by the labels and resources of their nodes alone, so processes that use no TPU run on fake ones.
+Ray tells TPU slices by the labels and resources of their nodes alone, so processes that use no TPU run on fake ones. For chaos
+and for tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import ray
-from ray.cluster_utils import Cluster
 
 from cluster.topology import (
     POD_TYPE_LABEL,
@@ -57,24 +52,4 @@ def _slice_node(config: HostsConfig, name: str, worker: int, num_cpus: float) ->
             "TPU_ACCELERATOR_TYPE": pod_type(config),
             "TPU_TOPOLOGY": config.topology or "",
         },
-    )
-
-
-@contextmanager
-def cluster_of(nodes: Sequence[FakeNode], **init: Any) -> Iterator[tuple[Cluster, list[Any]]]:
-    """A local Ray cluster of a head without CPUs and these nodes; connects to it, and shuts it down. Yields their handles too."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    try:
-        handles = [_add(cluster, node) for node in nodes]
-        cluster.wait_for_nodes()
-        ray.init(address=cluster.address, include_dashboard=False, **init)
-        yield cluster, handles
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
-def _add(cluster: Cluster, node: FakeNode) -> Any:
-    return cluster.add_node(
-        wait=False, num_cpus=node.num_cpus, resources=dict(node.resources), labels=dict(node.labels), env_vars=dict(node.env)
     )

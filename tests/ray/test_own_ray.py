@@ -1,0 +1,138 @@
+"""`python -m orchestrator.run` on one machine: nobody else can enter the Ray that it starts, and nobody else can see it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+
+import psutil
+import yaml
+
+from orchestrator.launch import read_gang
+from orchestrator.ray_cluster import authentication_of
+from tests.programs.processes import wait_until
+
+ROOT = Path(__file__).parents[2]
+ENTER = """
+import sys, ray
+ray.init(sys.argv[1], log_to_driver=False, logging_level="error")
+assert ray.nodes()
+"""
+
+
+SECRET = "c4n4ry-of-a-user"
+
+
+def configuration(tmp_path, **more):
+    """The quick example with a secret in a variable of its processes, written to a file: command lines are for all to see."""
+    made = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text()) | {"storage": str(tmp_path), **more}
+    made["hosts"] |= {"env": {"API_KEY": SECRET}}
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(made))
+    return str(path)
+
+
+@contextmanager
+def going_on(path, folder, env):
+    """A run that has a checkpoint and goes on: its process. Then it is stopped."""
+    with (folder.parent / "console.log").open("w") as log:
+        command = [sys.executable, "-m", "orchestrator.run", path]
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+    try:
+        wait_until(lambda: process.poll() is not None or (folder / "checkpoints" / "20").exists(), 180)
+        assert process.poll() is None, (folder.parent / "console.log").read_text()
+        yield psutil.Process(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 3
+    finally:
+        process.kill()
+
+
+def test_a_run_on_one_machine_is_closed_to_others(tmp_path):
+    # Of a user who has said nothing of authentication:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    env["HOME"] = str(tmp_path / "home")
+    os.mkdir(env["HOME"])
+    tracking = {"uri": f"http://me:{SECRET}@127.0.0.1:9"}  # nobody listens there
+    path = configuration(tmp_path, tracking=tracking, max_num_steps=1_000_000, recorders=["jsonl", "tensorboard"])
+    folder = tmp_path / "tiny"
+    with going_on(path, folder, env) as process:
+        address = read_gang(folder)["address"]
+        listening = sockets_of(process)
+        assert ("127.0.0.1", int(address.rpartition(":")[2])) in listening["gcs_server"], "Ray's processes were looked at"
+        assert open_to_others(listening) == {}
+
+        (raylet,) = [child for child in process.children(recursive=True) if child.name() == "raylet"]
+        token = raylet.environ()["RAY_AUTH_TOKEN"]
+        assert len(token) == 64
+        assert who_enters(address, env, [None, "wrong", token]) == [token]
+        assert authentication_of(address) == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        of_training = training_environments(process)
+        assert {environ["API_KEY"] for environ in of_training} == {SECRET}
+        assert [environ for environ in of_training if token in environ.values()] == []
+
+        # Another process of the same user, whom nobody has given the token:
+        command = [sys.executable, "-m", "orchestrator.profile", str(folder), "--steps", "1"]
+        profiled = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=120)
+        assert profiled.returncode == 0, profiled.stdout + profiled.stderr
+        (rays_folder,) = {Path(part.partition("=")[2]) for part in raylet.cmdline() if part.startswith("--session_dir=")}
+    assert any(parent.stat().st_mode & 0o077 == 0 for parent in rays_folder.parents), "others cannot come to Ray's files"
+    assert holding(token, tmp_path) == holding(token, rays_folder) == []
+    assert "not in MLflow yet" in (tmp_path / "console.log").read_text()
+    assert holding(SECRET, tmp_path) == [tmp_path / "tiny.yaml"]
+    assert holding(SECRET, rays_folder) == []
+    assert open_to_other_users(folder) == []
+
+
+def holding(secret, folder):
+    return [path for path in folder.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+
+
+def open_to_other_users(folder):
+    return [path for path in [folder, *folder.rglob("*")] if path.exists() and path.stat().st_mode & 0o077]
+
+
+def who_enters(address, env, tokens):
+    """With which of these tokens a process comes in; all try at once. Those that are refused may go on trying for a minute."""
+    local = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else Ray makes another address of 127.0.0.1
+    with ExitStack() as ended:
+        tries = []
+        for token in tokens:
+            said = {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+            command = [sys.executable, "-c", ENTER, address]
+            tries.append(subprocess.Popen(command, env=env | local | said, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+            ended.callback(tries[-1].communicate)
+            ended.callback(tries[-1].kill)
+        assert tries[-1].wait(100) == 0
+        wait_until(lambda: all(one.poll() is not None for one in tries), 5)
+        return [token for token, one in zip(tokens, tries, strict=True) if one.poll() == 0]
+
+
+def training_environments(process):
+    found = []
+    for child in process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "trainers.worker" in child.cmdline():
+                found.append(child.environ())
+    return found
+
+
+def sockets_of(process):
+    """(address, port) that its processes listen on, by name."""
+    found = {}
+    for one in [process, *process.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            for socket in one.net_connections("inet"):
+                if socket.status == psutil.CONN_LISTEN:
+                    found.setdefault(one.name(), set()).add((socket.laddr.ip.removeprefix("::ffff:"), socket.laddr.port))
+    return found
+
+
+def open_to_others(listening):
+    found = {name: {at for at in sockets if not ip_address(at[0]).is_loopback} for name, sockets in listening.items()}
+    return {name: sockets for name, sockets in found.items() if sockets}

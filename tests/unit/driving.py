@@ -1,0 +1,191 @@
+"""A launch in a world without Ray, processes or time (`fake_gang`): one driver after the other, as Ray Train would start them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from orchestrator.board import Board
+from orchestrator.config import build
+from orchestrator.driver import Driver
+from orchestrator.launch import Launch
+from orchestrator.stops import Superseded, TrainingFailed
+from tests.unit.fake_gang import DriverDied, FakeGangs, World
+
+RESTART_DRIVER_S = 2.5
+"""Until Ray Train has started another driver."""
+WRITE_S = 0.01
+
+
+class FakeLease:
+    def __init__(self, world: World):
+        world.driver_epoch += 1
+        self.epoch, self._world = world.driver_epoch, world
+        self.fence = str(self.epoch)
+
+    def superseded(self) -> bool:
+        return self._world.driver_epoch > self.epoch
+
+    def succeeded_by(self, launch_id: str) -> bool:
+        return self.superseded()
+
+    def release(self) -> None: ...
+
+
+class FakeWriter:
+    """As `orchestrator.writer.Writer`; what had not been written when its driver died is lost."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._jobs: OrderedDict[str, Callable[[], None]] = OrderedDict()
+        self.dead = False
+        self._problem: str | None = None
+
+    def put(self, key: str, job: Callable[[], None]) -> None:
+        self._world.effect()
+        self._jobs.pop(key, None)
+        self._jobs[key] = job
+        self._world.at(WRITE_S, self._write_next)
+
+    def _write_next(self) -> None:
+        if self.dead or not self._jobs:
+            return
+        if self._world.now_s < self._world.storage_free_s:
+            self._world.at(self._world.storage_free_s - self._world.now_s + WRITE_S, self._write_next)
+            return
+        self._problem = "no space left" if self._world.storage_fails else None
+        if self._problem is None:
+            with self._world.driver_thread():
+                self._jobs.popitem(last=False)[1]()
+        else:
+            self._world.at(1.0, self._write_next)
+
+    def problem(self) -> str | None:
+        return self._problem
+
+    def flush(self, timeout_s: float) -> bool:
+        for _ in self._jobs:
+            self._world.at(WRITE_S, self._write_next)
+        self._world.advance(timeout_s, until=lambda: not self._jobs)
+        return not self._jobs
+
+    def stop(self) -> None:
+        self._jobs.clear()
+
+
+class FakeFolder:
+    """As `orchestrator.run_folder.RunFolder`, in memory."""
+
+    path = "/runs/fake"
+
+    def __init__(self, world: World):
+        self._files = world.files
+
+    def read(self, name: str) -> Any:
+        return json.loads(self._files[name]) if name in self._files else None
+
+    def write(self, name: str, document: Any) -> None:
+        self._files[name] = json.dumps(document)
+
+    def append(self, name: str, text: str) -> None:
+        self._files[name] = self._files.get(name, "") + text
+
+    def last_lines(self, name: str) -> list[str]:
+        return self._files.get(name, "").splitlines()
+
+
+class FakeTracker:
+    def __init__(self, world: World):
+        self._published = world.files.setdefault("published", [])
+
+    def log_metrics(self, step: int, metrics: Any, at_s: float | None = None) -> None:
+        self._published.append(step)
+
+    def log_artifact(self, path: str, folder: str = "") -> None: ...
+
+    def close(self, timeout_s: float, status: str) -> None: ...
+
+
+def config(hosts: int = 2, spares: int = 0, **driver: Any):
+    return build(
+        {
+            "name": "fake",
+            "storage": "/runs",
+            "global_batch_size": 8 * hosts,
+            "max_num_steps": 1000,
+            "hosts": {"count": hosts, "spares": spares},
+            "driver": {"rehearse": False, **driver},
+            "tracking": {"mlflow": False},
+        }
+    )
+
+
+class Launched:
+    """One launch. `run` starts drivers until one ends with a result, or fails for good."""
+
+    def __init__(self, world: World, *, hosts: int = 2, spares: int = 0, **driver: Any):
+        self.world, self.board, self.config = world, Board(), config(hosts, spares, **driver)
+        self.gangs = FakeGangs(world, hosts + spares, hosts)
+        self.launch: Launch
+        self.num_drivers = 0
+
+    def start_driver(self) -> Driver:
+        world = self.world
+        self.num_drivers += 1
+        self.lost, self.writer = threading.Event(), FakeWriter(world)
+        self.launch = Launch(
+            FakeFolder(world),  # type: ignore[arg-type]
+            "launch",
+            world.clock(),
+            FakeLease(world),  # type: ignore[arg-type]
+            self.lost,
+            FakeTracker(world),  # type: ignore[arg-type]
+            world.clock,
+            self.writer,  # type: ignore[arg-type]
+            monotonic=lambda: world.now_s,
+        )
+        reporter = SimpleNamespace(report=lambda *args, **kwargs: None)
+        recorders = SimpleNamespace(record=lambda *args: None)
+        self.driver = Driver(
+            self.config,
+            self.launch,
+            self.board,
+            reporter,  # type: ignore[arg-type]
+            recorders,  # type: ignore[arg-type]
+            gangs=self.gangs,
+            clock=world.clock,
+            monotonic=lambda: world.now_s,
+            sleep=world.sleep,
+        )
+        return self.driver
+
+    def run(self) -> dict[str, Any]:
+        """The result of the driver that ended the launch. Raises TrainingFailed, or Superseded."""
+        while True:
+            try:
+                result = self.start_driver().run()
+                assert self.launch.flush(600.0)
+                return result
+            except DriverDied:
+                self.writer.dead = True
+                self.world.advance(RESTART_DRIVER_S)
+
+    def kinds(self) -> list[str]:
+        return [str(incident.kind) for incident in self.launch.incidents]
+
+    def told(self) -> list[dict[str, Any]]:
+        return self.board.take(0, 0.0)[1]
+
+
+def end_of(launched: Launched) -> tuple[str, Any]:
+    """(how it ended, the result or the reason)."""
+    try:
+        return "finished", launched.run()
+    except TrainingFailed as error:
+        return "failed", str(error)
+    except Superseded as error:
+        return "superseded", str(error)

@@ -1,0 +1,103 @@
+"""A model check of the driver: random faults, driver deaths and stalls, storage that hangs or fails, answers lost and late.
+
+What must hold, whatever happens: one gang trains at a time and every step is committed once; no healthy host is given up and no
+healthy gang halted; every wait ends; the run comes to its end or says why not; each second is in one category of the ledger.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from tests.unit.driving import Launched, end_of
+from tests.unit.fake_gang import Process, World
+
+HORIZON_S = 3600.0
+"""A run of seconds that takes longer has a wait that does not end."""
+HARMLESS = ("driver", "stall", "storage_hangs", "storage_fails", "blip")
+"""What the gang itself does not notice."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    at_s: float
+    """Of a fault of the driver: the number of the effect before which it strikes."""
+    host: int
+    seconds: float
+
+
+KINDS = ("process", "agent", "freeze", "blip", "cut_off", "driver", "stall", "storage_hangs", "storage_fails")
+
+
+def some_faults(rng: random.Random) -> list[Fault]:
+    return [
+        Fault(rng.choice(KINDS), rng.uniform(1.3, 12.0), rng.randrange(2), rng.choice([0.5, 3.0, 12.0, 25.0, 90.0]))
+        for _ in range(rng.randrange(1, 6))
+    ]
+
+
+def victim(world: World, host: int) -> Process | None:
+    """The process of a host in the newest generation, while it trains."""
+    job = max(world.jobs.values(), key=lambda job: job.generation, default=None)
+    process = job.processes.get(host) if job is not None else None
+    return process if process is not None and process.alive and not process.done else None
+
+
+def plan(world: World, fault: Fault) -> None:
+    if fault.kind == "driver":
+        world.die_at.add(int(fault.at_s * 25))
+    elif fault.kind == "stall":
+        world.stall_at[int(fault.at_s * 25)] = fault.seconds
+    else:
+        world.at(fault.at_s, lambda: strike(world, fault))
+
+
+def strike(world: World, fault: Fault) -> None:
+    process = victim(world, fault.host)
+    if fault.kind == "storage_hangs":
+        world.storage_free_s = world.now_s + fault.seconds
+    elif fault.kind == "storage_fails":
+        world.storage_fails = True
+        world.storage_free_s = world.now_s  # it was away once
+        world.at(fault.seconds, lambda: setattr(world, "storage_fails", False))
+    elif process is None:
+        return
+    elif fault.kind == "process":
+        process.agent.end_process(told=True)
+    elif fault.kind == "agent":
+        process.agent.die()
+    elif fault.kind == "freeze":
+        process.frozen = True
+    else:
+        seconds = min(fault.seconds, 12.0) if fault.kind == "blip" else 60.0
+        process.agent.out_of_reach_s = (world.now_s, world.now_s + seconds)
+        process.agent.unavailable = fault.seconds in (3.0, 25.0)
+
+
+def check(world: World, launched: Launched, end: tuple[str, object]) -> None:
+    how, about = end
+    assert world.violations == []
+    assert how == "finished", about
+    assert about["steps"] == world.max_steps
+    assert [step for _, step in world.commits] == sorted({step for _, step in world.commits})
+    assert world.commits[-1][1] == world.max_steps
+    assert world.now_s < HORIZON_S
+    totals = launched.launch.goodput.totals(world.clock())
+    assert sum(totals.values()) == pytest.approx(launched.launch.goodput.wall_s(world.clock()))
+    assert not any(agent.alive for agent in world.agents)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_whatever_happens_the_run_ends_as_if_nothing_had(seed):
+    rng, world = random.Random(seed), World(max_steps=100)
+    planned, launched = some_faults(rng), Launched(world, spares=rng.randrange(2))
+    for fault in planned:
+        plan(world, fault)
+    check(world, launched, end_of(launched))
+    if not any(agent.lost for agent in world.agents):  # one that is given up takes along what it has not told
+        assert set(world.files["published"]) == {5 * n for n in range(1, world.max_steps // 5 + 1)}
+    if all(fault.kind in HARMLESS for fault in planned):
+        assert len(world.jobs) == 1 or any(fault.kind in ("driver", "stall") for fault in planned)
