@@ -17,13 +17,13 @@ from typing import Any
 
 from benchmarks.step_overhead import StopAfterWarmUp, our_loop
 from trainers import runtime
-from trainers.arguments import TrainingArguments, load_object
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.recorders.base import About
-from trainers.recorders.feed import Recorders
+from trainers.config import CheckpointConfig, DistributionConfig, EvaluationConfig, MetricsConfig
+from trainers.config.arguments import TrainingArguments, load_object
+from trainers.recorders.dispatch import Recorders
+from trainers.recorders.recorder import About
 from trainers.run import read
-from trainers.sections import CheckpointConfig, DistributionConfig, EvaluationConfig, MetricsConfig
 
 PUBLISH_EVERY_STEPS = 10
 NEVER = 1_000_000

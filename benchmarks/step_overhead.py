@@ -17,11 +17,11 @@ from typing import Any
 import jax
 
 from trainers import runtime
-from trainers.arguments import load_object
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, RunInfo
+from trainers.config import CheckpointConfig, EvaluationConfig
+from trainers.config.arguments import load_object
 from trainers.run import read
-from trainers.sections import CheckpointConfig, EvaluationConfig
 
 WARM_UP_STEPS = 5
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainers import agree, protocol, runtime
+from trainers import protocol, runtime
+from trainers.runtime import multihost
 
 
 def points(arguments):
@@ -29,7 +30,7 @@ class LineTrainer:
         train_step, mesh = jax.jit(jax.value_and_grad(loss)), jax.make_mesh((jax.device_count(),), ("data",))
         place, stop = jax.NamedSharding(mesh, jax.P("data")), False
         # A signal may come to one host alone: all must hear of it before one of them stops.
-        while step < self.arguments.max_num_steps and not (stop := any(agree.all_hosts("stop", runtime.stop_requested()))):
+        while step < self.arguments.max_num_steps and not (stop := any(multihost.all_hosts("stop", runtime.stop_requested()))):
             rows = self.dataset_train[(step * 8 + np.arange(8)) % 256]
             value, gradients = train_step(line, jax.make_array_from_callback(rows.shape, place, rows.__getitem__))
             line, step = {name: float(line[name] - 0.1 * gradients[name]) for name in line}, step + 1

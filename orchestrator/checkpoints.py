@@ -18,12 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator import storage
-from orchestrator.config import ConfigError, load
-from orchestrator.launch import CHECKPOINTS, STATE
-from orchestrator.lease import RunInUse, wait_until_free
-from trainers import checkpoint_folder, committed, manifest
-from trainers.committed import Committed
+from orchestrator.config.job import ConfigError, load
+from orchestrator.run_state.launch import CHECKPOINTS, STATE
+from orchestrator.run_state.lease import RunInUse, wait_until_free
+from trainers.checkpoint import committed, layout, manifest
+from trainers.checkpoint.committed import Committed
+from trainers.storage import documents
 
 EXIT_FINE = 0
 EXIT_DAMAGED = 1
@@ -89,7 +89,7 @@ def checkpoints_of(run: str, overrides: Sequence[str] = ()) -> Path:
     if not Path(run).exists() and Path(run).suffix not in (".yaml", ".yml"):
         raise NoRunError(f"there is no {run}: give a run's folder, or the YAML file it was started with")
     run_dir = load(run, overrides).run_dir
-    if storage.is_url(run_dir):
+    if documents.is_url(run_dir):
         raise NoRunError(f"{run_dir} is no local or mounted folder: mount the bucket, and give the run's folder in it")
     if not Path(run_dir).is_dir():
         raise NoRunError(f"{run} was not started yet with this storage and name: there is no {run_dir}")
@@ -99,13 +99,13 @@ def checkpoints_of(run: str, overrides: Sequence[str] = ()) -> Path:
 def accept_loss(folder: Path) -> None:
     """Makes the records of the run say that the newest checkpoint in `folder` is the newest there ever was. Raises RunInUse."""
     wait_until_free(str(folder.parent), waiting=lambda message: print(message, file=sys.stderr))
-    newest = max(checkpoint_folder.steps(folder), default=None)
-    document = storage.read_json(folder.parent / STATE)
+    newest = max(layout.steps(folder), default=None)
+    document = documents.read_json(folder.parent / STATE)
     run = committed.of_run(folder.parent, folder).run
     if document is not None:
         run = document.get("committed", {}).get("run", run)
         record = {"committed": asdict(Committed(run, newest)), "checkpoint_step": newest}
-        storage.write_json(folder.parent / STATE, document | record)
+        documents.write_json(folder.parent / STATE, document | record)
     for place in (folder.parent, folder):
         if place.is_dir():
             committed.write(place, Committed(run, newest))
@@ -113,11 +113,11 @@ def accept_loss(folder: Path) -> None:
 
 def inspect(folder: Path, *, verify: bool) -> Iterator[Row]:
     """Oldest first. One that is deleted meanwhile is left out."""
-    for step in checkpoint_folder.steps(folder):
+    for step in layout.steps(folder):
         row = _look_at(folder / str(step), step, verify)
         if (folder / str(step)).exists():
             yield row
-    for path in checkpoint_folder.on_the_way(folder):
+    for path in layout.on_the_way(folder):
         number, _, what = path.name.partition(".")
         if what.startswith("saving"):
             yield Row(int(number), str(path), "unfinished", ["being saved, or what a save that was cut short has left"])

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator import ray_cluster
 from orchestrator.checkpoints import NoRunError, checkpoints_of
-from orchestrator.config import ConfigError
-from orchestrator.launch import read_gang
+from orchestrator.config.job import ConfigError
+from orchestrator.driver import ray_cluster
+from orchestrator.run_state.launch import read_gang
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
 STEPS = 3
@@ -75,7 +75,7 @@ def connect(address: str) -> None:
 
 
 def find_agents(seats: Sequence[dict[str, Any]]) -> list[Any]:
-    from cluster.leftovers import find_agent
+    from cluster.placement.cleanup import find_agent
 
     return [agent for agent in (find_agent(seat["name"]) for seat in seats) if agent is not None]
 

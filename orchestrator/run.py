@@ -18,19 +18,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
-from cluster.topology import PRIVATE_UMASK
-from orchestrator import plan, storage, summary
-from orchestrator.board import Board, BoardLike, start_remote_board
-from orchestrator.config import ConfigError, JobConfig, load, shown
-from orchestrator.console import make_console, watch
-from orchestrator.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, take_up
-from orchestrator.lease import RunInUse, check_free
-from orchestrator.ray_cluster import connect, disconnect
-from orchestrator.ray_train import FinalVerdict, Reporter, fit
-from trainers.masking import masked
-from trainers.recorders.base import About
-from trainers.recorders.feed import Recorders
-from trainers.stop_reason import StopReason
+from cluster.hosts.config import PRIVATE_UMASK
+from orchestrator.config.job import ConfigError, JobConfig, load, shown
+from orchestrator.driver.ray_cluster import connect, disconnect
+from orchestrator.driver.ray_train import FinalVerdict, Reporter, fit
+from orchestrator.events import Board, BoardLike, start_remote_board
+from orchestrator.planning import report as plan
+from orchestrator.reporting.console import make_console, watch
+from orchestrator.run_state import summary
+from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, take_up
+from orchestrator.run_state.lease import RunInUse, check_free
+from trainers.config.masking import masked
+from trainers.recorders.dispatch import Recorders
+from trainers.recorders.recorder import About
+from trainers.runtime.stop_reason import StopReason
+from trainers.storage import documents
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             print(plan.render(config, plan.check(config)))
             return EXIT_FINISHED
         return launch(config)
-    except (ConfigError, RunInUse, storage.StorageError) as error:
+    except (ConfigError, RunInUse, documents.StorageError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     except plan.PlanError as error:
@@ -69,7 +71,7 @@ def launch(config: JobConfig) -> int:
     started_at_s = time.time()
     keep_private(config)
     run_dir = config.run_dir
-    storage.check_writable(run_dir)
+    documents.check_writable(run_dir)
     check_free(run_dir)
     report = plan.check(config)
     launch_id = uuid.uuid4().hex[:12]
@@ -85,7 +87,7 @@ def launch(config: JobConfig) -> int:
         watch(board, make_console(sys.stdout), lambda: not driver.is_alive())
     driver.join()
     disconnect()
-    return exit_status(storage.read_verdict(run_dir, launch_id), outcome.error)
+    return exit_status(documents.read_verdict(run_dir, launch_id), outcome.error)
 
 
 def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> None:
@@ -97,13 +99,13 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
 
     Ray Train takes a return for success. So a failure is raised, and a verdict, once there, is final: it is raised again.
     """
-    from orchestrator.driver import Driver
-    from orchestrator.stops import Superseded, TrainingFailed
+    from orchestrator.driver.driver import Driver
+    from orchestrator.driver.stop_requests import Superseded, TrainingFailed
 
     config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
     keep_private(config)
     clock = steady_clock()
-    verdict = when_storage_answers(lambda: storage.read_verdict(run_dir, launch_id), board)
+    verdict = when_storage_answers(lambda: documents.read_verdict(run_dir, launch_id), board)
     if verdict is None:
         try:
             facts = (run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), clock)
@@ -155,12 +157,12 @@ def conclude(
         "name": config.training.name,
         "prompt": next(iter(config.training.previews.prompts), ""),
         "storage": job.run_dir,
-        "checkpoints": storage.join(job.run_dir, "checkpoints"),
+        "checkpoints": documents.join(job.run_dir, "checkpoints"),
         "mlflow": job.tracker.where(),
     }
     board.post({"ev": "summary", "summary": {**made, **extra}})
     verdict = {"launch_id": job.launch_id, "status": status, "stop_reason": result.get("stop_reason"), "error": error}
-    storage.write_verdict(job.run_dir, verdict)
+    documents.write_verdict(job.run_dir, verdict)
     return verdict
 
 
@@ -241,7 +243,7 @@ class relay_signals:
             late.start()
 
     def _too_late(self) -> None:
-        if storage.read_verdict(self.run_dir, self.launch_id) is not None:
+        if documents.read_verdict(self.run_dir, self.launch_id) is not None:
             return  # saved and told: only Ray is still being shut down
         print(
             f"SIGTERM: the state could not be saved within {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed now, "

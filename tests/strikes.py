@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 
-from orchestrator.board import Board
+from orchestrator.events import Board
 
 
 class Folder:
-    """The folder of orders for `trainers.faults`."""
+    """The folder of orders for `trainers.diagnostics.fault_injection`."""
 
     def __init__(self, path: Path, step_s: float | None = None):
         """`step_s`: every step takes so much longer, so that a strike has its time."""

@@ -14,28 +14,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainers import agree, distributions, first_nonfinite, memory, runtime
-from trainers import mesh as meshes
-from trainers.anomalies import Decision
-from trainers.bag import Bag
+from trainers import runtime
 from trainers.builder import Builder
 from trainers.callbacks import Callback
-from trainers.checkpoints import save_to
-from trainers.checks import parse_duration_s
-from trainers.due import Due, EndOfData, Epochs
+from trainers.checkpoint.manager import save_to
+from trainers.config.masking import masked
+from trainers.config.section import parse_duration_s
+from trainers.diagnostics import memory, nonfinite
 from trainers.errors import NotConfiguredError, OutOfMemoryError, SaveFailedError, UsageError
-from trainers.loop import Loop
-from trainers.masking import masked
-from trainers.metrics import Publisher, Seconds, Throughput, device_memory
-from trainers.peaks import peak_flops_per_s
+from trainers.evaluation.score import ScoreKeeper
+from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit
+from trainers.loop.anomalies import Decision
+from trainers.loop.host_requests import Flags, Limits, Wishes
+from trainers.loop.restore import Resume, known_lineage
+from trainers.loop.results import describe
+from trainers.loop.train_loop import Loop
+from trainers.loop.triggers import Due, EndOfData, Epochs
+from trainers.metrics import histograms
+from trainers.metrics.accumulator import Bag
+from trainers.metrics.peak_flops import peak_flops_per_s
+from trainers.metrics.publisher import Publisher, Seconds, Throughput, device_memory
+from trainers.parallel import mesh as meshes
 from trainers.protocol import TrainerOutput
-from trainers.results import describe
-from trainers.resume import Resume, known_lineage
-from trainers.score import ScoreKeeper
-from trainers.state import TrainState, num_parameters, with_shardings
-from trainers.stop_reason import StopReason
-from trainers.validation import DEFAULT_UNIT, ValidationUnit
-from trainers.wishes import Flags, Limits, Wishes
+from trainers.runtime import multihost
+from trainers.runtime.stop_reason import StopReason
+from trainers.step.state import TrainState, num_parameters, with_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +97,8 @@ class BaseTrainer(Builder):
 
     def save_pretrained(self, ckpt_path: str, state: TrainState | None = None) -> str:
         """Writes parameters, optimizer state, arguments and all else of `state` (None: the current one), and the model's assets,
-        to the folder `ckpt_path`, which must not exist. Returns the path; `trainers.checkpoints.load_from` and
-        `trainers.assets.read` read it back."""
+        to the folder `ckpt_path`, which must not exist. Returns the path; `trainers.checkpoint.manager.load_from` and
+        `trainers.checkpoint.assets.read` read it back."""
         state = self._current(state)
         save_to(ckpt_path, state, self._meta(), self.build_model_assets)
         return ckpt_path
@@ -233,9 +236,9 @@ class BaseTrainer(Builder):
         host.phase("finish")
         manager.wait()
         self.callbacks.tell_saved(self.info, self._saved)
-        if wanted and not agree.every_host("saved at the end", manager.last_saved_step == step):
+        if wanted and not multihost.every_host("saved at the end", manager.last_saved_step == step):
             raise SaveFailedError(f"training is over, but the checkpoint of its last step, {step}, could not be saved")
-        saved = agree.from_host0("last checkpoint", manager.last_saved_step)
+        saved = multihost.from_host0("last checkpoint", manager.last_saved_step)
         path = None if saved is None else manager.path(saved)
         metrics = self._final_metrics(state)
         if reason.finished:
@@ -272,7 +275,7 @@ class BaseTrainer(Builder):
         def objective(params: Any, micro_batch: Any, updates: Any) -> jax.Array:
             return self.loss_function(params, micro_batch, updates).loss_sum
 
-        where, problem = first_nonfinite.find(objective, self._mesh, state.params, batch, state.step)
+        where, problem = nonfinite.find(objective, self._mesh, state.params, batch, state.step)
         return f"{where}, with the parameters of step {step}" if where else f"where it began was not found: {problem}"
 
     def _preview(self, state: TrainState) -> list[dict[str, str]]:
@@ -349,7 +352,7 @@ class BaseTrainer(Builder):
         self._latest_metrics = metrics
         own: dict[str, Any] = {"step": step, "metrics": metrics, "seconds": seconds}
         if measured is not None:
-            own["distributions"] = distributions.read(measured, self._chosen_parameters)
+            own["distributions"] = histograms.read(measured, self._chosen_parameters)
         self.callbacks.call(Callback.on_publish, self.info, **own)
         if jax.process_index() == 0:
             runtime.current().emit("metrics", **own)
@@ -384,4 +387,4 @@ class BaseTrainer(Builder):
 
     @cached_property
     def _chosen_parameters(self) -> list[str]:
-        return distributions.chosen(self._model_state.params, self.arguments.distributions)
+        return histograms.chosen(self._model_state.params, self.arguments.distributions)

@@ -13,26 +13,28 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from trainers import distributed, groups, pruning, runtime
-from trainers import mesh as meshes
-from trainers.arguments import TrainingArguments, load_object
-from trainers.bag import Bag, Kind, Layout
+from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
-from trainers.checkpoints import CheckpointManager
-from trainers.committed import Committed
-from trainers.compile import Program, ProgramStore
+from trainers.checkpoint.committed import Committed
+from trainers.checkpoint.fence import Term
+from trainers.checkpoint.manager import CheckpointManager
+from trainers.checkpoint.retention import Retention
+from trainers.config import ParameterGroup, UnitConfig
+from trainers.config.arguments import TrainingArguments, load_object
 from trainers.data.collate import Collated, CollateInfo, Preprocess, Transform, preprocessed, stack
-from trainers.data.iterable import random_access
 from trainers.data.loader import RandomAccess, StepAddressedLoader
+from trainers.data.sources.iterable import random_access
 from trainers.errors import NotConfiguredError, UsageError
-from trainers.fence import Term
-from trainers.generate import Previews, can_generate
-from trainers.hooks import Hooks
-from trainers.lineage import Lineage
-from trainers.loss import LossFunction
-from trainers.loss_scale import initial_scaler
-from trainers.optimizers import build_grouped, parameters_to_evaluate
+from trainers.evaluation.previews import Previews, can_generate
+from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
+from trainers.loop.hooks import Hooks
+from trainers.loop.lineage import Lineage
+from trainers.metrics.accumulator import Bag, Kind, Layout
+from trainers.optim import param_groups, pruning
+from trainers.optim.optimizers import build_grouped, parameters_to_evaluate
+from trainers.optim.schedules import build_schedule
+from trainers.parallel import mesh as meshes
 from trainers.protocol import (
     Task,
     TrainerConfigureDataloaderOutput,
@@ -40,19 +42,12 @@ from trainers.protocol import (
     TrainerConfigureModelOutput,
     TrainerOutput,
 )
-from trainers.retention import Retention
-from trainers.schedules import build_schedule
-from trainers.sections import ParameterGroup, UnitConfig
-from trainers.state import (
-    ModelParts,
-    TrainState,
-    abstract_model,
-    initial_parameters,
-    state_from_parameters,
-    state_shardings,
-)
-from trainers.step import StepOutput, make_eval_step, make_train_step, step_metrics
-from trainers.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
+from trainers.runtime import distributed
+from trainers.runtime.executables import Program, ProgramStore
+from trainers.step.loss import LossFunction
+from trainers.step.loss_scale import initial_scaler
+from trainers.step.state import ModelParts, TrainState, abstract_model, initial_parameters, state_from_parameters, state_shardings
+from trainers.step.train_step import StepOutput, make_eval_step, make_train_step, step_metrics
 
 
 class Builder(Hooks):
@@ -112,8 +107,8 @@ class Builder(Hooks):
         # Without data only its shapes are of interest.
         layout = self._layout_of(parts, params) if self.dataset_train is not None else Layout((), ())
         self._layout = layout  # tracing the loss takes a while: once
-        groups.check(self.param_groups, params)
-        pruning.check(self.arguments.pruning, groups.trainable(self.param_groups, params))
+        param_groups.check(self.param_groups, params)
+        pruning.check(self.arguments.pruning, param_groups.trainable(self.param_groups, params))
         scaler = initial_scaler(self.arguments)
         state = jax.eval_shape(lambda params: state_from_parameters(params, self._update_rule, layout, scaler), params)
         return TrainerConfigureModelOutput(parts, state)
@@ -249,7 +244,7 @@ class Builder(Hooks):
     @cached_property
     def _update_rule(self) -> optax.GradientTransformation:
         """The optimizer, of what is trained."""
-        return groups.freezing(pruning.pruning(self.arguments.pruning, self.optimizer), self.param_groups)
+        return param_groups.freezing(pruning.pruning(self.arguments.pruning, self.optimizer), self.param_groups)
 
     def parameters_to_evaluate(self, state: TrainState) -> Any:
         """What is evaluated, shown and exported: the parameters, or the averages that the optimizer keeps of them."""

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from trainers import assets, checkpoint_folder, manifest
-from trainers.arguments import from_dict
+from trainers.checkpoint import assets, layout, manifest
+from trainers.checkpoint.model_only import PART
+from trainers.config import ModelConfig
+from trainers.config.arguments import from_dict
 from trainers.errors import CheckpointError, TransientError, UsageError
-from trainers.model_only import PART
-from trainers.sections import ModelConfig
 
 OPTIMIZER = "opt_state"
 """Of the state, as PART is."""
@@ -52,10 +52,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def find_checkpoint(source: str) -> Path:
     """Raises CheckpointError."""
-    folder = checkpoint_folder.local(source)
+    folder = layout.local(source)
     if (folder / manifest.MANIFEST_FILE).exists() or not (folder / "checkpoints").is_dir():
         return folder
-    steps = [step for step in checkpoint_folder.steps(folder / "checkpoints") if _is_complete(folder / "checkpoints" / str(step))]
+    steps = [step for step in layout.steps(folder / "checkpoints") if _is_complete(folder / "checkpoints" / str(step))]
     if not steps:
         raise CheckpointError(f"{folder} has no complete checkpoint yet")
     return folder / "checkpoints" / str(steps[-1])
@@ -111,8 +111,8 @@ FORMATS: dict[str, Callable[[Path, str], None]] = {"safetensors": to_safetensors
 def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the parameters to evaluate, as NumPy arrays; meta). Every byte is checked first. Raises CheckpointError that names
     the damage."""
-    from trainers.arrays import ArrayFiles
-    from trainers.optimizers import SCHEDULE_FREE, parameters_to_evaluate
+    from trainers.checkpoint.array_io import ArrayFiles
+    from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
 
     try:
         content = manifest.read(checkpoint)
@@ -227,7 +227,7 @@ def _at_once(out: Path, write: Callable[[Path], Any], *, replace: bool = False) 
     work = out.with_name(f"{out.name}.saving-{uuid.uuid4().hex[:8]}")
     try:
         write(work)
-        checkpoint_folder.put_in_place(work, out, replace=replace)
+        layout.put_in_place(work, out, replace=replace)
     finally:
         if work.is_dir():
             shutil.rmtree(work, ignore_errors=True)

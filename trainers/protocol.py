@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from trainers.arguments import TrainingArguments
-from trainers.stop_reason import StopReason
+from trainers.config.arguments import TrainingArguments
+from trainers.runtime.stop_reason import StopReason
 
 Batch = Mapping[str, jax.Array]
 
@@ -95,7 +95,7 @@ class Task(Protocol):
         """Pure and traced. `batch` leaves are [micro_batch, ...]; rows of weight 0 must not count.
 
         Also taken: (loss_sum, num_targets), where num_targets None means that the loss is a mean over the batch; and a dict of
-        such losses, or of parts, whose total drives the update (`trainers.loss.as_loss`). A task with a method
+        such losses, or of parts, whose total drives the update (`trainers.step.loss.as_loss`). A task with a method
         `set_step_nr(step)` is told the number of updates, a traced value, before each call.
         """
 

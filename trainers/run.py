@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from trainers.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
+from trainers.config.masking import masked
 from trainers.errors import TransientError, UsageError
-from trainers.masking import masked
-from trainers.recorders.base import About
-from trainers.recorders.feed import Recorders
+from trainers.recorders.dispatch import Recorders
+from trainers.recorders.recorder import About
 
-DEFAULT_ARGUMENTS = "trainers.arguments:TrainingArguments"
+DEFAULT_ARGUMENTS = "trainers.config.arguments:TrainingArguments"
 CONSOLE = "trainers.recorders.console:Console"
 
 

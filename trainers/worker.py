@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TextIO
 
-from trainers.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.arguments import TrainingArguments, from_dict, load_object
 
 PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
@@ -91,7 +91,7 @@ def finish(code: int) -> None:
 
 def prepare(message: dict[str, Any]) -> Prepared:
     """All that needs no device: imports, configuration, data, shapes."""
-    from trainers import distributed
+    from trainers.runtime import distributed
 
     distributed.find_platforms()
     arguments = from_dict(load_object(message["arguments_class"]), message["arguments"])
@@ -123,9 +123,9 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
     listen(host)
     trainer = join(prepared, orders)
     if os.environ.get("GANGWAY_FAULTS"):
-        from trainers import faults
+        from trainers.diagnostics import fault_injection
 
-        faults.install(trainer)
+        fault_injection.install(trainer)
     trainer.train()
     host.emit("done", step=host.step, **result(trainer))
     leave()
@@ -146,7 +146,8 @@ def rehearse(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> Non
 
 def join(prepared: Prepared, orders: dict[str, Any]) -> Any:
     """The trainer, with this process in its place in the gang."""
-    from trainers import distributed, runtime
+    from trainers import runtime
+    from trainers.runtime import distributed
 
     host = runtime.current()
     host.phase("join")
@@ -164,9 +165,9 @@ def join(prepared: Prepared, orders: dict[str, Any]) -> Any:
 
 
 def leave() -> None:
-    from trainers import agree, distributed
+    from trainers.runtime import distributed, multihost
 
-    agree.barrier("done")
+    multihost.barrier("done")
     distributed.leave()
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from orchestrator import chaos, chaos_ground
-from orchestrator.chaos_faults import KINDS
+from orchestrator.chaos import command as chaos
+from orchestrator.chaos.faults import KINDS
+from orchestrator.testbed import resources
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
 
@@ -47,10 +47,10 @@ def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
 
 
 def test_who_writes_to_frozen_storage_waits_and_who_reads_does_not():
-    if why := chaos_ground.why_no_small_disk(freezable=True):
+    if why := resources.why_no_small_disk(freezable=True):
         pytest.skip(why)
     written = threading.Event()
-    with chaos_ground.small_disk(1 << 20, freezable=True) as disk:
+    with resources.small_disk(1 << 20, freezable=True) as disk:
         (disk.folder / "before").write_text("here")
 
         def write():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import checkpointing
-from trainers import manifest
+from trainers.checkpoint import manifest
 from trainers.errors import CheckpointUnavailableError
 
 # When one array cannot be read, Orbax drops the coroutines that read the others.

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import ray
 
-from orchestrator.driver import Driver
+from orchestrator.driver.driver import Driver
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, checkpoint, recovered, step
 

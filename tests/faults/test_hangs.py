@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from orchestrator.post_mortem import AGENT_TIMEOUT_S
+from orchestrator.driver.halt import AGENT_TIMEOUT_S
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, step
 

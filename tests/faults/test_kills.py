@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 TINY = str(ROOT / "configs" / "tiny.yaml")
 
 
@@ -88,9 +88,9 @@ def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
 
 def undisturbed_digest(steps):
     """Which samples an undisturbed run trains on, worked out without training."""
-    from orchestrator.config import load
-    from trainers.data.text import byte_text
-    from trainers.samples import sample_hash
+    from orchestrator.config.job import load
+    from trainers.data.sources.text import byte_text
+    from trainers.step.sample_digest import sample_hash
 
     arguments = load(TINY).training
     train, _ = byte_text(arguments)

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from tests.programs import checkpointing
-from trainers import checkpoint_folder
-from trainers.arrays import ArrayFiles
+from trainers.checkpoint import layout
+from trainers.checkpoint.array_io import ArrayFiles
 
 # When one array cannot be written, the writers of the others call back to a loop that Orbax has closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -64,7 +64,7 @@ def test_a_full_disk_is_seen_before_anything_is_written(small_disk):
 
 
 def test_a_disk_that_fills_while_saving_costs_that_save_only(small_disk, monkeypatch):
-    monkeypatch.setattr(checkpoint_folder, "obstacle", lambda folder, num_bytes: "")  # there was room when it was looked for
+    monkeypatch.setattr(layout, "obstacle", lambda folder, num_bytes: "")  # there was room when it was looked for
     manager = checkpointing.manager(small_disk / "checkpoints")
     manager.save_now(1, ROWS)
     fill(small_disk, leave_mb=1)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import storage
-from orchestrator.tracking import Tracker, TrackingConfig
+from orchestrator.tracking.tracker import Tracker, TrackingConfig
+from trainers.storage import documents
 
 PATIENCE_S = 120.0
 
@@ -144,7 +144,7 @@ def test_lines_shipped_twice_are_in_the_store_once(run_dir, store):
     """As when the shipper dies between sending a batch and noting it."""
     with tracker(run_dir) as it:
         log_steps(it, range(50))
-    storage.delete(storage.join(run_dir, "tracking", "shipped.json"))
+    documents.delete(documents.join(run_dir, "tracking", "shipped.json"))
     with tracker(run_dir) as it:
         log_steps(it, range(50, 60))
     assert shipped(store) == expected(range(60))
@@ -153,7 +153,7 @@ def test_lines_shipped_twice_are_in_the_store_once(run_dir, store):
 
 def test_the_shipper_does_not_outlive_a_killed_driver(run_dir, store):
     program = (
-        "import sys, time; from orchestrator.tracking import *\n"
+        "import sys, time; from orchestrator.tracking.tracker import *\n"
         f"it = Tracker({run_dir!r}, TrackingConfig(), 'a'); it.log_metrics(1, {{'loss': 1.0}})\n"
         "while it._shipper._process is None: time.sleep(0.01)\n"
         "print(it._shipper._process.pid, flush=True); time.sleep(1000)"
@@ -200,7 +200,7 @@ def test_what_mlflow_refuses_is_set_aside_and_the_rest_is_shipped(run_dir, store
         it.log_artifact("/no/such/file")
         it.log_metrics(40, {"loss": 40.0})
         assert it.close(PATIENCE_S) is None
-        folder = storage.join(run_dir, "tracking")
+        folder = documents.join(run_dir, "tracking")
         assert it.problem() == f"2 entries that MLflow refuses are set aside in {folder}/rejected.jsonl"
     assert shipped(store) == expected(range(41))
     rejected = Path(folder, "rejected.jsonl").read_text().splitlines()
@@ -212,7 +212,7 @@ def test_what_mlflow_refuses_is_set_aside_and_the_rest_is_shipped(run_dir, store
 def test_a_line_that_a_dying_driver_left_unfinished_harms_no_other(run_dir, store):
     with tracker(run_dir) as it:
         log_steps(it, range(3))
-    with open(storage.join(run_dir, "tracking", "metrics.jsonl"), "a") as file:
+    with open(documents.join(run_dir, "tracking", "metrics.jsonl"), "a") as file:
         file.write('{"t": 12.0, "step": 3, "metr')
     with tracker(run_dir) as it:
         log_steps(it, range(3, 6))

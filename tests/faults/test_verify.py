@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import yaml
 
-from orchestrator import verify
+from orchestrator.verify import command as verify
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 STEPS = 16
 
 

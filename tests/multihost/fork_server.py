@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from cluster.process import ChildProcess
-from trainers import distributed, worker
+from cluster.agent.child_process import ChildProcess
+from trainers import worker
+from trainers.runtime import distributed
 
 PR_SET_CHILD_SUBREAPER = 36
 MAX_MESSAGE_BYTES = 1 << 20
@@ -37,7 +38,7 @@ class ForkServer:
         theirs.close()
 
     def spawn(self, *, env: Mapping[str, str], first_line: dict[str, Any], log_path: str) -> ChildProcess:
-        """As `cluster.process.spawn` of `trainers.worker`."""
+        """As `cluster.agent.child_process.spawn` of `trainers.worker`."""
         assert settings_of_jax(env) == self._settings
         events, events_child = os.pipe()
         stdin_child, stdin = os.pipe()
@@ -92,7 +93,7 @@ def main(requests: socket.socket) -> None:
     import pytest  # noqa: F401 - the tests' own tasks and trainers import it
 
     import trainers.base
-    import trainers.data.text
+    import trainers.data.sources.text
     import trainers.tasks.causal_lm  # noqa: F401
 
     threads = os.listdir("/proc/self/task")

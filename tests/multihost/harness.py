@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster import ports
-from cluster.process import ChildProcess, Exit, child_env
-from cluster.topology import HostsConfig, process_env
+from cluster.agent import machine
+from cluster.agent.child_process import ChildProcess, Exit, child_env
+from cluster.hosts.config import HostsConfig, process_env
+from tests import ROOT
 from tests.multihost.fork_server import ForkServer
-from trainers.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 QUICK_TO_COMPILE = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 """How JAX's own tests are compiled. Whole jobs, in tests/ray and tests/faults, are compiled as those of users."""
@@ -97,7 +97,7 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     preparation = {
         "cmd": "prepare",
-        "arguments_class": "trainers.arguments:TrainingArguments",
+        "arguments_class": "trainers.config.arguments:TrainingArguments",
         "arguments": dataclasses.asdict(arguments),
     }
     made = []
@@ -107,7 +107,7 @@ def start(
         inherited = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         log = str(folder / f"host-{index}.log")
         made.append(Host(shared.spawn(child_env(inherited, own), first_line=preparation, log_path=log)))
-    coordinator = f"127.0.0.1:{ports.free_port()}"
+    coordinator = f"127.0.0.1:{machine.free_port()}"
     for index, host in enumerate(made):
         host.wait_for("warm")
         go = {"cmd": "go", "generation": 0, "host": index, "num_hosts": hosts, "coordinator": coordinator, **orders}

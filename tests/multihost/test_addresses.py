@@ -7,15 +7,13 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import pytest
 
-from cluster import ports
-from cluster.ports import with_port
-
-ROOT = Path(__file__).parents[2]
+from cluster.agent import machine
+from cluster.agent.machine import with_port
+from tests import ROOT
 
 
 def addresses():
@@ -36,7 +34,7 @@ def listening(process):
 
 @pytest.mark.parametrize("address", addresses())
 def test_the_processes_of_a_gang_listen_at_the_address_that_the_others_were_given_and_at_no_other(address):
-    coordinator = with_port(address, ports.free_port())
+    coordinator = with_port(address, machine.free_port())
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     with ExitStack() as ended:
         hosts = []

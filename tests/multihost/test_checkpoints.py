@@ -9,8 +9,8 @@ from flax import nnx
 
 from tests.multihost import harness
 from tests.programs.tiny import TableTask
-from trainers import checkpoint_folder, manifest
-from trainers.arguments import TrainingArguments, from_dict
+from trainers.checkpoint import layout, manifest
+from trainers.config.arguments import TrainingArguments, from_dict
 
 HERE = "tests.multihost.test_checkpoints"
 
@@ -78,7 +78,7 @@ def test_a_save_that_fails_on_one_host_has_failed_on_both_and_is_made_good(tmp_p
         assert [event["step"] for event in host.of("save_failed")] == [3]
         assert host.of("save_failed")[0]["error"] == "host 1: OSError: [Errno 5] Input/output error"
         assert host.of("saved")[-1]["step"] == 6
-    assert checkpoint_folder.on_the_way(tmp_path / "run" / "checkpoints") == []
+    assert layout.on_the_way(tmp_path / "run" / "checkpoints") == []
 
 
 def test_storage_that_is_not_there_is_no_beginning_on_any_host(trained, tmp_path):
@@ -127,11 +127,11 @@ class UnmountedOnHost1(ShardedTableTask):
     def __init__(self, arguments):
         import jax
 
-        from trainers import checkpoints
+        from trainers.checkpoint import manager
 
         super().__init__(arguments)
-        real = checkpoints.checkpoint_folder.local
-        checkpoints.checkpoint_folder.local = lambda path: real(f"{path}-empty" if jax.process_index() == 1 else path)
+        real = manager.checkpoint_folder.local
+        manager.checkpoint_folder.local = lambda path: real(f"{path}-empty" if jax.process_index() == 1 else path)
 
 
 class UnreadableOnHost1(ShardedTableTask):
@@ -154,7 +154,7 @@ def replace_once(name, applies):
     """Makes the method `name` of ArrayFiles fail, on host 1, the first time that `applies` to its folder."""
     import jax
 
-    from trainers.arrays import ArrayFiles
+    from trainers.checkpoint.array_io import ArrayFiles
 
     real, failed = getattr(ArrayFiles, name), []
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 SMALL = "{vocab_size: 256, width: 32, num_layers: 1, num_heads: 2, num_kv_heads: 1, mlp_width: 48}"
 
 

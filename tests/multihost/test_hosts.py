@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.multihost import harness
-from trainers.arguments import TrainingArguments, from_dict
+from trainers.config.arguments import TrainingArguments, from_dict
 
 
 def arguments(tmp_path, **changes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.multihost.harness import losses, result, run
-from trainers.arguments import TrainingArguments, from_dict
+from trainers.config.arguments import TrainingArguments, from_dict
 
 
 def arguments(tmp_path, dataset):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.multihost import harness
 from tests.programs import ragged
-from trainers.arguments import TrainingArguments, from_dict
-from trainers.state import initial_parameters
+from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.step.state import initial_parameters
 
 TASK = "Terms"
 

@@ -11,8 +11,8 @@ import pytest
 from tests.multihost import harness
 from tests.multihost.test_elastic import eight
 from tests.programs.tiny import TableTask, numbers
-from trainers.checkpoints import load_model
-from trainers.state import initial_parameters
+from trainers.checkpoint.manager import load_model
+from trainers.step.state import initial_parameters
 
 STOPPER = "tests.programs.stoppers:host0_at_step_four"
 

@@ -11,8 +11,8 @@ import json
 import os
 from pathlib import Path
 
-from trainers.arguments import TrainingArguments
-from trainers.data import text
+from trainers.config.arguments import TrainingArguments
+from trainers.data.sources import text
 
 
 def byte_text(arguments: TrainingArguments):

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainers.checkpoints import CheckpointManager
-from trainers.committed import FILE, NOTHING, Committed
-from trainers.compile import ProgramStore
-from trainers.fence import NO_DRIVER, Term
-from trainers.retention import Retention
-from trainers.state import TrainState
+from trainers.checkpoint.committed import FILE, NOTHING, Committed
+from trainers.checkpoint.fence import NO_DRIVER, Term
+from trainers.checkpoint.manager import CheckpointManager
+from trainers.checkpoint.retention import Retention
+from trainers.runtime.executables import ProgramStore
+from trainers.step.state import TrainState
 
 
 def mesh() -> Mesh:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainers import program_files
-from trainers.compile import Program, ProgramStore
+from trainers.runtime import executable_files
+from trainers.runtime.executables import Program, ProgramStore
 
 
 def crash(*args: Any) -> Any:
@@ -31,7 +31,7 @@ def main(folder: str, when: str = "") -> None:
 
     program = Program("double", jax.jit(double), ProgramStore(Path(folder), "launch", notes.append), notes.append)
     if when == "load":
-        program_files.load = crash
+        executable_files.load = crash
     program.prepare(jnp.ones(3))
     if when == "use" and program._untried_file is not None:
         program.compiled = crash  # type: ignore[assignment]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.gangs import gangs
+from trainers.parallel.groups import gangs
 
 
 class TellsGangs(BaseTrainer):

@@ -9,8 +9,8 @@ import time
 
 import ray
 
-from cluster.gangs import reserve
-from cluster.topology import HostsConfig
+from cluster.gang.acquire import reserve
+from cluster.hosts.config import HostsConfig
 
 
 def main():

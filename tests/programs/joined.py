@@ -4,7 +4,7 @@ import sys
 
 import jax
 
-from trainers import distributed
+from trainers.runtime import distributed
 
 host, num_hosts, coordinator = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 distributed.join(distributed.Membership(host=host, num_hosts=num_hosts, coordinator=coordinator))

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 
-from cluster.process import child_env, import_path, spawn
+from cluster.agent.child_process import child_env, import_path, spawn
 
 if __name__ == "__main__":
     preparation, orders = json.loads(sys.argv[1]), json.loads(sys.argv[2])

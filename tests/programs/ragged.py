@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from trainers.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments
 from trainers.protocol import Loss
 
 VOCABULARY, LENGTH, BETA = 31, 12, 0.5

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from trainers import agree, runtime
+from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.protocol import StopReason, TrainerOutput
+from trainers.runtime import multihost
 
 SHOWN = (
     "TPU_NAME",
@@ -50,7 +51,7 @@ class OwnTrainer:
             runtime.progress(step, {"loss": 1.0 / step})
             if step == 4:
                 (folder / "4").write_text("4")
-                if agree.from_host0("am I host 0?", None) is None:
+                if multihost.from_host0("am I host 0?", None) is None:
                     runtime.saved(4, str(folder / "4"))
                 time.sleep(0.5)  # for the news to get out
                 if came_from is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from tests.programs.tiny import Numbers
-from trainers.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments
 
 
 class Stream:

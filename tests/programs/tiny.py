@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from trainers.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments
 from trainers.protocol import Loss
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from cluster.fake_slices import FakeNode, slice_nodes
+from cluster.hosts.fake_slices import FakeNode, slice_nodes
 
 __all__ = ["FakeNode", "cluster_of", "slice_nodes"]
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator import run, storage
-from orchestrator.board import Board
-from orchestrator.config import build
-from orchestrator.ray_train import FinalVerdict
+from orchestrator import run
+from orchestrator.config.job import build
+from orchestrator.driver.ray_train import FinalVerdict
+from orchestrator.events import Board
+from trainers.storage import documents
 
 
 class NoTrain:
@@ -63,7 +64,7 @@ def run_job(made: dict[str, Any], board: Board | None = None) -> dict[str, Any]:
     }
     with suppress(FinalVerdict):
         run.drive(message, NoTrain())
-    summary = storage.read_json(storage.join(config.run_dir, "summary.json"))
+    summary = documents.read_json(documents.join(config.run_dir, "summary.json"))
     assert sum(summary["goodput"].values()) == pytest.approx(summary["wall_s"], rel=1e-3)
-    assert storage.read_verdict(config.run_dir, message["launch_id"])["error"] == summary["error"]
+    assert documents.read_verdict(config.run_dir, message["launch_id"])["error"] == summary["error"]
     return summary

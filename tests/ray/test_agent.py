@@ -10,12 +10,12 @@ import time
 import psutil
 import pytest
 
-from cluster import agent as agent_module
-from cluster import notices
-from cluster import rehearsal as rehearsal_module
-from cluster import standby as standby_module
-from cluster.agent import HostAgent
-from cluster.lease import StaleDriver
+from cluster.agent import agent as agent_module
+from cluster.agent import precompile as rehearsal_module
+from cluster.agent import preemption
+from cluster.agent import standby as standby_module
+from cluster.agent.agent import HostAgent
+from cluster.agent.driver_lease import StaleDriver
 from tests.programs.processes import is_gone, wait_until
 
 LONG_S = 60.0
@@ -203,7 +203,7 @@ def test_a_process_that_died_just_before_halt_keeps_its_own_exit(start):
 
 def test_a_process_that_takes_long_to_die_is_told_and_the_next_generation_waits_for_its_end(start, monkeypatch):
     """One with a terabyte of memory, say; here something that it left behind holds its pipe open."""
-    monkeypatch.setattr("cluster.process._PIPE_GRACE_S", LONG_S)
+    monkeypatch.setattr("cluster.agent.child_process._PIPE_GRACE_S", LONG_S)
     agent = start({})
     pid = agent.go({"generation": 0, "workers": 1, "apart": True})["pid"]
     (holder,) = event(agent, "joined")["workers"]
@@ -228,7 +228,7 @@ def test_a_process_that_takes_long_to_die_is_told_and_the_next_generation_waits_
 
 
 def test_a_generation_does_not_wait_for_ever_for_a_process_that_will_not_die(start, monkeypatch):
-    monkeypatch.setattr("cluster.process._PIPE_GRACE_S", LONG_S)
+    monkeypatch.setattr("cluster.agent.child_process._PIPE_GRACE_S", LONG_S)
     agent = start({})
     pid = agent.go({"generation": 0, "workers": 1, "apart": True})["pid"]
     (holder,) = event(agent, "joined")["workers"]
@@ -534,7 +534,7 @@ def test_stacks_on_request_though_nothing_is_suspicious(start):
 
 
 def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
-    monkeypatch.setattr("cluster.diagnosis._py_spy", lambda pid: ("", "not permitted"))
+    monkeypatch.setattr("cluster.agent.stack_dump._py_spy", lambda pid: ("", "not permitted"))
     agent = start({})
     agent.go({"generation": 0})
     event(agent, "first_step")
@@ -568,7 +568,7 @@ def test_a_frozen_process_is_overdue_and_can_be_diagnosed(start):
 
 
 def test_a_frozen_process_where_py_spy_is_missing(start, monkeypatch):
-    monkeypatch.setattr("cluster.diagnosis._py_spy", lambda pid: ("", "not installed"))
+    monkeypatch.setattr("cluster.agent.stack_dump._py_spy", lambda pid: ("", "not installed"))
     agent = start({})
     pid = agent.go({"generation": 0, "limits": {"step_floor_s": 1.0}})["pid"]
     event(agent, "first_step")
@@ -579,7 +579,7 @@ def test_a_frozen_process_where_py_spy_is_missing(start, monkeypatch):
 
 def test_an_agent_is_not_held_up_by_slow_stacks(start, monkeypatch):
     reading = threading.Event()
-    monkeypatch.setattr("cluster.diagnosis.stacks", lambda child: reading.wait(LONG_S) and "late")
+    monkeypatch.setattr("cluster.agent.stack_dump.stacks", lambda child: reading.wait(LONG_S) and "late")
     agent = start({})
     agent.go({"generation": 0, "limits": {"step_floor_s": 1.0}})
     assert event(agent, "overdue")["stacks"] is None
@@ -618,7 +618,7 @@ def test_a_notice_in_a_file_is_told_once(start, tmp_path):
     told = event(agent, "notice")
     assert (told["generation"], told["reason"], told["deadline_s"], told["node"]) == (2, "spot", 25.0, True)
     assert state(agent)["notice"]["reason"] == agent.halt()["notice"]["reason"] == "spot"
-    time.sleep(1.5 * notices.INTERVAL_S)
+    time.sleep(1.5 * preemption.INTERVAL_S)
     assert [each["ev"] for each in agent.poll(0, 0)["events"]].count("notice") == 1
 
 

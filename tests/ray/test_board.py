@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from orchestrator.board import RemoteBoard, start_remote_board
+from orchestrator.events import RemoteBoard, start_remote_board
 
 
 @pytest.fixture(scope="module", autouse=True)

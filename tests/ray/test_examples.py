@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import ray
 
-from orchestrator.config import ConfigError, load, to_dict
+from orchestrator.config.job import ConfigError, load, to_dict
+from tests import ROOT
 from tests.ray.jobs import run_job
-from trainers.arguments import load_object
 from trainers.base import BaseTrainer
+from trainers.config.arguments import load_object
 from trainers.protocol import TrainerProtocol
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.yaml")}
 
 

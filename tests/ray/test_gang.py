@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from cluster import groups
-from cluster.gangs import AdoptError, GangTimeout, StaleDriver, adopt, clear, reserve
-from cluster.leftovers import is_group_of, removal_order
-from cluster.seats import MAX_CONCURRENCY
-from cluster.steward import hire
-from cluster.topology import HostsConfig
-from orchestrator.quarantine import Quarantine
-from orchestrator.roster import Roster
+from cluster.gang.acquire import AdoptError, GangTimeout, StaleDriver, adopt, clear, reserve
+from cluster.gang.slots import MAX_CONCURRENCY
+from cluster.gang.steward import hire
+from cluster.hosts.config import HostsConfig
+from cluster.placement import placement_groups
+from cluster.placement.cleanup import is_group_of, removal_order
+from orchestrator.driver.membership import Roster
+from orchestrator.policies.quarantine import Quarantine
 from tests.programs.processes import is_gone, wait_until
 from tests.ray.machines import everything_is_free
-from trainers.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments
 
 CPUS = 4
 MODULE = "tests.programs.echo_worker"
@@ -295,7 +295,7 @@ def test_a_request_to_stop_ends_every_wait_and_leaves_nothing_behind(take, tmp_p
         reserve_more(count=2)
     with pytest.raises(StopAsked):  # nor those that it could do without
         reserve_more(min=1, max=2, wait_for_max_s=600)
-    assert {info["name"] for info in groups.living().values()} == {"run-gang"}
+    assert {info["name"] for info in placement_groups.living().values()} == {"run-gang"}
     gang.release()
     assert wait_until(everything_is_free)
 
@@ -387,7 +387,7 @@ def test_what_a_record_does_not_name_is_removed_by_adopting(take, tmp_path):
     gang.lose(spare, avoid_nodes=["nowhere"])  # on this machine still: its agent alone is another one
     gang.lose(spare, avoid_nodes=[ray.get_runtime_context().get_node_id()])  # in another group, which must wait for ever
     second = adopt(gang.config, "run", record, log_dir=str(tmp_path), epoch=1, module=MODULE)
-    assert {info["name"] for info in groups.living().values()} == {"run-gang", "run-seat-1-1-0"}
+    assert {info["name"] for info in placement_groups.living().values()} == {"run-gang", "run-seat-1-1-0"}
     assert len(second.wait_available(2, 60)) == 2
     second.release()
 
@@ -423,7 +423,7 @@ def test_a_gang_whose_groups_were_removed_is_put_together_again(take):
     start(gang)
     assert len(gang.wait_available(3, 60)) == 3
     assert clear("run")
-    assert not groups.living()
+    assert not placement_groups.living()
     config = SimpleNamespace(hosts=gang.config, training=TrainingArguments(name="run", max_num_steps=1))
     told = []
     change = Roster(config, gang).form((0, 1), avoid=Quarantine(), waiting=told.append)
@@ -431,8 +431,8 @@ def test_a_gang_whose_groups_were_removed_is_put_together_again(take):
     assert told
     assert all(answer["pid"] for answer in call(gang, "go", {"generation": 1}))
     assert len(gang.wait_available(3, 60)) == 3
-    assert {info["name"] for info in groups.living().values()} == {"run-gang", "run-seat-2-0-1"}
-    assert set(gang.record()["groups"]) == set(groups.living())
+    assert {info["name"] for info in placement_groups.living().values()} == {"run-gang", "run-seat-2-0-1"}
+    assert set(gang.record()["groups"]) == set(placement_groups.living())
 
 
 @pytest.mark.parametrize("hosts", [{"count": CPUS + 2}, {"min": 1, "max": CPUS + 2, "wait_for_max_s": 600}], ids=["none", "some"])
@@ -441,12 +441,12 @@ def test_a_driver_that_is_killed_while_it_waits_for_machines_leaves_nothing(tmp_
     text = json.dumps({"run_name": "doomed", "log_dir": str(tmp_path), "hosts": hosts, "lease_s": 6, "timeout_s": 600})
     env = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     driver = subprocess.Popen([sys.executable, "-m", "tests.programs.holder", text], env=env)
-    assert wait_until(groups.living)
+    assert wait_until(placement_groups.living)
     time.sleep(10)  # as long as the driver lives, it waits
-    assert groups.living()
+    assert placement_groups.living()
     driver.kill()
     driver.wait()
-    assert wait_until(lambda: not groups.living())
+    assert wait_until(lambda: not placement_groups.living())
     assert wait_until(everything_is_free)
     assert wait_until(lambda: ray.util.list_named_actors(all_namespaces=True) == [])
 
@@ -456,7 +456,7 @@ def test_a_steward_leaves_alone_what_a_newer_driver_holds(take):
     gang = take(count=1)
     start(gang)
     assert wait_until(lambda: is_dead(older))
-    assert groups.living()
+    assert placement_groups.living()
     assert state(gang, gang.members[0])["alive"]
 
 
@@ -484,27 +484,27 @@ def is_dead(actor):
 def test_an_agent_that_is_cut_off_leaves_the_others_alone(take):
     gang = take(count=2, lease_s=6)
     pids = start(gang)
-    seen = groups.living().keys()
+    seen = placement_groups.living().keys()
     gang._keeper.drop(1)  # as if host 1 could not be reached
     while not is_gone(pids[1]):
         assert ray.get(gang.call(0, "poll", 0, 0.1))["host_state"]["alive"]
     assert wait_until(lambda: is_gone(gang.descriptions[1]["pid"]))
     assert state(gang, gang.members[0])["pid"] == pids[0]
-    assert groups.living().keys() == seen
+    assert placement_groups.living().keys() == seen
 
 
 def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
     driver, about = hold(tmp_path, "left-behind", hosts={"count": 2, "spares": 1})
     driver.kill()
     driver.wait()
-    left = {info["name"] for info in groups.living().values()}
+    left = {info["name"] for info in placement_groups.living().values()}
     assert left == {"left-behind-gang", "left-behind-seat-2-0-0"}
     take("left-behind-too", count=1)
     removed = clear("left-behind")
     assert left <= set(removed)
     assert len([name for name in removed if name.startswith("left-behind-host-")]) == 3
     assert wait_until(lambda: all(map(is_gone, about["pids"])))
-    assert {info["name"] for info in groups.living().values()} == {"left-behind-too-gang"}
+    assert {info["name"] for info in placement_groups.living().values()} == {"left-behind-too-gang"}
     assert clear("left-behind") == []
     assert len(take("left-behind", count=3).agents) == 3
 

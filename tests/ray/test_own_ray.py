@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import yaml
 
-from orchestrator.launch import read_gang
-from orchestrator.ray_cluster import authentication_of
+from orchestrator.driver.ray_cluster import authentication_of
+from orchestrator.run_state.launch import read_gang
+from tests import ROOT
 from tests.programs.processes import wait_until
 
-ROOT = Path(__file__).parents[2]
 ENTER = """
 import sys, ray
 ray.init(sys.argv[1], log_to_driver=False, logging_level="error")

@@ -10,7 +10,7 @@ import threading
 import psutil
 import pytest
 
-from cluster.process import child_env, import_path, spawn
+from cluster.agent.child_process import child_env, import_path, spawn
 from tests.programs.processes import is_gone, wait_until
 
 ENV = child_env(os.environ, {"PYTHONPATH": os.pathsep.join(import_path(sys.path))})

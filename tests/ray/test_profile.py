@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from orchestrator.board import Board
+from orchestrator.events import Board
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from trainers.recorders.jsonl import read
 

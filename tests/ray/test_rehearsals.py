@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.calls import Mailbox
-from orchestrator.config import build
-from orchestrator.generation import Generation
-from orchestrator.rehearsals import Rehearsals
+from cluster.gang.calls import Mailbox
+from orchestrator.config.job import build
+from orchestrator.driver.generation import Generation
+from orchestrator.driver.precompile import Rehearsals
 from tests.programs.processes import wait_until
 
 LIMITS = {"import_s": 1.0, "join_s": 2.0, "compile_s": 3.0}

@@ -6,11 +6,11 @@ import pytest
 import ray
 from ray.core.generated import autoscaler_pb2
 
-from cluster import groups
-from cluster.gangs import reserve
-from cluster.notices import draining_nodes
-from cluster.places import living_nodes
-from cluster.topology import HostsConfig
+from cluster.agent.preemption import draining_nodes
+from cluster.gang.acquire import reserve
+from cluster.hosts.config import HostsConfig
+from cluster.placement import placement_groups
+from cluster.placement.bundles import living_nodes
 from tests.programs.processes import wait_until
 from tests.ray import fake
 
@@ -128,7 +128,7 @@ def test_a_host_leaves_a_machine_that_is_to_be_avoided_and_may_come_back(cluster
     third = seat.node_id
     assert third in (first, second)
     assert seat.number == number
-    assert len(groups.living()) == 1  # of a place that was left nothing is kept
+    assert len(placement_groups.living()) == 1  # of a place that was left nothing is kept
     gang.lose(seat, avoid_nodes=[{first, second}.difference({third}).pop()])  # it is elsewhere already
     assert gang.wait_available(1, 60) == [seat]
     assert seat.node_id == third

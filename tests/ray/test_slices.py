@@ -7,10 +7,10 @@ import pytest
 import ray
 from ray._private.accelerators import tpu as ray_tpu
 
-from cluster import groups
-from cluster.gangs import GangTimeout, adopt, clear, reserve
-from cluster.places import living_nodes
-from cluster.topology import HostsConfig, chips_per_host, num_hosts, pod_type
+from cluster.gang.acquire import GangTimeout, adopt, clear, reserve
+from cluster.hosts.config import HostsConfig, chips_per_host, num_hosts, pod_type
+from cluster.placement import placement_groups
+from cluster.placement.bundles import living_nodes
 from tests.programs.processes import wait_until
 from tests.ray import fake
 from tests.ray.machines import everything_is_free
@@ -114,7 +114,7 @@ def test_a_request_to_stop_ends_the_wait_for_slices(take):
     began_s = time.monotonic()
 
     def stop():
-        assert not groups.living()  # who has not enough holds nothing
+        assert not placement_groups.living()  # who has not enough holds nothing
         if time.monotonic() - began_s > 3:
             raise StopAsked
 
@@ -187,8 +187,8 @@ def test_a_slice_that_has_lost_a_host_is_left_for_another(cluster, take):
         assert {slice_name for slice_name, _ in workers(gang)} == OTHER[name]
         assert [worker for _, worker in workers(gang)] == ["0", "1"]
         assert not {about["pid"] for about in gang.descriptions} & set(pids)
-        assert wait_until(lambda: len(groups.living()) == 1)
-        assert set(gang.record()["groups"]) == set(groups.living())
+        assert wait_until(lambda: len(placement_groups.living()) == 1)
+        assert set(gang.record()["groups"]) == set(placement_groups.living())
         gang.release()
 
 
@@ -250,17 +250,17 @@ def test_seats_without_a_slice_are_adopted_too(take, tmp_path):
 def test_groups_that_were_removed_are_asked_for_anew(take):
     """Agents that hear from no driver leave, and take the groups along; the driver was only away."""
     gang = take(tpu())
-    groups.remove([gang.members[0].place.group])
+    placement_groups.remove([gang.members[0].place.group])
     gang.lose(*gang.members)
     assert len(gang.wait_available(2, 60)) == 2
-    assert set(gang.record()["groups"]) == set(groups.living())
+    assert set(gang.record()["groups"]) == set(placement_groups.living())
 
 
 OTHER = {"slice-a": {"slice-b"}, "slice-b": {"slice-a"}}
 
 
 def names_of_groups():
-    return {info["name"] for info in groups.living().values()}
+    return {info["name"] for info in placement_groups.living().values()}
 
 
 @contextmanager

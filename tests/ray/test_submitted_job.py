@@ -7,7 +7,6 @@ import os
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 import ray
@@ -15,9 +14,9 @@ from ray.cluster_utils import Cluster
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors
 
-from cluster import ports
+from cluster.agent import machine
+from tests import ROOT
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
 COMMAND = f"{sys.executable} -m orchestrator.run configs/tiny.yaml tracking.mlflow=false"
 
@@ -25,7 +24,7 @@ COMMAND = f"{sys.executable} -m orchestrator.run configs/tiny.yaml tracking.mlfl
 @pytest.fixture(scope="module")
 def dashboard():
     # Jobs go to the dashboard's agent, which `ray.init` would have listen on a port that is the same for every Ray of a machine.
-    own_ports = {"dashboard_port": ports.free_port(), "dashboard_agent_listen_port": ports.free_port()}
+    own_ports = {"dashboard_port": machine.free_port(), "dashboard_agent_listen_port": machine.free_port()}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, **own_ports})
     try:
         context = ray.init(cluster.address, log_to_driver=False)

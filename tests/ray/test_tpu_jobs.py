@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cluster.topology import HostsConfig
+from cluster.hosts.config import HostsConfig
 from tests.ray import fake
 from tests.ray.jobs import run_job, settings
 

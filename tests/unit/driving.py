@@ -9,11 +9,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from orchestrator.board import Board
-from orchestrator.config import build
-from orchestrator.driver import Driver
-from orchestrator.launch import Launch
-from orchestrator.stops import Superseded, TrainingFailed
+from orchestrator.config.job import build
+from orchestrator.driver.driver import Driver
+from orchestrator.driver.stop_requests import Superseded, TrainingFailed
+from orchestrator.events import Board
+from orchestrator.run_state.launch import Launch
 from tests.unit.fake_gang import DriverDied, FakeGangs, World
 
 RESTART_DRIVER_S = 2.5
@@ -37,7 +37,7 @@ class FakeLease:
 
 
 class FakeWriter:
-    """As `orchestrator.writer.Writer`; what had not been written when its driver died is lost."""
+    """As `orchestrator.run_state.storage_writer.Writer`; what had not been written when its driver died is lost."""
 
     def __init__(self, world: World):
         self._world = world
@@ -78,7 +78,7 @@ class FakeWriter:
 
 
 class FakeFolder:
-    """As `orchestrator.run_folder.RunFolder`, in memory."""
+    """As `orchestrator.run_state.run_folder.RunFolder`, in memory."""
 
     path = "/runs/fake"
 

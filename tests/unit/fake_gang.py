@@ -1,6 +1,6 @@
 """A gang without Ray, processes or time: agents that behave as the real ones, in a world whose clock is turned by whoever waits.
 
-The driver sees the methods of `cluster.gang.Gang` and of `HostAgent`. The world keeps what was committed, and writes down
+The driver sees the methods of `cluster.gang.gang.Gang` and of `HostAgent`. The world keeps what was committed, and writes down
 whatever must never happen: a healthy host that is given up, a healthy gang that is halted, a step that two gangs have trained.
 """
 
@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.adoption import AdoptError, newest_generation
-from cluster.calls import AgentGone, Answer, NoAnswer
-from cluster.event_log import EventLog
-from cluster.lease import StaleDriver
+from cluster.agent.driver_lease import StaleDriver
+from cluster.agent.event_log import EventLog
+from cluster.gang.adoption import AdoptError, newest_generation
+from cluster.gang.calls import AgentGone, Answer, NoAnswer
 
 EPOCH_S = 1_000_000.0
 """The wall clock when a world begins."""
@@ -157,7 +157,7 @@ class Process:
 
 
 class Agent:
-    """As `cluster.agent.HostAgent`, with a process that only counts steps."""
+    """As `cluster.agent.agent.HostAgent`, with a process that only counts steps."""
 
     def __init__(self, world: World, seat: int, number: int):
         self.world, self.seat, self.number = world, seat, number
@@ -493,7 +493,7 @@ class FakeSeat:
 
 
 class FakeGang:
-    """As `cluster.gang.Gang`, as far as the driver and its roster go."""
+    """As `cluster.gang.gang.Gang`, as far as the driver and its roster go."""
 
     def __init__(self, world: World, epoch: int):
         self.world, self.epoch = world, epoch
@@ -602,7 +602,7 @@ def start_agent(world: World, seat: int) -> Agent:
 
 
 class FakeGangs:
-    """As the module `cluster.gangs`."""
+    """As the module `cluster.gang.acquire`."""
 
     def __init__(self, world: World, num_seats: int, num_members: int):
         self.world, self.num_seats, self.num_members = world, num_seats, num_members

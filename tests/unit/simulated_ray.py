@@ -1,5 +1,5 @@
-"""The real gang (`cluster.gang.Gang`) on a Ray that is simulated: the agents of `fake_gang`, placement groups that have their
-machines at once. For runs of thousands of hosts, whose driver is then all real but for what Ray itself does.
+"""The real gang (`cluster.gang.gang.Gang`) on a Ray that is simulated: the agents of `fake_gang`, placement groups that
+have their machines at once. For runs of thousands of hosts, whose driver is then all real but for what Ray itself does.
 
 Whatever the driver does is metered: its CPU time is kept apart from that of the simulation, and is added to the world's clock.
 """
@@ -17,12 +17,13 @@ from unittest import mock
 
 import ray
 
-from cluster import gang as gangs
-from cluster import groups, places
-from cluster.calls import AgentGone, NoAnswer
-from cluster.capacity import Node
-from cluster.gang import Gang
-from cluster.keeper import TURN_S, LeaseKeeper
+from cluster.gang import gang as gangs
+from cluster.gang.calls import AgentGone, NoAnswer
+from cluster.gang.gang import Gang
+from cluster.gang.lease_keeper import TURN_S, LeaseKeeper
+from cluster.hosts.capacity import Node
+from cluster.placement import bundles as places
+from cluster.placement import placement_groups
 from tests.unit.driving import Launched
 from tests.unit.fake_gang import Agent, Call, FakeMailbox, World, start_agent
 
@@ -117,7 +118,7 @@ class Steward(Agent):
 
 
 class Maker:
-    """As `cluster.seats.AgentMaker`."""
+    """As `cluster.gang.slots.AgentMaker`."""
 
     def __init__(self, simulated: SimulatedRay, config: Any, run_name: str, *, epoch: int, lease_s: float, **about: Any):
         self.config, self.run_name, self.epoch, self.lease_s, self.cache_dir = config, run_name, epoch, lease_s, ""
@@ -150,13 +151,13 @@ class SimulatedGang(Gang):
 
 
 class SimulatedRay:
-    """As the module `cluster.gangs` for a driver (`reserve`, `adopt`, `clear`), within `patched`."""
+    """As the module `cluster.gang.acquire` for a driver (`reserve`, `adopt`, `clear`), within `patched`."""
 
     def __init__(self, world: MeteredWorld):
         self.world, self.agents, self.groups = world, {}, {}
         self._numbers = itertools.count()
 
-    # ------------------------------------------------------------------ as the module cluster.gangs
+    # ------------------------------------------------------------------ as the module cluster.gang.acquire
 
     def clear(self, run_name: str, attend: Callable[[], None]) -> None:
         for agent in self.agents.values():
@@ -231,7 +232,7 @@ class SimulatedRay:
         clock = SimpleNamespace(monotonic=lambda: self.world.now_s, sleep=self.world.sleep)
         stand_ins: dict[Any, dict[str, Any]] = {
             ray: {"wait": self.wait, "get": self.get, "kill": self.kill, "nodes": self.nodes},
-            groups: {
+            placement_groups: {
                 "living": lambda: {name: {"name": name} for name in self.groups},
                 "node_ids": self.node_ids,
                 "is_created": lambda group: True,
@@ -255,7 +256,7 @@ class SimulatedRay:
             for module, names in stand_ins.items():
                 for name, stand_in in names.items():
                     patches.enter_context(mock.patch.object(module, name, stand_in))
-            patches.enter_context(mock.patch("cluster.waits.time", clock))
+            patches.enter_context(mock.patch("cluster.placement.waits.time", clock))
             yield
 
     def _keeper(self, lease_s: float, call: Callable[[Any], Any]) -> LeaseKeeper:

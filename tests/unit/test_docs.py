@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests import ROOT
+
 CAPABILITIES = (ROOT / "docs" / "capabilities.md").read_text()
 ROWS = re.findall(r"^\| ([PFVON]\d+) \| (.*?) \| (done|part|not yet) \| (.*) \|$", CAPABILITIES, re.M)
 
@@ -49,7 +49,7 @@ def test_the_paths_that_documents_name_exist():
 
 
 def test_the_configurations_are_in_order():
-    from orchestrator.config import load
+    from orchestrator.config.job import load
 
     for path in (ROOT / "configs").glob("*.yaml"):
         config = load(path)

@@ -6,13 +6,12 @@ import dataclasses
 import pkgutil
 import re
 import typing
-from pathlib import Path
 
 import pytest
 
-from trainers.arguments import TrainingArguments
+from tests import ROOT
+from trainers.config.arguments import TrainingArguments
 
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "migrating.md").read_text()
 SYSTEMS = ("EasyDeL", "fairseq2", "VeOmni")
 SHORT = {

@@ -7,9 +7,9 @@ import numpy as np
 
 from tests.programs.tiny import numbers
 from trainers import runtime
-from trainers.arguments import TrainingArguments, from_dict
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
+from trainers.config.arguments import TrainingArguments, from_dict
 
 FIXED = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "cosine", "decay_steps": 12}}
 
@@ -50,7 +50,7 @@ def assert_equal(a, b):
 class OneDevice(BaseTrainer):
     @property
     def _mesh(self):
-        from trainers.mesh import make_mesh
+        from trainers.parallel.mesh import make_mesh
 
         return make_mesh(self.arguments.mesh, jax.devices()[:1])
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from trainers import runtime
-from trainers.callbacks.base import Callback, RunInfo
+from trainers.callbacks.callback import Callback, RunInfo
 from trainers.export import to_hugging_face
 
 

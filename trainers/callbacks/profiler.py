@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from trainers import runtime
-from trainers.callbacks.base import Callback, RunInfo
-from trainers.sections import ProfileConfig
-from trainers.wishes import RUN_AHEAD_STEPS
+from trainers.callbacks.callback import Callback, RunInfo
+from trainers.config import ProfileConfig
+from trainers.loop.host_requests import RUN_AHEAD_STEPS
 
 
 @dataclass(frozen=True)

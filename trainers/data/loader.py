@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers import mesh as meshes
 from trainers.data.collate import Preprocess, preprocessed, stack
+from trainers.parallel import mesh as meshes
 
 
 class RandomAccess(Protocol):

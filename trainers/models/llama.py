@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainers.sections import ModelConfig
+from trainers.config import ModelConfig
 
 Cache = dict[str, jax.Array]
 """`key` and `value` of the tokens so far: [L, B, S, H, C], layer by layer, S slots of which each holds a token."""
@@ -33,8 +33,8 @@ the executable loads as fast. A deeper model is a loop."""
 class Llama(nnx.Module):
     """`__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
 
-    Every parameter carries logical axis names; `trainers.mesh.LOGICAL_AXIS_RULES` says where they lie. The channels of all heads
-    are one dimension, so that each weight of a layer is a matrix.
+    Every parameter carries logical axis names; `trainers.parallel.mesh.LOGICAL_AXIS_RULES` says where they lie. The channels
+    of all heads are one dimension, so that each weight of a layer is a matrix.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32):

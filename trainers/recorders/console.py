@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainers.recorders.base import About, Distribution
+from trainers.recorders.recorder import About, Distribution
 
 SHOWN = ("loss", "eval_loss", "accuracy", "learning_rate", "grad_norm", "tokens_per_s", "mfu")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers.recorders.base import About, Distribution
+from trainers.recorders.recorder import About, Distribution
 
 FILE = "metrics.jsonl"
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers.recorders.base import About, Distribution
+from trainers.recorders.recorder import About, Distribution
 
 FOLDER = "tensorboard"
 FLUSH_S = 10

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from trainers.recorders.base import About, Distribution
+from trainers.recorders.recorder import About, Distribution
 
 
 class WeightsAndBiases:

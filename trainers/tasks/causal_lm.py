@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from trainers.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments
 from trainers.models.llama import Llama
 from trainers.protocol import Batch, Loss
 

@@ -1,0 +1,139 @@
+"""What the machines of a cluster have room for: pure functions of the configuration and of what Ray says of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.hosts.config import (
+    POD_TYPE_LABEL,
+    SLICE_NAME_LABEL,
+    WORKER_ID_LABEL,
+    HostsConfig,
+    bundle,
+    hosts_per_slice,
+    min_hosts,
+    min_slices,
+    pod_type,
+    strategy,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A living machine of the cluster as Ray sees it."""
+
+    node_id: str
+    ip: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceState:
+    """What the cluster has of one TPU slice."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    missing_workers: tuple[int, ...]
+    busy: bool
+
+
+def find_slices(config: HostsConfig, nodes: Sequence[Node]) -> list[SliceState]:
+    """The slices of the wanted type in the cluster, broken and busy ones included."""
+    by_name: dict[str, list[Node]] = {}
+    for node in nodes:
+        if node.labels.get(POD_TYPE_LABEL) == pod_type(config):
+            name = node.labels.get(SLICE_NAME_LABEL) if hosts_per_slice(config) > 1 else node.node_id
+            by_name.setdefault(name or f"(node {node.node_id} without the label {SLICE_NAME_LABEL})", []).append(node)
+    return [_slice_state(config, name, members) for name, members in sorted(by_name.items())]
+
+
+def _slice_state(config: HostsConfig, name: str, nodes: Sequence[Node]) -> SliceState:
+    present = {node.labels.get(WORKER_ID_LABEL) for node in nodes}
+    return SliceState(
+        name=name,
+        nodes=tuple(nodes),
+        missing_workers=tuple(w for w in range(hosts_per_slice(config)) if str(w) not in present),
+        busy=any(not _fits(bundle(config), node.free) for node in nodes),
+    )
+
+
+def whole_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Collection[str] = ()) -> list[str]:
+    """Names of the slices that are complete and free, and hold none of the machines to avoid."""
+    return [s.name for s in find_slices(config, nodes) if _slice_trouble(s, avoid_nodes) == "free"]
+
+
+def explain_missing(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str] = ()) -> str:
+    """Why the gang cannot be placed: what was asked for, and what the cluster has and has free."""
+    if config.kind == "tpu":
+        return _explain_missing_slices(config, nodes, avoid_nodes)
+    need, count, allowed = bundle(config), min_hosts(config), [n for n in nodes if n.node_id not in avoid_nodes]
+    lines = [f"asked for {_hosts(count)} with {_show(need)} each" + (", on different machines" if _spread(config) else "")]
+    for name, per_host in need.items():
+        total, free = (sum(getattr(node, at).get(name, 0.0) for node in allowed) for at in ("total", "free"))
+        short = "" if free >= per_host * count else f": {_number(per_host * count - free)} missing"
+        lines.append(f"{name}: {_number(per_host * count)} needed, the cluster has {_number(total)}, {_number(free)} free{short}")
+    could, can = (_room(need, [getattr(n, at) for n in allowed], _spread(config)) for at in ("total", "free"))
+    avoided = f" ({len(nodes) - len(allowed)} more avoided)" if len(nodes) > len(allowed) else ""
+    lines.append(f"{len(allowed)} machine(s){avoided}: room for {_hosts(could)} when idle, for {_hosts(can)} now")
+    lines.append("wait for the machines that are in use, or ask for less" if could >= count else _advice(config, could))
+    return "; ".join(lines)
+
+
+def _advice(config: HostsConfig, could: int) -> str:
+    name = "count" if config.min is None else "min"
+    less = f"set hosts.{name} to at most {could}" if could else "ask for less on each host"
+    return f"add machines to the cluster, or {less}" + (", or hosts.cpus_per_host lower" if config.kind == "cpu" else "")
+
+
+def _explain_missing_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str]) -> str:
+    wanted = (
+        f"asked for {min_slices(config)} slice(s) {config.topology} of {config.accelerator} (type {pod_type(config)}: "
+        f"{_hosts(hosts_per_slice(config))} with {_show(bundle(config))} each)"
+    )
+    found = find_slices(config, nodes)
+    if not found:
+        types = sorted({node.labels[POD_TYPE_LABEL] for node in nodes if POD_TYPE_LABEL in node.labels})
+        return (
+            f"{wanted}; the cluster has none; TPU types it has: {', '.join(types) or 'none'}; add such slices, or change topology"
+        )
+    ready = [s for s in found if _slice_trouble(s, avoid_nodes) == "free"]
+    states = ", ".join(f"{s.name}: {_slice_trouble(s, avoid_nodes)}" for s in found)
+    missing = max(0, min_slices(config) - len(ready))
+    return f"{wanted}; the cluster has {len(found)} ({states}); {missing} slice(s) missing; wait for them, or ask for fewer"
+
+
+def _slice_trouble(state: SliceState, avoid_nodes: Collection[str]) -> str:
+    if state.missing_workers:
+        return f"worker {', '.join(map(str, state.missing_workers))} missing"
+    if any(node.node_id in avoid_nodes for node in state.nodes):
+        return "has a host to avoid"
+    return "in use" if state.busy else "free"
+
+
+def _spread(config: HostsConfig) -> bool:
+    return strategy(config) == "STRICT_SPREAD"
+
+
+def _fits(need: Mapping[str, float], have: Mapping[str, float]) -> bool:
+    return all(have.get(name, 0.0) >= amount for name, amount in need.items())
+
+
+def _room(need: Mapping[str, float], machines: Sequence[Mapping[str, float]], spread: bool) -> int:
+    """Hosts that fit on machines with these resources."""
+    each = [min(int(have.get(name, 0.0) / amount) for name, amount in need.items() if amount) for have in machines]
+    return sum(min(room, 1) if spread else room for room in each)
+
+
+def _hosts(count: int) -> str:
+    return f"{count} host" if count == 1 else f"{count} hosts"
+
+
+def _show(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_number(amount)}" for name, amount in resources.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"

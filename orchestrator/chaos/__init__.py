@@ -1,0 +1,1 @@
+"""`python -m orchestrator.chaos`: injects faults into a real run, and scores what comes of them."""

@@ -1,0 +1,305 @@
+"""Breaks parts of a real run and scores what comes of it: `python -m orchestrator.chaos CONFIG [key=value ...]`.
+
+The run trains as always, while faults strike by a seeded schedule. Afterwards a reference run goes undisturbed along the lineage
+of the first: on as many hosts at each batch, without the batches that were left out. Both must end in the same parameters and
+samples, bit for bit; each fault must have been noticed and named rightly; nothing may be left behind. Ends with a table and a
+JSON file. Exit status 1 if anything is not as it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cluster.hosts.config import HostsConfig, devices_per_host, hosts_at_a_time, num_hosts
+from orchestrator.chaos import faults
+from orchestrator.chaos.faults import KINDS
+from orchestrator.chaos.injectors import Fault, Scene, Strike, noticed
+from orchestrator.chaos.score import Disturbed, Score, score, show, unfinished_files
+from orchestrator.config.job import ConfigError, JobConfig, load
+from orchestrator.config.yaml_source import shown_override
+from orchestrator.planning import report
+from orchestrator.testbed.live_run import Run, RunError
+from orchestrator.testbed.local_cluster import local_cluster, network, why_no_network
+from orchestrator.testbed.resources import GroundError, mlflow_server, small_disk, why_no_small_disk
+from orchestrator.tracking.tracker import FOLDER as TRACKING
+from orchestrator.tracking.tracker import left_over
+from trainers.storage import documents
+
+DEFAULT_KINDS = ("process", "agent", "driver")
+SMALLEST_DISK_BYTES = 64 << 20
+CHECKPOINTS_ON_A_DISK = 8
+"""As many fit on the small disk: those that are kept, and one in the making."""
+LOG_WIDTH = 160
+NO_REFERENCE = {"status": "not run: there is nothing to compare with it"}
+FAULT_S, LONGEST_PACE_S = 12.0, 0.15
+"""A run is slowed down so that each fault that is to come has so many seconds, but no step by more than that."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    overrides = [*arguments.overrides, *hosts_overrides(arguments.hosts)]
+    try:
+        result = play(arguments, overrides, load(arguments.config, overrides))
+    except (ConfigError, RunError, GroundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    show(result, Console(width=None if sys.stdout.isatty() else LOG_WIDTH))
+    return 0 if result.passed else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m orchestrator.chaos",
+        description=__doc__.splitlines()[0],
+        epilog="kinds of fault:\n" + "\n".join(f"  {name:18} {kind.about}" for name, kind in KINDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--faults", default=",".join(DEFAULT_KINDS), help="`all`, or some of those below, with commas between")
+    parser.add_argument("--count", type=int, help="how many faults in all, each kind equally often (default: each once)")
+    parser.add_argument("--seed", type=int, default=0, help="of order, hosts and moments (default: 0)")
+    parser.add_argument("--hosts", help="4, or 2-4 for a gang that may shrink and grow")
+    parser.add_argument("--spread-s", type=float, default=1.0, help="faults strike up to so long after the run is ready for them")
+    parser.add_argument("--full-speed", action="store_true", help="do not slow the steps down while faults are to come")
+    parser.add_argument("--json", help="where to write the score (default: chaos.json in the folder NAME-chaos of the storage)")
+    arguments = parser.parse_intermixed_args(argv)
+    arguments.kinds = [*KINDS] if arguments.faults == "all" else arguments.faults.split(",")
+    if unknown := sorted(set(arguments.kinds) - set(KINDS)):
+        parser.error(f"--faults {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
+    return arguments
+
+
+def hosts_overrides(hosts: str | None) -> list[str]:
+    """`3`, or `2-4`."""
+    if hosts is None:
+        return []
+    least, dash, most = hosts.partition("-")
+    return [f"hosts.min={least}", f"hosts.max={most}", "hosts.count=null"] if dash else [f"hosts.count={least}"]
+
+
+def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobConfig) -> Score:
+    """The disturbed run, then its reference; writes the score."""
+    if documents.is_url(config.run_dir):
+        raise RunError(f"{config.run_dir}: chaos damages files, for which it needs a local or mounted folder; set storage=PATH")
+    skipped = {kind: why for kind in dict.fromkeys(arguments.kinds) if (why := why_not(kind, config))}
+    kinds = [kind for kind in arguments.kinds if kind not in skipped]
+    if not kinds:
+        raise RunError("; ".join(f"{kind}: {why}" for kind, why in skipped.items()))
+    planned = faults.schedule(kinds, arguments.count or len(kinds), num_hosts(config.hosts), arguments.seed, arguments.spread_s)
+    folder = Path(f"{config.run_dir}-chaos")
+    run = disturb(arguments, overrides, config, planned, folder)
+    finished = run.summary["status"] == "finished"
+    reference = replay(arguments.config, overrides, config, run.summary, folder) if finished else NO_REFERENCE
+    result = score(planned, skipped, run, reference)
+    path = arguments.json or str(folder / "chaos.json")
+    asked = {"config": arguments.config, "overrides": [*map(shown_override, overrides)], "seed": arguments.seed}
+    documents.write_json(path, {**asked, **result.to_dict()})
+    print(f"written to {path}")
+    return result
+
+
+def why_not(kind: str, config: JobConfig) -> str | None:
+    """Why this kind cannot be tried here; None if it can."""
+    needs = KINDS[kind].needs.split()
+    if on_a_cluster([kind]):
+        wanted = "tpu" if "slices" in needs else "cpu"
+        if config.hosts.kind != wanted:
+            return f"it needs a cluster of its own on this machine, and hosts of kind {wanted}, not {config.hosts.kind}"
+        if os.environ.get("RAY_ADDRESS") or config.driver.address:
+            return "it needs a cluster of its own, and the run is to use one that is there"
+    if "network" in needs:
+        return why_no_network()
+    if "freezable" in needs:
+        return why_no_small_disk(freezable=True)
+    return why_no_small_disk() if "disk" in needs else None
+
+
+def on_a_cluster(kinds: Collection[str]) -> bool:
+    return any(faults.need(kinds, what) for what in ("cluster", "network", "slices"))
+
+
+def disturb(
+    arguments: argparse.Namespace, overrides: Sequence[str], config: JobConfig, planned: Sequence[Fault], folder: Path
+) -> Disturbed:
+    kinds = {fault.kind for fault in planned}
+    strikes: list[Strike] = []
+    trouble, began_s = None, time.time()
+    with ExitStack() as ground:
+        scene, run_dir = build_scene(ground, arguments.config, overrides, config, kinds, folder)
+        run = scene.run
+        max_steps = None if arguments.full_speed else config.training.max_num_steps
+        try:
+            strike_all(scene, planned, max_steps, strikes)
+            run.finish()
+        except RunError as error:
+            trouble = str(error)
+        finally:
+            left = run.clean_up()
+        if scene.cluster:
+            left += scene.cluster.left_behind()
+        left += unfinished_files(run.run_dir)
+        if any(strike.kind == "tracking" and strike.healed_at_s > run.ended_at_s() for strike in strikes):
+            run.ship_the_rest()
+        if run_dir != Path(config.run_dir):
+            shutil.copytree(run_dir, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
+        tracked = config.tracking.mlflow or scene.mlflow is not None
+        not_shipped = left_over(str(run.run_dir / TRACKING)) if tracked else None
+        if scene.mlflow and (ended := scene.mlflow.why_it_ended()):
+            trouble = trouble or ended
+        summary = unfinished(run) if trouble else run.summary()
+        if scene.cluster and summary["status"] != "finished":
+            scene.cluster.keep_logs(folder / "ray")
+        return Disturbed(strikes, summary, left, not_shipped, trouble, began_s, time.time())
+
+
+def unfinished(run: Run) -> dict[str, Any]:
+    """What can be said of a run that had to be ended."""
+    return {"status": "ended by chaos", "incidents": run.incidents(), "goodput": {}, "wall_s": 0.0}
+
+
+def build_scene(
+    ground: ExitStack, config_path: str, overrides: Sequence[str], config: JobConfig, kinds: Collection[str], folder: Path
+) -> tuple[Scene, Path]:
+    """(the run, started on whatever these kinds need; its folder)"""
+    folder.mkdir(parents=True, exist_ok=True)
+    own = [*overrides, *faults.overrides_for(kinds)]
+    env: dict[str, str] = {}
+    run_dir = Path(config.run_dir)
+    disk = server = made_cluster = joined = programs = None
+    if faults.need(kinds, "programs"):
+        programs = folder.absolute() / "programs"  # not those of this machine's other runs
+        own.append(f"hosts.env.GANGWAY_PROGRAMS={programs}")
+    freezable = faults.need(kinds, "freezable")
+    if freezable or faults.need(kinds, "disk"):
+        disk = ground.enter_context(small_disk(disk_bytes(config), freezable=freezable))
+        own.append(f"storage={disk.folder}")
+        run_dir = disk.folder / config.training.name
+    if faults.need(kinds, "network"):
+        joined = ground.enter_context(network())
+    if faults.need(kinds, "mlflow"):
+        # The driver that follows a killed one may be on a node with a network of its own, where 127.0.0.1 is another place.
+        server = ground.enter_context(mlflow_server(folder, joined.head_ip if joined else "127.0.0.1"))
+        own += ["tracking.mlflow=true", f"tracking.uri={server.uri}"]
+    if faults.need(kinds, "supervisor"):
+        own.append("driver.supervise=true")
+    if on_a_cluster(kinds):
+        slices_of = config.hosts if config.hosts.kind == "tpu" else None
+        made_cluster = ground.enter_context(local_cluster(joined, slices_of))
+        env = {"RAY_ADDRESS": made_cluster.address, **made_cluster.authentication}
+    run = Run(config_path, own, str(run_dir), folder, env)
+    ground.callback(run.clean_up)
+    run.start()
+    if made_cluster:
+        # Not before the driver has its place on the head: what follows may be lost.
+        run.wait((run_dir / "lease.json").exists, "the driver")
+        for _ in range(num_hosts(config.hosts) // hosts_at_a_time(config.hosts) + config.hosts.spares + 1):
+            made_cluster.add_machines()
+    return Scene(run, made_cluster, disk, server, programs), run_dir
+
+
+def disk_bytes(config: JobConfig) -> int:
+    return max(SMALLEST_DISK_BYTES, CHECKPOINTS_ON_A_DISK * (report.check(config).checkpoint_bytes or 0))
+
+
+def strike_all(scene: Scene, planned: Sequence[Fault], max_steps: int | None, strikes: list[Strike]) -> None:
+    """Strikes one after the other, each when the one before is overcome, and notes it; fewer if the run ends before.
+
+    Raises RunError if the run does not overcome one.
+    """
+    run, overcome = scene.run, Overcome(scene, strikes)
+    for number, fault in enumerate(planned):
+        run.pace(pace_s(max_steps, run.state().get("checkpoint_step") or 0, len(planned) - number))
+        if not run.wait(lambda: overcome() and run.standbys_are_warm(), "the run to be ready for a fault"):
+            return
+        if "fresh" in KINDS[fault.kind].needs:
+            wait_for_fresh_checkpoint(run)
+        else:
+            time.sleep(fault.delay_s)
+        if run.running():
+            strikes.append(faults.strike(scene, fault))
+    run.wait(overcome, "the last fault to be overcome")
+    run.pace(None)
+
+
+class Overcome:
+    """Whether the last fault has shown, nothing is being recovered from, and a checkpoint was completed since.
+
+    By this process's clock alone: that of a machine of the run may be what was struck.
+    """
+
+    def __init__(self, scene: Scene, strikes: Sequence[Strike]):
+        self.scene, self.strikes = scene, strikes
+        self._num_incidents = 0
+        self._calm_since_s = 0.0
+
+    def __call__(self) -> bool:
+        run, incidents = self.scene.run, self.scene.run.incidents()
+        # Of several that follow each other without a step between, only the last one comes to a step.
+        recovering = bool(incidents) and incidents[-1]["resumed_step"] is None
+        if recovering or len(incidents) != self._num_incidents:
+            self._num_incidents, self._calm_since_s = len(incidents), time.time()
+        if not self.strikes:
+            return bool(run.checkpoints())
+        last = self.strikes[-1]
+        if recovering or (KINDS[last.kind].must_show and not noticed(self.scene, last)):
+            return False
+        return run.saved_after(max(last.healed_at_s, self._calm_since_s))
+
+
+def wait_for_fresh_checkpoint(run: Run) -> None:
+    """And one before it to go back to."""
+    now_s = time.time()
+    run.wait(lambda: len(run.checkpoints()) > 1 and run.saved_after(now_s), "two checkpoints")
+
+
+def pace_s(max_steps: int | None, step: int, faults_left: int) -> float | None:
+    """By how much to slow down each step, so that the run does not end before its faults; None: not at all."""
+    if max_steps is None or step >= max_steps:
+        return None
+    return min(LONGEST_PACE_S, FAULT_S * faults_left / (max_steps - step))
+
+
+def replay(
+    config_path: str, overrides: Sequence[str], config: JobConfig, summary: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """The summary of an undisturbed run along the lineage of that one."""
+    own = [*overrides, f"name={config.training.name}-reference", "tracking.mlflow=false", *on_cpus(config.hosts)]
+    if not is_plain(summary, num_hosts(config.hosts)):
+        path = folder / "lineage.json"
+        documents.write_json(path, {name: summary[name] for name in ("lineage", "skipped_batches")})
+        own.append(f"driver.replay={path}")
+    with tempfile.TemporaryDirectory(prefix="gangway-reference-") as orders:
+        run = Run(config_path, own, f"{config.run_dir}-reference", Path(orders))
+        run.start()
+        try:
+            run.finish()
+        finally:
+            run.clean_up()
+        return run.summary()
+
+
+def on_cpus(hosts: HostsConfig) -> list[str]:
+    """For hosts that are no TPU hosts, as many, of a run on slices that are fake."""
+    if hosts.kind != "tpu":
+        return []
+    there = {"kind": "cpu", "count": num_hosts(hosts), "devices_per_host": devices_per_host(hosts), "slices": 1, "spares": 0}
+    gone = dict.fromkeys(("accelerator", "topology", "min_slices", "max_slices"), "null")
+    return [f"hosts.{name}={value}" for name, value in {**there, **gone}.items()]
+
+
+def is_plain(summary: Mapping[str, Any], hosts: int) -> bool:
+    """Whether that run trained on all its hosts from the beginning to the end, and left no batch out."""
+    stretches: Iterable[dict[str, Any]] = summary.get("lineage") or ()
+    return not summary.get("skipped_batches") and [stretch["num_hosts"] for stretch in stretches] in ([], [hosts])

@@ -1,0 +1,247 @@
+"""The kinds of faults: what each does to a run, what the run must make of it, what has to be there. And the seeded schedule."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+
+from orchestrator.chaos import injectors as by
+from orchestrator.chaos.injectors import Details, Fault, Scene, Strike
+from orchestrator.testbed.live_run import RunError
+
+
+def nothing(scene: Scene, strike: Strike) -> None: ...
+
+
+def at_once(scene: Scene, strike: Strike) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Kind:
+    """`strike` does what `about` says. Then, when `until` holds, it is healed, if it does not end by itself."""
+
+    about: str
+    strike: Callable[[Scene, Fault], Details]
+    named: tuple[str, ...] = ()
+    """Kinds of incident that name it rightly; none: nothing that is worth an incident has happened."""
+    must_show: bool = True
+    """Whether there has to be an incident."""
+    names_host: bool = False
+    """Whether the incident must name the host that was struck."""
+    then: tuple[str, ...] = ()
+    """Kinds of incident of which at least one must follow, and no other may; none: what follows is not looked at."""
+    never: tuple[str, ...] = ()
+    """Kinds of incident that must not be among those that follow: what they would name is not broken."""
+    until: Callable[[Scene, Strike], bool] = at_once
+    heal: Callable[[Scene, Strike], None] = nothing
+    needs: str = ""
+    """cluster, slices (a cluster of TPU slices), network, disk, freezable (a disk too), mlflow, supervisor, programs (a folder of
+    its own for executables); and `fresh`: a checkpoint that was completed just now, and one before it."""
+    overrides: tuple[str, ...] = ()
+
+
+CRASH = ("process_crash",)
+LOST = ("host_lost",)
+PREEMPTION = ("preemption",)
+STORAGE = ("storage_error",)
+HANG_OF_STORAGE = ("hang", "storage_error")
+"""Where the limit of a save (`driver.watchdog.save_s`) is shorter than the hang; else nothing happens."""
+GANG_GONE = ("host_lost", "driver_lost")
+LEASE = (f"driver.agent_lease_s={by.LEASE_S:g}",)
+STEP_LIMIT = ("driver.watchdog.step_floor_s=4", "driver.watchdog.save_s=6")
+"""While a save is under way, a step may take as long as a save."""
+
+KINDS: Mapping[str, Kind] = {
+    "process": Kind("a training process is killed (SIGKILL)", by.kill_process, named=CRASH, names_host=True),
+    "freeze": Kind(
+        "a training process is stopped (SIGSTOP)", by.freeze_process, named=("hang",), names_host=True, overrides=STEP_LIMIT
+    ),
+    "agent": Kind("a host's agent is killed", by.kill_agent, named=LOST, names_host=True),
+    "node": Kind("a machine is lost with all that runs on it", by.kill_node, named=LOST, names_host=True, needs="cluster"),
+    "slice": Kind(
+        "a machine of a TPU slice is lost, and with it the slice",
+        by.kill_node,
+        named=LOST,
+        names_host=True,
+        needs="slices",
+    ),
+    "driver": Kind("the driver is killed", by.kill_driver, named=("driver_lost",), needs="supervisor"),
+    "stall": Kind(
+        "the driver is paused, for less than its agents' lease",
+        by.pause_driver(by.SHORT_PAUSE_S),
+        must_show=False,
+        until=by.time_is_up,
+        heal=by.let_driver_go_on,
+        overrides=LEASE,
+    ),
+    "pause": Kind(
+        "the driver is paused until its agents have left",
+        by.pause_driver(by.LONG_PAUSE_S),
+        named=GANG_GONE,
+        until=by.time_is_up,
+        heal=by.let_driver_go_on,
+        overrides=LEASE,
+    ),
+    "slow": Kind(
+        "a host takes longer for each step",
+        by.ordered("slow", step_s=by.SLOW_S, steps=by.SLOW_STEPS),
+        named=("straggler",),
+        names_host=True,
+        until=by.noticed,
+        overrides=("driver.stragglers.window_s=1", "driver.stragglers.windows=3"),
+    ),
+    "hang": Kind("a host hangs in Python", by.ordered("hang"), named=("hang",), names_host=True, overrides=STEP_LIMIT),
+    "skip": Kind(
+        "a host waits in a collective that the others skip",
+        by.ordered("skip_collective"),
+        named=("hang",),
+        names_host=True,
+        overrides=STEP_LIMIT,
+    ),
+    "desync": Kind("a host is one batch further than the others", by.ordered("desync"), named=("desync",)),
+    "stuck_save": Kind(
+        "a host's part of a checkpoint is never written to its end",
+        by.ordered("stuck_save"),
+        named=("hang",),
+        names_host=True,
+        overrides=STEP_LIMIT,
+    ),
+    "nan": Kind("a batch of one host weighs NaN", by.ordered("nan"), named=("non_finite",)),
+    "exception": Kind("an error of the program on one host", by.ordered("exception"), named=("user_error",), names_host=True),
+    "device": Kind(
+        "a device error on one host (uncorrectable ECC)", by.ordered("device_error"), named=("device_error",), names_host=True
+    ),
+    "torn": Kind(
+        "the newest checkpoint is truncated, and a process killed",
+        by.truncate_checkpoint,
+        named=CRASH,
+        names_host=True,
+        needs="fresh",
+    ),
+    "flip": Kind(
+        "a byte of the newest checkpoint is changed, and a process killed",
+        by.flip_byte,
+        named=CRASH,
+        names_host=True,
+        needs="fresh",
+    ),
+    "program": Kind(
+        "a byte of each kept train step is changed, and a process killed",
+        by.flip_programs,
+        named=CRASH,
+        names_host=True,
+        until=by.a_program_was_refused,
+        needs="programs",
+    ),
+    "vanish": Kind(
+        "the checkpoints are gone when a process is killed, and come back later",
+        by.take_checkpoints_away,
+        named=CRASH,
+        names_host=True,
+        then=STORAGE,
+        until=by.time_is_up,
+        heal=by.bring_checkpoints_back,
+        needs="fresh",
+    ),
+    "disk_full": Kind(
+        "the run's storage is full", by.fill_disk, must_show=False, until=by.a_save_has_failed, heal=by.free_disk, needs="disk"
+    ),
+    "storage_hang": Kind(
+        "the run's storage hangs (who writes, waits in the kernel)",
+        by.freeze_storage,
+        named=HANG_OF_STORAGE,
+        never=LOST,
+        must_show=False,
+        until=by.time_is_up,
+        heal=by.thaw_storage,
+        needs="freezable",
+    ),
+    "storage_hang_kill": Kind(
+        "it hangs, and a process is killed meanwhile",
+        by.freeze_storage_and_kill,
+        named=CRASH,
+        names_host=True,
+        never=LOST,
+        until=by.time_is_up,
+        heal=by.thaw_storage,
+        needs="freezable",
+    ),
+    "tracking": Kind(
+        "the MLflow server is killed",
+        by.kill_tracking,
+        must_show=False,
+        until=by.time_is_up,
+        heal=by.start_tracking,
+        needs="mlflow",
+    ),
+    "preempt": Kind("a training process gets SIGTERM", by.terminate_process, named=PREEMPTION, names_host=True),
+    "drain": Kind(
+        "a machine gives notice, and is taken away",
+        by.drain_node,
+        named=PREEMPTION,
+        names_host=True,
+        until=by.noticed,
+        heal=by.take_node_away,
+        needs="cluster",
+    ),
+    "clock": Kind(
+        "a machine's clock jumps by an hour, a process is killed, and the clock jumps back",
+        by.set_clock,
+        named=CRASH,
+        names_host=True,
+        until=by.time_is_up,
+        heal=by.set_clock_right,
+        needs="cluster",
+    ),
+    "network": Kind(
+        "a machine's cable is cut",
+        by.cut_network,
+        named=("host_lost", "hang"),
+        names_host=True,
+        until=by.noticed,
+        heal=by.join_network,
+        needs="network",
+        overrides=STEP_LIMIT,
+    ),
+}
+
+
+def strike(scene: Scene, fault: Fault) -> Strike:
+    """Strikes, waits until it shows, and heals. Raises RunError if it cannot strike."""
+    kind, at_s = KINDS[fault.kind], time.time()
+    # A gang that may shrink has fewer hosts by now than were dealt to.
+    fault = replace(fault, host=fault.host % max(1, len(scene.run.members())))
+    before, oldest = len(scene.run.incidents()), next(iter(scene.run.checkpoints()), None)
+    try:
+        details = kind.strike(scene, fault)
+    except (psutil.NoSuchProcess, ProcessLookupError) as error:
+        raise RunError(f"{fault.kind}: what was to be struck on host {fault.host} was gone already: {error}") from error
+    made = Strike(fault.kind, details.pop("host", fault.host), details.pop("at_s", at_s), at_s, details, before)
+    made.oldest_checkpoint = int(oldest.name) if oldest else 0
+    scene.run.wait(lambda: kind.until(scene, made), f"{fault.kind} to show")
+    kind.heal(scene, made)
+    made.healed_at_s = time.time()
+    return made
+
+
+def schedule(kinds: Sequence[str], count: int, hosts: int, seed: int, spread_s: float) -> list[Fault]:
+    """The same faults for the same seed: each kind equally often (as far as `count` divides), in a random order."""
+    rng = random.Random(seed)
+    dealt = [kinds[i % len(kinds)] for i in range(count)]
+    rng.shuffle(dealt)
+    return [Fault(kind, rng.randrange(hosts), rng.uniform(0, spread_s), rng.randrange(2**32)) for kind in dealt]
+
+
+def overrides_for(kinds: Collection[str]) -> list[str]:
+    """What a run that these shall strike needs in its configuration."""
+    own = [override for kind in KINDS if kind in kinds for override in KINDS[kind].overrides]
+    return list(dict.fromkeys(own))
+
+
+def need(kinds: Collection[str], what: str) -> bool:
+    return any(what in KINDS[kind].needs.split() for kind in kinds)

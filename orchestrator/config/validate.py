@@ -1,0 +1,262 @@
+"""Data checked against a configuration dataclass: all that is wrong, in words, with what is allowed and the likely intention."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from orchestrator.config.yaml_source import KeyPath, Source, shown
+from trainers.config.masking import masked
+
+T = TypeVar("T")
+Problems = dict[KeyPath, list[str]]
+
+EXPECTED = {
+    "int": "an integer",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "tuple": "a list, such as [a, b]",
+    "list": "a list, such as [a, b]",
+    "dict": "a section of keys and values",
+    "none": "null",
+}
+"""By the first word of pydantic's error types."""
+
+
+def check(cls: type[T], source: Source) -> tuple[T | None, Problems]:
+    """The value and everything that is wrong, by path, a problem of the whole at ().
+
+    What is wrong is left out of the value, so that it can be checked further; None if there is none even so.
+    """
+    data = as_written(cls, source.data, (), source)
+    adapter = _adapter(cls)  # type: ignore[arg-type]  # mypy: a class is not hashable
+    problems: Problems = {}
+    removed: set[KeyPath] = set()
+    while True:
+        try:
+            return adapter.validate_python(data), problems
+        except ValidationError as error:
+            found = [_where(detail, data) for detail in error.errors()]
+            for path, detail in found:
+                _add_problem(problems, cls, path, detail, removed)
+        # The checks of a section do not run while one of its keys is wrong: leave the wrong ones out, to hear the rest as well.
+        wrong = {path for path, _ in found if _present(data, path)}
+        if not wrong:
+            return None, problems
+        data = _without(data, wrong)
+        removed |= wrong
+
+
+@cache
+def _adapter(cls: type) -> TypeAdapter:
+    return TypeAdapter(cls)
+
+
+def as_written(hint: Any, value: Any, path: KeyPath, source: Source) -> Any:
+    """What the value's type says about it that YAML cannot know: text stays as written, an empty section is absent."""
+    text = source.origins[path].text if path in source.origins else None
+    if text is not None and _is_text(hint) and not _means_null(hint, value, text):
+        return text
+    dataclass_ = section_of(hint)
+    if isinstance(value, Mapping):
+        hints = typing.get_type_hints(dataclass_) if dataclass_ else {}
+        items = {key: (hints.get(key, _item_hint(hint)), item) for key, item in value.items()}
+        empty = {k for k, (inner, v) in items.items() if v is None and section_of(inner) and not _admits(inner, type(None))}
+        if dataclass_ is None:  # sections by names that the user gives: an empty one is there
+            items.update({key: (items[key][0], {}) for key in empty})
+            empty = set()
+        return {k: as_written(inner, item, (*path, k), source) for k, (inner, item) in items.items() if k not in empty}
+    if isinstance(value, list):
+        return [as_written(_item_hint(hint), item, (*path, number), source) for number, item in enumerate(value)]
+    # Python, and so pydantic, takes True for 1.
+    return json.dumps(value) if isinstance(value, bool) and _is_number(hint) else value
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass among the arms of a type."""
+    return next((arm for arm in _arms(hint) if isinstance(arm, type) and dataclasses.is_dataclass(arm)), None)
+
+
+def _arms(hint: Any) -> tuple[Any, ...]:
+    if typing.get_origin(hint) is typing.Annotated:
+        return _arms(typing.get_args(hint)[0])
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _admits(hint: Any, arm: type) -> bool:
+    return arm in _arms(hint)
+
+
+def _means_null(hint: Any, value: Any, text: str) -> bool:
+    """Nothing at all is empty text where null is not allowed; a comment sign is text in an override."""
+    return value is None and (text.strip().lower() in ("~", "null") or (text == "" and _admits(hint, type(None))))
+
+
+def _is_text(hint: Any) -> bool:
+    return set(_arms(hint)) <= {str, type(None)}
+
+
+def _is_number(hint: Any) -> bool:
+    return set(_arms(hint)) <= {int, float, type(None)}
+
+
+def _item_hint(hint: Any) -> Any:
+    """Of the items of a list, or the values of a mapping."""
+    for arm in _arms(hint):
+        args = typing.get_args(arm)
+        if typing.get_origin(arm) in (tuple, list):
+            return args[0] if args else Any
+        if typing.get_origin(arm) in (dict, Mapping):
+            return args[1]
+    return Any
+
+
+def _where(detail: ErrorDetails, data: Any) -> tuple[KeyPath, ErrorDetails]:
+    """The error's path in the data: pydantic's names the arm of a union, too."""
+    path: list[str | int] = []
+    for part in detail["loc"]:
+        if _has(data, part):
+            path, data = [*path, part], data[part]
+    if detail["type"] == "missing" and isinstance(detail["loc"][-1], str):
+        path.append(detail["loc"][-1])
+    return tuple(path), detail
+
+
+def _add_problem(problems: Problems, cls: type, path: KeyPath, detail: ErrorDetails, removed: set[KeyPath]) -> None:
+    """What speaks of a key that was left out is taken for a consequence of that."""
+    left_out = {str(inner[len(path)]) for inner in removed if inner[: len(path)] == path and len(inner) > len(path)}
+    section_check = detail["type"] == "value_error"
+    texts = [_of_section(cls, path, line) for line in _lines(detail)] if section_check else [(path, _text(cls, path, detail))]
+    for about, text in texts:
+        known = problems.get(about, [])
+        if text not in known and not left_out & set(re.findall(r"\w+", text.removeprefix(shown(path)))):
+            problems[about] = [*known, text]
+
+
+def _lines(detail: ErrorDetails) -> list[str]:
+    """The check of a section may raise several problems, a line each."""
+    return str(detail["ctx"]["error"]).splitlines()
+
+
+def _of_section(cls: type, path: KeyPath, text: str) -> tuple[KeyPath, str]:
+    """The message of a section's own check, which names the section's keys without the section; and what it is about."""
+    key = text.partition(" ")[0].rstrip(":")
+    if key in {field.name for field in dataclasses.fields(_section_at(cls, path))}:
+        return (*path, key), f"{shown(path)}.{text}" if path else text
+    return path, f"{shown(path)}: {text}" if path else text
+
+
+def _text(cls: type, path: KeyPath, detail: ErrorDetails) -> str:
+    kind, found = detail["type"], _found(detail["input"], path)
+    if kind == "unexpected_keyword_argument":
+        return f"{shown(path)}: unknown key ({found}); {_suggestion(cls, path)}"
+    if kind in ("too_long", "too_short") or (kind == "missing" and isinstance(detail["loc"][-1], int)):
+        return f"{shown(path)}: expected {_length(cls, path)} values ({found})"
+    if kind == "missing":
+        return f"{shown(path)}: missing; it has no default"
+    if kind == "literal_error":
+        return f"{shown(path)}: expected one of {_choices(detail)} ({found}){_close(detail)}"
+    if kind == "dataclass_type":
+        keys = ", ".join(field.name for field in dataclasses.fields(_section_at(cls, path)))
+        return f"{shown(path)}: expected a section with keys among {keys} ({found})"
+    expected = EXPECTED.get(kind.split("_", maxsplit=1)[0])
+    return f"{shown(path)}: {f'expected {expected}' if expected else detail['msg']} ({found})"
+
+
+def _length(cls: type, path: KeyPath) -> int:
+    """Of the fixed-length list at `path`."""
+    hint = typing.get_type_hints(_section_at(cls, path[:-1]))[str(path[-1])]
+    return next(len(typing.get_args(arm)) for arm in _arms(hint) if typing.get_origin(arm) is tuple)
+
+
+def _section_at(cls: type, path: KeyPath) -> Any:
+    hint: Any = cls
+    for part in path:
+        section = section_of(hint)
+        hint = typing.get_type_hints(section).get(str(part)) if section else _item_hint(hint)
+    return section_of(hint) or _Empty
+
+
+@dataclasses.dataclass
+class _Empty:
+    """Stands for what is not a section."""
+
+
+def _suggestion(cls: type, path: KeyPath) -> str:
+    key, section = str(path[-1]).lstrip("-"), path[:-1]
+    here = [field.name for field in dataclasses.fields(_section_at(cls, section))]
+    if close := difflib.get_close_matches(key, here, 1):
+        return f"did you mean {shown((*section, close[0]))}?"
+    elsewhere = [inner for inner in _all_keys(cls) if inner[-1] == key]
+    if len(elsewhere) == 1:
+        return f"did you mean {shown(elsewhere[0])}?"
+    return f"known keys{f' of {shown(section)}' if section else ''}: {', '.join(here)}"
+
+
+@cache
+def _all_keys(cls: type) -> tuple[KeyPath, ...]:
+    keys: list[KeyPath] = []
+    for name, hint in typing.get_type_hints(cls).items():
+        inner = section_of(hint)
+        keys += [(name,)] if inner is None else [(name,), *((name, *rest) for rest in _all_keys(inner))]
+    return tuple(keys)
+
+
+def _choices(detail: ErrorDetails) -> str:
+    return detail["ctx"]["expected"].replace("'", "").replace(" or ", ", ")
+
+
+def _close(detail: ErrorDetails) -> str:
+    close = difflib.get_close_matches(str(detail["input"]), _choices(detail).split(", "), 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _found(value: Any, path: KeyPath) -> str:
+    if value is None or value == "":
+        return "found nothing"
+    if path[:2] == ("hosts", "env") or (path[:1] == ("hosts",) and isinstance(value, Mapping | list)):
+        return f"found {_kind(value)}"  # values of environment variables are not shown, and not if one is in the wrong place
+    text = json.dumps(masked(value), default=str)
+    return f"found {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _kind(value: Any) -> str:
+    return "a section" if isinstance(value, Mapping) else "a list" if isinstance(value, list) else "text"
+
+
+def _has(data: Any, part: str | int) -> bool:
+    if isinstance(data, list):
+        return part in range(len(data))
+    return isinstance(data, Mapping) and part in data
+
+
+def _present(data: Any, path: KeyPath) -> bool:
+    for part in path:
+        if not _has(data, part):
+            return False
+        data = data[part]
+    return bool(path)
+
+
+def _without(data: Any, wrong: set[KeyPath]) -> Any:
+    """Wrong items of a list take the list with them: its length may matter."""
+    if not isinstance(data, Mapping):
+        return data
+    whole = {path[0] for path in wrong if len(path) == 1 or isinstance(path[1], int)}
+    return {
+        key: _without(value, {path[1:] for path in wrong if len(path) > 1 and path[0] == key})
+        for key, value in data.items()
+        if key not in whole
+    }

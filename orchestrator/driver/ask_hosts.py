@@ -1,0 +1,30 @@
+"""One question to many hosts of a generation at once. Who does not answer is lost from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cluster.gang.calls import AgentGone, NoAnswer, gather
+from cluster.gang.gang import Gang
+from orchestrator.driver.generation import Generation
+
+
+def ask_hosts(
+    gang: Gang,
+    generation: Generation,
+    ask: Callable[[int], Any],
+    limits_s: Mapping[int, float],
+    clock: Callable[[], float],
+) -> dict[int, Any]:
+    """The answers to `ask(host)`, of those hosts of `limits_s` that answer in that time.
+
+    Raises what else an agent's method raised, such as StaleDriver.
+    """
+    answers = gather(gang.mailbox(), ask, limits_s, clock)
+    for host, answer in answers.items():
+        if isinstance(answer.error, AgentGone | NoAnswer):
+            generation.lose_agent(host)
+        elif answer.error is not None:
+            raise answer.error
+    return {host: answer.value for host, answer in answers.items() if answer.error is None}

@@ -1,0 +1,195 @@
+"""What a job will be and whether it can run, before any machine is taken: the arithmetic of its configuration.
+
+What needs JAX or the user's code (shapes, data) is worked out in a child process, which touches no device:
+`python -m trainers.planning.estimate`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.agent.child_process import child_env
+from cluster.hosts import config as topology
+from orchestrator.config.job import ConfigError, JobConfig, shown, to_yaml
+
+CHILD_TIMEOUT_S = 600.0
+"""Reading the data may take long; a child that hangs must not."""
+PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+class PlanError(Exception):
+    """The child that works out the plan failed by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """None: not known here, because a trainer that only implements the protocol decides it."""
+
+    num_hosts: int
+    devices_per_host: int
+    mesh: dict[str, int]
+    train_examples: int | None = None
+    eval_examples: int | None = None
+    max_steps: int | None = None
+    parameters: int | None = None
+    tokens_per_example: int | None = None
+    tokens_per_step: int | None = None
+    flops_per_step: float | None = None
+    checkpoint_bytes: int | None = None
+    state_bytes_per_device: int | None = None
+    padded_rows_per_step: int = 0
+    """Rows that are computed and do not count: the global batch does not divide over the replicas."""
+    doubt: str | None = None
+    """What could not be looked at just now, and why; the hosts will try again."""
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_hosts * self.devices_per_host
+
+    @property
+    def num_replicas(self) -> int:
+        return self.mesh["data"] * self.mesh["fsdp"]
+
+    def events(self, config: JobConfig) -> list[dict[str, Any]]:
+        """The console's first."""
+        doubt = {"ev": "note", "level": "warning", "message": f"starting all the same, the hosts try again: {self.doubt}"}
+        return [self.header(config), *([doubt] if self.doubt else [])]
+
+    def header(self, config: JobConfig) -> dict[str, Any]:
+        """What will run, in one line."""
+        return {
+            "ev": "run",
+            "name": config.training.name,
+            "hosts": self.num_hosts,
+            "devices": self.num_devices,
+            "parameters": self.parameters,
+            "tokens_per_step": self.tokens_per_step,
+            "max_steps": self.max_steps,
+        }
+
+
+def check(config: JobConfig) -> PlanReport:
+    """Raises ConfigError with everything that a look at the code and the data shows to be wrong."""
+    answer = _ask_child(config)
+    if answer["problems"]:
+        raise ConfigError(config.training.name, answer["problems"])
+    return PlanReport(
+        num_hosts=topology.num_hosts(config.hosts),
+        devices_per_host=topology.devices_per_host(config.hosts),
+        mesh=config.training.check_devices(topology.num_devices(config.hosts)),
+        **answer["facts"],
+    )
+
+
+def render(config: JobConfig, report: PlanReport) -> str:
+    """The resolved configuration, then the arithmetic that follows from it, as YAML with comments."""
+    lines = [f"# {name:<18}{value}" for name, value in arithmetic(config, report).items()]
+    return "\n".join([to_yaml(config), *lines])
+
+
+def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:
+    training = config.training
+    padding = report.padded_rows_per_step
+    micro = (training.global_batch_size + padding) // training.accumulation_steps // report.num_replicas
+    lines = {
+        "hosts": _hosts(config, report),
+        "devices": f"{report.num_hosts} hosts x {report.devices_per_host} = {report.num_devices}",
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) + f" = {report.num_devices}",
+        "global batch": (
+            f"{micro} micro-batch x {training.accumulation_steps} accumulation x {report.num_replicas} replicas "
+            f"= {training.global_batch_size + padding} sequences" + (f", {padding} of them padding" if padding else "")
+        ),
+    }
+    return lines | _model_lines(training.global_batch_size, report) | _data_lines(training.global_batch_size, report)
+
+
+def parameters(config: JobConfig) -> dict[str, Any]:
+    """The configuration as flat, dotted names, as trackers want it; secrets are masked."""
+    return dict(_flat(shown(config), ""))
+
+
+def _hosts(config: JobConfig, report: PlanReport) -> str:
+    hosts = config.hosts
+    each = ", ".join(f"{name} {amount:g}" for name, amount in topology.bundle(hosts).items())
+    where = "on machines of their own" if topology.strategy(hosts) == "STRICT_SPREAD" else "packed"
+    spares = f", {hosts.spares} spare" if hosts.spares else ""
+    slices = ""
+    if hosts.kind == "tpu":
+        number = _range(topology.min_slices(hosts), topology.max_slices(hosts))
+        slices = f", {number} slices {hosts.topology} of {hosts.accelerator}"
+    return f"{_range(topology.min_hosts(hosts), report.num_hosts)} {hosts.kind} ({each} each, {where}{slices}){spares}"
+
+
+def _range(least: int, most: int) -> str:
+    return str(most) if least == most else f"{least} to {most}"
+
+
+def _model_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
+    if report.parameters is None or report.tokens_per_step is None:
+        return {"model": "decided by the trainer (it implements the protocol by itself)"}
+    lines = {
+        "tokens a step": f"{global_batch_size} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
+        "parameters": f"{report.parameters:,} ({scaled(report.parameters)})",
+        "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
+        "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
+    }
+    if report.state_bytes_per_device is not None:
+        lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
+    if report.max_steps is not None:
+        tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
+        lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens)} tokens, {scaled(flops)}FLOP"
+    return lines
+
+
+def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
+    lines = {"not known yet": report.doubt} if report.doubt else {}
+    if report.train_examples is not None:
+        epoch = report.train_examples / global_batch_size
+        lines["training data"] = f"{report.train_examples:,} sequences = {epoch:,.1f} steps an epoch"
+    if report.eval_examples is not None:
+        lines["held-out data"] = f"{report.eval_examples:,} sequences"
+    return lines
+
+
+def scaled(number: float) -> str:
+    """`12.3 M`, with a space for the unit that follows."""
+    for size, prefix in PREFIXES:
+        if number >= size:
+            return f"{number / size:.3g} {prefix}"
+    return f"{number:g} "
+
+
+def _ask_child(config: JobConfig) -> dict[str, Any]:
+    request = {
+        "arguments_class": config.arguments_class,
+        "arguments": asdict(config.training),
+        "num_devices": topology.num_devices(config.hosts),
+    }
+    child = subprocess.run(
+        [sys.executable, "-m", "trainers.planning.estimate"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+        env=child_env(os.environ, {"JAX_PLATFORMS": "cpu"}),
+        check=False,
+    )
+    if child.returncode != 0:
+        raise PlanError(
+            f"python -m trainers.planning.estimate failed with exit status {child.returncode}:\n{child.stderr[-4000:]}"
+        )
+    return json.loads(child.stdout)
+
+
+def _flat(data: Mapping[str, Any], prefix: str) -> Any:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value

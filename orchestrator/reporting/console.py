@@ -1,0 +1,316 @@
+"""What a person sees of a run: a line that moves on a terminal, plain lines elsewhere, and at the end what happened.
+
+Both tell the same story (`story`): a line for each thing that is worth a line in a log. Between those, a terminal shows one live
+line at the bottom, and a log gets a line of metrics from time to time.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TextIO
+
+from rich.console import Console as Screen
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.events import BoardLike, Event
+from orchestrator.reporting.text import (
+    PLANNED,
+    action_of,
+    clock_time,
+    count,
+    printable,
+    recovery,
+    seconds,
+    sentence,
+    summary_page,
+)
+
+PLAIN_EVERY_S = 5.0
+"""Between two lines of metrics in a log; evaluations and the last step are always shown."""
+TAKE_S = 0.2
+SHOWN_PREVIEW = 70
+"""Characters of each text that the model generates; all of it is in the run's folder."""
+STATES = {
+    "reserving": "reserving machines",
+    "starting": "starting",
+    "importing": "starting processes",
+    "joining": "joining the hosts",
+    "restoring": "restoring the state",
+    "compiling": "compiling",
+    "training": "training",
+    "evaluating": "evaluating",
+    "generating previews": "generating previews",
+    "diagnosing": "looking for the cause",
+    "saving": "saving",
+    "recovering": "recovering",
+    "waiting": "waiting",
+    "finishing": "finishing",
+}
+WIDE = 100
+"""Columns of a terminal that has room for everything."""
+TOLD_ONCE = ("reserving", "importing", "compiling")
+"""States of the start that are worth a line in a log."""
+
+
+class Console(Protocol):
+    def show(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class View:
+    """What has been shown so far."""
+
+    started_s: float
+    name: str = ""
+    state: str = "starting"
+    max_steps: int | None = None
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    saved_step: int | None = None
+    told: set[str] = field(default_factory=set)
+
+    def take(self, event: Event) -> None:
+        match event["ev"]:
+            case "run":
+                self.name, self.max_steps = event["name"], event.get("max_steps")
+            case "status":
+                self.state = event["state"]
+            case "metrics":
+                self.max_steps = event.get("max_steps", self.max_steps)
+                self.step = event["step"]
+                self.metrics |= event["metrics"]
+            case "checkpoint":
+                self.saved_step = event["step"]
+            case "recovered":
+                self.step = event["incident"].get("resumed_step", self.step)
+
+    def first(self, what: str) -> bool:
+        """True the first time it is asked for `what`."""
+        is_first = what not in self.told
+        self.told.add(what)
+        return is_first
+
+    @property
+    def remaining_s(self) -> float | None:
+        if self.max_steps is None or self.step is None or "step_time_s" not in self.metrics:
+            return None
+        return max(0, self.max_steps - self.step) * self.metrics["step_time_s"]
+
+
+def make_console(stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic) -> Console:
+    """For a terminal or for a log, whichever `stream` is."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")  # A terminal that knows no `·` shows `?`, and the run goes on.
+    screen = Screen(file=stream, highlight=False)
+    if stream.isatty() and not screen.is_dumb_terminal:
+        return TerminalConsole(screen, clock)
+    return PlainConsole(stream, clock)
+
+
+def watch(board: BoardLike, console: Console, finished: Callable[[], bool]) -> None:
+    """Shows what is posted until `finished`, and then what is left."""
+    cursor = 0
+    try:
+        while True:
+            over = finished()  # Asked before taking: what was posted before the end is taken after it.
+            cursor, events = board.take(cursor, 0.0 if over else TAKE_S)
+            for event in events:
+                console.show(event)
+            if over and not events:
+                return
+    finally:
+        console.close()
+
+
+def story(event: Event, view: View) -> list[Text]:
+    """The lines that this event adds to the log of the run; `view` is the state after it."""
+    lines: list[Text] = []
+    match event["ev"]:
+        case "run" if view.first(f"run {event['name']}"):
+            lines = [_header(event)]
+        case "status" if event.get("message"):
+            lines = [Text(sentence(event["message"]))]
+        case "status" if event["state"] in TOLD_ONCE and view.first(event["state"]):
+            lines = [Text(STATES[event["state"]], "dim")]
+        case "generation" if event["generation"] == 0:
+            lines = [Text(f"gang of {_plural(event['hosts'], 'host')} is ready", "dim")]
+        case "metrics" if event.get("kind") == "eval":
+            lines = [_evaluation(event)]
+        case "preview":
+            lines = [_preview(event["step"], shown) for shown in event["previews"]]
+        case "incident":
+            lines = [_incident(event["incident"])]
+        case "recovered":
+            lines = [_recovered(event["incident"])]
+        case "note":
+            lines = [_note(event)]
+    return lines
+
+
+class PlainConsole:
+    """Lines of text, each with the time since the start."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float]):
+        self._stream, self._clock = stream, clock
+        self._view = View(started_s=clock())
+        self._last_metrics_s = float("-inf")
+
+    def show(self, event: Event) -> None:
+        self._view.take(event)
+        if event["ev"] == "summary":
+            summary_page(Screen(file=self._stream, highlight=False, width=110, color_system=None), event["summary"])
+            return
+        for line in story(event, self._view):
+            self._print(line.plain)
+        if event["ev"] == "metrics" and "loss" in event["metrics"] and self._is_time(event["step"]):
+            self._print(metrics_line(self._view))
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _is_time(self, step: int) -> bool:
+        now_s = self._clock()
+        if now_s - self._last_metrics_s < PLAIN_EVERY_S and step != self._view.max_steps:
+            return False
+        self._last_metrics_s = now_s
+        return True
+
+    def _print(self, line: str) -> None:
+        elapsed = clock_time(self._clock() - self._view.started_s)
+        print(f"{elapsed:>7}  {line}" if line else "", file=self._stream, flush=True)
+
+
+class TerminalConsole:
+    """The story scrolls by; the line below it moves."""
+
+    def __init__(self, screen: Screen, clock: Callable[[], float]):
+        self._screen, self._clock = screen, clock
+        self._view = View(started_s=clock())
+        self._spinner = Spinner("dots", style="cyan")
+        self._live = Live(get_renderable=self._line, console=screen, refresh_per_second=5, transient=True)
+        self._live.start()
+
+    def show(self, event: Event) -> None:
+        self._view.take(event)
+        if event["ev"] == "summary":
+            self.close()
+            summary_page(self._screen, event["summary"])
+            return
+        for line in story(event, self._view):
+            self._print(line)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _print(self, line: Text) -> None:
+        elapsed = clock_time(self._clock() - self._view.started_s)
+        row = Table.grid(padding=(0, 2))
+        row.add_column(width=9, justify="right")
+        row.add_column()
+        row.add_row(Text(elapsed if line.plain else "", "dim"), line)
+        self._screen.print(row)
+
+    def _line(self) -> Table:
+        view = self._view
+        row = Table.grid(padding=(0, 2), expand=False)
+        row.add_column(width=9, justify="right", no_wrap=True)
+        row.add_column(no_wrap=True)
+        state = Text(printable(STATES.get(view.state, view.state)), "" if view.state == "training" else "yellow")
+        elapsed = Text(clock_time(self._clock() - view.started_s), "dim")
+        if view.step is None:
+            self._spinner.update(text=state)
+            row.add_row(elapsed, self._spinner)
+            return row
+        for _ in range(3):
+            row.add_column(no_wrap=True)
+        bar = ProgressBar(view.max_steps, view.step, width=self._bar_width(), complete_style="cyan", finished_style="green")
+        row.add_row(elapsed, state, bar, *_numbers(view, narrow=self._screen.width < WIDE))
+        return row
+
+    def _bar_width(self) -> int:
+        return max(10, min(40, self._screen.width - 80))
+
+
+def metrics_line(view: View) -> str:
+    of = f"/{view.max_steps}" if view.max_steps else ""
+    parts = [f"step {view.step}{of}", *_measures(view)]
+    if view.saved_step is not None:
+        parts.append(f"saved {view.saved_step}")
+    if view.remaining_s:
+        parts.append(f"{seconds(view.remaining_s)} left")
+    return "  ".join(parts)
+
+
+def _numbers(view: View, narrow: bool) -> tuple[Text, Text]:
+    of = Text(f"/{view.max_steps}" if view.max_steps else "", "dim")
+    steps = Text.assemble((str(view.step), "bold"), of)
+    rest = Text("  ".join(_measures(view)[: 1 if narrow else None]))
+    if view.remaining_s:
+        rest.append(f"  {seconds(view.remaining_s)} left", "dim")
+    return steps, rest
+
+
+def _measures(view: View) -> list[str]:
+    metrics = view.metrics
+    parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else []
+    if "tokens_per_s" in metrics:
+        parts.append(f"{count(metrics['tokens_per_s'])} tokens/s")
+    return parts
+
+
+def _header(event: Event) -> Text:
+    facts = [_plural(event["hosts"], "host")] if "hosts" in event else []
+    facts += [_plural(event["devices"], "device")] if event.get("devices") else []
+    facts += [f"{count(event['parameters'])} parameters"] if event.get("parameters") else []
+    facts += [f"{count(event['tokens_per_step'])} tokens a step"] if event.get("tokens_per_step") else []
+    facts += [f"{count(event['max_steps'])} steps"] if event.get("max_steps") else []
+    return Text.assemble((event["name"], "bold"), ("  " + " · ".join(facts), "dim"))
+
+
+def _evaluation(event: Event) -> Text:
+    values = event["metrics"]
+    shown = [f"{name} {values[f'eval_{name}']:.4f}" for name in ("loss", "accuracy", "perplexity") if f"eval_{name}" in values]
+    # Of further units the losses alone: a line has room for no more.
+    shown += [f"{name} {value:.4f}" for name, value in values.items() if name.endswith("_loss") and name != "eval_loss"]
+    return Text.assemble(("◆ ", "cyan"), f"step {event['step']}  held-out ", "  ".join(shown))
+
+
+def _preview(step: int, shown: dict[str, str]) -> Text:
+    text = printable(shown["text"].replace("\n", "↵"))
+    more = "…" if len(text) > SHOWN_PREVIEW else ""
+    prompt = printable(shown["prompt"].replace("\n", "↵"))
+    return Text.assemble(("◇ ", "cyan"), f"step {step}  ", (prompt, "bold"), text[:SHOWN_PREVIEW] + more)
+
+
+def _incident(incident: dict[str, Any]) -> Text:
+    what = incident["evidence"].get("summary", incident["kind"])
+    planned = incident["kind"] in PLANNED
+    mark, style = ("↻ ", "bold cyan") if planned else ("✗ ", "bold red")
+    return Text.assemble((mark, style), f"{sentence(what)} ", (f"→ {action_of(incident)}", "yellow"))
+
+
+def _recovered(incident: dict[str, Any]) -> Text:
+    resumed = incident.get("resumed_step")
+    where = f" at step {resumed}" if resumed is not None else ""
+    phases = (f"  {recovery(incident['recovery_s'])}", "dim")
+    return Text.assemble(("✓ ", "bold green"), f"training again{where} after {seconds(incident['total_s'])}", phases)
+
+
+def _note(event: Event) -> Text:
+    style = {"warning": "yellow", "error": "bold red"}.get(event.get("level", "info"), "")
+    mark = {"warning": "! ", "error": "✗ "}.get(event.get("level", "info"), "")
+    return Text(mark + sentence(event["message"]), style)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,0 +1,226 @@
+"""Numbers, durations and the closing page of a run, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console as Screen
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.run_state.goodput import CATEGORIES
+
+BAR_WIDTH = 30
+SHOWN_INCIDENTS = 12
+SHOWN_SAMPLE_LINES = 16
+CATEGORY_NAMES = {
+    "start": "starting",
+    "schedule": "waiting for machines",
+    "import": "starting processes",
+    "join": "joining the hosts",
+    "compile": "compiling",
+    "restore": "restoring the state",
+    "step": "training steps",
+    "data_wait": "waiting for data",
+    "checkpoint": "checkpoint stalls",
+    "detection": "noticing failures",
+    "recovery": "restarting",
+    "replay": "steps done again",
+    "idle": "waiting on purpose",
+    "finish": "finishing",
+}
+PLANNED = ("resize", "preemption", "straggler")
+"""Kinds of incident in which nothing broke."""
+ACTIONS = {
+    "restart": "restarting",
+    "replace": "restarting with another host in its place",
+    "shrink": "going on with {after}",
+    "grow": "going on with {after}",
+    "adopt": "taken over",
+    "skip": "skipped",
+    "rollback": "rolled back",
+    "reported": "watched",
+}
+PHASE_FLOOR_S = 0.005
+"""Shorter phases of a recovery are not worth their place on the line."""
+
+
+def count(number: float) -> str:
+    """1,234 · 41.2 k · 3.21 M · 1.50 G."""
+    for limit, divisor, unit in ((1e4, 1, ""), (1e6, 1e3, " k"), (1e9, 1e6, " M")):
+        if abs(number) < limit:
+            return _three_digits(number / divisor) + unit if unit else f"{number:,.0f}"
+    return _three_digits(number / 1e9) + " G"
+
+
+def seconds(duration_s: float) -> str:
+    """0.43 s · 12.3 s · 1 min 43 s · 2 h 05 min."""
+    if duration_s < 9.995:
+        return f"{duration_s:.2f} s"
+    if duration_s < 59.95:
+        return f"{duration_s:.1f} s"
+    minutes, rest_s = divmod(round(duration_s), 60)
+    return f"{minutes} min {rest_s:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def clock_time(elapsed_s: float) -> str:
+    """0:07 · 12:34 · 1:02:03."""
+    minutes, rest_s = divmod(int(max(0.0, elapsed_s)), 60)
+    return f"{minutes}:{rest_s:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest_s:02}"
+
+
+def recovery(phases: Mapping[str, float]) -> str:
+    """detect 0.02 · restore 0.11 s"""
+    shown = [f"{name.replace('_', ' ')} {value:.2f}" for name, value in phases.items() if value >= PHASE_FLOOR_S]
+    return " · ".join(shown) + ("\u00a0s" if shown else "")  # The unit stays with its number.
+
+
+def action_of(incident: Mapping[str, Any]) -> str:
+    """What was done about an incident, in words."""
+    action, detail = str(incident["action"]), incident.get("detail", "")
+    after = incident.get("hosts_after")
+    words = ACTIONS.get(action, action)
+    if action == "give up":
+        return sentence(f"give up: {detail}")
+    words = words.format(after=f"{after} host" + ("" if after == 1 else "s")) if after is not None else words.partition(" {")[0]
+    return sentence(f"{words}; {detail}") if detail else words
+
+
+def waiting(delay_s: float, left_s: float | None, what: str) -> str:
+    """While the next try is waited for: what happened, when that try is, and for how long more there will be any."""
+    until = f", for {seconds(left_s)} at most" if left_s is not None else ""
+    return sentence(f"trying again in {seconds(delay_s)}{until}: {what}")
+
+
+def printable(text: str) -> str:
+    """Without control characters: what a model or a program wrote must not drive the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
+
+
+def sentence(text: str) -> str:
+    """The first line of a message."""
+    lines = printable(text).strip().splitlines()
+    return lines[0].rstrip() if lines else ""
+
+
+def summary_page(screen: Screen, summary: Mapping[str, Any]) -> None:
+    """What happened, where the time went, what the model says now, and where everything is."""
+    _headline(screen, summary)
+    _facts(screen, summary)
+    _incidents(screen, summary.get("incidents") or [])
+    _goodput(screen, summary.get("goodput") or {}, summary.get("wall_s") or 0.0)
+    if summary.get("sample"):
+        _sample(screen, summary.get("prompt") or "", summary["sample"])
+    _places(screen, summary)
+
+
+def _headline(screen: Screen, summary: Mapping[str, Any]) -> None:
+    status = summary["status"]
+    style = {"finished": "bold green", "failed": "bold red"}.get(status, "bold yellow")
+    mark = {"finished": "✓", "failed": "✗"}.get(status, "■")
+    tokens = f", {count(summary['tokens'])} tokens" if summary.get("tokens") else ""
+    why = f" ({summary['stop_reason']})" if status == "stopped" and summary.get("stop_reason") else ""
+    took = f" in {seconds(summary['wall_s'])}" if summary.get("wall_s") else ""
+    headline = f"{mark} {summary.get('name', 'run')} {status}{why}"
+    amount = f"{count(summary.get('steps') or 0)} steps{tokens}{took}"
+    screen.print()
+    screen.print(Text.assemble("  ", (headline, style), f"  {amount}"), soft_wrap=True)
+    screen.print()
+
+
+def _facts(screen: Screen, summary: Mapping[str, Any]) -> None:
+    losses = [("training", summary.get("train_loss")), ("held-out", summary.get("eval_loss"))]
+    shown = "  ".join(f"{name} {value:.4f}" for name, value in losses if value is not None)
+    if shown:
+        _line(screen, "loss", shown)
+    _line(screen, "restarts", str(max(0, (summary.get("generations") or 1) - 1)))
+
+
+def _incidents(screen: Screen, incidents: list[Mapping[str, Any]]) -> None:
+    if not incidents:
+        return
+    _title(screen, "Incidents")
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "left", "left", "right", "right"):
+        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column()  # The phases of the recovery, on two lines if they must.
+    for incident in incidents[-SHOWN_INCIDENTS:]:
+        recovered = not str(incident["action"]).startswith("give up")
+        table.add_row(
+            Text("    ✓" if recovered else "    ✗", "green" if recovered else "red"),
+            str(incident["kind"]).replace("_", " "),
+            f"host {incident['host']}" if incident.get("host") is not None else "",
+            f"step {incident['step']}" if incident.get("step") is not None else "",
+            seconds(incident["total_s"]) if recovered else "",
+            _what_was_done(incident) if recovered else Text(action_of(incident), "red"),
+        )
+    screen.print(table)
+    if len(incidents) > SHOWN_INCIDENTS:
+        screen.print(Text(f"    and {len(incidents) - SHOWN_INCIDENTS} before these: all are in incidents.jsonl", "dim"))
+
+
+def _what_was_done(incident: Mapping[str, Any]) -> Text:
+    done = "" if incident["action"] == "restart" else f"{action_of(incident)}  "
+    return Text.assemble(done, (recovery(incident["recovery_s"]), "dim"))
+
+
+def _goodput(screen: Screen, goodput: Mapping[str, float], wall_s: float) -> None:
+    if wall_s <= 0:
+        return
+    _title(screen, "Where the time went")
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    # The order of a run's life, as the ledger has it; what cannot be seen at this scale is left out.
+    for name in (name for name in CATEGORIES if goodput.get(name, 0.0) / wall_s >= 0.0005):
+        share = goodput[name] / wall_s
+        style = "green" if name == "step" else "bright_black"
+        label = "    " + CATEGORY_NAMES.get(name, name.replace("_", " "))
+        table.add_row(label, seconds(goodput[name]), f"{100 * share:.1f} %", Text(_bar(share), style))
+    screen.print(table)
+
+
+def _sample(screen: Screen, prompt: str, sample: str) -> None:
+    _title(screen, "The model, now")
+    text = printable(sample if sample.startswith(prompt) else prompt + sample)
+    lines = text.splitlines()[:SHOWN_SAMPLE_LINES]
+    for index, line in enumerate(lines):
+        shown = Text(line)
+        if index == 0:
+            shown.stylize("bold", 0, len(prompt))
+        screen.print(Text.assemble(("    │ ", "bright_black"), shown), soft_wrap=True)
+
+
+def _places(screen: Screen, summary: Mapping[str, Any]) -> None:
+    screen.print()
+    mlflow = summary.get("mlflow") or {}
+    places = (
+        ("summary", f"{summary['storage']}/summary.json" if summary.get("storage") else None),
+        ("checkpoints", summary.get("checkpoints")),
+        ("metrics", mlflow.get("command") or mlflow.get("uri")),
+    )
+    for name, place in places:
+        if place:
+            _line(screen, name, place)
+    screen.print()
+
+
+def _title(screen: Screen, title: str) -> None:
+    screen.print()
+    screen.print(Text("  " + title, "bold"))
+
+
+def _line(screen: Screen, name: str, value: str) -> None:
+    """Never cut or wrapped: paths and commands are there to be copied."""
+    screen.print(Text.assemble("  ", (f"{name:<13}", "bright_black"), printable(value)), soft_wrap=True)
+
+
+def _bar(share: float) -> str:
+    """In eighths of a character."""
+    eighths = max(1, round(share * BAR_WIDTH * 8))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

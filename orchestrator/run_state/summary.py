@@ -1,0 +1,60 @@
+"""What is left of a run when it ends: `summary.json` in its folder, the same shown on the console and kept as the verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.run_state.launch import Launch
+from trainers.storage import documents
+
+SUMMARY = "summary.json"
+
+
+def build(launch: Launch, status: str, result: dict[str, Any], error: str | None, now_s: float) -> dict[str, Any]:
+    """`status` is finished, stopped or failed; `result` is what the trainer told at its end (empty if it did not get there)."""
+    return {
+        "status": status,
+        "stop_reason": result.get("stop_reason"),
+        "error": error,
+        "steps": result.get("steps", launch.high_water_step),
+        "tokens": result.get("tokens"),
+        "samples": result.get("samples"),
+        "train_loss": result.get("train_loss"),
+        "eval_loss": result.get("eval_loss"),
+        "num_parameters": result.get("num_parameters"),
+        "generations": launch.generations,
+        "drivers": launch.drivers,
+        "incidents": [incident.to_dict() for incident in launch.incidents],
+        "num_incidents": launch.num_incidents,
+        "goodput": launch.goodput.totals(now_s),
+        "wall_s": launch.goodput.wall_s(now_s),
+        "params_digest": result.get("params_digest"),
+        "samples_digest": result.get("samples_digest"),
+        "lineage": result.get("lineage"),
+        "skipped_batches": result.get("skipped_batches"),
+        "checkpoint": result.get("checkpoint") or launch.saved_path,
+        "sample": result.get("sample"),
+        "launch_id": launch.launch_id,
+    }
+
+
+def write(run_dir: str, summary: dict[str, Any]) -> str:
+    path = documents.join(run_dir, SUMMARY)
+    documents.write_json(path, summary)
+    return path
+
+
+def track(launch: Launch, summary: dict[str, Any]) -> None:
+    """The ledgers, for MLflow: seconds by category and recoveries as metrics of the last step, the whole as a file."""
+    recoveries = [incident["total_s"] for incident in summary["incidents"] if incident["resumed_step"] is not None]
+    seconds = {f"goodput/{category}_s": value for category, value in summary["goodput"].items()}
+    share = summary["goodput"]["step"] / summary["wall_s"] if summary["wall_s"] else 0.0
+    ledger = {
+        **seconds,
+        "goodput/share": share,
+        "incidents/count": summary["num_incidents"],
+        "incidents/recovery_s": sum(recoveries),
+    }
+    launch.tracker.log_metrics(summary["steps"] or 0, ledger)
+    write(launch.run_dir, summary)
+    launch.tracker.log_artifact(documents.join(launch.run_dir, SUMMARY))

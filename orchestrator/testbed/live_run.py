@@ -1,0 +1,282 @@
+"""A real run, seen from outside: its processes, the files that it writes, what may be done to it. For `chaos` and `verify`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.run_state import incident_log
+from orchestrator.run_state.launch import STATE
+from orchestrator.run_state.lease import holder_of
+from orchestrator.run_state.run_folder import RunFolder
+from orchestrator.run_state.summary import SUMMARY
+from trainers.storage import documents
+
+FAULTS_VARIABLE = "GANGWAY_FAULTS"
+"""As in trainers/diagnostics/fault_injection.py, which says what lies in the folder that it names."""
+PATIENCE_S = 240.0
+"""For the run to come to what is waited for."""
+POLL_S = 0.1
+QUIET_S = 0.5
+"""A standby that used no CPU for so long is warm: it waits for orders."""
+LOG_OF_PROCESS = re.compile(r"/host-\d+/process-[\w-]+\.log$")
+
+
+class RunError(Exception):
+    """The run did not do what was waited for; the message says where to look."""
+
+
+class Run:
+    """A job in processes of its own. `folder` holds its console, orders and logs; it must not be on the run's own storage.
+
+    Raises RunError if there is a run already. `env` is added to the environment.
+    """
+
+    def __init__(
+        self, config_path: str, overrides: Sequence[str], run_dir: str, folder: Path, env: Mapping[str, str] | None = None
+    ):
+        if documents.exists(documents.join(run_dir, STATE)):
+            raise RunError(f"{run_dir} holds a run already: names must be free here; remove it, or set name= or storage=")
+        self.config_path, self.overrides, self.run_dir = config_path, [*overrides], Path(run_dir)
+        self.output = folder / "console.log"
+        self.orders = folder / "faults"
+        self.orders.mkdir(parents=True, exist_ok=True)
+        self.logs = folder.absolute() / "logs" / self.run_dir.name
+        self.seen: dict[int, psutil.Process] = {}
+        self._env = {**os.environ, **(env or {})}
+        self._num_orders = 0
+        self._process: subprocess.Popen | None = None
+
+    # ------------------------------------------------------------------ its life
+
+    def start(self, *more_overrides: str) -> None:
+        """Runs the command; once more, if it has stopped, as a user would go on."""
+        own = [f"hosts.env.{FAULTS_VARIABLE}={self.orders}", f"hosts.log_dir={self.logs}"]
+        overrides = [*self.overrides, *own, *more_overrides]
+        command = [sys.executable, "-m", "orchestrator.run", self.config_path, *overrides]
+        with self.output.open("a") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._env)
+
+    @property
+    def process(self) -> subprocess.Popen:
+        """The command's."""
+        if self._process is None:
+            raise RunError(f"{self.run_dir.name} was not started")
+        return self._process
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def finish(self) -> int:
+        """Waits for its end; its exit status."""
+        while self.running():
+            self.tree()
+            time.sleep(POLL_S)
+        return self.process.wait()
+
+    def wait(self, condition: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> bool:
+        """True when it holds, False if the run ended before. Raises RunError if it takes too long."""
+        deadline_s = time.monotonic() + patience_s
+        while self.running():
+            if condition():
+                return True
+            if time.monotonic() > deadline_s:
+                raise RunError(f"{self.run_dir.name}: waited {patience_s:.0f} s for {what}; see {self.output}")
+            time.sleep(POLL_S)
+        return False
+
+    def clean_up(self) -> list[str]:
+        """Ends the run if it still goes on; returns the processes of it that were left behind, and ends them too."""
+        if self.running():
+            self.tree()
+            self.process.kill()
+            self.process.wait()
+        mine = {**self.seen, **{process.pid: process for process in self.training_processes()}}
+        _, alive = psutil.wait_procs(list(mine.values()), timeout=20)
+        left = [f"process {process.pid}: {command_of(process)[:80]}" for process in alive]
+        for process in alive:
+            process.kill()
+        return left
+
+    # ------------------------------------------------------------------ what it wrote
+
+    def state(self) -> dict[str, Any]:
+        """What its driver keeps for the next one; empty before there is any."""
+        return self._read(self.run_dir / STATE) or {}
+
+    def incidents(self) -> list[dict[str, Any]]:
+        lines = RunFolder(str(self.run_dir)).last_lines(incident_log.NAME)
+        entries = incident_log.read(lines, self.state().get("launch_id", ""))
+        return [entry.incident.to_dict() for entry in entries]
+
+    def summary(self) -> dict[str, Any]:
+        summary = self._read(self.run_dir / SUMMARY)
+        if summary is None:
+            raise RunError(f"{self.run_dir.name} left no summary; it printed:\n{self.console()[-4000:]}")
+        return summary
+
+    def ended_at_s(self) -> float:
+        """When it wrote its summary; 0 if it has not."""
+        return modified_s(self.run_dir / SUMMARY)
+
+    def ship_the_rest(self) -> None:
+        """What the end of a run tells its user to do, if the tracking server was down then."""
+        command = [sys.executable, "-m", "orchestrator.tracking", str(self.run_dir)]
+        with self.output.open("a") as log, suppress(subprocess.TimeoutExpired):  # what is left then is found
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=self._env, timeout=PATIENCE_S, check=False)
+
+    def console(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def checkpoints(self) -> list[Path]:
+        """Folders of the complete ones, oldest first."""
+        try:
+            found = [path for path in (self.run_dir / "checkpoints").iterdir() if path.name.isdigit()]
+        except FileNotFoundError:
+            return []
+        return sorted(found, key=lambda path: int(path.name))
+
+    def saved_after(self, at_s: float) -> bool:
+        """Whether a checkpoint was completed after that time."""
+        return any(modified_s(path) > at_s for path in self.checkpoints())
+
+    # ------------------------------------------------------------------ its processes
+
+    def tree(self) -> list[psutil.Process]:
+        """Everything below the command; remembered, to be looked for at the end."""
+        try:
+            tree = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self.seen.update({process.pid: process for process in tree})
+        return tree
+
+    def training_processes(self) -> list[psutil.Process]:
+        """Those of this machine, standbys included, wherever they were started from: they print into a folder of ours."""
+        return [process for process in psutil.process_iter() if self._log_of(process.pid)]
+
+    def members(self) -> dict[int, psutil.Process]:
+        """The living training process of each host of the present generation, by host."""
+        found = {}
+        for path in (self.orders / "members").glob("host-*.json"):
+            member = self._read(path)
+            if member and self._log_of(member["pid"]):
+                found[member["host"]] = psutil.Process(member["pid"])
+        return found
+
+    def member(self, host: int) -> psutil.Process:
+        """Raises RunError if that host has no training process now."""
+        members = self.members()
+        if host not in members:
+            raise RunError(f"host {host} has no training process; there are hosts {sorted(members)}")
+        return members[host]
+
+    def agent(self, host: int) -> psutil.Process:
+        parent = self.member(host).parent()
+        if parent is None:
+            raise RunError(f"the training process of host {host} has no parent")
+        return parent
+
+    def driver(self) -> psutil.Process:
+        """The process that holds the run's lease."""
+        holder = holder_of(str(self.run_dir))
+        if holder is None:
+            raise RunError("the run has no driver yet")
+        return psutil.Process(holder.pid)
+
+    def standbys_are_warm(self) -> bool:
+        """Every member has one beside it, and none of them is still at work."""
+        members = {process.pid for process in self.members().values()}
+        processes = self.training_processes()
+        waiting = [process for process in processes if process.pid not in members]
+        folders = [os.path.dirname(self._log_of(process.pid) or "") for process in waiting]
+        beside = {os.path.dirname(self._log_of(pid) or "") for pid in members}
+        if not members or not beside <= set(folders):
+            return False
+        before = [cpu_s(process) for process in waiting]
+        time.sleep(QUIET_S)
+        return before == [cpu_s(process) for process in waiting]
+
+    # ------------------------------------------------------------------ orders to the injector in its training processes
+
+    def order(self, host: int, kind: str, **settings: Any) -> str:
+        """Tells the training process of `host` to do something to itself; returns the order's id."""
+        self._num_orders += 1
+        made = {"id": f"{self._num_orders}-{kind}", "kind": kind, **settings}
+        documents.write_json(self.orders / f"host-{host:04d}.json", made)
+        return made["id"]
+
+    def taken(self, order_id: str) -> dict[str, Any] | None:
+        """When, where and by whom the order was carried out; None before that."""
+        return self._read(self.orders / "taken" / f"{order_id}.json")
+
+    def record_batches(self) -> None:
+        """Makes every host note what is in each batch."""
+        (self.orders / "batches").mkdir(exist_ok=True)
+
+    def batches(self) -> dict[int, dict[str, str]]:
+        """What was noted: digests of rows, by batch. A row that was drawn twice and differed is there twice, then as `again`."""
+        found: dict[int, dict[str, str]] = {}
+        for path in sorted((self.orders / "batches").glob("*.jsonl")):
+            for line in path.read_text().splitlines():
+                noted = json.loads(line)
+                rows = found.setdefault(noted["batch"], {})
+                for row, digest in noted["rows"].items():
+                    if rows.setdefault(row, digest) != digest:
+                        rows[f"{row} again"] = digest
+        return found
+
+    def pace(self, step_s: float | None) -> None:
+        """Makes every step of every host take so much longer from now on; None: not any more."""
+        if step_s:
+            documents.write_json(self.orders / "pace.json", {"step_s": step_s})
+        else:
+            (self.orders / "pace.json").unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ inside
+
+    def _log_of(self, pid: int) -> str | None:
+        """Where a training process of this run prints to; None for what is not one, or not any more."""
+        try:
+            path = os.readlink(f"/proc/{pid}/fd/1")
+        except OSError:
+            return None
+        # The guard of a training process shares its command line, but has closed its output.
+        return path if path.startswith(f"{self.logs}/") and LOG_OF_PROCESS.search(path) else None
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        try:
+            return json.loads(path.read_text())
+        except (FileNotFoundError, ValueError):  # ValueError: a disk that is full leaves empty files
+            return None
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""
+
+
+def cpu_s(process: psutil.Process) -> float | None:
+    try:
+        return sum(process.cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return None
+
+
+def modified_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

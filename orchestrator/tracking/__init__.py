@@ -1,0 +1,1 @@
+"""Metrics to MLflow and Prometheus, from a process of their own that stalls nobody."""

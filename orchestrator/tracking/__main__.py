@@ -1,0 +1,7 @@
+"""The command `python -m orchestrator.tracking`, which the tracker starts too."""
+
+import sys
+
+from orchestrator.tracking.shipper import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,402 @@
+"""The process that brings a run's tracking file to MLflow: at least once, and each (metric, step) once.
+
+It may be killed at any moment: it starts again where `shipped.json` says, and what it sends a second time has the same
+time stamp, which MLflow's stores keep once. A replayed step (after a restart from a checkpoint) is not sent again.
+What MLflow refuses for good goes to `rejected.jsonl` with the reason; what it cannot take now is tried until it can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from orchestrator.tracking.tracker import FOLDER, LEFT_OVER, RUN, SPOOL, STATE, URI_VARIABLE, left_over, read_document
+from trainers.config.masking import MASK, masked
+from trainers.storage import documents
+
+POLL_S = 1.0
+MAX_BACKOFF_S = 30.0
+MAX_VALUES = 900
+"""Of one request; MLflow takes 1000."""
+MAX_LINES = 500
+MAX_PARAM_LENGTH = 6000
+KEY_TAG = "gangway.key"
+ATTEMPTS_AT_END = 3
+ATTEMPTS_BEFORE_REFUSED = 5
+"""After so many internal errors over the same entries, from a server that answers otherwise, they are the cause."""
+REFUSALS = frozenset(
+    {
+        "INVALID_PARAMETER_VALUE",
+        "BAD_REQUEST",
+        "MALFORMED_REQUEST",
+        "RESOURCE_ALREADY_EXISTS",
+        "RESOURCE_LIMIT_EXCEEDED",
+        "INVALID_STATE",
+    }
+)
+"""Error codes of MLflow that say the entry is wrong. All others say something about the server."""
+
+
+class Line(NamedTuple):
+    record: dict[str, Any] | None
+    """None: not JSON (a driver died while it wrote it)."""
+    end: int
+    """Byte offset behind it."""
+
+
+class Value(NamedTuple):
+    name: str
+    value: float
+    time_ms: int
+    step: int
+
+
+@dataclass
+class State:
+    """How far we came: `shipped.json`."""
+
+    offset: int = 0
+    last_step: dict[str, int] = field(default_factory=dict)
+    """By metric: up to here everything was sent."""
+    rejected: int = 0
+    problem: str | None = None
+
+
+def read_lines(path: str, offset: int, max_lines: int = MAX_LINES) -> list[Line]:
+    """Whole lines from `offset`; one that is still being written is left for later."""
+    lines: list[Line] = []
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while len(lines) < max_lines and (text := file.readline()).endswith(b"\n"):
+            offset += len(text)
+            lines.append(Line(_parse(text), offset))
+    return lines
+
+
+def next_batch(lines: Sequence[Line]) -> Sequence[Line]:
+    """The longest beginning that goes out as one request: lines of metrics, or a single line of another kind."""
+    num_values = 0
+    for index, line in enumerate(lines):
+        metrics = (line.record or {}).get("metrics")
+        num_values += len(metrics or ())
+        if metrics is None or num_values > MAX_VALUES:
+            return lines[: max(1, index)]
+    return lines
+
+
+def fresh_values(batch: Sequence[Line], last_step: dict[str, int]) -> list[Value]:
+    """The values of steps beyond `last_step`, each metric's steps rising: a step that was replayed is not sent again."""
+    seen = dict(last_step)
+    fresh = []
+    for line in batch:
+        record = line.record or {}
+        for name, value in record["metrics"].items():
+            if record["step"] > seen.get(name, -1):
+                seen[name] = record["step"]
+                fresh.append(Value(name, value, int(record["t"] * 1000), record["step"]))
+    return fresh
+
+
+def real_uri(stored: str) -> str:
+    """The store's address with the user information that is not stored, from the environment. Raises LookupError without it."""
+    given = os.environ.get(URI_VARIABLE, "")
+    if masked(given) == stored:
+        return given
+    if MASK in stored:
+        raise LookupError(f"the user and password of {stored} are not stored; set {URI_VARIABLE} to the whole of it")
+    return stored
+
+
+class MlflowRun:
+    """The run in MLflow: found by its id, else by its key (we died before we noted the id), else made."""
+
+    def __init__(self, folder: str):
+        self._path = documents.join(folder, RUN)
+        named = read_document(folder, RUN)
+        self._run_dir = os.path.dirname(folder)
+        uri = real_uri(named["uri"])
+        artifacts = prepare_sqlite(uri) if uri.startswith("sqlite:///") else None
+
+        from mlflow import MlflowClient
+
+        self.client = MlflowClient(uri, uri)
+        self._experiment_id = self._find_experiment(named["experiment"], artifacts)
+        self.found, self.run_id = self._find_run(named)
+        documents.write_json(self._path, named | {"run_id": self.run_id})
+        self._params = dict(self.client.get_run(self.run_id).data.params)
+
+    def answers(self) -> bool:
+        """False when the store is broken, or the run was deleted: then no entry is to blame."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self.client.get_run(self.run_id).info.lifecycle_stage == "active"
+        except MlflowException:
+            return False
+
+    def send_values(self, values: Sequence[Value]) -> None:
+        from mlflow.entities import Metric
+
+        self.client.log_batch(self.run_id, metrics=[Metric(v.name, v.value, v.time_ms, v.step) for v in values])
+
+    def send_record(self, record: dict[str, Any]) -> None:
+        """A line that is not of metrics."""
+        if "params" in record:
+            self._send_params(record["params"])
+        elif "tags" in record:
+            self._send_tags(record["tags"])
+        elif "artifact" in record:
+            self._send_artifact(record["artifact"], record["folder"] or None)
+        elif "model" in record:
+            self._register(record["model"], record["source"])
+        elif record.get("status") == "RUNNING":
+            self.client.update_run(self.run_id, status="RUNNING")
+        elif "status" in record:
+            self.client.set_terminated(self.run_id, record["status"], int(record["t"] * 1000))
+
+    def _find_experiment(self, name: str, artifacts: str | None) -> str:
+        if (found := self.client.get_experiment_by_name(name)) is not None:
+            return found.experiment_id
+        # If another run is faster, this fails and is tried again: then it is found.
+        return self.client.create_experiment(name, artifact_location=artifacts)
+
+    def _find_run(self, named: dict[str, Any]) -> tuple[bool, str]:
+        """Whether the run was there, and its id. One that was deleted, or whose store was, is made again from the file."""
+        key = named["key"]
+        runs = self.client.search_runs([self._experiment_id], filter_string=f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+        if runs:
+            return True, runs[0].info.run_id
+        tags = {KEY_TAG: key, "gangway.run_dir": self._run_dir}
+        return False, self.client.create_run(self._experiment_id, run_name=named["run_name"], tags=tags).info.run_id
+
+    def _send_params(self, params: dict[str, str]) -> None:
+        from mlflow.entities import Param
+
+        params = {name: value[:MAX_PARAM_LENGTH] for name, value in params.items()}
+        changed = {name: value for name, value in params.items() if self._params.get(name, value) != value}
+        fresh = {name: value for name, value in params.items() if name not in self._params}
+        for some in _chunks(list(fresh.items()), 100):
+            self.client.log_batch(self.run_id, params=[Param(*item) for item in some])
+        self._params |= fresh
+        self._send_tags({f"changed.{name}": value for name, value in changed.items()})
+
+    def _send_tags(self, tags: dict[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        for some in _chunks(list(tags.items()), 100):
+            self.client.log_batch(self.run_id, tags=[RunTag(name, value[:MAX_PARAM_LENGTH]) for name, value in some])
+
+    def _send_artifact(self, path: str, folder: str | None) -> None:
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"artifact {path} is gone: it has to stay until it is shipped")
+        send = self.client.log_artifacts if os.path.isdir(path) else self.client.log_artifact
+        send(self.run_id, path, folder)
+
+    def _register(self, name: str, source: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self.client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        versions = self.client.search_model_versions(f"name = '{name}'")
+        if not any((version.run_id, version.source) == (self.run_id, source) for version in versions):
+            self.client.create_model_version(name, source=source, run_id=self.run_id)
+
+
+class Shipper:
+    def __init__(self, folder: str, drain: threading.Event):
+        self._folder, self._drain = folder, drain
+        self._spool = documents.join(folder, SPOOL)
+        self._state = State(**read_document(folder, STATE))
+        self._run: MlflowRun | None = None
+        self._attempts = 0
+        """In a row that failed."""
+
+    def ship(self) -> int:
+        """Until all is shipped, once draining; returns the exit status."""
+        while True:
+            draining = self._drain.is_set()
+            try:
+                if not self._ship_some():
+                    if draining:
+                        return 0
+                    self._drain.wait(POLL_S)
+            except Exception as error:  # Whatever it is, it must not end here: it is shown, and tried again.
+                self._note_problem(error)
+                if draining and self._attempts >= ATTEMPTS_AT_END:
+                    return LEFT_OVER
+                self._drain.wait(POLL_S if draining else min(MAX_BACKOFF_S, POLL_S * 2.0**self._attempts))
+
+    def _ship_some(self) -> bool:
+        """Ships a batch, if there is one."""
+        lines = read_lines(self._spool, self._state.offset) if os.path.exists(self._spool) else []
+        if self._run is None:
+            self._run = self._open_run()
+            return True  # It may have set us back to the beginning.
+        if not lines:
+            return False
+        batch = next_batch(lines)
+        self._send(batch, self._run)
+        self._state.offset = batch[-1].end
+        self._state.problem = None
+        self._attempts = 0
+        self._save()
+        return True
+
+    def _open_run(self) -> MlflowRun:
+        run = MlflowRun(self._folder)
+        if not run.found:
+            self._state = State()
+        return run
+
+    def _send(self, batch: Sequence[Line], run: MlflowRun) -> None:
+        record = batch[0].record
+        if record is None:
+            self._set_aside("line", "not JSON: the driver died while it wrote it")
+        elif "metrics" in record:
+            fresh = fresh_values(batch, self._state.last_step)
+            for values in _chunks(fresh, MAX_VALUES):
+                self._send_values(values, run)
+            self._state.last_step |= {value.name: value.step for value in fresh}
+        else:
+            try:
+                run.send_record(record)
+            except Exception as error:
+                if not self._is_refusal(error, run):
+                    raise
+                self._set_aside(record, str(error))
+
+    def _send_values(self, values: Sequence[Value], run: MlflowRun) -> None:
+        """Of a batch that is refused, the halves are tried, until the value that is to blame is alone."""
+        try:
+            run.send_values(values)
+        except Exception as error:
+            if not self._is_refusal(error, run):
+                raise
+            if len(values) == 1:
+                self._set_aside(values[0]._asdict(), str(error))
+                return
+            middle = len(values) // 2
+            self._send_values(values[:middle], run)
+            self._send_values(values[middle:], run)
+
+    def _is_refusal(self, error: Exception, run: MlflowRun) -> bool:
+        """True when trying again is of no use. A broken store refuses everything: then the run itself cannot be read."""
+        if isinstance(error, FileNotFoundError):
+            return True
+        code = getattr(error, "error_code", "INTERNAL_ERROR")
+        worn_out = code == "INTERNAL_ERROR" and self._attempts >= ATTEMPTS_BEFORE_REFUSED
+        return (code in REFUSALS or worn_out) and run.answers()
+
+    def _set_aside(self, what: Any, why: str) -> None:
+        with open(documents.join(self._folder, "rejected.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps({"rejected": what, "why": masked(why)}) + "\n")
+        self._state.rejected += 1
+
+    def _note_problem(self, error: Exception) -> None:
+        self._attempts += 1
+        self._run = None  # To be found again, or made again.
+        text = masked(str(error).strip())
+        message = (text or type(error).__name__).splitlines()[0]
+        self._state.problem = f"MLflow does not take metrics now: {message[:300]}"
+        print(f"attempt {self._attempts}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
+        self._save()
+
+    def _save(self) -> None:
+        documents.write_json(documents.join(self._folder, STATE), asdict(self._state))
+
+
+def prepare_sqlite(uri: str) -> str:
+    """Makes the database if it is missing, so that a database is either complete or absent; returns where artifacts go.
+
+    MLflow makes its tables one migration at a time: two processes that do it at once, or one that dies in the middle, leave
+    a database that no MLflow can open. So it is made under a lock, in a file that gets its name when it is complete.
+    """
+    path = uri.removeprefix("sqlite:///").partition("?")[0]
+    folder = os.path.dirname(path)
+    artifacts = os.path.join(folder, "mlartifacts")
+    os.makedirs(folder, exist_ok=True)
+    with locked(path + ".lock"):
+        if not os.path.exists(path):
+            _make_sqlite(path, artifacts)
+    return artifacts
+
+
+def _make_sqlite(path: str, artifacts: str) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    unfinished = path + ".unfinished"
+    if os.path.exists(unfinished):
+        os.unlink(unfinished)
+    SqlAlchemyStore(f"sqlite:///{unfinished}", artifacts).engine.dispose()
+    os.replace(unfinished, path)
+
+
+@contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Waits for, and holds, a lock that the kernel gives back if this process dies."""
+    with open(path, "a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def die_with(parent_pid: int) -> None:
+    """Ends this process, by the kernel, when the process that started it ends in any way."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # It ended before we asked.
+        sys.exit(LEFT_OVER)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.tracking", description="Ships a run's tracking file to MLflow.")
+    parser.add_argument("run_dir", help="the run's folder: STORAGE/NAME")
+    parser.add_argument("--follow", type=int, metavar="PID", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    folder = documents.join(os.path.abspath(options.run_dir), FOLDER)
+    if not documents.exists(documents.join(folder, RUN)):
+        parser.error(f"{folder}/{RUN} does not exist: expected the folder of a run that was tracked with MLflow")
+    drain = threading.Event()
+    if options.follow is None:
+        drain.set()
+    else:
+        die_with(options.follow)
+        os.nice(10)  # Training comes first.
+        threading.Thread(target=_read_orders, args=(drain,), daemon=True).start()
+    with locked(documents.join(folder, "shipper.lock")):
+        status = Shipper(folder, drain).ship()
+    if options.follow is None:
+        print(left_over(folder) or "all shipped")
+    return status
+
+
+def _read_orders(drain: threading.Event) -> None:
+    """The driver says when to drain; when its end of the pipe closes without a word, it is gone."""
+    for _ in sys.stdin:
+        drain.set()
+    if not drain.is_set():
+        os._exit(LEFT_OVER)
+
+
+def _parse(text: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

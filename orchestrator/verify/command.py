@@ -1,0 +1,223 @@
+"""Proves on your own configuration that its training can be resumed, or says what is in the way: `python -m orchestrator.verify
+CONFIG [key=value ...]`.
+
+Shortened to a few steps, the run is made twice undisturbed, once with a process killed after a checkpoint, once stopped half-way
+and gone on with on fewer hosts, and once more along that lineage. Samples, parameters and optimizer state are compared bit for
+bit. Where they differ, it says which part is at fault: the data, the step, or what is not restored. Exit status 1 if so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.hosts.config import devices_per_host, num_hosts
+from orchestrator.config.job import ConfigError, JobConfig, load
+from orchestrator.config.yaml_source import shown_override
+from orchestrator.testbed.live_run import Run, RunError
+from orchestrator.tracking.tracker import FOLDER as TRACKING
+from orchestrator.tracking.tracker import SPOOL
+from orchestrator.verify.compare import Evidence, Finding, judge_replayed, judge_resized, judge_resumed, judge_twice, passed
+from trainers.storage import documents
+
+REPORT = "verify.json"
+EXIT_STOPPED = 3
+"""Of orchestrator.run: stopped on request, state saved."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    console = Console()
+    try:
+        trial = Trial(arguments, console)
+        findings = trial.run()
+    except (ConfigError, RunError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    show(findings, console)
+    good = passed(findings)
+    report = {
+        "passed": good,
+        "config": arguments.config,
+        "overrides": [*map(shown_override, arguments.overrides)],
+        "steps": arguments.steps,
+    }
+    documents.write_json(trial.folder / REPORT, {**report, "findings": [asdict(finding) for finding in findings]})
+    print(f"written to {trial.folder / REPORT}")
+    if good:
+        trial.remove_runs()
+    return 0 if good else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.verify", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=int, default=40, help="how many steps each run takes (default: 40)")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of the loss on fewer hosts, relative (default: 0.02)")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.steps < 8:
+        parser.error(f"--steps {arguments.steps}: expected at least 8")
+    return arguments
+
+
+class Trial:
+    """The runs of one configuration, in the folder NAME-verify of its storage."""
+
+    def __init__(self, arguments: argparse.Namespace, console: Console):
+        self.config_path, self.overrides, self.console = arguments.config, [*arguments.overrides], console
+        self.steps, self.tolerance = arguments.steps, arguments.tolerance
+        self.config = load(self.config_path, self.overrides)
+        if documents.is_url(self.config.run_dir):
+            raise RunError(
+                f"{self.config.run_dir}: verify reads what the runs write; set storage=PATH to a local or mounted folder"
+            )
+        self.folder = Path(f"{self.config.run_dir}-verify")
+        if self.folder.exists() and not (self.folder / REPORT).exists():
+            raise RunError(f"{self.folder} is in the way, and not of an earlier verify: remove it, or set name= or storage=")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        documents.write_json(self.folder / REPORT, {"passed": None})
+        training = self.config.training
+        self.where = {"dataset": training.data.dataset, "task": training.task, "trainer": training.trainer}
+
+    def run(self) -> list[Finding]:
+        """Stops at the first that is wrong with data or step: what follows would only show it again."""
+        plain = self._evidence("undisturbed")
+        check_evidence(plain, self.where["trainer"])
+        findings = [judge_twice(plain, self._evidence("again"), self.where)]
+        if findings[0].good:
+            findings.append(judge_resumed(plain, self._evidence("killed", kill_after_a_checkpoint), self.where))
+        if not passed(findings):
+            return [*findings, Finding("the remaining runs", None, "not made: they would show the same again")]
+        return [*findings, *self._resize(plain)]
+
+    def remove_runs(self) -> None:
+        for path in self.folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+
+    def _resize(self, plain: Evidence) -> list[Finding]:
+        hosts, why_not = fewer_hosts(self.config)
+        if hosts is None:
+            return [Finding("gone on with on fewer hosts", None, f"not tried: {why_not}")]
+        go_on = [f"hosts.count={hosts}", "hosts.min=null", "hosts.max=null"]
+        resized = self._evidence("resized", stop_half_way, go_on)
+        findings = [judge_resized(plain, resized, self.tolerance, self.where)]
+        lineage = {name: resized.summary[name] for name in ("lineage", "skipped_batches")}
+        documents.write_json(self.folder / "lineage.json", lineage)
+        again = self._evidence("replayed", more=[f"driver.replay={self.folder / 'lineage.json'}"])
+        return [*findings, judge_replayed(resized, again, self.where)]
+
+    def _evidence(
+        self,
+        name: str,
+        prepare: Callable[[Run, int], None] | None = None,
+        go_on: Sequence[str] | None = None,
+        more: Sequence[str] = (),
+    ) -> Evidence:
+        """Makes a run; `go_on`: it will stop by itself, and goes on with these overrides."""
+        with tempfile.TemporaryDirectory(prefix="gangway-verify-") as orders:
+            own = [*self.overrides, *shortened(self.steps), f"storage={self.folder}", f"name={name}", *more]
+            run = Run(self.config_path, own, str(self.folder / name), Path(orders))
+            run.record_batches()
+            if prepare:
+                prepare(run, self.steps)
+            try:
+                with self.console.status(f"{name}: {self.steps} steps"):
+                    run.start()
+                    if run.finish() == EXIT_STOPPED and go_on is not None:
+                        run.start(*go_on)
+                        run.finish()
+            finally:
+                run.clean_up()
+            return read_evidence(run, self.steps)
+
+
+def kill_after_a_checkpoint(run: Run, steps: int) -> None:
+    """The save half-way waits for the one before it: so that one is complete."""
+    run.order(0, "kill", at=steps // 2 + 1)
+
+
+def stop_half_way(run: Run, steps: int) -> None:
+    run.order(0, "stop", at=steps // 2 - 1)
+
+
+def shortened(steps: int) -> list[str]:
+    """A quarter of the steps lies between two checkpoints. Schedules that end with the run end with this one."""
+    return [
+        f"max_num_steps={steps}",
+        "max_num_data_epochs=null",
+        "time_limit=null",
+        f"publish_every_steps={max(1, steps // 8)}",
+        f"checkpoint.save_steps={steps // 4}",
+        "checkpoint.save_epochs=null",
+        "checkpoint.save_after_step=0",
+        "checkpoint.save_minutes=null",
+        "checkpoint.save_at_end=true",
+        f"checkpoint.save_total_limit={steps}",
+        "evaluation.at_start=false",
+        "evaluation.every_steps=null",
+        "evaluation.every_epochs=null",
+        "evaluation.score=null",
+        "checkpoint.keep_best=null",
+        "checkpoint.keep_model_only=none",
+        "evaluation.max_batches=1",
+        "previews.prompts=[]",
+        "tracking.mlflow=false",
+    ]
+
+
+def fewer_hosts(config: JobConfig) -> tuple[int | None, str]:
+    """(the greatest smaller number of hosts that the mesh and the batch fit, "") or (None, why there is none)."""
+    most = num_hosts(config.hosts)
+    if config.hosts.kind == "tpu":
+        return None, "TPU hosts come in whole slices"
+    if most == 1:
+        return None, "the configuration has one host; try it with hosts.count=2"
+    for hosts in range(most - 1, 0, -1):
+        try:
+            config.training.check_devices(hosts * devices_per_host(config.hosts))
+        except ValueError:
+            continue
+        return hosts, ""
+    return None, f"mesh and batch fit no number of hosts below {most}"
+
+
+def read_evidence(run: Run, steps: int) -> Evidence:
+    """Raises RunError if the run did not finish."""
+    summary = run.summary()
+    if summary["status"] != "finished":
+        raise RunError(f"the run {run.run_dir.name!r} {summary['status']}: {summary['error'] or summary['stop_reason']}")
+    metas = {int(path.name): path / "meta.json" for path in run.checkpoints()}
+    fingerprints = {step: json.loads(path.read_text())["fingerprints"] for step, path in metas.items() if path.exists()}
+    batches = {batch: rows for batch, rows in run.batches().items() if batch < steps}
+    return Evidence(batches, fingerprints, read_losses(run.run_dir / TRACKING / SPOOL), summary)
+
+
+def read_losses(path: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return {line["step"]: line["metrics"]["loss"] for line in lines if "loss" in line.get("metrics", {})}
+
+
+def check_evidence(evidence: Evidence, trainer: str) -> None:
+    if not evidence.fingerprints or not evidence.batches:
+        raise RunError(
+            f"trainer = {trainer} leaves no fingerprints of its state or takes no callbacks: verify can compare trainers that "
+            "are built on trainers.base:BaseTrainer"
+        )
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    for finding in findings:
+        sign, style = {True: ("✓", "green"), False: ("✗", "red"), None: ("-", "yellow")}[finding.good]
+        console.print(f"  {sign} {finding.claim}", style=style, highlight=False)
+        if finding.text:
+            console.print(f"      {finding.text}", highlight=False)

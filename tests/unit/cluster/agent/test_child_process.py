@@ -1,0 +1,63 @@
+import random
+import socket
+import sys
+import sysconfig
+
+import pytest
+
+from cluster.agent import machine
+from cluster.agent.child_process import child_env, import_path, log_tail
+from tests import ROOT
+
+
+def test_own_variables_win():
+    assert child_env({"A": "1", "B": "1"}, {"B": "2"}) == {"A": "1", "B": "2"}
+
+
+def test_xla_flags_are_joined_and_ours_come_last():
+    env = child_env({"XLA_FLAGS": "--devices=8"}, {"XLA_FLAGS": "--devices=2"})
+    assert env["XLA_FLAGS"] == "--devices=8 --devices=2"
+    assert child_env({"XLA_FLAGS": "--devices=8"}, {})["XLA_FLAGS"] == "--devices=8"
+    assert "XLA_FLAGS" not in child_env({}, {})
+
+
+def test_what_the_parent_says_of_slices_is_dropped():
+    env = child_env({"MEGASCALE_SLICE_ID": "7", "MEGASCALE_NUM_SLICES": "9"}, {"MEGASCALE_SLICE_ID": "0"})
+    assert env == {"MEGASCALE_SLICE_ID": "0"}
+
+
+def test_a_child_does_not_get_the_token_of_the_cluster_unless_it_is_given_it():
+    assert child_env({"RAY_AUTH_TOKEN": "secret", "RAY_AUTH_MODE": "token"}, {}) == {"RAY_AUTH_MODE": "token"}
+    assert child_env({"RAY_AUTH_TOKEN": "secret"}, {"RAY_AUTH_TOKEN": "given"}) == {"RAY_AUTH_TOKEN": "given"}
+
+
+def test_a_child_finds_the_project_and_the_users_code(tmp_path):
+    root = str(ROOT)
+    paths = [str(tmp_path), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "", str(tmp_path / "absent"), *sys.path]
+    found = import_path(paths)
+    assert found[:2] == [root, str(tmp_path)]
+    assert not {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(tmp_path / "absent")} & set(found)
+
+
+def test_the_last_lines_of_a_log(tmp_path):
+    log = tmp_path / "log"
+    assert log_tail(str(log)) == []
+    log.write_bytes(b"\n".join(b"line %d \xff" % n for n in range(5000)))
+    assert log_tail(str(log), 2) == ["line 4998 �", "line 4999 �"]
+
+
+def test_ports_keep_clear_of_those_of_connections():
+    port = machine.free_port(random.Random(0))
+    assert machine.FIRST_PORT <= port <= machine.LAST_PORT
+
+
+def test_a_port_in_use_is_passed_over(monkeypatch):
+    port = machine.free_port(random.Random(1))
+    with socket.socket() as taken:
+        taken.bind(("", port))
+        taken.listen()
+        assert machine.free_port(random.Random(1)) != port
+        monkeypatch.setattr(machine, "FIRST_PORT", port)
+        monkeypatch.setattr(machine, "LAST_PORT", port)
+        with pytest.raises(OSError, match=f"no free port found between {port} and {port}"):
+            machine.free_port()

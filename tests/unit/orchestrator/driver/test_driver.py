@@ -1,0 +1,291 @@
+"""The driver against a gang without Ray, processes or time: nobody who is well is harmed, and every wait ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.driver.stop_requests import Superseded, TrainingFailed
+from tests.unit import fake_gang
+from tests.unit.driving import Launched
+from tests.unit.fake_gang import World
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    assert world.violations == []
+
+
+def finished(launched, world):
+    result = launched.run()
+    assert (result["stop_reason"], result["steps"]) == ("max_steps", world.max_steps)
+    assert world.commits[-1][1] == world.max_steps
+    totals = launched.launch.goodput.totals(world.clock())
+    assert sum(totals.values()) == pytest.approx(launched.launch.goodput.wall_s(world.clock()))
+    return launched.kinds()
+
+
+def process_of(world, host):
+    """Of the newest generation."""
+    job = max(world.jobs.values(), key=lambda job: job.generation)
+    return job.processes[host]
+
+
+def kill_machine(world, host):
+    process_of(world, host).agent.die()
+
+
+def test_undisturbed(world):
+    launched = Launched(world)
+    assert finished(launched, world) == []
+    assert world.files["published"] == [5 * n for n in range(1, 13)]
+    assert not any(agent.alive for agent in world.agents)
+
+
+def test_a_process_is_killed(world):
+    launched = Launched(world)
+    world.at(4.0, lambda: process_of(world, 1).agent.end_process(told=True))
+    assert finished(launched, world) == ["process_crash"]
+    (incident,) = launched.launch.incidents
+    assert (incident.host, incident.action, incident.open) == (1, "restart", False)
+
+
+def test_an_agent_dies_and_a_spare_takes_its_place(world):
+    launched = Launched(world, spares=1)
+    world.at(4.0, lambda: kill_machine(world, 0))
+    assert finished(launched, world) == ["host_lost"]
+    assert launched.launch.incidents[0].action == "replace"
+
+
+def test_a_frozen_process_is_a_hang(world):
+    launched = Launched(world)
+    world.at(4.0, lambda: setattr(process_of(world, 1), "frozen", True))
+    assert finished(launched, world) == ["hang"]
+
+
+def away(world, host, seconds, unavailable=False):
+    agent = process_of(world, host).agent
+    agent.out_of_reach_s, agent.unavailable = (world.now_s, world.now_s + seconds), unavailable
+
+
+@pytest.mark.parametrize("unavailable", [False, True], ids=["no answer", "unavailable"])
+def test_an_agent_that_is_out_of_reach_for_a_moment_is_not_given_up(world, unavailable):
+    world.max_steps = 150
+    launched = Launched(world)
+    world.at(4.0, lambda: away(world, 1, 9.0, unavailable))
+    assert finished(launched, world) == []
+
+
+@pytest.mark.parametrize("unavailable", [False, True], ids=["no answer", "unavailable"])
+def test_an_agent_that_stays_out_of_reach_is_given_up(world, unavailable):
+    world.max_steps = 2000
+    launched = Launched(world, spares=1)
+    world.at(4.0, lambda: away(world, 1, 1000.0, unavailable))
+    assert finished(launched, world) == ["host_lost"]
+    gone_s = launched.launch.incidents[0].failed_at_s - world.clock() + world.now_s
+    assert 20.0 < gone_s - 4.0 < 30.0
+
+
+@pytest.mark.parametrize("stall_s", [21.0, 90.0])
+@pytest.mark.parametrize("effect", range(60, 160, 9))
+def test_a_driver_that_stalls_harms_nobody(effect, stall_s):
+    """Stuck, or stopped, for longer than any answer may take: what is silent meanwhile is the driver."""
+    world = World(max_steps=400)
+    launched = Launched(world)
+    world.stall_at = {effect: stall_s}
+    assert finished(launched, world) == []
+    assert world.violations == []
+
+
+@pytest.mark.parametrize("effect", [130, 131, 132, 133, 134, 135])
+def test_a_driver_that_stalls_while_it_handles_a_failure_gives_up_no_healthy_host(effect):
+    world = World(max_steps=200)
+    launched = Launched(world)
+    world.at(6.0, lambda: process_of(world, 1).agent.end_process(told=True))
+    world.stall_at = {effect: 30.0}
+    assert finished(launched, world) == ["process_crash"]
+    assert world.violations == []
+
+
+def test_a_driver_that_stalls_for_longer_than_the_lease_goes_on_with_new_agents(world):
+    world.max_steps = 3000
+    launched = Launched(world)
+    world.stall_at = {100: 150.0}
+    assert finished(launched, world) == ["host_lost"]
+    assert len(world.agents) > 2
+
+
+def test_storage_that_hangs_costs_no_step(world):
+    world.max_steps = 300
+    launched = Launched(world)
+    world.at(3.0, lambda: setattr(world, "storage_free_s", 25.0))
+    world.at(4.0, lambda: process_of(world, 1).agent.end_process(told=True))
+    assert finished(launched, world) == ["process_crash"]
+    assert launched.launch.incidents[0].total_s < 2.0
+
+
+@pytest.mark.parametrize("effect", [*range(1, 60, 3), *range(60, 140)])
+def test_a_driver_may_die_before_anything_it_does(effect):
+    """Its successor takes the gang over, or clears it away; checkpoints can be committed again; nothing is trained twice."""
+    world = World()
+    launched = Launched(world)
+    world.die_at = {effect}
+    world.at(5.0, lambda: process_of(world, 1).agent.end_process(told=True) if world.jobs else None)
+    kinds = finished(launched, world)
+    assert world.violations == []
+    assert kinds.count("process_crash") <= 1
+    assert launched.num_drivers == 2
+
+
+def test_after_an_adoption_checkpoints_are_committed_under_the_new_driver(world):
+    launched = Launched(world)
+    world.die_at = {100}
+    assert finished(launched, world) == ["driver_lost"]
+    assert launched.launch.incidents[0].action == "adopt"
+    assert len(world.jobs) == 1
+    assert world.commits == [(0, step) for step in range(10, 61, 10)]
+
+
+def test_nothing_is_published_twice_after_an_adoption(world):
+    launched = Launched(world)
+    world.die_at = {80, 130}
+    finished(launched, world)
+    published = world.files["published"]
+    assert sorted(set(published)) == [5 * n for n in range(1, 13)]
+    lines = [event for event in launched.told() if event["ev"] == "metrics"]
+    assert len({event["step"] for event in lines}) == 12
+
+
+def test_budgets_outlive_a_driver(world):
+    """The failures that its predecessor counted are the next one's too."""
+    launched = Launched(world, restart={"max_failures": 2})
+
+    def kill_again():
+        job = max(world.jobs.values(), key=lambda job: job.generation, default=None)
+        if job is not None and not any(process.done for process in job.processes.values()):
+            job.processes[0].agent.end_process(told=True)
+        if world.now_s < 60:
+            world.at(0.5, kill_again)
+
+    world.at(1.5, kill_again)
+    world.die_at = {70}
+    with pytest.raises(TrainingFailed, match="failures without a new checkpoint"):
+        launched.run()
+    assert launched.num_drivers == 2
+    assert launched.kinds().count("process_crash") == 3
+
+
+def test_a_superseded_driver_stops_at_once_and_leaves_the_gang_alone(world):
+    launched = Launched(world)
+    driver = launched.start_driver()
+
+    def take_over():
+        world.driver_epoch += 1
+        launched.lost.set()
+
+    world.at(4.0, take_over)
+    with pytest.raises(Superseded):
+        driver.run()
+    assert all(agent.alive for agent in world.agents)
+    assert world.now_s < 5.0
+
+
+@pytest.mark.parametrize(
+    ("when_s", "doing"),
+    [(0.5, "machines are being reserved"), (3.0, "before the first step")],
+    ids=["reserving", "starting"],
+)
+def test_a_request_to_stop_is_heard_in_every_wait(world, monkeypatch, when_s, doing):
+    launched = Launched(world)
+    monkeypatch.setattr(fake_gang, "COMPILE_S", 100.0)
+    world.at(when_s, lambda: launched.board.request_stop("interrupted"))
+    with pytest.raises(TrainingFailed, match=doing):
+        launched.run()
+    assert world.now_s < when_s + 2.0
+    assert not any(agent.alive for agent in world.agents)
+
+
+def test_a_request_to_stop_is_heard_while_the_run_waits_for_machines(world):
+    launched = Launched(world)
+
+    def lose_one():
+        world.can_start_agents = False
+        process_of(world, 1).agent.die()
+
+    world.at(4.0, lose_one)
+    world.at(50.0, lambda: launched.board.request_stop("interrupted"))
+    with pytest.raises(TrainingFailed, match="the run waits for machines"):
+        launched.run()
+    assert 50.0 < world.now_s < 52.0
+    assert launched.launch.incidents[0].action == "give up"
+
+
+def backing_off_from_3_s(world):
+    """A launch whose second failure without progress is followed by a minute's wait."""
+
+    def kill():
+        process_of(world, 1).agent.end_process(told=True)
+
+    world.at(2.0, kill)
+    world.at(3.0, kill)
+    return Launched(world, restart={"backoff_initial_s": 60.0})
+
+
+def test_a_request_to_stop_is_heard_while_it_backs_off(world):
+    launched = backing_off_from_3_s(world)
+    world.at(10.0, lambda: launched.board.request_stop("interrupted"))
+    with pytest.raises(TrainingFailed, match="before the next try"):
+        launched.run()
+    assert world.now_s < 12.0
+
+
+def test_an_agent_that_dies_while_the_run_backs_off_is_replaced_meanwhile(world):
+    launched = backing_off_from_3_s(world)
+    world.at(10.0, lambda: process_of(world, 0).agent.die())  # noqa: PLW0108 - at that time
+    assert launched.run()["stop_reason"] == "max_steps"
+    assert launched.kinds() == ["process_crash", "process_crash"]
+
+
+def test_a_request_to_stop_saves_first(world):
+    launched = Launched(world)
+    world.at(4.0, lambda: launched.board.request_stop("interrupted"))
+    result = launched.run()
+    assert result["stop_reason"] == "interrupted"
+    assert world.commits[-1][1] == result["steps"] < world.max_steps
+
+
+def test_a_checkpoint_that_was_told_at_the_last_moment_counts(world):
+    """A host tells of a save and dies; the driver has not polled it since."""
+    launched = Launched(world)
+
+    def save_and_die():
+        process = process_of(world, 0)
+        other = process_of(world, 1).agent
+        process.agent.out_of_reach_s = (world.now_s, world.now_s + 1.0)
+        world.commits.append((0, 17))
+        process.agent.tell({"ev": "saved", "step": 17, "path": "/checkpoints/17"})
+        other.end_process(told=True)
+
+    world.at(3.05, save_and_die)
+    finished(launched, world)
+    assert launched.launch.history[0].checkpoint_step == 17
+
+
+def test_orders_say_what_the_run_has_committed_and_who_gives_them(world):
+    """A generation that does not find it where the checkpoints are does not begin again at step 0."""
+    launched, orders = Launched(world), []
+
+    def look():
+        orders.append(process_of(world, 1).agent.orders)
+
+    world.at(3.9, look)
+    world.at(4.0, lambda: process_of(world, 1).agent.end_process(told=True))
+    world.at(8.0, look)
+    assert finished(launched, world) == ["process_crash"]
+    before, after = orders
+    committed_step = max(step for generation, step in world.commits if generation == before["generation"])
+    assert (before["committed_step"], after["committed_step"]) == (None, committed_step)
+    assert before["run"] == after["run"] == launched.launch.committed.run
+    assert [order["driver_epoch"] for order in orders] == [1, 1]
+    assert [order["generation"] for order in orders] == [0, 1]

@@ -1,0 +1,67 @@
+"""How a Ray of a run's own is closed to others, as far as no Ray is needed to see it."""
+
+import os
+import socket
+
+import pytest
+
+from orchestrator.driver import ray_cluster
+
+
+def test_each_ray_gets_a_token_of_its_own():
+    first, second = {}, {}
+    ray_cluster.protect(first)
+    ray_cluster.protect(second)
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"RAY_AUTH_MODE": "disabled"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "mine"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/home/me/token"},
+    ],
+)
+def test_what_the_user_says_of_authentication_holds(said):
+    environ = dict(said)
+    ray_cluster.protect(environ)
+    assert {name: value for name, value in environ.items() if name.startswith("RAY_AUTH")} == said
+
+
+@pytest.mark.parametrize(
+    ("address", "is_loopback"),
+    [("127.0.0.1:6379", True), ("[::1]:6379", True), ("10.0.0.7:6379", False), ("head:6379", False), ("auto", False)],
+)
+def test_which_clusters_are_of_this_machine_alone(address, is_loopback):
+    assert ray_cluster.is_loopback(address) is is_loopback
+
+
+def test_rays_files_are_in_a_folder_of_this_users_alone(tmp_path):
+    first = ray_cluster.private_folder(str(tmp_path))
+    assert os.stat(first).st_mode & 0o777 == 0o700
+    assert ray_cluster.private_folder(str(tmp_path)) == first
+    assert len(ray_cluster.private_folder()) < 40, "the paths of sockets have a limit"
+
+
+@pytest.mark.parametrize("what", ["open", "link", "file"])
+def test_a_folder_that_somebody_else_may_have_prepared_is_not_used(tmp_path, what):
+    expected = tmp_path / f"gangway-{os.getuid()}"
+    if what == "open":
+        expected.mkdir()
+        expected.chmod(0o777)
+    elif what == "link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        expected.symlink_to(tmp_path / "theirs")
+    else:
+        expected.touch(0o600)
+    made = ray_cluster.private_folder(str(tmp_path))
+    assert made != str(expected)
+    assert os.stat(made).st_mode & 0o777 == 0o700
+
+
+def test_nothing_is_read_from_a_process_that_is_not_ray():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert ray_cluster.authentication_of(f"127.0.0.1:{listening.getsockname()[1]}") == {}

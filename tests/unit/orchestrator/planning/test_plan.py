@@ -1,0 +1,310 @@
+"""What is known of a run before machines are taken: `trainers.planning.estimate` in this process, and its report."""
+
+import errno
+import json
+import subprocess
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from orchestrator.config.job import ConfigError, build
+from orchestrator.planning import report as job_plan
+from trainers.base import BaseTrainer
+from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.errors import DataMissingError
+from trainers.planning import estimate
+
+SMALL = {"vocab_size": 256, "width": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 48}
+PARAMETERS = 256 * 32 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32) + 32
+"""Tied embeddings; per layer: queries and output, keys and values, the gated MLP, two norms; the last norm."""
+FACTS = {
+    "train_examples": 1000,
+    "eval_examples": 50,
+    "max_steps": 400,
+    "parameters": 1_475_712,
+    "tokens_per_example": 256,
+    "tokens_per_step": 4096,
+    "flops_per_step": 39.5e9,
+    "checkpoint_bytes": 17_708_600,
+    "state_bytes_per_device": 8_854_300,
+}
+
+
+def arguments(**changes) -> TrainingArguments:
+    data = {"dataset": f"{__name__}:ten_examples", "sequence_length": 16}
+    return from_dict(TrainingArguments, {"name": "x", "max_num_steps": 5, "model": SMALL, "data": data} | changes)
+
+
+class Examples:
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return {"tokens": np.zeros(17, np.int32), "sample_id": np.int32(index)}
+
+
+def ten_examples(arguments):
+    return Examples(), None
+
+
+def no_examples(arguments):
+    raise DataMissingError("data.paths: nothing there")
+
+
+def away(arguments):
+    raise ConnectionRefusedError(errno.ECONNREFUSED, "the data server is away")
+
+
+def one_dataset(arguments):
+    return Examples()
+
+
+class BrokenTask:
+    def __init__(self, arguments):
+        raise KeyError("teacher")
+
+
+class WrongLoss:
+    tokens_per_example = 16
+
+    def __init__(self, arguments):
+        from trainers.tasks.causal_lm import CausalLMTask
+
+        self.build_model = CausalLMTask(arguments).build_model
+
+    def flops_per_token(self, num_parameters):
+        return 1.0
+
+    def loss(self, model, batch):
+        return batch["token"]
+
+
+class OwnTrainer:
+    """Implements the protocol, inherits nothing."""
+
+    def __init__(self, arguments, dataset_train, dataset_eval):
+        raise AssertionError("built only on the machines")
+
+    train = evaluate = eval = save_pretrained = configure_model = configure_dataloaders = configure_functions = lambda self: None
+
+
+class HalfATrainer:
+    def train(self):
+        pass
+
+    def eval(self):
+        pass
+
+
+class OwnShapes(BaseTrainer):
+    def configure_model(self):
+        return super().configure_model()
+
+
+# ---------------------------------------------------------------------- trainers.planning.estimate
+
+
+def test_the_numbers_of_a_run():
+    problems, facts = estimate.plan(arguments(global_batch_size=8), num_devices=2)
+    assert problems == []
+    assert facts["parameters"] == PARAMETERS
+    assert facts["tokens_per_step"] == 8 * 16
+    assert facts["flops_per_step"] == (6 * PARAMETERS + 6 * 2 * 16 * 32) * 8 * 16
+    assert (facts["train_examples"], facts["eval_examples"], facts["max_steps"]) == (10, None, 5)
+    moments, counters = 2 * 4 * PARAMETERS, facts["checkpoint_bytes"] - 3 * 4 * PARAMETERS
+    assert facts["checkpoint_bytes"] == 4 * PARAMETERS + moments + counters
+    assert 0 < counters < 100
+    assert facts["state_bytes_per_device"] == facts["checkpoint_bytes"]
+
+
+def test_sharded_state_takes_less_of_each_device():
+    whole = estimate.plan(arguments(), num_devices=1)[1]["state_bytes_per_device"]
+    _, facts = estimate.plan(arguments(mesh={"data": 1, "fsdp": 4}), num_devices=4)
+    assert whole / 4 < facts["state_bytes_per_device"] < whole / 3
+
+
+def test_rows_that_pad_a_batch_are_told_if_there_are_any():
+    facts = [estimate.plan(arguments(global_batch_size=8), num_devices=n)[1].get("padded_rows_per_step") for n in (1, 3, 4)]
+    assert facts == [None, 1, None]
+
+
+def test_epochs_and_steps_end_a_run_whichever_comes_first():
+    assert estimate.plan(arguments(max_num_steps=None, max_num_data_epochs=3), num_devices=1)[1]["max_steps"] == 2  # 30 / 16
+    assert estimate.plan(arguments(max_num_steps=1, max_num_data_epochs=3), num_devices=1)[1]["max_steps"] == 1
+    assert estimate.plan(arguments(max_num_steps=None, time_limit="1h"), num_devices=1)[1]["max_steps"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"trainer": "trainers.nothing:Trainer"}, "trainer: 'trainers.nothing:Trainer': no module named 'trainers.nothing'"),
+        (
+            {"trainer": "trainers.base:BaseTrainr"},
+            "trainer: 'trainers.base:BaseTrainr': module trainers.base has no 'BaseTrainr'",
+        ),
+        ({"trainer": f"{__name__}:HalfATrainer"}, "it lacks evaluate, save_pretrained, configure_model, configure_dataloaders"),
+        ({"task": f"{__name__}:Missing"}, f"task: '{__name__}:Missing': module {__name__} has no 'Missing'"),
+        ({"task": f"{__name__}:BrokenTask"}, f"task: KeyError: 'teacher' ({__file__}, line "),
+        ({"task": f"{__name__}:WrongLoss"}, f"model: KeyError: 'token' ({__file__}, line "),
+        ({"optimizer": {"name": "adamv"}}, "optimizer.name = 'adamv': expected one of adamw"),
+        ({"optimizer": {"schedule": {"name": "cosin"}}}, "optimizer.schedule.name = 'cosin': expected one of constant"),
+        ({"optimizer": {"schedule": {"warmup_steps": 9}}}, "optimizer.schedule.warmup_steps = 9: expected less than the 5 steps"),
+        ({"data": {"dataset": f"{__name__}:no_examples"}}, "data.paths: nothing there"),
+        ({"data": {"dataset": f"{__name__}:one_dataset"}}, "returned Examples: expected (train, eval)"),
+        ({"recorders": ["json:NoRecorder"]}, "recorders: 'json:NoRecorder': module json has no 'NoRecorder'"),
+        ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps: there is no held-out data to evaluate on"),
+    ],
+)
+def test_what_cannot_run_is_told_before_machines_are_taken(changes, expected):
+    (problem,), _ = estimate.plan(arguments(**changes), num_devices=1)
+    assert expected in problem
+
+
+def test_a_data_server_that_is_away_refuses_no_run():
+    problems, facts = estimate.plan(arguments(data={"dataset": f"{__name__}:away"}), num_devices=1)
+    assert problems == []
+    assert facts["doubt"] == f"data: ConnectionRefusedError: [Errno {errno.ECONNREFUSED}] the data server is away"
+    assert facts["train_examples"] is None
+    assert facts["parameters"] > 0
+
+
+def test_all_of_it_at_once():
+    data = {"dataset": f"{__name__}:no_examples"}
+    problems, _ = estimate.plan(arguments(data=data, task="nowhere:Task", optimizer={"name": "adamv"}), num_devices=1)
+    assert [problem.split()[0] for problem in problems] == ["data.paths:", "task:", "optimizer.name"]
+
+
+def test_a_trainer_of_ones_own_is_not_looked_into():
+    problems, facts = estimate.plan(arguments(trainer=f"{__name__}:OwnTrainer"), num_devices=1)
+    assert problems == []
+    assert "parameters" not in facts
+
+
+def test_a_model_of_ones_own_has_no_known_place_on_devices():
+    problems, facts = estimate.plan(arguments(trainer=f"{__name__}:OwnShapes"), num_devices=1)
+    assert problems == []
+    assert facts["parameters"] == PARAMETERS
+    assert "state_bytes_per_device" not in facts
+
+
+# ---------------------------------------------------------------------- orchestrator.planning.report
+
+
+@pytest.fixture
+def job():
+    return build({"name": "job", "max_num_steps": 400, "hosts": {"count": 2, "spares": 1}, "mesh": {"fsdp": 2}})
+
+
+@pytest.fixture
+def child_answers(monkeypatch):
+    """Stands for the child process; returns the requests it got."""
+    requests = []
+
+    def answer(returncode=0, stdout="", stderr=""):
+        def run(command, *, input, **options):
+            assert command[1:] == ["-m", "trainers.planning.estimate"]
+            assert options["env"]["JAX_PLATFORMS"] == "cpu"
+            requests.append(json.loads(input))
+            return SimpleNamespace(returncode=returncode, stdout=stdout, stderr=stderr)
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return requests
+
+    return answer
+
+
+def test_the_report_of_a_job(job, child_answers):
+    requests = child_answers(stdout=json.dumps({"problems": [], "facts": FACTS}))
+    report = job_plan.check(job)
+    assert requests[0]["num_devices"] == 2
+    assert from_dict(TrainingArguments, requests[0]["arguments"]) == job.training
+    assert (report.num_devices, report.num_replicas, report.mesh) == (2, 2, {"data": 1, "fsdp": 2, "tensor": 1})
+    assert job_plan.arithmetic(job, report) == {
+        "hosts": "2 cpu (CPU 1 each, packed), 1 spare",
+        "devices": "2 hosts x 1 = 2",
+        "mesh": "data 1 x fsdp 2 x tensor 1 = 2",
+        "global batch": "8 micro-batch x 1 accumulation x 2 replicas = 16 sequences",
+        "tokens a step": "16 sequences x 256 = 4,096",
+        "parameters": "1,475,712 (1.48 M)",
+        "FLOPs a step": "39.5 GFLOP",
+        "checkpoint": "17.7 MB (parameters, optimizer state, counters)",
+        "state per device": "8.85 MB (gradients and activations come on top)",
+        "whole run": "400 steps, 1.64 M tokens, 15.8 TFLOP",
+        "training data": "1,000 sequences = 62.5 steps an epoch",
+        "held-out data": "50 sequences",
+    }
+    assert report.events(job) == [report.header(job)]
+    assert report.header(job) == {
+        "ev": "run",
+        "name": "job",
+        "hosts": 2,
+        "devices": 2,
+        "parameters": 1_475_712,
+        "tokens_per_step": 4096,
+        "max_steps": 400,
+    }
+
+
+def test_what_could_not_be_looked_at_is_told_first(job, child_answers):
+    child_answers(stdout=json.dumps({"problems": [], "facts": {"doubt": "data: ConnectionError: away"}}))
+    report = job_plan.check(job)
+    assert report.events(job) == [
+        report.header(job),
+        {
+            "ev": "note",
+            "level": "warning",
+            "message": "starting all the same, the hosts try again: data: ConnectionError: away",
+        },
+    ]
+    assert job_plan.arithmetic(job, report)["not known yet"] == "data: ConnectionError: away"
+
+
+def test_a_dry_run_shows_the_resolved_configuration_and_the_arithmetic(job, child_answers):
+    child_answers(stdout=json.dumps({"problems": [], "facts": FACTS}))
+    text = job_plan.render(job, job_plan.check(job))
+    assert text.startswith("name: job\n")
+    assert "\n    max_failures: 10\n" in text
+    assert "\n# mesh              data 1 x fsdp 2 x tensor 1 = 2\n" in text
+
+
+def test_a_job_whose_trainer_decides_its_model(job, child_answers):
+    child_answers(stdout=json.dumps({"problems": [], "facts": {"max_steps": 400}}))
+    lines = job_plan.arithmetic(job, job_plan.check(job))
+    assert lines["model"] == "decided by the trainer (it implements the protocol by itself)"
+    assert "parameters" not in lines
+
+
+def test_problems_of_the_child_are_errors_of_the_configuration(job, child_answers):
+    child_answers(stdout=json.dumps({"problems": ["task: no", "data: no"], "facts": {}}))
+    with pytest.raises(ConfigError) as raised:
+        job_plan.check(job)
+    assert str(raised.value) == "job: 2 problems\n  task: no\n  data: no"
+
+
+def test_a_child_that_fails_shows_why(job, child_answers):
+    child_answers(returncode=1, stderr="Traceback ...\nImportError: no jax")
+    with pytest.raises(job_plan.PlanError, match=r"(?s)exit status 1.*ImportError: no jax"):
+        job_plan.check(job)
+
+
+def test_tpu_slices_are_named(child_answers):
+    hosts = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2", "slices": 2}
+    job = build({"name": "pod", "max_num_steps": 1, "hosts": hosts, "global_batch_size": 32})
+    child_answers(stdout=json.dumps({"problems": [], "facts": {}}))
+    lines = job_plan.arithmetic(job, job_plan.check(job))
+    assert lines["hosts"] == "4 tpu (CPU 1, TPU 4 each, on machines of their own, 2 slices 2x2x2 of v4)"
+    assert lines["devices"] == "4 hosts x 4 = 16"
+
+
+def test_parameters_for_trackers_are_flat(job):
+    flat = job_plan.parameters(job)
+    assert (flat["name"], flat["mesh.fsdp"], flat["driver.restart.max_failures"]) == ("job", 2, 10)
+    assert flat["data.paths"] == '["python-stdlib"]'
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 "), (999, "999 "), (1000, "1 k"), (1_475_712, "1.48 M"), (39.5e9, "39.5 G"), (2e21, "2e+03 E")]
+)
+def test_numbers_with_prefixes(number, text):
+    assert job_plan.scaled(number) == text

@@ -1,0 +1,117 @@
+import pytest
+
+from orchestrator.failures.classify import FailureKind
+from orchestrator.policies.quarantine import Quarantine, QuarantinePolicy, quarantined
+from orchestrator.policies.restart import PastFailure
+
+POLICY = QuarantinePolicy(max_failures_per_host=2, window_s=100.0)
+NOW_S = 1000.0
+TWO_MACHINES = {0: "a", 1: "b"}
+ONE_MACHINE = {0: "a", 1: "a", 2: "a"}
+
+
+def failed(seat, node, *, times=3, kind=FailureKind.PROCESS_CRASH, at_s=NOW_S - 10):
+    return [PastFailure(kind=kind, seat=seat, node_id=node, at_s=at_s)] * times
+
+
+DEVICE, RUNTIME = FailureKind.DEVICE_ERROR, FailureKind.RUNTIME_ERROR
+
+CASES = {
+    "as many as are put up with": (failed(1, "b", times=2), TWO_MACHINES, [], []),
+    "one more than that": (failed(1, "b"), TWO_MACHINES, [1], ["b"]),
+    "hangs and lost hosts count too": (
+        [*failed(1, "b", times=1, kind=FailureKind.HANG), *failed(1, "b", times=2, kind=FailureKind.HOST_LOST)],
+        TWO_MACHINES,
+        [1],
+        ["b"],
+    ),
+    "one device error is enough": (failed(1, "b", times=1, kind=DEVICE), TWO_MACHINES, [1], ["b"]),
+    "a device error long ago": (failed(1, "b", times=1, kind=DEVICE, at_s=NOW_S - 101), TWO_MACHINES, [], []),
+    "a device error where no other machine is": (failed(0, "a", times=1, kind=DEVICE), {0: "a"}, [], []),
+    "a device error on both machines: both are left": (
+        [*failed(0, "a", times=1, kind=DEVICE), *failed(1, "b", times=1, kind=DEVICE)],
+        TWO_MACHINES,
+        [],
+        [],
+    ),
+    "device errors of different seats of the only machine": (failed(1, "a", times=1, kind=DEVICE), ONE_MACHINE, [1], []),
+    "an error of the runtime may come once": (failed(1, "b", times=1, kind=RUNTIME), TWO_MACHINES, [], []),
+    "an error of the runtime comes again": (failed(1, "b", times=2, kind=RUNTIME), TWO_MACHINES, [1], ["b"]),
+    "what was long ago does not count": (failed(1, "b", at_s=NOW_S - 101), TWO_MACHINES, [], []),
+    "the user's errors do not count": (failed(1, "b", kind=FailureKind.USER_ERROR), TWO_MACHINES, [], []),
+    "preemptions do not count": (failed(1, "b", kind=FailureKind.PREEMPTION), TWO_MACHINES, [], []),
+    "nobody was named": ([PastFailure(kind=FailureKind.HANG, at_s=NOW_S)] * 5, TWO_MACHINES, [], []),
+    "failures of an older document have no time": (
+        [PastFailure(kind=FailureKind.HANG, seat=1, node_id="b")] * 5,
+        TWO_MACHINES,
+        [],
+        [],
+    ),
+    "all seats of a bad machine": ([*failed(1, "b", times=2), *failed(2, "b", times=1)], {0: "a", 1: "b", 2: "b"}, [1, 2], ["b"]),
+    "on the only machine, the seat alone": (failed(1, "a"), ONE_MACHINE, [1], []),
+    "on the only machine, beside a seat that has none yet": (failed(1, "a"), {**ONE_MACHINE, 3: None}, [1], []),
+    "on the only machine, failures of different seats": (
+        [*failed(0, "a", times=2), *failed(1, "a", times=2)],
+        ONE_MACHINE,
+        [],
+        [],
+    ),
+    "a seat whose machine is not known yet": (failed(1, None), {0: "a", 1: None}, [1], []),
+    "a seat that has moved away from the bad machine": (failed(1, "b"), {0: "a", 1: "c"}, [], ["b"]),
+    "both machines are bad: the better one is left": ([*failed(0, "a", times=4), *failed(1, "b")], TWO_MACHINES, [0], ["a"]),
+    "both machines are as bad: both are left": ([*failed(0, "a"), *failed(1, "b")], TWO_MACHINES, [], []),
+    "a seat that is gone": (failed(7, "b"), {0: "a"}, [], ["b"]),
+    "a single seat": (failed(0, "a", times=9), {0: "a"}, [], []),
+    "no failure at all": ([], TWO_MACHINES, [], []),
+    "no seats yet": ([], {}, [], []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_quarantine(name):
+    history, places, seats, nodes = CASES[name]
+    found = quarantined(history, NOW_S, POLICY, places)
+    assert (sorted(found.seats), sorted(found.nodes)) == (seats, nodes)
+
+
+def test_the_reason_names_the_machine_and_how_often():
+    assert quarantined(failed(1, "b"), NOW_S, POLICY, {0: "a", 1: "b", 2: "b"}) == Quarantine(
+        {
+            1: "seat 1 is avoided: node b has failed 3 times in 100 s",
+            2: "seat 2 is avoided: node b has failed 3 times in 100 s",
+        },
+        {"b": "node b has failed 3 times in 100 s"},
+    )
+
+
+def test_the_reason_names_what_its_devices_did():
+    history = [*failed(1, "b", times=1, kind=DEVICE), *failed(1, "b", times=1, kind=RUNTIME)]
+    assert quarantined(history[:1], NOW_S, POLICY, TWO_MACHINES).nodes == {"b": "node b had 1 device error in 100 s"}
+    assert quarantined(history, NOW_S, POLICY, TWO_MACHINES).nodes == {
+        "b": "node b had 1 device error and 1 runtime error in 100 s"
+    }
+
+
+def test_more_device_errors_are_put_up_with_on_request():
+    policy = QuarantinePolicy(max_failures_per_host=9, max_device_errors_per_host=1)
+    for kind, most in ((DEVICE, 1), (RUNTIME, 2)):
+        assert not quarantined(failed(1, "b", times=most, kind=kind), NOW_S, policy, TWO_MACHINES).seats
+        assert quarantined(failed(1, "b", times=most + 1, kind=kind), NOW_S, policy, TWO_MACHINES).seats
+
+
+def test_where_the_machine_is_not_to_blame_the_seat_is_named():
+    reasons = quarantined(failed(1, "a"), NOW_S, POLICY, dict.fromkeys(range(2), "a")).seats
+    assert reasons == {1: "seat 1 is avoided: it has failed 3 times in 100 s"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_failures_per_host": 0}, "max_failures_per_host = 0: expected at least 1"),
+        ({"max_device_errors_per_host": -1}, "max_device_errors_per_host = -1: expected 0 or more"),
+        ({"window_s": 0}, "window_s = 0: expected more than 0"),
+    ],
+)
+def test_policy_rejects(values, message):
+    with pytest.raises(ValueError, match=message):
+        QuarantinePolicy(**values)

@@ -1,0 +1,309 @@
+import io
+import threading
+
+import pytest
+from rich.console import Console as Screen
+
+from orchestrator.events import Board
+from orchestrator.reporting.console import PlainConsole, TerminalConsole, make_console, watch
+from orchestrator.reporting.text import clock_time, count, printable, recovery, seconds, sentence, summary_page, waiting
+
+INCIDENT = {
+    "kind": "process_crash",
+    "host": 1,
+    "generation": 0,
+    "step": 120,
+    "failed_at_s": 0.0,
+    "evidence": {"summary": "host 1: training process ended by SIGKILL at step 120"},
+    "action": "restart",
+    "recovery_s": {"detect": 0.02, "decide": 0.0004, "first_step": 0.4},
+    "resumed_step": None,
+    "total_s": 0.4204,
+}
+SUMMARY = {
+    "name": "tiny",
+    "status": "finished",
+    "stop_reason": "max_steps",
+    "steps": 300,
+    "tokens": 1_228_800,
+    "train_loss": 2.0123,
+    "eval_loss": 2.0511,
+    "generations": 2,
+    "incidents": [INCIDENT | {"resumed_step": 100}],
+    "goodput": {"start": 3.0, "step": 81.0, "compile": 16.0, "idle": 0.0},
+    "wall_s": 100.0,
+    "prompt": "def ",
+    "sample": "main():\n\treturn \x1b[31m1",
+    "storage": "/runs/tiny",
+    "checkpoints": "/runs/tiny/checkpoints",
+    "mlflow": {"uri": "sqlite:////runs/mlflow.db", "command": "mlflow ui --backend-store-uri sqlite:////runs/mlflow.db"},
+}
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def plain(clock):
+    """A plain console, and a function that shows events and returns what they printed."""
+    stream = io.StringIO()
+    console = PlainConsole(stream, clock)
+
+    def show(*events):
+        start = stream.tell()
+        for event in events:
+            console.show(event)
+        return stream.getvalue()[start:]
+
+    return show
+
+
+def metrics(step, **values):
+    kind = "eval" if any(name.startswith("eval_") for name in values) else "train"
+    return {"ev": "metrics", "step": step, "metrics": values, "kind": kind}
+
+
+def test_plain_header_and_start_are_told_once(plain, clock):
+    header = {
+        "ev": "run",
+        "name": "tiny",
+        "hosts": 2,
+        "devices": 1,
+        "parameters": 101_234,
+        "tokens_per_step": 4096,
+        "max_steps": 300,
+    }
+    assert plain(header) == "   0:00  tiny  2 hosts · 1 device · 101 k parameters · 4,096 tokens a step · 300 steps\n"
+    clock.now_s += 65
+    statuses = [{"ev": "status", "state": s} for s in ("reserving", "importing", "joining", "compiling", "training", "compiling")]
+    assert plain(*statuses, header) == "   1:05  reserving machines\n   1:05  starting processes\n   1:05  compiling\n"
+    assert plain({"ev": "generation", "generation": 0, "hosts": 1}) == "   1:05  gang of 1 host is ready\n"
+    assert plain({"ev": "generation", "generation": 1, "hosts": 1}) == ""
+    assert plain({"ev": "status", "state": "saving", "message": "stopping (SIGINT)\nmore"}) == "   1:05  stopping (SIGINT)\n"
+
+
+def test_plain_metrics_come_now_and_then_and_at_the_end(plain, clock):
+    plain({"ev": "run", "name": "tiny", "max_steps": 300})
+    clock.now_s += 1
+    line = plain(metrics(10, loss=3.0, tokens_per_s=41_234.0, step_time_s=0.1))
+    assert line == "   0:01  step 10/300  loss 3.0000  41.2 k tokens/s  29.0 s left\n"
+    assert plain(metrics(20, loss=2.9), {"ev": "checkpoint", "step": 20, "path": "x"}) == ""
+    assert plain(metrics(20, eval_loss=2.5, eval_accuracy=0.4)) == "   0:01  ◆ step 20  held-out loss 2.5000  accuracy 0.4000\n"
+    clock.now_s += 5
+    assert plain(metrics(30, loss=2.8)) == "   0:06  step 30/300  loss 2.8000  41.2 k tokens/s  saved 20  27.0 s left\n"
+    assert plain(metrics(300, loss=2.0)) == "   0:06  step 300/300  loss 2.0000  41.2 k tokens/s  saved 20\n"
+
+
+def test_previews_are_a_line_each_whatever_the_model_wrote(plain):
+    shown = [{"prompt": "def ", "text": "f(x):\n\treturn \x1b[31m1"}, {"prompt": "a", "text": "b" * 200}]
+    assert plain({"ev": "preview", "step": 20, "previews": shown}) == (
+        "   0:00  ◇ step 20  def f(x):↵  return ·[31m1\n" + "   0:00  ◇ step 20  a" + "b" * 70 + "…\n"
+    )
+
+
+def test_plain_without_an_end_or_a_rate(plain):
+    assert plain(metrics(7, loss=3.0)) == "   0:00  step 7  loss 3.0000\n"
+
+
+def test_plain_incident_and_recovery(plain):
+    assert plain({"ev": "incident", "incident": INCIDENT}) == (
+        "   0:00  ✗ host 1: training process ended by SIGKILL at step 120 → restarting\n"
+    )
+    assert plain({"ev": "recovered", "incident": INCIDENT | {"resumed_step": 100}}) == (
+        "   0:00  ✓ training again at step 100 after 0.42 s  detect 0.02 · first step 0.40\u00a0s\n"
+    )
+    avoided = {
+        "action": "shrink",
+        "hosts_after": 2,
+        "detail": "seat 1 is avoided: it has failed 4 times in 3600 s",
+        "evidence": {},
+    }
+    assert plain({"ev": "incident", "incident": INCIDENT | avoided}) == (
+        "   0:00  ✗ process_crash → going on with 2 hosts; seat 1 is avoided: it has failed 4 times in 3600 s\n"
+    )
+    given_up = plain({"ev": "incident", "incident": INCIDENT | {"action": "give up", "detail": "4 failures", "evidence": {}}})
+    assert given_up == "   0:00  ✗ process_crash → give up: 4 failures\n"
+
+
+def test_plain_notes(plain):
+    assert plain({"ev": "note", "message": "hello"}) == "   0:00  hello\n"
+    assert plain({"ev": "note", "message": "careful", "level": "warning"}) == "   0:00  ! careful\n"
+    assert plain({"ev": "something new", "x": 1}) == ""
+
+
+def test_text_from_programs_cannot_drive_the_terminal_or_be_taken_for_markup(plain):
+    assert plain({"ev": "note", "message": "[bold]x[/bold] \x1b[2J\x07"}) == "   0:00  [bold]x[/bold] ·[2J·\n"
+
+
+def page(summary, width=110):
+    stream = io.StringIO()
+    summary_page(Screen(file=stream, width=width, color_system=None, highlight=False), summary)
+    return stream.getvalue()
+
+
+def test_summary_says_what_happened_where_the_time_went_and_where_things_are():
+    lines = [line.rstrip() for line in page(SUMMARY).splitlines()]
+    assert lines == [
+        "",
+        "  ✓ tiny finished  300 steps, 1.23 M tokens in 1 min 40 s",
+        "",
+        "  loss         training 2.0123  held-out 2.0511",
+        "  restarts     1",
+        "",
+        "  Incidents",
+        "    ✓  process crash  host 1  step 120  0.42 s  detect 0.02 · first step 0.40\u00a0s",
+        "",
+        "  Where the time went",
+        "    starting            3.00 s   3.0 %  ▉",
+        "    compiling           16.0 s  16.0 %  ████▊",
+        "    training steps  1 min 21 s  81.0 %  ████████████████████████▎",
+        "",
+        "  The model, now",
+        "    │ def main():",
+        "    │     return ·[31m1",
+        "",
+        "  summary      /runs/tiny/summary.json",
+        "  checkpoints  /runs/tiny/checkpoints",
+        "  metrics      mlflow ui --backend-store-uri sqlite:////runs/mlflow.db",
+        "",
+    ]
+
+
+def test_summary_does_not_cut_what_is_there_to_be_copied():
+    assert "  metrics      mlflow ui --backend-store-uri sqlite:////runs/mlflow.db\n" in page(SUMMARY, width=30)
+
+
+def test_summary_of_a_run_that_failed_early():
+    failed = {
+        "name": "tiny",
+        "status": "failed",
+        "steps": 0,
+        "incidents": [INCIDENT | {"action": "give up", "detail": "the same user_error twice", "host": None, "step": None}],
+        "goodput": {},
+        "wall_s": 0.0,
+        "tokens": None,
+        "train_loss": None,
+        "sample": None,
+    }
+    text = page(failed)
+    assert "  ✗ tiny failed  0 steps\n" in text
+    assert "✗  process crash" in text
+    assert "give up: the same user_error twice" in text
+    assert "Where the time went" not in text
+
+
+def test_summary_of_a_run_that_was_stopped_and_of_many_incidents():
+    text = page(SUMMARY | {"status": "stopped", "stop_reason": "interrupted", "incidents": [INCIDENT] * 40})
+    assert "  ■ tiny stopped (interrupted)  300 steps" in text
+    assert text.count("process crash") == 12
+    assert "    and 28 before these: all are in incidents.jsonl" in text
+
+
+def test_terminal_shows_the_same_story_around_a_live_line(clock):
+    stream = io.StringIO()
+    console = TerminalConsole(Screen(file=stream, force_terminal=True, width=120, color_system=None), clock)
+    events = [
+        {"ev": "run", "name": "tiny", "hosts": 2, "max_steps": 300},
+        {"ev": "status", "state": "reserving"},
+        {"ev": "status", "state": "training"},
+        metrics(10, loss=3.0, tokens_per_s=41_234.0, step_time_s=0.1),
+        {"ev": "incident", "incident": INCIDENT},
+        {"ev": "recovered", "incident": INCIDENT | {"resumed_step": 0}},
+    ]
+    for event in events:
+        console.show(event)
+    live = Screen(file=io.StringIO(), width=120)
+    live.print(console._line())
+    assert "training" in live.file.getvalue()
+    assert "0/300  loss 3.0000  41.2 k tokens/s  30.0 s left" in live.file.getvalue()
+    console.show({"ev": "summary", "summary": SUMMARY})
+    console.close()
+    shown = stream.getvalue()
+    for part in ("tiny  2 hosts", "reserving machines", "✗ host 1: training", "✓ training again at step 0", "✓ tiny finished"):
+        assert part in shown
+    assert shown.endswith("\n")
+
+
+def test_a_log_gets_no_control_sequences():
+    stream = io.StringIO()
+    console = make_console(stream)
+    assert isinstance(console, PlainConsole)
+    console.show({"ev": "summary", "summary": SUMMARY})
+    console.close()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_stream_that_cannot_show_the_signs_gets_others():
+    raw = io.BytesIO()
+    console = make_console(io.TextIOWrapper(raw, encoding="ascii"))
+    console.show({"ev": "incident", "incident": INCIDENT})
+    console.show({"ev": "summary", "summary": SUMMARY})
+    console.close()
+    assert b"? host 1: training process ended by SIGKILL" in raw.getvalue()
+
+
+class Recorder:
+    def __init__(self):
+        self.events, self.closed = [], False
+
+    def show(self, event):
+        self.events.append(event["n"])
+
+    def close(self):
+        self.closed = True
+
+
+def test_watch_shows_everything_that_was_posted_before_the_end():
+    board, recorder, over = Board(), Recorder(), threading.Event()
+
+    def drive():
+        for n in range(100):
+            board.post({"ev": "x", "n": n})
+        over.set()
+
+    threading.Timer(0.05, drive).start()
+    watch(board, recorder, over.is_set)
+    assert recorder.events == list(range(100))
+    assert recorder.closed
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (1234.4, "1,234"), (41_234, "41.2 k"), (101_234, "101 k"), (3_212_000, "3.21 M"), (12.3e9, "12.3 G")],
+)
+def test_count(number, text):
+    assert count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [(0.426, "0.43 s"), (9.999, "10.0 s"), (59.97, "1 min 00 s"), (103, "1 min 43 s"), (7500, "2 h 05 min")],
+)
+def test_seconds(duration_s, text):
+    assert seconds(duration_s) == text
+
+
+def test_small_texts():
+    assert [clock_time(s) for s in (-1, 7.9, 754, 3723)] == ["0:00", "0:07", "12:34", "1:02:03"]
+    assert recovery({"detect": 0.0, "first_step": 0.25}) == "first step 0.25\u00a0s"
+    assert recovery({}) == ""
+    assert sentence("\n first \nsecond") == "first"
+    assert sentence("") == ""
+    assert printable("a\tb\x00") == "a   b·"
+
+
+def test_while_the_next_try_is_waited_for_the_user_reads_why_and_until_when():
+    what = "host 1: ConnectionError: the data server does not answer\nTraceback ..."
+    assert waiting(4.0, 1630.0, what) == (
+        "trying again in 4.00 s, for 27 min 10 s at most: host 1: ConnectionError: the data server does not answer"
+    )
+    assert waiting(60.0, None, "host 0: crashed") == "trying again in 1 min 00 s: host 0: crashed"

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+
+import pytest
+
+from orchestrator.failures.classify import FailureKind
+from orchestrator.policies.restart import PastFailure
+from orchestrator.run_state import launch as launches
+from orchestrator.run_state.goodput import Action, Incident
+from orchestrator.tracking.tracker import TrackingConfig
+from tests.programs.processes import wait_until
+from trainers.checkpoint import committed, fence
+from trainers.checkpoint.committed import Committed
+from trainers.checkpoint.fence import Term
+from trainers.storage import documents
+
+
+class Clock:
+    def __init__(self, now_s):
+        self.now_s = now_s
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock(1000.0)
+
+
+@pytest.fixture
+def take_up(tmp_path, clock):
+    """Another driver's view of the launch; all are closed in the end."""
+    made = []
+
+    def take_up(launch_id="launch"):
+        if made:
+            assert made[-1]._writer.flush(30)
+        made.append(launches.take_up(str(tmp_path), launch_id, 1000.0, TrackingConfig(mlflow=False), {}, clock))
+        return made[-1]
+
+    yield take_up
+    for launch in made:
+        launch.close("FINISHED", 30.0)
+
+
+def test_a_driver_that_adopts_the_gang_lost_nothing_but_the_time_without_a_watcher(take_up, clock):
+    first = take_up()
+    first.goodput.switch("step", 1010.0)
+    clock.now_s = 1020.0
+    first.formed({"generation": 0})
+    clock.now_s = 1027.0
+    second = take_up()
+    assert second.drivers == 2
+    assert second.gang == {"generation": 0}
+    second.goodput.switch("step", 1026.0)  # what the agents told of the time since then was taken in
+    incident = second.adopted(1027.0, step=70)
+    assert (incident.action, incident.resumed_step, incident.failed_at_s) == (Action.ADOPT, 70, 1020.0)
+    assert incident.recovery_s == {"detect": 7.0}
+    assert second.open_incident() is None
+    assert second.goodput.totals(1030.0)["step"] == 20.0
+
+
+def test_the_next_driver_finds_an_agent_that_came_while_the_gang_trained(take_up, clock):
+    first = take_up()
+    first.formed({"generation": 0, "gang": {"seats": ["a"]}})
+    clock.now_s = 1001.0
+    first.reseated({"seats": ["b"]})
+    assert take_up().gang == {"generation": 0, "gang": {"seats": ["b"]}}
+
+
+def test_with_the_gang_lost_the_time_without_a_driver_was_detection(take_up, clock):
+    first = take_up()
+    first.goodput.switch("step", 1010.0)
+    clock.now_s = 1020.0
+    first.formed({"generation": 0})
+    clock.now_s = 1027.0
+    second = take_up()
+    incident = second.gang_lost(1027.0, "an agent is gone")
+    second.goodput.switch("schedule", 1027.0)
+    assert second.open_incident() is incident
+    assert incident.recovery_s == {"detect": 7.0}
+    assert second.goodput.totals(1027.0)["detection"] == 7.0
+    assert second.goodput.totals(1027.0)["step"] == 10.0
+
+
+def test_another_launch_keeps_the_progress_and_starts_ledgers_of_its_own(take_up, clock):
+    first = take_up()
+    first.saved(40, "/checkpoints/40")
+    first.close("KILLED", 30.0)
+    second = take_up("another")
+    assert (second.checkpoint_step, second.saved_path, second.drivers, second.gang) == (40, "/checkpoints/40", 1, None)
+    assert second.incidents == []
+
+
+def test_a_storage_that_cannot_be_written_is_told_and_does_not_raise(take_up, tmp_path, clock):
+    launch = take_up()
+    state = tmp_path / "launch.json"
+    launch._writer.flush(30)
+    state.unlink(missing_ok=True)
+    state.mkdir()
+    launch.store()
+    assert wait_until(lambda: launch.storage_problem is not None)
+    assert "launch.json could not be written" in launch.storage_problem
+    state.rmdir()
+    launch.store()
+    assert wait_until(lambda: launch.storage_problem is None)
+
+
+def test_a_storage_that_hangs_holds_up_nobody(take_up, tmp_path, monkeypatch):
+    """Every method returns while a write hangs: the driver has a gang to watch."""
+    launch, free = take_up(), threading.Event()
+    assert launch._writer.flush(30)
+    monkeypatch.setattr(documents, "write_json", lambda path, document: free.wait(60))
+    try:
+        launch.formed({"generation": 0})
+        launch.saved(3, "/checkpoints/3")
+        launch.publish(3, {"loss": 1.0})
+        launch.preview({"step": 3, "previews": []}, lambda problem: None)
+        launch.record(incident(1))
+        launch.tick()
+        assert not launch._writer.flush(0.0)
+    finally:
+        free.set()
+
+
+def incident(number, **more):
+    return Incident(kind="hang", host=0, generation=number, step=number, failed_at_s=1000.0 + number, **more)
+
+
+def test_incidents_and_failures_are_known_to_the_next_driver_and_written_once_each(take_up, tmp_path):
+    first = take_up()
+    for number in range(3):
+        first.failed(PastFailure(kind=FailureKind.HANG, step=number, at_s=1000.0 + number), incident(number))
+    last = first.incidents[-1]
+    last.action = Action.RESTART
+    first.update(last)
+    lines = len((first._writer.flush(30), (tmp_path / "incidents.jsonl").read_text().splitlines())[1])
+    assert 3 <= lines <= 4
+    first.store()
+    second = take_up()
+    assert [known.step for known in second.incidents] == [0, 1, 2]
+    assert [past.step for past in second.history] == [0, 1, 2]
+    assert second.open_incident() is second.incidents[-1]
+    second.record(incident(3))
+    assert second.num_incidents == 4
+    second.close("KILLED", 30.0)
+    assert take_up("another").incidents == []
+
+
+def test_what_is_stored_each_second_does_not_grow_with_the_failures(take_up, tmp_path):
+    launch, sizes = take_up(), []
+    for number in range(300):
+        launch.failed(PastFailure(kind=FailureKind.HANG, step=number), incident(number, evidence={"log_tail": ["x" * 100] * 30}))
+        if number in (9, 299):
+            launch.store()
+            assert launch._writer.flush(30)
+            sizes.append((tmp_path / "launch.json").stat().st_size)
+    assert sizes[1] <= sizes[0] + 100
+    assert len(launch.incidents) == launches.KEPT_INCIDENTS < launch.num_incidents == 300
+
+
+def test_cursors_begin_anew_with_each_generation(take_up):
+    """Events are counted by host, and another agent may be that host now."""
+    first = take_up()
+    first.formed({"generation": 0})
+    first.seen = {0: 7, 1: 9}
+    first.store()
+    assert take_up().seen == {0: 7, 1: 9}
+    second = take_up()
+    second.formed({"generation": 1})
+    assert second.seen == {}
+    assert take_up().seen == {}
+
+
+def test_cursors_are_those_of_the_generation_that_the_agents_are_in(take_up):
+    first = take_up()
+    first.formed({"generation": 0})
+    first.seen = {0: 7}
+    first.store()
+    second = take_up()
+    second.adopt_generation(1)
+    assert (second.seen, second.gang, second.next_generation()) == ({}, {"generation": 1}, 2)
+
+
+@pytest.mark.parametrize("name", ["launch.json", "gang.json"])
+def test_a_damaged_document_is_set_aside_and_told(take_up, tmp_path, name):
+    """A driver that cannot start uses up a restart of Ray Train's each time."""
+    take_up().formed({"generation": 0})
+    take_up()._writer.flush(30)
+    (tmp_path / name).write_text('{"launch_id": ')
+    launch = take_up()
+    (problem,) = launch.problems
+    assert f"{name}: damaged" in problem
+    assert (tmp_path / f"{name}.damaged").exists()
+    assert launch.gang is None
+
+
+def test_a_driver_whose_run_another_has_taken_writes_nothing_more(take_up, tmp_path):
+    first = take_up()
+    second = take_up()  # of the same launch: it succeeds at once
+    second.formed({"generation": 5})
+    assert second._writer.flush(30)
+    first.formed({"generation": 4})
+    assert first._writer.flush(30)
+    assert launches.read_gang(tmp_path) == {"generation": 5}
+
+
+def test_previews_are_kept_in_the_folder_and_shown_to_the_tracker(take_up, tmp_path):
+    about = {"step": 20, "previews": [{"prompt": "def ", "text": "f():"}]}
+    launch = take_up()
+    launch.preview(about, pytest.fail)
+    assert launch._writer.flush(30)
+    path = tmp_path / "previews" / "20.json"
+    assert json.loads(path.read_text()) == about
+    records = [json.loads(line) for line in (tmp_path / "tracking" / "metrics.jsonl").read_text().splitlines()]
+    assert {"artifact": str(path), "folder": "previews"}.items() <= records[-1].items()
+
+
+def test_what_was_committed_is_known_to_every_launch_also_from_the_trainers_record(take_up, tmp_path):
+    first = take_up("one")
+    run = first.committed.run
+    assert first.committed.step is None
+    for step in (4, 8, 6):  # the last one after a rollback
+        first.saved(step, f"/checkpoints/{step}")
+    assert first.committed == Committed(run, 8)
+    first.close("FINISHED", 30.0)
+    second = take_up("two")
+    assert second.committed == Committed(run, 8)
+    second.close("FINISHED", 30.0)
+    (tmp_path / "launch.json").unlink()
+    (tmp_path / "checkpoints").mkdir()
+    committed.write(tmp_path / "checkpoints", Committed(run, 7))
+    third = take_up("three")
+    assert third.committed == Committed(run, 7)
+    third.close("FINISHED", 30.0)
+    committed.write(tmp_path, Committed(run, 9))
+    assert take_up("four").committed == Committed(run, 9)
+
+
+def test_documents_of_older_versions_know_of_their_newest_checkpoint(take_up, tmp_path):
+    first = take_up("one")
+    first.saved(8, "/checkpoints/8")
+    first.close("FINISHED", 30.0)
+    document = json.loads((tmp_path / "launch.json").read_text())
+    del document["committed"]
+    (tmp_path / "launch.json").write_text(json.dumps(document))
+    assert take_up("two").committed.step == 8
+
+
+def test_no_driver_has_the_epoch_of_one_before_it_whatever_was_deleted(take_up, tmp_path):
+    take_up("one").close("FINISHED", 30.0)
+    take_up("two").close("FINISHED", 30.0)
+    shutil.rmtree(tmp_path / "epochs")
+    (tmp_path / "lease.json").unlink()
+    third = take_up("three")
+    assert third.lease.epoch == 3
+    third.close("FINISHED", 30.0)
+    for name in ("lease.json", "launch.json"):
+        (tmp_path / name).unlink()
+    shutil.rmtree(tmp_path / "epochs")
+    (tmp_path / "checkpoints").mkdir()
+    fence.claim(tmp_path / "checkpoints", Term(3, 5))
+    assert take_up("four").lease.epoch == 4

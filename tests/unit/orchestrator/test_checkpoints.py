@@ -1,0 +1,145 @@
+"""`python -m orchestrator.checkpoints`: what it says of which folder, and its exit status."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator import checkpoints
+from orchestrator.run_state import lease
+from tests.programs import checkpointing
+from trainers.checkpoint import committed
+from trainers.checkpoint.committed import Committed
+from trainers.errors import CheckpointUnavailableError
+from trainers.storage import documents
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Two checkpoints of a run."""
+    manager = checkpointing.manager(tmp_path / "job" / "checkpoints")
+    lineage = [{"batch_index": 0, "num_hosts": 2, "num_devices": 8, "mesh": {}}]
+    for step in (4, 8):
+        manager.save_now(step, lineage=lineage, skipped_batches=[3] if step == 8 else [])
+    return tmp_path / "job"
+
+
+def ask(capsys, *arguments):
+    """(exit status, rows)"""
+    status = checkpoints.main([*map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def arrays_of(run_dir, step):
+    return max((run_dir / "checkpoints" / str(step) / "state").rglob("*"), key=lambda path: path.stat().st_size)
+
+
+def flip_last_byte(path):
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_it_lists_what_there_is(run_dir, capsys):
+    status, rows = ask(capsys, run_dir)
+    assert status == checkpoints.EXIT_FINE
+    assert [(row["step"], row["state"], row["why"], row["num_hosts"]) for row in rows] == [
+        (4, "whole", [], 2),
+        (8, "whole", [], 2),
+    ]
+    assert rows[1]["skipped_batches"] == [3]
+    assert rows[0]["num_bytes"] > 1000
+    assert ask(capsys, run_dir, "--verify")[1][0]["state"] == "verified"
+
+
+def test_people_get_a_table(run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (run_dir / "checkpoints" / "9.saving-abc").mkdir()
+    assert checkpoints.main([str(run_dir)]) == checkpoints.EXIT_FINE
+    shown = capsys.readouterr().out
+    assert "2x8@0" in shown
+    assert "unfinished: being saved" in shown
+
+
+def test_a_flipped_byte_of_large_arrays_is_found_by_verifying(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(checkpoints.manifest, "SMALL_BYTES", 100)
+    flip_last_byte(arrays_of(run_dir, 4))
+    assert [row["state"] for row in ask(capsys, run_dir)[1]] == ["whole", "whole"]
+    status, rows = ask(capsys, run_dir, "--verify")
+    assert status == checkpoints.EXIT_DAMAGED
+    assert [row["state"] for row in rows] == ["damaged", "verified"]
+    assert "are not those that were saved" in rows[0]["why"][0]
+
+
+@pytest.mark.parametrize(("name", "state", "status"), [("meta.json", "damaged", 1), ("manifest.json", "incomplete", 0)])
+def test_a_missing_document_is_named(run_dir, capsys, name, state, status):
+    (run_dir / "checkpoints" / "8" / name).unlink()
+    found, rows = ask(capsys, run_dir)
+    assert (found, [row["state"] for row in rows]) == (status, ["whole", state])
+    assert rows[1]["why"]
+
+
+def test_a_changed_manifest_is_damage(run_dir, capsys):
+    flip_last_byte(run_dir / "checkpoints" / "8" / "meta.json")
+    path = run_dir / "checkpoints" / "4" / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 4', '"step": 5'))
+    assert [row["state"] for row in ask(capsys, run_dir)[1]] == ["damaged", "damaged"]
+
+
+def test_a_configuration_names_its_run(run_dir, tmp_path, capsys):
+    config = tmp_path / "job.yaml"
+    config.write_text(f"storage: {tmp_path}\ndata: {{paths: [{__file__}]}}\nmax_num_steps: 9\n")
+    assert [row["step"] for row in ask(capsys, config)[1]] == [4, 8]
+    assert checkpoints.main([str(config), "name=other"]) == checkpoints.EXIT_REFUSED
+    assert "was not started yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("made", "message"), [(True, "is not a run's folder: expected one with checkpoints/"), (False, "there is no")]
+)
+def test_what_is_no_run_is_refused(tmp_path, capsys, made, message):
+    folder = tmp_path / "x"
+    if made:
+        folder.mkdir()
+    assert checkpoints.main([str(folder)]) == checkpoints.EXIT_REFUSED
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_has_not_saved_yet_has_none(tmp_path, capsys):
+    (tmp_path / "launch.json").write_text("{}")
+    assert checkpoints.main([str(tmp_path)]) == checkpoints.EXIT_FINE
+    assert "no checkpoint in" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_command_without_jax(run_dir):
+    code = "import sys; from orchestrator.checkpoints import main; sys.exit(main(sys.argv[1:]) or 'jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(run_dir)], check=True)
+
+
+def test_a_loss_is_accepted_by_saying_so(run_dir, capsys):
+    """Until then the run does not go on without what it had committed."""
+    folder = run_dir / "checkpoints"
+    documents.write_json(
+        run_dir / "launch.json", {"launch_id": "a", "checkpoint_step": 12, "committed": {"run": "r", "step": 12}}
+    )
+    for place in (run_dir, folder):
+        committed.write(place, Committed("r", 12))
+    with pytest.raises(CheckpointUnavailableError, match="--accept-loss"):
+        committed.check(folder, [4, 8], Committed("r", 12))
+    assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_FINE
+    assert documents.read_json(run_dir / "launch.json")["committed"] == {"run": "r", "step": 8}
+    assert committed.check(folder, [4, 8], Committed("r", 8)) == Committed("r", 8)
+    shutil.rmtree(folder)
+    assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_FINE
+    assert committed.check(folder, [], committed.NOTHING) == Committed("r", None)
+    assert not folder.exists()
+
+
+def test_no_loss_is_accepted_while_the_run_goes_on(run_dir, capsys):
+    held = lease.acquire(str(run_dir), "a")
+    committed.write(run_dir, Committed("r", 12))
+    assert checkpoints.main([str(run_dir), "--accept-loss"]) == checkpoints.EXIT_REFUSED
+    held.release()
+    assert "is in use" in capsys.readouterr().err
+    assert committed.read(run_dir) == Committed("r", 12)

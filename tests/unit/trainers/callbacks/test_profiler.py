@@ -1,0 +1,69 @@
+"""Profiles: the windows of the schedule, requests while it runs, and what a failing profiler costs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.unit.training import of, trainer
+from trainers import runtime
+from trainers.callbacks import Callback
+from trainers.callbacks.profiler import Profiler
+from trainers.config import ProfileConfig
+
+
+def test_the_schedule_skips_then_waits_warms_up_and_records_again_and_again(tmp_path):
+    config = ProfileConfig(skip_steps=5, wait_steps=2, warmup_steps=1, record_steps=3, repeat=2)
+    made = Profiler(config, str(tmp_path))
+    due = {step: what for step in range(40) if (what := made.due(step))}
+    assert due == {7: "warm up", 8: "record", 13: "warm up", 14: "record"}
+    assert [Profiler(ProfileConfig(), str(tmp_path)).due(step) for step in range(5)] == [None] * 5
+    assert Profiler(ProfileConfig(record_steps=1, hosts=(1,)), str(tmp_path)).due(1) is None  # this host is 0
+
+
+def test_windows_that_would_overlap_are_refused():
+    with pytest.raises(ValueError, match="wait_steps = 0: expected at least 2 with repeat = 2"):
+        ProfileConfig(record_steps=1, repeat=2)
+
+
+class Asks(Callback):
+    """For a profile of two steps at each of these batches; at those of `patient`, when the one before is written."""
+
+    def __init__(self, *steps, patient=()):
+        self.steps, self.patient = steps, patient
+
+    def on_step_end(self, state, **kwargs):
+        if state.global_step in (*self.steps, *self.patient):
+            while state.global_step in self.patient and runtime.current().profiling:
+                time.sleep(0.01)
+            runtime.current().request_profile({"id": f"asked at {state.global_step}", "steps": 2})
+
+
+def test_on_schedule_and_on_demand_files_for_xprof_are_written(tmp_path, events):
+    """A request that comes while a profile is under way is refused; one that outlives the run is written at its end."""
+    config = {"skip_steps": 1, "record_steps": 2}
+    trainer(tmp_path, Asks(3, 8, patient=(7, 12)), profile=config, max_num_steps=13, checkpoint={"save_at_end": False}).train()
+    told = of(events, "profile")
+    assert [(e["id"], e.get("first_step"), e.get("last_step")) for e in told if e["problem"] is None] == [
+        (None, 3, 4),
+        ("asked at 7", 8, 9),
+        ("asked at 12", 13, 13),  # the last one of the run
+    ]
+    assert {e["id"]: e["problem"] for e in told if e["problem"]} == dict.fromkeys(
+        ("asked at 3", "asked at 8"), "another profile is under way: ask again when it is written"
+    )
+    for event in told:
+        if event["problem"] is None:
+            (file,) = (tmp_path / "run" / "profile").joinpath(event["path"]).rglob("plugins/profile/*/*.xplane.pb")
+            assert file.stat().st_size > 1000
+
+
+def test_a_profiler_that_fails_is_told_and_training_goes_on(tmp_path, events):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").write_text("in the way")
+    made = trainer(tmp_path, profile={"record_steps": 1, "warmup_steps": 0}, max_num_steps=4, checkpoint={"save_at_end": False})
+    assert int(made.train().step) == 4
+    (told,) = of(events, "profile")
+    assert "it could not be started" in told["problem"]
+    assert not runtime.current().profiling

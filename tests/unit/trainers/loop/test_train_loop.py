@@ -1,0 +1,404 @@
+"""The loop: what it waits for, and when; wishes that become decisions; the order of saving and reading."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trainers import runtime
+from trainers.callbacks import Callback, CallbackList, RunInfo
+from trainers.callbacks.profiler import Profiler
+from trainers.config import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig, ProfileConfig
+from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
+from trainers.loop.anomalies import Verdict
+from trainers.loop.hooks import Hooks
+from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, STOP_REASONS, Agreed, Limits, Retry, Window, Wishes
+from trainers.loop.lineage import Lineage
+from trainers.loop.train_loop import Loop
+from trainers.loop.triggers import Due, Epochs
+from trainers.metrics.accumulator import Kind, Layout
+from trainers.metrics.publisher import BusyTime, Publisher, Seconds, Throughput
+from trainers.runtime.stop_reason import StopReason
+from trainers.step.host_flags import REDUCED
+from trainers.step.train_step import STEP_METRICS, StepOutput
+
+LAYOUT = Layout(("loss", *STEP_METRICS), (Kind.MEAN, *STEP_METRICS.values()))
+
+
+class OnDevice:
+    """An array that notes when the host waited for it or fetched it."""
+
+    def __init__(self, world, kind, step, values):
+        self.world, self.kind, self.step, self.values = world, kind, step, np.asarray(values)
+
+    def _touched(self, how):
+        self.world.touched.append((how, self.kind, self.step, self.world.dispatched))
+
+    def __array__(self, dtype=None, copy=None):
+        self._touched("fetch")
+        return self.values
+
+    def block_until_ready(self):
+        self._touched("wait")
+        return self
+
+    def copy_to_host_async(self): ...
+
+
+def reduced(stop=0, saves=0, verdict=Verdict.APPLIED, batch_index=0, newest=None, loss=1.0, expected=1.0):
+    """What the step gives back to all hosts."""
+    values = (stop, saves, verdict, batch_index, batch_index if newest is None else newest)
+    assert len(values) + 2 == len(REDUCED)
+    return np.array([*values, *np.array([loss, expected], np.float32).view(np.int32)], np.int32)
+
+
+def due(evaluation=None, **checkpoint):
+    return Due(CheckpointConfig(**checkpoint), evaluation or EvaluationConfig(), PreviewConfig(), Epochs(10, 1))
+
+
+class World:
+    """A loop around a step that only counts, and a record of all that happens, in order.
+
+    `verdicts`: what the step says of a batch, the first time that it comes, unless it is told to skip it.
+    """
+
+    def __init__(self, max_steps=40, every_steps=10, save_steps=None, wishes=None, anomalies=None, verdicts=None, skip=()):
+        self.touched, self.log, self.dispatched, self.asked = [], [], 0, []
+        self.verdicts = verdicts or {}
+        runtime.install(runtime.Runtime(lambda event: self.log.append((event["ev"], event.get("step")))))
+        self.info = RunInfo()
+        limits = Limits(max_steps, None)
+        self.loop = Loop(
+            train_step=self.step,
+            layout=LAYOUT,
+            loader=SimpleNamespace(batch=self.batch, global_batch_size=1),
+            empty_bag=lambda: None,
+            publisher=Publisher(every_steps, Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
+            flags=SimpleNamespace(array=lambda *flags: flags),
+            wishes=wishes(limits) if wishes else Wishes(limits, None, clock=lambda: 0.0),
+            due=due(save_steps=save_steps),
+            anomalies=anomalies or AnomalyConfig(),
+            distributions=DistributionConfig(every_steps=20),
+            lineage=Lineage(skipped=set(skip)),
+            save=lambda state: self.log.append(("save", state)),
+            evaluate=lambda state: state,
+            evaluated_step=lambda: None,
+            stop_early=lambda: False,
+            preview=lambda state: None,
+            diagnose=lambda state, batch, step: "",
+            go_back=self.go_back,
+            callbacks=CallbackList(),
+            hooks=Hooks(),
+            seconds=Seconds(),
+            info=self.info,
+            resumed_step=0,
+        )
+
+    def batch(self, k):
+        self.log.append(("batch", k))
+        return k
+
+    def step(self, state, bag, batch, flags):
+        self.dispatched += 1
+        self.asked.append(flags)
+        stop, saves, skip, batch_index = flags
+        verdict = Verdict.ORDERED if skip else self.verdicts.pop(batch_index, Verdict.APPLIED)
+        told = reduced(stop, saves, verdict, batch_index, batch_index + (verdict is Verdict.OUT_OF_STEP))
+        made = OnDevice(self, "bag", self.dispatched, np.ones((len(LAYOUT), 2)))
+        rest = {"flags": told, "measured": [], "distributions": []}
+        return StepOutput(state + 1, made, *(OnDevice(self, kind, self.dispatched, made) for kind, made in rest.items()))
+
+    def go_back(self, decision):
+        self.log.append(("go_back", decision.go_back_to))
+        return decision.go_back_to, decision.go_back_to
+
+    def publish(self, step, metrics, seconds, distributions):
+        self.log.append(("publish", step))
+
+
+def test_the_host_never_waits_for_a_step_that_is_not_two_behind():
+    world = World(max_steps=40, every_steps=10)
+    assert world.loop.run(0) == (40, StopReason.MAX_STEPS)
+    assert world.touched[0] == ("wait", "flags", 1, 1)  # the first step alone: recovery is measured to its end
+    between = [touch for touch in world.touched[1:] if touch[3] < 40]
+    assert {kind for _, kind, _, _ in between} == {"flags", "bag", "distributions"}
+    assert all(how == "fetch" and dispatched - step >= 2 for how, _, step, dispatched in between)
+    bags = [step for _, kind, step, _ in world.touched if kind == "bag"]
+    assert bags == [10, 20, 30, 40]  # only what is published is ever fetched
+    assert [step for _, kind, step, _ in world.touched if kind == "distributions"] == [20, 40]
+    assert [step for kind, step in world.log if kind == "publish"] == [10, 20, 30, 40]
+
+
+class Looks(Callback):
+    """At every event, at all that it is given."""
+
+    def __init__(self):
+        self.events = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_"):
+            return lambda state, **kwargs: self.events.append((name, kwargs))
+        return super().__getattribute__(name)
+
+
+def test_with_everything_on_nothing_more_is_waited_for_between_publishes(tmp_path):
+    """Callbacks at every event, distributions, a profile on schedule and one on demand."""
+    config = ProfileConfig(skip_steps=3, record_steps=2)
+    quiet, loud = World(), World()
+    looks = Looks()
+    for callback in (Profiler(config, str(tmp_path)), looks):
+        loud.loop.callbacks.add(callback)
+
+    def batch(k):
+        if k == 25:
+            runtime.current().request_profile({"id": "asked", "steps": 2})
+        return k
+
+    loud.loop.loader.batch = batch
+    assert loud.loop.run(0) == quiet.loop.run(0) == (40, StopReason.MAX_STEPS)
+    assert loud.touched == quiet.touched
+    loud.loop.callbacks.call(Callback.on_train_end, loud.info)
+    assert list(tmp_path.rglob("*.xplane.pb"))
+    assert {"on_step_begin", "on_step_end", "on_epoch_begin", "on_epoch_end"} <= {name for name, _ in looks.events}
+
+
+def test_what_is_not_due_yet_at_the_end_is_published_all_the_same():
+    world = World(max_steps=13, every_steps=10)
+    world.loop.run(0)
+    assert [step for kind, step in world.log if kind == "publish"] == [10, 13]
+
+
+def test_a_save_comes_before_the_next_batch_is_drawn():
+    world = World(max_steps=6, save_steps=2)
+    world.loop.run(0)
+    order = [entry for entry in world.log if entry[0] in ("save", "batch")]
+    assert order == [("batch", 0), ("batch", 1), ("save", 2), ("batch", 2), ("batch", 3), ("save", 4), ("batch", 4), ("batch", 5)]
+
+
+def test_a_stop_wish_travels_through_the_step_and_stops_two_steps_later():
+    world = World(max_steps=None)
+    stop_at = 5
+
+    def batch(k):
+        if k == stop_at:
+            runtime.current().request_stop("terminated")
+        return k
+
+    world.loop.loader.batch = batch
+    state, reason = world.loop.run(0)
+    assert reason is StopReason.TERMINATED
+    assert world.asked[stop_at][0] == 1 + STOP_REASONS.index(StopReason.TERMINATED)
+    assert state == stop_at + 1 + 2
+
+
+def test_each_save_wish_is_granted_once():
+    world = World(max_steps=30)
+
+    def batch(k):
+        if k in (5, 15):
+            runtime.current().request_save()
+        return k
+
+    world.loop.loader.batch = batch
+    world.loop.run(0)
+    assert [state for kind, state in world.log if kind == "save"] == [8, 18]
+
+
+def test_a_wish_is_one_more_than_any_host_had():
+    wishes = Wishes(Limits(None, None), None, clock=lambda: 0.0)
+    runtime.install(runtime.Runtime(lambda event: None))
+    assert wishes.wished_saves(Agreed(saves=3)) == 0
+    runtime.current().request_save()
+    assert wishes.wished_saves(Agreed(saves=3)) == 4
+    assert wishes.wished_saves(Agreed(saves=4)) == 4
+
+
+def test_minutes_and_limits_are_wishes_by_this_hosts_clock():
+    now = [1000.0]
+    wishes = Wishes(Limits(None, None, deadline_s=1130.0), save_minutes=1.0, clock=lambda: now[0])
+    assert (wishes.stop(), wishes.wished_saves(Agreed())) == (0, 0)
+    now[0] = 1061.0
+    assert wishes.wished_saves(Agreed()) == 1
+    now[0] = 1120.0
+    assert (wishes.stop(), wishes.wished_saves(Agreed())) == (0, 1)  # counted from the last wish
+    now[0] = 1130.0
+    assert STOP_REASONS[wishes.stop() - 1] is StopReason.TIME_LIMIT
+
+
+def test_the_window_holds_two_steps():
+    window = Window(10)
+    for batch_index in (10, 11, 12):
+        assert not window.full
+        window.push(batch_index, reduced(saves=7 if batch_index == 12 else 0, batch_index=batch_index))
+    assert window.full
+    assert window.complete_one().saves == 0
+    assert (window.completed_step, window.in_flight) == (11, 2)
+    assert (window.complete_one().batch_index, window.complete_one().saves) == (11, 7)
+    assert window.completed_step == 13
+
+
+def test_what_all_hosts_read_of_a_step():
+    agreed = Agreed.read(reduced(2, 3, Verdict.LOSS_SPIKE, 17, loss=9.5, expected=np.nan))
+    assert (agreed.stop_reason, agreed.saves, agreed.verdict) == (STOP_REASONS[1], 3, Verdict.LOSS_SPIKE)
+    assert (agreed.batch_index, agreed.loss) == (17, 9.5)
+    assert np.isnan(agreed.expected_loss)
+
+
+# ---------------------------------------------------------------------- where a run ends
+
+
+@pytest.mark.parametrize(
+    ("limits", "at", "reason"),
+    [
+        (Limits(8, None), 7, None),
+        (Limits(8, None), 8, StopReason.MAX_STEPS),
+        (Limits(None, 5), 5, StopReason.MAX_EPOCHS),
+        (Limits(None, None, stop_at=5), 4, None),
+        (Limits(None, None, stop_at=5), 5, StopReason.RESIZE),
+        (Limits(None, None, stop_at=5), 9, StopReason.RESIZE),
+        (Limits(5, None, stop_at=5), 5, StopReason.MAX_STEPS),
+    ],
+)
+def test_limits_count_batches(limits, at, reason):
+    assert limits.reached(RunInfo(global_step=at)) is reason
+
+
+def test_what_a_person_asked_for_outweighs_what_happens_to_machines():
+    order = STOP_REASONS.index
+    assert order(StopReason.RESIZE) < order(StopReason.PREEMPTED) < order(StopReason.INTERRUPTED) < order(StopReason.REQUESTED)
+    assert [reason for reason in (StopReason.RESIZE, StopReason.PREEMPTED) if reason.finished] == []
+
+
+def test_a_notice_stops_the_run_and_is_told_once():
+    host = runtime.Runtime(lambda event: None)
+    host.notice("SIGTERM")
+    host.notice("SIGTERM")
+    assert host.stop_reason == "preempted"
+    assert (host.take_notice(), host.take_notice()) == ({"reason": "SIGTERM", "deadline_s": None}, None)
+
+
+def test_a_fence_is_obeyed_at_once_and_whenever_it_changes():
+    host, seen = runtime.Runtime(lambda event: None, fence="epochs/2"), []
+    host.follow_fence(seen.append)
+    host.fence("epochs/3")
+    assert seen == ["epochs/2", "epochs/3"]
+
+
+# ---------------------------------------------------------------------- a save that failed
+
+
+def test_a_failed_save_is_tried_again_ever_later():
+    retry, tries = Retry(), []
+    for now_s in range(2000):
+        if retry.due(True, float(now_s)):
+            tries.append(now_s)
+            retry.tried(float(now_s))
+    gaps = np.diff([0, *tries]).tolist()
+    assert gaps[:5] == [RETRY_FIRST_S, 20, 40, 80, 160]
+    assert set(gaps[5:]) == {RETRY_MAX_S}
+
+
+def test_a_save_made_good_ends_the_tries_and_the_next_failure_begins_anew():
+    retry = Retry()
+    assert not retry.due(True, 0.0)
+    assert retry.due(True, 10.0)
+    assert not retry.due(True, 11.0)  # wished, not started yet
+    retry.tried(12.0)
+    assert not retry.due(True, 31.0)
+    assert not retry.due(False, 40.0)
+    assert not retry.due(True, 50.0)
+    assert retry.due(True, 60.0)
+
+
+def test_a_try_that_another_host_wished_counts():
+    retry = Retry()
+    assert not retry.due(True, 0.0)
+    retry.tried(9.0)
+    assert not retry.due(True, 28.0)
+    assert retry.due(True, 29.0)
+
+
+def test_a_failed_save_is_a_wish():
+    now, failing = [0.0], [True]
+    wishes = Wishes(Limits(None, None), None, lambda: failing[0], clock=lambda: now[0])
+    runtime.install(runtime.Runtime(lambda event: None))
+    assert wishes.wished_saves(Agreed()) == 0
+    now[0] = RETRY_FIRST_S
+    assert wishes.wished_saves(Agreed(saves=4)) == 5
+    wishes.saved()
+    assert wishes.wished_saves(Agreed(saves=5)) == 5
+
+
+# ---------------------------------------------------------------------- batches that are not trained on
+
+
+def test_batches_to_skip_are_flagged():
+    world = World(max_steps=6, skip=(2, 4))
+    world.loop.run(0)
+    assert [flags[2] for flags in world.asked] == [False, False, True, False, True, False]
+    assert [flags[3] for flags in world.asked] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_batch_that_the_step_skipped_is_told_and_remembered():
+    world = World(max_steps=9, verdicts={4: Verdict.NON_FINITE})
+    assert world.loop.run(0) == (9, StopReason.MAX_STEPS)
+    assert world.loop.lineage.skipped == {4}
+    assert [kind for kind, _ in world.log].count("anomaly") == 1
+
+
+def test_a_save_knows_the_verdicts_on_all_batches_before_it():
+    world = World(max_steps=9, save_steps=5, verdicts={4: Verdict.NON_FINITE})
+    known = []
+    world.loop.save = lambda state: known.append((state, set(world.loop.lineage.skipped)))
+    world.loop.run(0)
+    assert known == [(5, {4})]
+
+
+def test_a_rollback_goes_back_and_leaves_the_batches_out():
+    config = AnomalyConfig(non_finite="rollback", skip_before=2)
+    world = World(max_steps=12, anomalies=config, verdicts={7: Verdict.NON_FINITE})
+    state, reason = world.loop.run(0)
+    assert (state, reason) == (12, StopReason.MAX_STEPS)
+    assert [entry for entry in world.log if entry[0] == "go_back"] == [("go_back", 5)]
+    drawn = [k for kind, k in world.log if kind == "batch"]
+    assert drawn == [*range(10), 7, *range(5, 12)]  # two steps were in flight when it was read; 7 again, to see why
+    assert [flags[3] for flags in world.asked if flags[2]] == [5, 6, 7]
+    assert [kind for kind, _ in world.log].count("first_step") == 1
+
+
+def test_an_anomaly_in_the_last_steps_is_found_before_the_end_and_before_a_save():
+    config = AnomalyConfig(non_finite="rollback")
+    world = World(max_steps=8, save_steps=4, anomalies=config, verdicts={3: Verdict.NON_FINITE, 7: Verdict.NON_FINITE})
+    assert world.loop.run(0)[0] == 8
+    assert [entry for entry in world.log if entry[0] in ("save", "go_back")] == [("go_back", 3), ("save", 4), ("go_back", 7)]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "config", "error"),
+    [
+        (Verdict.NON_FINITE, AnomalyConfig(non_finite="raise"), NonFiniteLossError),
+        (Verdict.LOSS_SPIKE, AnomalyConfig(loss_spike="raise"), LossSpikeError),
+    ],
+)
+def test_a_policy_may_want_an_error(verdict, config, error):
+    with pytest.raises(error, match="batch 3"):
+        World(anomalies=config, verdicts={3: verdict}).loop.run(0)
+
+
+def test_hosts_out_of_step_are_an_error_that_names_the_step():
+    with pytest.raises(
+        DesyncError, match=r"out of step at batch 3: .* batches 3 to 4 \(host 0 at 3\); .* skipped or repeated a step"
+    ):
+        World(verdicts={3: Verdict.OUT_OF_STEP}).loop.run(0)
+
+
+def test_waiting_is_no_business():
+    now = [0.0]
+    busy = BusyTime(clock=lambda: now[0])
+    now[0] = 2.0
+    with busy.waiting():
+        now[0] = 10.0
+    now[0] = 11.0
+    assert busy.total_s == 3.0

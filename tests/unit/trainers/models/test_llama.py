@@ -1,0 +1,144 @@
+"""The model: causality, grouped queries, rotary positions, the scan, first values, logical axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from trainers.config import ModelConfig
+from trainers.models import llama
+from trainers.models.llama import Llama
+
+CONFIG = ModelConfig(vocab_size=50, width=32, num_layers=3, num_heads=4, num_kv_heads=2, mlp_width=48)
+TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 10), np.int32)
+
+
+@partial(nnx.jit, static_argnames=("config", "dtype", "param_dtype"))
+def build(config=CONFIG, dtype=jnp.float32, param_dtype=jnp.float32):
+    return Llama(config, rngs=nnx.Rngs(jax.random.key(0)), dtype=dtype, param_dtype=param_dtype)
+
+
+def weights(model):
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+@jax.jit
+def logits(model, tokens, positions=None):
+    return model(tokens, positions)
+
+
+def test_a_later_token_changes_nothing_earlier():
+    model = build()
+    for place in (1, 6, 9):
+        changed = TOKENS.copy()
+        changed[:, place] = (changed[:, place] + 1) % CONFIG.vocab_size
+        before, after = np.asarray(logits(model, TOKENS)), np.asarray(logits(model, changed))
+        np.testing.assert_array_equal(before[:, :place], after[:, :place])
+        assert np.all(np.abs(before[:, place] - after[:, place]).max(-1) > 1e-3)
+
+
+def test_grouped_queries_are_many_heads_with_repeated_keys_and_values():
+    grouped, full = build(), build(dataclasses.replace(CONFIG, num_kv_heads=CONFIG.num_heads))
+    params = weights(grouped)
+    channels = CONFIG.width // CONFIG.num_heads
+    for name in ("key", "value"):
+        by_head = np.asarray(params["layers"][name]).reshape(CONFIG.num_layers, CONFIG.width, CONFIG.num_kv_heads, channels)
+        params["layers"][name] = np.repeat(by_head, 2, axis=2).reshape(CONFIG.num_layers, CONFIG.width, CONFIG.width)
+    nnx.update(full, params)
+    np.testing.assert_allclose(logits(grouped, TOKENS), logits(full, TOKENS), atol=1e-5)
+
+
+def test_only_the_distance_between_positions_matters():
+    model = build()
+    positions = np.broadcast_to(np.arange(10), TOKENS.shape)
+    plain, same, moved, stretched = (
+        np.asarray(logits(model, TOKENS, p)) for p in (None, positions, positions + 37, positions * 2)
+    )
+    np.testing.assert_allclose(plain, same, atol=1e-6)
+    np.testing.assert_allclose(plain, moved, atol=1e-4)
+    assert np.abs(plain - stretched).max() > 1e-3
+
+
+def test_rotation_is_that_of_complex_numbers():
+    x = np.random.default_rng(2).standard_normal((1, 5, 2, 8), np.float32)
+    positions = np.array([[0, 1, 2, 30, 400]])
+    turned = jax.jit(lambda x: llama.rotate(x, llama.rotary_angles(positions, 8, 100.0)))(x)
+    pairs = x[..., :4] + 1j * x[..., 4:]
+    angles = positions[0][:, None] * 100.0 ** (-2 * np.arange(4) / 8)
+    expected = pairs * np.exp(1j * angles)[None, :, None, :]
+    np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=1e-4)
+
+
+def by_hand(config, params, tokens):
+    """The same model with loops over layers and heads, in float64, without JAX."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    channels = config.width // config.num_heads
+    angles = np.outer(np.arange(len(tokens)), config.rope_theta ** (-np.arange(0, channels, 2) / channels))
+    cos, sin = np.cos(angles), np.sin(angles)
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scale
+
+    def turn(x):
+        a, b = x[:, : channels // 2], x[:, channels // 2 :]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def head(x, layer, number):
+        kv = number // (config.num_heads // config.num_kv_heads)
+        query = turn(x @ layer["query"][:, number * channels : (number + 1) * channels])
+        key = turn(x @ layer["key"][:, kv * channels : (kv + 1) * channels])
+        scores = np.where(np.tri(len(tokens), dtype=bool), query @ key.T / np.sqrt(channels), -np.inf)
+        weight = np.exp(scores - scores.max(-1, keepdims=True))
+        return weight / weight.sum(-1, keepdims=True) @ (x @ layer["value"][:, kv * channels : (kv + 1) * channels])
+
+    x = p["embed"][np.asarray(tokens)]
+    for index in range(config.num_layers):
+        layer = {name: stack[index] for name, stack in p["layers"].items()}
+        normed = norm(x, layer["attention_norm"])
+        x = x + np.concatenate([head(normed, layer, number) for number in range(config.num_heads)], -1) @ layer["out"]
+        normed = norm(x, layer["mlp_norm"])
+        gate = normed @ layer["gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (normed @ layer["up"])) @ layer["down"]
+    return norm(x, p["final_norm"]) @ p.get("unembed", p["embed"].T)
+
+
+@pytest.mark.parametrize(("tied", "num_layers"), [(True, 2), (False, llama.UNROLLED_LAYERS + 1)])
+def test_the_model_is_the_one_written_out_with_loops(tied, num_layers):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied, num_layers=num_layers)
+    model = build(config)
+    noise = np.random.default_rng(1)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf) + 0.1 * noise.standard_normal(leaf.shape, np.float32), weights(model))
+    nnx.update(model, params)
+    out = np.asarray(logits(model, TOKENS))
+    for row, tokens in enumerate(TOKENS):
+        np.testing.assert_allclose(out[row], by_hand(config, params, tokens), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("num_layers", [1, 12])
+def test_a_new_model_expects_every_token_alike_whatever_its_depth(num_layers):
+    out = np.asarray(logits(build(ModelConfig(width=64, num_layers=num_layers)), TOKENS))
+    assert out.dtype == np.float32
+    assert np.log(np.exp(out).sum(-1)).mean() - out.mean() == pytest.approx(np.log(256), abs=0.1)
+    assert out.std() < 0.3
+
+
+def test_computation_and_parameters_have_the_types_asked_for():
+    model = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights(model))} == {jnp.dtype(jnp.bfloat16)}
+    half = logits(model, TOKENS)
+    assert half.dtype == jnp.float32
+    np.testing.assert_allclose(half, logits(build(), TOKENS), atol=0.05)
+
+
+def test_every_parameter_names_its_dimensions():
+    state = nnx.eval_shape(lambda: nnx.state(build(dataclasses.replace(CONFIG, tie_embeddings=False)), nnx.Param))
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    assert len(leaves) == 12
+    for leaf in leaves:
+        assert len(leaf.get_metadata()["logical_axes"]) == leaf.ndim, leaf

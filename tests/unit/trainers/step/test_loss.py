@@ -1,0 +1,151 @@
+"""What a task's loss may return, and what becomes of it in the step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.programs.tiny import TableTask, numbers
+from tests.unit.training import FIXED, arguments, losses, of, trainer
+from trainers.errors import UsageError
+from trainers.planning.estimate import plan
+from trainers.protocol import Last, Loss, Max
+from trainers.step.loss import as_loss, terms_of
+
+# ---------------------------------------------------------------------- the forms
+
+
+def test_a_pair_is_a_sum_and_its_targets():
+    assert as_loss((6.0, 3.0)) == Loss(6.0, 3.0)
+    assert as_loss((6.0, None)) == Loss(6.0, jnp.ones(()))
+    assert as_loss(Loss(1.0, 2.0, {"x": (1.0, 1.0)})).parts == {"x": (1.0, 1.0)}
+
+
+def test_a_dict_is_the_sum_of_the_means_of_its_terms():
+    loss = as_loss({"one": (6.0, 3.0), "two": (5.0, 10.0), "none": (0.0, 0.0), "big": Max(4.0)})
+    assert float(loss.loss_sum / loss.num_targets) == pytest.approx(6 / 3 + 5 / 10)
+    assert loss.parts == {"one": (6.0, 3.0), "two": (5.0, 10.0), "none": (0.0, 0.0), "big": Max(4.0)}
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (1.0, "returned float: expected a trainers.protocol.Loss"),
+        ((1.0, 2.0, 3.0), "returned tuple: expected"),
+        ({}, "a dict without a loss .empty."),
+        ({"big": Max(1.0)}, "a dict without a loss .big."),
+        ({"loss": (1.0, 1.0)}, "the name 'loss', which is that of the total"),
+        ({"one": 1.0}, "returned float"),
+    ],
+)
+def test_anything_else_is_an_error_that_says_what_is_expected(returned, problem):
+    with pytest.raises(UsageError, match=problem):
+        as_loss(returned)
+
+
+def test_only_a_dict_has_terms():
+    assert terms_of(Loss(1.0, 1.0)) == {}
+    assert terms_of({"one": (1.0, 2.0), "big": Max(1.0)}).keys() == {"one"}
+
+
+# ---------------------------------------------------------------------- in the step
+
+
+class TwoTerms(TableTask):
+    """The second term is of odd samples alone: ragged over micro-batches."""
+
+    def loss(self, model, batch):
+        plain = super().loss(model, batch)
+        odd = super().loss(model, {**batch, "weight": batch["weight"] * (batch["sample_id"] % 3 == 1)})
+        return {"main": plain[:2], "odd": (0.5 * odd.loss_sum, odd.num_targets), "largest": Max(jnp.max(batch["sample_id"]))}
+
+
+def by_step(events, name):
+    return [e["metrics"][name] for e in of(events, "metrics") if "loss" in e["metrics"]]
+
+
+def test_a_loss_may_be_a_dict_whose_total_drives_the_update_and_whose_parts_are_metrics(tmp_path, events):
+    states = []
+    for accumulation_steps in (1, 2):
+        events.clear()
+        made = trainer(
+            tmp_path / str(accumulation_steps),
+            task=f"{__name__}:TwoTerms",
+            accumulation_steps=accumulation_steps,
+            max_num_steps=4,
+            optimizer=FIXED,
+        )
+        states.append(made.train())
+        main, odd, total = by_step(events, "main"), by_step(events, "odd"), list(losses(events).values())
+        np.testing.assert_allclose(total, np.add(main, odd), rtol=1e-6)
+        assert by_step(events, "largest") == [15, 31, 47, 63]
+        assert 0.4 < odd[0] / main[0] < 0.6
+        assert {"eval_main", "eval_odd", "eval_loss"} <= made.output.metrics.keys()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), states[0].params, states[1].params)
+    plain = trainer(tmp_path / "plain", max_num_steps=4, optimizer=FIXED).train()
+    assert not np.allclose(states[0].params["out"], plain.params["out"], atol=1e-4)
+
+
+class MeanOverBatches(TableTask):
+    """The loss of a micro-batch is its largest sample id, whatever its number of targets."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch).loss_sum * 0.0 + jnp.max(batch["sample_id"]), None
+
+
+@pytest.mark.parametrize(("accumulation_steps", "global_batch_size", "first"), [(1, 16, 15.0), (2, 16, 11.0), (4, 32, 19.0)])
+def test_without_targets_the_loss_is_the_mean_over_micro_batches(tmp_path, events, accumulation_steps, global_batch_size, first):
+    made = trainer(
+        tmp_path,
+        task=f"{__name__}:MeanOverBatches",
+        accumulation_steps=accumulation_steps,
+        global_batch_size=global_batch_size,
+        max_num_steps=2,
+    )
+    made.train()
+    assert losses(events)[1] == pytest.approx(first)
+
+
+class Told(TableTask):
+    """Wants to know the step, and shows what it was told."""
+
+    told = ()
+
+    def set_step_nr(self, step):
+        self.step = step
+        Told.told = (*Told.told, step)
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss._replace(parts={"step_seen": Last(self.step)})
+
+
+def test_a_task_that_wants_it_is_told_the_step_as_a_traced_value(tmp_path, events):
+    """Over a restart, with one program for all steps."""
+    Told.told = ()
+    changes = {"task": f"{__name__}:Told", "accumulation_steps": 2, "optimizer": FIXED}
+    trainer(tmp_path, max_num_steps=3, **changes).train()
+    trainer(tmp_path, max_num_steps=6, **changes).train()
+    assert by_step(events, "step_seen") == [0, 1, 2, 3, 4, 5]
+    assert Told.told
+    assert all(isinstance(step, jax.core.Tracer) for step in Told.told)
+    assert not [event for event in of(events, "note") if "compil" in event["message"]]
+
+
+def test_a_task_that_wants_the_step_can_be_planned(tmp_path):
+    made = arguments(tmp_path, task=f"{__name__}:Told", data={"sequence_length": 8, "dataset": "tests.programs.tiny:numbers"})
+    assert plan(made, 8)[0] == []
+    assert len(numbers(made)) == 2
+
+
+def test_the_total_of_terms_over_held_out_data_is_the_sum_of_their_means(tmp_path):
+    """Not a mean of the batches' totals: the second term has other numbers of targets in each batch."""
+    made = trainer(tmp_path, task=f"{__name__}:TwoTerms", optimizer=FIXED, global_batch_size=8, max_num_steps=1)
+    state = made.train()
+    whole, batches = made.evaluate(state), list(made.eval(state))
+    assert whole["loss"] == pytest.approx(whole["main"] + whole["odd"], rel=1e-6)
+    assert len(batches) > 1
+    for batch in batches:
+        assert batch["loss"] == pytest.approx(batch["main"] + batch.get("odd", 0.0), rel=1e-6)

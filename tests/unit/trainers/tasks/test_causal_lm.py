@@ -1,0 +1,89 @@
+"""The language-model task: what its loss counts, what it costs, what it generates."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from trainers.config import DataConfig, ModelConfig
+from trainers.config.arguments import TrainingArguments
+from trainers.protocol import Task
+from trainers.step import rng
+from trainers.tasks.causal_lm import CausalLMTask
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def task():
+    model = ModelConfig(width=32, num_layers=2, num_heads=2, num_kv_heads=1, mlp_width=48)
+    return CausalLMTask(TrainingArguments(name="t", max_num_steps=1, model=model, data=DataConfig(sequence_length=LENGTH)))
+
+
+@pytest.fixture(scope="module")
+def model(task):
+    @nnx.jit
+    def build():
+        made = task.build_model(nnx.Rngs(rng.key(0, "init", 0)))
+        params = nnx.to_pure_dict(nnx.state(made))
+        nnx.update(made, jax.tree.map(lambda leaf: leaf + 0.2 * jax.random.normal(jax.random.key(5), leaf.shape), params))
+        return made
+
+    return build()
+
+
+def batch(rows, weight):
+    tokens = np.random.default_rng(rows).integers(0, 256, (rows, LENGTH + 1), np.int32)
+    return {"tokens": tokens, "weight": np.asarray(weight, np.float32)}
+
+
+def test_the_loss_is_the_mean_of_minus_log_p_of_each_next_token(task, model):
+    rows = batch(3, [1, 1, 1])
+    loss = jax.jit(task.loss)(model, rows)
+    logits = np.asarray(jax.jit(lambda m, tokens: m(tokens))(model, rows["tokens"][:, :-1]), np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    targets = rows["tokens"][:, 1:]
+    expected = -np.take_along_axis(log_p, targets[..., None], -1)
+    assert isinstance(task, Task)
+    assert float(loss.num_targets) == 3 * LENGTH
+    assert float(loss.loss_sum) == pytest.approx(expected.sum(), rel=1e-5)
+    hits, weight = loss.parts["accuracy"]
+    assert float(hits) == (logits.argmax(-1) == targets).sum()
+    assert float(weight) == 3 * LENGTH
+
+
+def test_padding_rows_count_for_nothing_and_get_no_gradient(task, model):
+    rows = batch(4, [1, 0, 1, 0])
+    real = {"tokens": rows["tokens"][::2], "weight": np.ones(2, np.float32)}
+    graph, params = nnx.split(model)
+
+    @jax.jit
+    def loss_and_gradient(params, rows):
+        loss = task.loss(nnx.merge(graph, params), rows)
+        return loss, jax.grad(lambda p: task.loss(nnx.merge(graph, p), rows).loss_sum)(params)
+
+    padded, alone = loss_and_gradient(params, rows), loss_and_gradient(params, real)
+    padded = (padded[0]._replace(rows=tuple(per_row[::2] for per_row in padded[0].rows)), padded[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), padded, alone)
+    assert float(padded[0].num_targets) == 2 * LENGTH
+
+
+def test_flops_of_a_token_are_those_of_its_matrix_products(task):
+    # Per token, forward: 2 per weight of a matrix, and 2 products of the attended positions (half of T) with width D.
+    width, mlp, layers = 32, 48, 2
+    weights = layers * (2 * width * width + 2 * width * width // 2 + 3 * width * mlp) + 256 * width
+    attention = layers * 2 * 2 * (LENGTH / 2) * width
+    assert task.flops_per_token(weights) == 3 * (2 * weights + attention)
+    assert task.tokens_per_example == LENGTH
+    untied = dataclasses.replace(task.arguments, model=dataclasses.replace(task.arguments.model, tie_embeddings=False))
+    assert CausalLMTask(untied).flops_per_token(weights + 256 * width) == task.flops_per_token(weights)
+
+
+def test_a_token_is_a_byte(task):
+    assert task.encode("aé") == [97, 0xC3, 0xA9]
+    assert task.decode([97, 0xC3, 0xA9]) == "aé"
+    assert task.decode([97, 0xC3, 300]) == "a\ufffd"  # half a character, and what no byte is

@@ -1,0 +1,188 @@
+"""BaseTrainer in one process, on eight devices: training, evaluation, saving, resuming, stopping."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from tests.programs.tiny import TableTask, numbers
+from tests.unit.training import FIXED, OneDevice, StopAt, assert_equal, flip_a_byte, losses, of, trainer
+from trainers import runtime
+from trainers.callbacks import Callback
+from trainers.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError
+from trainers.protocol import TrainerProtocol
+from trainers.runtime.stop_reason import StopReason
+
+
+def test_trains_to_its_limit_and_says_what_it_did(tmp_path, events):
+    made = trainer(tmp_path)
+    state = made.train()
+    output = made.output
+    assert isinstance(made, TrainerProtocol)
+    assert isinstance(TableTask(made.arguments).tokens_per_example, int)
+    assert output.stop_reason is StopReason.MAX_STEPS
+    assert int(state.step) == 12 == output.metrics["steps"]
+    assert output.metrics["samples"] == 12 * 16
+    assert output.metrics["tokens"] == 12 * 16 * 8
+    assert sorted(losses(events)) == list(range(1, 13))
+    assert losses(events)[12] < losses(events)[1]
+    assert output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / "12")
+    assert [e["step"] for e in of(events, "saved")] == [4, 8, 12]
+    assert output.metrics["eval_loss"] == pytest.approx(made.evaluate(state)["loss"])
+
+
+def test_resumes_bit_for_bit_from_the_newest_checkpoint(tmp_path, events):
+    whole = trainer(tmp_path / "whole").train()
+    trainer(tmp_path / "cut", max_num_steps=6, optimizer=FIXED).train()
+    events.clear()
+    whole = trainer(tmp_path / "whole2", optimizer=FIXED).train()
+    events.clear()
+    resumed = trainer(tmp_path / "cut", optimizer=FIXED).train()
+    assert of(events, "restored")[0]["step"] == 6
+    assert min(losses(events)) == 7
+    assert_equal(whole, resumed)
+
+
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_the_mesh_does_not_change_the_losses(tmp_path, events, mesh):
+    made = trainer(tmp_path, mesh=mesh, checkpoint={"save_at_end": False})
+    made.train()
+    digest = made.output.metrics["samples_digest"]
+    got = losses(events)
+    events.clear()
+    one = trainer(tmp_path, cls=OneDevice, checkpoint={"save_at_end": False})
+    one.train()
+    np.testing.assert_allclose(list(got.values()), list(losses(events).values()), rtol=2e-5)
+    assert digest == one.output.metrics["samples_digest"]
+
+
+def test_accumulation_does_not_change_the_losses(tmp_path, events):
+    runs = []
+    for accumulation_steps in (1, 2):
+        trainer(tmp_path, accumulation_steps=accumulation_steps, checkpoint={"save_at_end": False}).train()
+        runs.append(list(losses(events).values()))
+        events.clear()
+    np.testing.assert_allclose(runs[0], runs[1], rtol=2e-5)
+
+
+def test_the_held_out_set_is_counted_once_whatever_its_ragged_end(tmp_path, events):
+    made = trainer(tmp_path, max_num_steps=1)
+    state = made.train()
+    params = jax.device_get(state.params)
+    sets = numbers(made.arguments)[1]
+    rows = np.stack([sets[i]["tokens"] for i in range(len(sets))])
+    logits = np.tanh(params["embed"][rows[:, :-1]]) @ params["out"]
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected = -np.take_along_axis(logp, rows[:, 1:, None], -1).mean()
+    assert made.evaluate(state)["loss"] == pytest.approx(expected, rel=1e-5)
+    assert len(list(made.eval(state))) == 2  # 21 examples in batches of 16
+    assert made.evaluate(state, lambda means: {"twice": 2 * means["loss"]})["twice"] == pytest.approx(2 * expected, rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_named_and_an_older_one_used(tmp_path, events):
+    trainer(tmp_path, max_num_steps=8, optimizer=FIXED).train()
+    flip_a_byte(tmp_path / "run" / "checkpoints" / "8" / "state")
+    events.clear()
+    resumed = trainer(tmp_path, optimizer=FIXED).train()
+    restored = of(events, "restored")[0]
+    assert restored["step"] == 4
+    assert [bad["step"] for bad in restored["skipped"]] == [8]
+    assert_equal(resumed, trainer(tmp_path / "other", optimizer=FIXED).train())
+
+
+def test_when_no_checkpoint_is_whole_it_does_not_start_from_nothing(tmp_path, events):
+    trainer(tmp_path, max_num_steps=4).train()
+    flip_a_byte(tmp_path / "run" / "checkpoints" / "4" / "state")
+    with pytest.raises(CheckpointUnavailableError, match=r"no checkpoint in .* can be restored .*give the run another name"):
+        trainer(tmp_path).train()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, events):
+    trainer(tmp_path, max_num_steps=4).train()
+    with pytest.raises(CheckpointError, match=r"another model or optimizer .*absent here.*give the run another name"):
+        trainer(tmp_path, optimizer={"name": "sgd", "learning_rate": 0.1}).train()
+
+
+@pytest.mark.parametrize("reason", ["interrupted", "terminated", "requested"])
+def test_a_stop_request_saves_the_state_and_says_why(tmp_path, events, reason):
+    made = trainer(tmp_path, StopAt(5, reason), max_num_steps=1000, checkpoint={})
+    state = made.train()
+    assert made.output.stop_reason == reason
+    assert 5 < int(state.step) <= 5 + 4
+    assert made.output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / str(int(state.step)))
+
+
+def test_a_time_limit_stops(tmp_path, events):
+    made = trainer(tmp_path, max_num_steps=None, time_limit="1s", publish_every_steps=1000, optimizer=FIXED)
+    made.train()
+    assert made.output.stop_reason is StopReason.TIME_LIMIT
+    assert made.output.checkpoint_path is not None
+
+
+def test_epochs_limit_the_batches(tmp_path, events):
+    made = trainer(tmp_path, max_num_steps=None, max_num_data_epochs=2, optimizer=FIXED)
+    made.train()
+    assert made.output.stop_reason is StopReason.MAX_EPOCHS
+    assert made.output.metrics["samples"] == 2 * 96
+
+
+def test_an_error_in_a_callback_is_an_error(tmp_path, events):
+    class Bad(Callback):
+        def on_step_end(self, state, **kwargs):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        trainer(tmp_path, Bad()).train()
+
+
+def test_what_exists_later_says_so(tmp_path):
+    made = trainer(tmp_path)
+    with pytest.raises(NotConfiguredError, match="exists after configure_model"):
+        _ = made.model
+    made.prepare()
+    assert made.model is not None
+
+
+def test_save_pretrained_can_be_trained_on(tmp_path, events):
+    from trainers.checkpoint.manager import load_from
+    from trainers.step.state import with_shardings
+
+    made = trainer(tmp_path, max_num_steps=3)
+    state = made.train()
+    path = made.save_pretrained(str(tmp_path / "exported"))
+    other = trainer(tmp_path / "other", max_num_steps=5, optimizer=FIXED)
+    other._configure()
+    loaded, meta = load_from(path, with_shardings(other._model_state, other._state_shardings))
+    assert_equal(loaded, state)
+    assert meta["arguments"]["name"] == "run"
+    assert int(other.train(state=loaded).step) == 5
+
+
+def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path, events):
+    class FillTheDisk(Callback):
+        """A file where the folder of the checkpoints should be made."""
+
+        def on_train_begin(self, state, **kwargs):
+            (tmp_path / "run").mkdir(parents=True)
+            (tmp_path / "run" / "checkpoints").write_text("in the way")
+
+    with pytest.raises(SaveFailedError, match="the checkpoint of its last step, 6, could not be saved"):
+        trainer(tmp_path, FillTheDisk(), max_num_steps=6).train()
+    assert {event["step"] for event in of(events, "save_failed")} == {4, 6}
+
+
+def test_a_trainer_can_go_on_after_its_end(tmp_path, events):
+    made = trainer(tmp_path, StopAt(5, "requested"), optimizer=FIXED)
+    first = made.train()
+    runtime.install(runtime.Runtime(events.append))
+    made.callbacks.callbacks.clear()
+    assert_equal(made.train(state=first), trainer(tmp_path / "whole", optimizer=FIXED).train())
+
+
+def test_started_again_at_its_end_it_tells_the_same(tmp_path, events):
+    first, second = trainer(tmp_path, optimizer=FIXED), trainer(tmp_path, optimizer=FIXED)
+    first.train()
+    second.train()
+    assert second.output.metrics == first.output.metrics
+    assert second.output.checkpoint_path == first.output.checkpoint_path

@@ -1,0 +1,196 @@
+"""Models in the files of other programs: one file, the form of Hugging Face against its formulas, damage, the callback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.unit.trainers.checkpoint.test_assets import Tokenizer
+from tests.unit.training import assert_equal, of, trainer
+from trainers import export
+from trainers.callbacks.hugging_face import HuggingFaceExport
+from trainers.errors import CheckpointError, UsageError
+from trainers.export import from_safetensors, to_hugging_face, to_safetensors
+
+LLAMA = {
+    "task": "trainers.tasks.causal_lm:CausalLMTask",
+    "model": {"width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 48, "tie_embeddings": False},
+    "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+    "max_num_steps": 2,
+    "checkpoint": {"save_steps": 1},
+    "previews": {"prompts": []},
+    "evaluation": {"max_batches": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    made = trainer(tmp_path_factory.mktemp("trained"), **LLAMA)
+    made.train()
+    return made
+
+
+def run_folder(made):
+    return Path(made.output.checkpoint_path).parents[1]
+
+
+def test_one_file_has_all_of_a_sharded_model_and_can_be_trained_on(trained, tmp_path):
+    file = tmp_path / "model.safetensors"
+    to_safetensors(trained.output.checkpoint_path, file)
+    params = from_safetensors(file)
+    assert_equal(trained.output.state.params, params)
+    again = trainer(tmp_path, **{**LLAMA, "max_num_steps": 1})
+    state = again.train(model_parameters=params)
+    assert int(state.step) == 1
+    assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
+
+
+@pytest.mark.parametrize("groups", [[], [{"pattern": "out", "learning_rate": 0.1}]])
+def test_of_a_schedule_free_run_the_averages_are_exported(tmp_path, groups):
+    optimizer = {"name": "schedule_free_adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}, "groups": groups}
+    made = trainer(tmp_path, max_num_steps=4, optimizer=optimizer)
+    state = made.train()
+    to_safetensors(made.output.checkpoint_path, tmp_path / "model.safetensors")
+    exported, evaluated = from_safetensors(tmp_path / "model.safetensors"), made.parameters_to_evaluate(state)
+    for name in ("embed", "out"):
+        np.testing.assert_allclose(exported[name], evaluated[name], rtol=1e-5)
+        assert not np.allclose(exported[name], state.params[name], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"keep_model_only = 'every': expected 'none', for the averages"):
+        trainer(tmp_path, optimizer=optimizer, checkpoint={"keep_every_steps": 2, "keep_model_only": "every"})
+
+
+def hugging_face_logits(folder, tokens):
+    """LlamaForCausalLM as its documentation has it, in NumPy: y = x W^T, rotate_half, repeat_kv."""
+    config = json.loads((folder / "config.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    weights = {name: value.astype(np.float64) for file in files for name, value in load_file(file).items()}
+    heads, kv_heads, channels = (config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    time = len(tokens)
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T
+
+    def norm(x, name):
+        return weights[f"{name}.weight"] * (x / np.sqrt(np.mean(x**2, -1, keepdims=True) + config["rms_norm_eps"]))
+
+    def split(x, number):
+        return x.reshape(time, number, channels).transpose(1, 0, 2)
+
+    inv_freq = 1.0 / config["rope_theta"] ** (np.arange(0, channels, 2) / channels)
+    freqs = np.outer(np.arange(time), inv_freq)
+    embedded = np.concatenate([freqs, freqs], -1)
+    cos, sin = np.cos(embedded), np.sin(embedded)
+
+    def rotate_half(x):
+        return np.concatenate([-x[..., channels // 2 :], x[..., : channels // 2]], -1)
+
+    def rope(x):
+        return x * cos + rotate_half(x) * sin
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        h = norm(x, f"{layer}.input_layernorm")
+        query = rope(split(linear(h, f"{layer}.self_attn.q_proj"), heads))
+        key = np.repeat(rope(split(linear(h, f"{layer}.self_attn.k_proj"), kv_heads)), heads // kv_heads, 0)
+        value = np.repeat(split(linear(h, f"{layer}.self_attn.v_proj"), kv_heads), heads // kv_heads, 0)
+        scores = query @ key.transpose(0, 2, 1) / np.sqrt(channels) + np.triu(np.full((time, time), -1e30), 1)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = (p / p.sum(-1, keepdims=True) @ value).transpose(1, 0, 2).reshape(time, heads * channels)
+        x = x + linear(mixed, f"{layer}.self_attn.o_proj")
+        h = norm(x, f"{layer}.post_attention_layernorm")
+        gate = linear(h, f"{layer}.mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj")
+    x = norm(x, "model.norm")
+    return x @ weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"].T
+
+
+TOKENS = np.random.default_rng(0).integers(0, 256, 11, np.int32)
+
+
+def own_logits(made):
+    params = jax.device_put(made.output.state.params, jax.devices()[0])
+    return np.asarray(jax.jit(lambda params, tokens: made.model.merge(params)(tokens))(params, TOKENS[None]))[0]
+
+
+def test_the_hugging_face_form_gives_the_same_logits_by_their_formulas(trained, tmp_path):
+    to_hugging_face(trained.output.checkpoint_path, tmp_path / "hf")
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+    np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf", TOKENS), own_logits(trained), atol=2e-5)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["architectures"], config["max_position_embeddings"]) == (["LlamaForCausalLM"], 8)
+
+
+def test_a_large_model_is_several_files_with_an_index(trained, tmp_path):
+    to_hugging_face(trained.output.checkpoint_path, tmp_path / "hf", max_file_bytes=40_000)
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert {name: file for file in files for name in load_file(tmp_path / "hf" / file)} == index["weight_map"]
+    np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf", TOKENS), own_logits(trained), atol=2e-5)
+
+
+def test_a_tokenizer_that_was_saved_with_the_model_goes_with_it(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(trained, "build_model_assets", lambda: {"tokenizer": Tokenizer(["a"]), "note": "text"})
+    to_hugging_face(trained.save_pretrained(str(tmp_path / "saved")), tmp_path / "hf")
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors", "vocab.json"]
+
+
+def test_from_the_command_line_without_the_devices_of_the_training(trained, tmp_path):
+    command = [sys.executable, "-m", "trainers.export", str(run_folder(trained)), str(tmp_path / "hf"), "--format", "huggingface"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'hf'}: huggingface of {trained.output.checkpoint_path}\n"
+    np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf", TOKENS), own_logits(trained), atol=2e-5)
+
+
+def test_damage_is_named_and_nothing_is_written(trained, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    trained.save_pretrained(str(copy))
+    victim = max((path for path in (copy / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    assert export.main([str(copy), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"{copy} cannot be exported: the contents of {victim.relative_to(copy)} are not those that were saved" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_exported_is_said(trained, tmp_path):
+    with pytest.raises(CheckpointError, match="exists already: give a new name"):
+        to_safetensors(trained.output.checkpoint_path, tmp_path)
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
+        export.find_checkpoint(str(tmp_path / "run"))
+
+
+def test_another_model_than_a_llama_is_refused(tmp_path):
+    made = trainer(tmp_path, max_num_steps=1)
+    made.train()
+    with pytest.raises(UsageError, match=r"the model has the parameters embed, out: expected those of trainers\.models\.llama"):
+        to_hugging_face(made.output.checkpoint_path, tmp_path / "hf")
+
+
+def test_a_callback_exports_on_the_way_and_at_the_end(tmp_path, events):
+    (tmp_path / "hf" / "5").mkdir(parents=True)  # of an earlier life
+    made = trainer(tmp_path, HuggingFaceExport(str(tmp_path / "hf"), every_steps=2), **{**LLAMA, "max_num_steps": 5})
+    made.train()
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["2", "4", "5"]
+    np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf" / "5", TOKENS), own_logits(made), atol=2e-5)
+    assert of(events, "note") == []
+
+
+def test_an_export_that_fails_is_told_and_ends_nothing(tmp_path, events):
+    made = trainer(tmp_path, HuggingFaceExport(str(tmp_path / "hf")), max_num_steps=2)
+    made.train()
+    notes = [event["message"] for event in of(events, "note")]
+    assert any(note.startswith("no export of step 2 for Hugging Face: UsageError: the model has") for note in notes), notes

@@ -1,0 +1,147 @@
+"""What the files of a checkpoint were when it was committed: names, sizes and digests. Without JAX: command lines read it too.
+
+The manifest is written last: a checkpoint without one was not completely committed. The manifest and the meta document carry
+their own digest, so that neither is believed when a byte of it has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainers.storage import durable
+
+FORMAT = 2
+MANIFEST_FILE = "manifest.json"
+META_FILE = "meta.json"
+STATE_FOLDER = "state"
+NOT_COMMITTED = "it was not completely committed: there is no manifest"
+SMALL_BYTES = 1 << 20
+"""Files up to this size have their digest checked before they are loaded: descriptions of arrays are among them."""
+
+
+class DamagedError(Exception):
+    """Something is wrong with a checkpoint's files; one line says what."""
+
+
+class UnfinishedError(DamagedError):
+    """The checkpoint has no manifest."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int | None
+    """None: a state that was saved by itself, not as a run's checkpoint."""
+    committed_s: float
+    """Unix time."""
+    files: dict[str, Entry]
+    """By path inside the checkpoint; all files but the manifest."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.size for entry in self.files.values())
+
+    def problems(self, folder: Path, names: Iterable[str], *, digest_up_to: int | None) -> Iterator[str]:
+        """What is wrong with these files of the checkpoint in `folder`. Sizes are always compared; digests only of files of at
+        most `digest_up_to` bytes (None: of all)."""
+        for name in names:
+            entry = self.files[name]
+            try:
+                size = (folder / name).stat().st_size
+                if size != entry.size:
+                    yield f"{name} has {size} bytes, {entry.size} were saved"
+                elif (digest_up_to is None or size <= digest_up_to) and digest(folder / name).sha256 != entry.sha256:
+                    yield f"the contents of {name} are not those that were saved (digests differ)"
+            except FileNotFoundError:
+                yield f"{name} is missing"
+            except OSError as error:
+                yield f"{name} cannot be read: {error.strerror or error}"
+
+
+def names_below(folder: Path) -> list[str]:
+    """The files of the checkpoint in `folder`, sorted, without the manifest."""
+    found = (os.path.relpath(os.path.join(parent, name), folder) for parent, _, names in os.walk(folder) for name in names)
+    return sorted(name.replace(os.sep, "/") for name in found if name != MANIFEST_FILE)
+
+
+def digest(path: Path) -> Entry:
+    """Of what lies on disk now. Raises OSError."""
+    with open(path, "rb") as file:
+        return Entry(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest at once and reads it back. Raises OSError, or DamagedError if another came back."""
+    document = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "committed_s": manifest.committed_s,
+        "files": {name: [entry.size, entry.sha256] for name, entry in manifest.files.items()},
+    }
+    durable.write(folder / MANIFEST_FILE, seal(document))
+    if read(folder) != manifest:
+        raise DamagedError(f"{folder / MANIFEST_FILE} does not read as it was written")
+
+
+def read(folder: Path) -> Manifest:
+    """Raises UnfinishedError where there is no manifest, DamagedError where it cannot be believed."""
+    try:
+        document = _read_sealed(folder / MANIFEST_FILE)
+        files = {name: Entry(int(size), str(sha256)) for name, (size, sha256) in document["files"].items()}
+        return Manifest(document["step"], float(document["committed_s"]), files)
+    except FileNotFoundError as error:
+        raise UnfinishedError(NOT_COMMITTED) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{MANIFEST_FILE} is damaged: {_line(error)}") from error
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The meta document of the checkpoint in `folder`. Raises DamagedError."""
+    try:
+        meta = _read_sealed(folder / META_FILE)
+        if meta.get("format") != FORMAT:
+            raise ValueError(f"format {meta.get('format')}, expected {FORMAT}")
+        return meta
+    except FileNotFoundError as error:
+        raise DamagedError(f"{META_FILE} is missing") from error
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{META_FILE} is damaged: {_line(error)}") from error
+
+
+def seal(document: dict[str, Any]) -> str:
+    """JSON text that says its own digest."""
+    plain = json.loads(json.dumps(document))  # as it will be read: keys are text, tuples are lists
+    return json.dumps({**plain, "digest": _digest(plain)}, indent=1) + "\n"
+
+
+def unseal(text: str) -> dict[str, Any]:
+    """What was sealed. Raises ValueError if anything in it has changed."""
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError("not a JSON object")
+    if document.pop("digest", None) != _digest(document):
+        raise ValueError("its contents do not have the digest it says")
+    return document
+
+
+def _read_sealed(path: Path) -> dict[str, Any]:
+    return unseal(path.read_text(encoding="utf-8"))
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,0 +1,105 @@
+"""Data that can only be read from its beginning, in order: positions in it are found again by counting."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from trainers.config.arguments import TrainingArguments
+from trainers.errors import DataError, UsageError
+
+KEPT_BATCHES = 8
+"""More than the loader reads at once, ahead of and behind the step."""
+
+
+class IterableSource:
+    """Examples of an iterable by index, for reading forward; one further back than `num_kept` begins again and counts.
+
+    Each host reads all of it, and keeps its own rows. Every `iter()` must begin anew and give the same examples in the same
+    order. `tell` gets a line on what it cost to count. Threads may share it.
+    """
+
+    def __init__(self, dataset: Iterable[Mapping[str, Any]], num_kept: int, tell: Callable[[str], None]):
+        if iter(dataset) is dataset:
+            raise UsageError(
+                f"the training data is an iterator ({type(dataset).__name__}), which can be read only once: give an object whose "
+                "__iter__ begins anew, so that a run can go on after a restart"
+            )
+        self.dataset, self.num_kept, self.tell = dataset, num_kept, tell
+        self._lock = threading.Lock()
+        self._iterator: Iterator[Mapping[str, Any]] = iter(dataset)
+        self._kept: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=num_kept)
+        self._position = 0
+        """How many examples have been read: those kept are the last before it."""
+        self._ended = False
+
+    def __len__(self) -> int:
+        """Examples in all; 0 if it does not say."""
+        return num_examples(self.dataset) or 0
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Raises IndexError past the end."""
+        with self._lock:
+            if self._read_to(index + 1) <= index:
+                raise IndexError(f"the data ends after {self._position} examples")
+            return self._kept[index - self._position]
+
+    def available(self, stop: int) -> int:
+        """How many examples there are, up to `stop`. Reads as far as that."""
+        with self._lock:
+            return stop if stop <= self._position else min(self._read_to(stop), stop)
+
+    def _read_to(self, stop: int) -> int:
+        """Reads until `stop` examples are known, or there are no more; returns the position. What is gone is read anew."""
+        began_s, skipped = time.monotonic(), 0
+        if stop <= self._position - len(self._kept):
+            self._iterator, self._position, self._ended = iter(self.dataset), 0, False
+            self._kept.clear()
+        while self._position < stop and not self._ended:
+            skipped += stop - self._position > self.num_kept
+            self._read_one()
+        if skipped:
+            self.tell(
+                f"the training data cannot be positioned: {skipped} examples were read and thrown away to find the place, in "
+                f"{time.monotonic() - began_s:.1f} s; data with __getitem__ would cost nothing"
+            )
+        return self._position
+
+    def _read_one(self) -> None:
+        try:
+            example = next(self._iterator)
+        except StopIteration:
+            self._ended = True
+            return
+        if not isinstance(example, Mapping):
+            raise DataError(f"the training data gave {type(example).__name__}: expected a dict of arrays by name")
+        self._kept.append({"sample_id": np.asarray(self._position, np.int32), **example})
+        self._position += 1
+
+
+def random_access(dataset: Any, arguments: TrainingArguments, tell: Callable[[str], None]) -> Any:
+    """Training data by index: `dataset`, or, if it can only be iterated over, an IterableSource of it. Raises UsageError."""
+    if hasattr(dataset, "__getitem__"):
+        return dataset
+    if not hasattr(dataset, "__iter__"):
+        raise UsageError(
+            f"data.dataset gave {type(dataset).__name__}: expected examples by index (__getitem__ and __len__), or an iterable "
+            "of them"
+        )
+    epochs = arguments.max_num_data_epochs
+    if epochs is not None and (epochs > 1 or num_examples(dataset) is None):
+        raise UsageError(
+            f"max_num_data_epochs = {epochs}: the training data is iterable ({type(dataset).__name__}): it is read once, to its "
+            "end, and need not tell its length; set max_num_steps"
+        )
+    return IterableSource(dataset, KEPT_BATCHES * arguments.global_batch_size, tell)
+
+
+def num_examples(dataset: Any) -> int | None:
+    """Of one epoch; None if it is not known."""
+    return (len(dataset) or None) if dataset is not None and hasattr(dataset, "__len__") else None

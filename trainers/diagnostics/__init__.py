@@ -1,0 +1,1 @@
+"""Why training went wrong (non-finite values, memory), and faults injected on purpose."""

@@ -1,0 +1,1 @@
+"""Held-out data, scores, and previews of generated text."""

@@ -1,0 +1,123 @@
+"""What becomes of a batch that must not be trained on. Pure: every host reads the same verdict, so all decide alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from trainers.config import AnomalyConfig
+
+SHOWN_BATCHES = 20
+
+
+class Verdict(IntEnum):
+    """Of the train step on its own update, which is applied only if there is nothing against it."""
+
+    APPLIED = 0
+    ORDERED = 1
+    """The batch is one of those to skip."""
+    NON_FINITE = 2
+    LOSS_SPIKE = 3
+    OUT_OF_STEP = 4
+    """The hosts came with different batches."""
+    OVERFLOW = 5
+    """Of float16, by the scale of the loss, which is smaller from now on. No anomaly: it happens now and then."""
+    SCALE_EXHAUSTED = 6
+    """The same, and the scale is as small as it may be."""
+
+
+KINDS = {Verdict.NON_FINITE: "non_finite", Verdict.LOSS_SPIKE: "loss_spike"}
+
+
+@dataclass(frozen=True)
+class Anomaly:
+    verdict: Verdict
+    batch_index: int
+    loss: float
+    expected: float
+    """The running mean of the losses before it; NaN if there were none."""
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.verdict]
+
+    def __str__(self) -> str:
+        if self.verdict is Verdict.LOSS_SPIKE:
+            return f"the loss of batch {self.batch_index}, {self.loss:.6g}, is far above the {self.expected:.6g} expected"
+        return f"batch {self.batch_index} has a non-finite loss or gradient (loss {self.loss:.6g})"
+
+
+@dataclass(frozen=True)
+class Decision:
+    anomaly: Anomaly
+    action: Literal["raise", "skip", "rollback"]
+    skipped_batches: tuple[int, ...] = ()
+    """Those skipped because of this anomaly, and not before."""
+    go_back_to: int | None = None
+    """Of a rollback: the newest batch index to go back to."""
+    error: str = ""
+    """Of a failure: what to tell the user."""
+
+    def event(self) -> dict:
+        """What is told of it. JSON has no NaN: null stands for a loss that is none."""
+        anomaly = self.anomaly
+        return {
+            "kind": anomaly.kind,
+            "batch_index": anomaly.batch_index,
+            "loss": _or_none(anomaly.loss),
+            "expected": _or_none(anomaly.expected),
+            "action": self.action,
+            "skipped_batches": list(self.skipped_batches),
+        }
+
+
+def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) -> Decision:
+    """What the configuration wants done; `skipped` are the batches skipped before, or to be skipped when they come.
+
+    Of these only the last `skipped_window_batches` before the offending one count. They are known by their indices, so a restart
+    or another number of hosts comes to the same decision.
+    """
+    policy = config.non_finite if anomaly.verdict is Verdict.NON_FINITE else config.loss_spike
+    if policy == "raise":
+        return Decision(anomaly, "raise", error=f"{anomaly}; its update was not applied: {ADVICE[anomaly.verdict]}")
+    last = anomaly.batch_index
+    first = max(0, last - config.skip_before) if policy == "rollback" else last
+    new = tuple(batch for batch in range(first, last + 1) if batch not in skipped)
+    window = range(last + 1 - config.skipped_window_batches, last + 1)
+    recent = sorted({*new, *skipped}.intersection(window))
+    if len(recent) > config.max_skipped:
+        error = (
+            f"{anomaly}; with it {len(recent)} of the last {len(window):,} batches would be skipped (anomalies.max_skipped = "
+            f"{config.max_skipped}): {shown(recent)}; {ADVICE[anomaly.verdict]}"
+        )
+        return Decision(anomaly, "raise", error=error)
+    if policy == "rollback":
+        return Decision(anomaly, "rollback", new, go_back_to=first)
+    return Decision(anomaly, "skip", new)
+
+
+ADVICE = {
+    Verdict.NON_FINITE: "look at its data and lower the learning rate, or set anomalies.non_finite to skip or rollback",
+    Verdict.LOSS_SPIKE: "look at its data and lower the learning rate, or raise anomalies.spike_zscore",
+}
+
+
+def scale_exhausted(batch_index: int, loss: float) -> str:
+    """What to tell the user of a batch with that verdict."""
+    return (
+        f"the gradients of batch {batch_index} (loss {loss:.6g}) overflow float16, and the scale of the loss is as small as it "
+        "may be (loss_scale.minimum); the update was not applied: lower the learning rate, train with dtype bfloat16, or lower "
+        "loss_scale.minimum"
+    )
+
+
+def shown(batches: list[int]) -> str:
+    more = f" and {len(batches) - SHOWN_BATCHES} more" if len(batches) > SHOWN_BATCHES else ""
+    return ", ".join(map(str, batches[:SHOWN_BATCHES])) + more
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

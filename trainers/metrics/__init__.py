@@ -1,0 +1,1 @@
+"""Numbers of a run: summed on the device, published once an interval."""

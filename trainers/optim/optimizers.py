@@ -1,0 +1,205 @@
+"""Optimizers by name, from optax. Clipping is not theirs: the training step does it.
+
+Weight decay is decoupled from the gradient (Loshchilov & Hutter 2019), scaled by the learning rate, and for matrices only.
+
+    adamw      betas, eps
+    adam       adamw without weight decay
+    lion       betas                               Chen et al. 2023: wants about a third of AdamW's learning rate
+    sgd        momentum betas[0]
+    rmsprop    decay betas[1], eps
+    adafactor  factored second moments; no first moment, no scaling by the parameter's size      Shazeer & Stern 2018
+    muon       orthogonalized momentum betas[1] for the matrices of the layers, with the update size of AdamW, so that
+               AdamW's learning rate fits (Liu et al. 2025, arXiv:2502.16982); AdamW for all other parameters
+    schedule_free_adamw  betas, eps: the average of the parameters, weighted by the square of the learning rate, takes the place
+               of a decay of it; what is evaluated is the average       Defazio et al. 2024, "The Road Less Scheduled"
+
+`optax.<factory>` is any optimizer of optax with a `learning_rate`, which follows the schedule; all else is in `arguments`.
+`package.module:function` is a user's function (config, schedule) -> optax transformation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from optax import contrib
+
+from trainers.config import OptimizerConfig, ParameterGroup
+from trainers.config.arguments import load_object
+from trainers.errors import unknown_name
+from trainers.optim import optax_registry
+from trainers.optim.param_groups import Groups, group_of, parameter_path
+
+STACKED = "layers"
+"""Parameters under this key have a leading dimension over the layers of the model."""
+
+TABLES = ("embed", "unembed")
+"""Matrices whose rows are looked up by token or scored against one: no linear maps, so Muon leaves them to AdamW."""
+
+SCHEDULE_FREE = "schedule_free_adamw"
+
+OTHERS = "others"
+"""The label of parameters that are in no group."""
+
+ADAFACTOR_MAX_UPDATE_RMS = 1.0
+MUON_UPDATE_RMS = 0.2
+
+Mask = Callable[[Any], Any]
+"""From the parameters to a tree of the same structure, of bools."""
+
+
+def build_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, decay_mask: Mask | None = None
+) -> optax.GradientTransformation:
+    """The named optimizer with its learning rate and weight decay; `decay_mask` says what decays (default: `matrices`).
+
+    Raises UsageError if the name is unknown.
+    """
+    if config.name.startswith(optax_registry.PREFIX):
+        return optax_registry.call("optimizer", config.name, config.arguments, ("learning_rate",), schedule)
+    if ":" in config.name:
+        return load_object(config.name)(config, schedule)
+    if config.name not in DIRECTIONS:
+        raise unknown_name("optimizer.name", config.name, NAMES)
+    weight_decay = 0.0 if config.name == "adam" else config.weight_decay
+    optimizer = optax.chain(
+        DIRECTIONS[config.name](config),
+        optax.add_decayed_weights(weight_decay, decay_mask or matrices),
+        optax.scale_by_learning_rate(schedule),
+    )
+    if config.name != SCHEDULE_FREE:
+        return optimizer
+    # It counts steps from 1, the optimizer inside from 0.
+    return contrib.schedule_free(optimizer, lambda count: schedule(count - 1), b1=config.betas[0])
+
+
+def parameters_to_evaluate(opt_state: Any, params: Any) -> Any:
+    """The averages that a schedule-free optimizer keeps; of any other, the parameters themselves. Traced or not; `opt_state` may
+    also be as it lies in files, where all is dicts and lists."""
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _schedule_free_state(node) is not None):
+        if (state := _schedule_free_state(node)) is not None:
+            params = _averages(state, params)
+    return params
+
+
+def _schedule_free_state(node: Any) -> contrib.ScheduleFreeState | None:
+    if isinstance(node, Mapping) and node.keys() == set(contrib.ScheduleFreeState._fields):
+        return contrib.ScheduleFreeState(**node)
+    return node if isinstance(node, contrib.ScheduleFreeState) else None
+
+
+def _averages(state: Any, params: Any) -> Any:
+    """x = (y - (1 - b1) z) / b1, where gradients are taken at y. `state` may be that of some of the parameters."""
+    fast = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.z)}
+
+    def average(path: Any, param: jax.Array) -> jax.Array:
+        z = fast.get(parameter_path(path))
+        return param if z is None else ((param - (1 - state.b1) * z) / state.b1).astype(param.dtype)
+
+    return jax.tree_util.tree_map_with_path(average, params)
+
+
+def build_grouped(config: OptimizerConfig, schedule: optax.Schedule, param_groups: Groups) -> optax.GradientTransformation:
+    """The optimizer, with the settings of the groups for the parameters that they take. Frozen groups are not its concern."""
+    others = build_optimizer(config, schedule)
+    own = {f"group_{number}": group for number, group in enumerate(param_groups) if not group.frozen}
+    if not own:
+        return others
+    transforms = {name: build_optimizer(*_settings_of(group, config, schedule)) for name, group in own.items()}
+
+    def label(path: Any, _: Any) -> str:
+        name = f"group_{group_of(param_groups, parameter_path(path))}"
+        return name if name in own else OTHERS
+
+    return optax.partition({OTHERS: others, **transforms}, lambda params: jax.tree_util.tree_map_with_path(label, params))
+
+
+def _settings_of(
+    group: ParameterGroup, config: OptimizerConfig, schedule: optax.Schedule
+) -> tuple[OptimizerConfig, optax.Schedule]:
+    rate = config.learning_rate if group.learning_rate is None else group.learning_rate
+    decay = config.weight_decay if group.weight_decay is None else group.weight_decay
+    factor = rate / config.learning_rate
+    return dataclasses.replace(config, learning_rate=rate, weight_decay=decay), lambda step: factor * schedule(step)
+
+
+def matrices(params: Any) -> Any:
+    """True for parameters that are matrices, of one layer each where layers are stacked: not norms' scales, not biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _num_dimensions(path, leaf) >= 2, params)
+
+
+def _num_dimensions(path: Any, leaf: Any) -> int:
+    return leaf.ndim - (STACKED in _names(path))
+
+
+def _names(path: Any) -> list[str]:
+    return [str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path]
+
+
+def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    b1, b2 = config.betas
+    return optax.scale_by_adam(b1=b1, b2=b2, eps=config.eps, mu_dtype=config.moment_dtype)
+
+
+def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
+    b1, b2 = config.betas
+    return optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=config.moment_dtype)
+
+
+def _sgd(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.trace(decay=config.betas[0], accumulator_dtype=config.moment_dtype)
+
+
+def _rmsprop(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.scale_by_rms(decay=config.betas[1], eps=config.eps)
+
+
+def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(ADAFACTOR_MAX_UPDATE_RMS))
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    # Not optax's own composition (contrib.muon): it decays vectors too, and gives its AdamW a Nesterov momentum.
+    orthogonal = contrib.scale_by_muon(
+        beta=config.betas[1], eps=config.eps, mu_dtype=config.moment_dtype, weight_dimension_numbers=_dimension_numbers
+    )
+    resized = optax.stateless(lambda updates, _: jax.tree.map(_with_size_of_adam, updates))
+    return optax.partition({"linear_maps": optax.chain(orthogonal, resized), "others": _adam(config)}, _muon_labels)
+
+
+def _with_size_of_adam(update: jax.Array) -> jax.Array:
+    return update * (MUON_UPDATE_RMS * math.sqrt(max(update.shape[-2:])))
+
+
+def _dimension_numbers(params: Any) -> Any:
+    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
+
+
+def _muon_labels(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: "linear_maps" if _is_linear_map(path, leaf) else "others", params)
+
+
+def _is_linear_map(path: Any, leaf: Any) -> bool:
+    return _num_dimensions(path, leaf) == 2 and not any(name in TABLES for name in _names(path))
+
+
+def _schedule_free(config: OptimizerConfig) -> optax.GradientTransformation:
+    # AdamW without its momentum, for which the average stands.
+    return optax.scale_by_rms(decay=config.betas[1], eps=config.eps, eps_in_sqrt=False, bias_correction=True)
+
+
+DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
+    "adamw": _adam,
+    "adam": _adam,
+    "lion": _lion,
+    "sgd": _sgd,
+    "rmsprop": _rmsprop,
+    "adafactor": _adafactor,
+    "muon": _muon,
+    SCHEDULE_FREE: _schedule_free,
+}
+NAMES = tuple(DIRECTIONS)

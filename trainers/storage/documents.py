@@ -1,0 +1,227 @@
+"""Small JSON documents in a run's storage: written whole, never appended to, renamed or locked.
+
+The run's storage may be a bucket, so nothing here asks for more than an object store gives: read an object, replace it
+whole, create it if it is absent, list a prefix. A local path gets the same guarantees from a temporary file beside it. Mounted
+storage may be able to do less than a local disk: `check_writable` says what is missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import posixpath
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from trainers.storage import durable
+
+VERDICT = "verdict.json"
+ANOTHER_STORAGE = (
+    "set storage=PATH to a folder or bucket that this user and every host can write to, and that can replace a file, create one "
+    "exclusively and rename a folder"
+)
+
+
+class StorageError(Exception):
+    """The run's storage cannot be used, or holds a document that is damaged."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """True for `gs://bucket/run`; a local or mounted path has no scheme."""
+    return "://" in os.fspath(path)
+
+
+def join(folder: str | os.PathLike[str], *names: str) -> str:
+    return posixpath.join(os.fspath(folder), *names)
+
+
+def write_json(path: str | os.PathLike[str], data: Any) -> None:
+    """Replaces the document at once: a reader finds the old one or the new one, never a part."""
+    text = json.dumps(data, indent=1) + "\n"
+    if is_url(path):
+        filesystem, name = _remote(path)
+        filesystem.pipe_file(name, text.encode())
+        return
+    temporary = _write_beside(os.fspath(path), text)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
+
+
+def create_json(path: str | os.PathLike[str], data: Any) -> bool:
+    """Writes the document if there is none, and says whether it did: of several writers at most one is told True.
+
+    Where the file system has no hard links, a reader may find the document empty or in part while it is written: `read_json` then
+    raises StorageError, and the document has its writer all the same.
+    """
+    text = json.dumps(data, indent=1) + "\n"
+    if is_url(path):
+        return _create_remote(path, text)
+    temporary = _write_beside(os.fspath(path), text)
+    try:
+        # A link, unlike a rename, fails when the name exists; and unlike an exclusive open it shows the whole text at once.
+        os.link(temporary, path)
+    except OSError as error:
+        if _was_linked(temporary):
+            return True  # the file server did it, and its answer was lost: asked again, it said that the name exists
+        return not isinstance(error, FileExistsError) and _create_exclusively(os.fspath(path), text)
+    finally:
+        os.unlink(temporary)
+    return True
+
+
+def read_json(path: str | os.PathLike[str]) -> Any | None:
+    """The document, or None where there is none. Raises StorageError when it is not JSON."""
+    try:
+        text = _read_remote(path) if is_url(path) else _read_local(path)
+    except FileNotFoundError:
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise StorageError(f"{path}: damaged: expected a JSON document ({error}); delete or repair it and start again") from error
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Raises OSError where nobody can tell."""
+    try:
+        if is_url(path):
+            filesystem, name = _remote(path)
+            filesystem.info(name)  # its `exists` takes every error for "no"
+        else:
+            os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def delete(path: str | os.PathLike[str]) -> None:
+    """Removes one document. Raises FileNotFoundError where there is none."""
+    if not is_url(path):
+        os.unlink(path)
+        return
+    filesystem, name = _remote(path)
+    filesystem.rm_file(name)
+
+
+def check_writable(run_dir: str | os.PathLike[str]) -> None:
+    """Makes the run's folder, and tries in it all that a run will ask of its storage. Raises StorageError with the reason and
+    what to do about it."""
+    token = uuid.uuid4().hex
+    probe = join(run_dir, f".probe-{token}")
+    try:
+        _try_to("write to", run_dir, lambda: write_json(probe, {}))
+        _try_to("replace a file in", run_dir, lambda: write_json(probe, {"again": True}))
+        if _try_to("create a file in", run_dir, lambda: create_json(probe, {})):
+            raise StorageError(f"storage: {os.fspath(run_dir)} lets two processes create one file; {ANOTHER_STORAGE}")
+        if not is_url(run_dir):
+            _try_to("rename a folder in", run_dir, lambda: _rename_a_folder(f"{probe}-from", f"{probe}-to"))
+    finally:
+        with suppress(OSError):  # what could be written can be deleted; else that is not what is wrong
+            delete(probe)
+
+
+def _try_to(do: str, run_dir: str | os.PathLike[str], work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"storage: cannot {do} {os.fspath(run_dir)}: {reason}; {ANOTHER_STORAGE}") from error
+
+
+def _rename_a_folder(source: str, target: str) -> None:
+    """With a file in it, as a checkpoint gets its name."""
+    os.mkdir(source)
+    folder = source
+    try:
+        with open(os.path.join(folder, "file"), "wb"):
+            pass
+        os.rename(source, target)
+        folder = target
+    finally:
+        with suppress(OSError):
+            os.unlink(os.path.join(folder, "file"))
+            os.rmdir(folder)
+
+
+def write_verdict(run_dir: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
+    """How the launch ended, for good. Ray Train runs a driver again after *any* exception, and takes any return for a
+    success: a restarted driver that finds a verdict of its own launch reports it and does nothing else."""
+    write_json(join(run_dir, VERDICT), verdict)
+
+
+def read_verdict(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, Any] | None:
+    """The verdict on this launch; None while it has none (an earlier launch's verdict is no reason not to train on)."""
+    verdict = read_json(join(run_dir, VERDICT))
+    return verdict if verdict is not None and verdict.get("launch_id") == launch_id else None
+
+
+def _remote(path: str | os.PathLike[str]) -> tuple[Any, str]:
+    """The filesystem of a URL, asked anew each time what it holds, and the path in it."""
+    import fsspec  # Costs 0.1 s: not paid by a run on a local folder.
+
+    filesystem, name = fsspec.core.url_to_fs(os.fspath(path))
+    filesystem.invalidate_cache()
+    return filesystem, name
+
+
+def _create_remote(path: str | os.PathLike[str], text: str) -> bool:
+    filesystem, name = _remote(path)
+    try:
+        filesystem.pipe_file(name, text.encode(), mode="create")
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read_remote(path: str | os.PathLike[str]) -> str:
+    filesystem, name = _remote(path)
+    return filesystem.cat_file(name).decode()
+
+
+def _read_local(path: str | os.PathLike[str]) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _write_beside(path: str, text: str) -> str:
+    """A finished file in the folder of `path`, under a name that nobody else uses."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            durable.sync(file.fileno())  # Without it a power cut can leave the new name on an empty file.
+    except OSError:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    return temporary
+
+
+def _was_linked(temporary: str) -> bool:
+    return os.stat(temporary).st_nlink > 1
+
+
+def _create_exclusively(path: str, text: str) -> bool:
+    """On a file system without hard links. A mounted bucket may say only when the file is closed that another one came first."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            durable.sync(file.fileno())
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno == errno.ESTALE:
+            return False
+        with suppress(OSError):
+            os.unlink(path)  # ours: it holds nobody's place
+        raise
+    return _read_local(path) == text
