@@ -26,7 +26,7 @@ import ray  # noqa: E402
 
 from cluster.gang.calls import Mailbox, gather  # noqa: E402
 from orchestrator.driver.poller import HOSTS_PER_POLL_S, POLL_S, SILENCE_S  # noqa: E402
-from orchestrator.run_state.goodput import Incident  # noqa: E402
+from orchestrator.run_state.incidents import Incident  # noqa: E402
 from tests.unit import fake_gang  # noqa: E402
 from tests.unit.driving import Launched  # noqa: E402
 from tests.unit.fake_gang import Job, Process  # noqa: E402

@@ -18,8 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.config.job import ConfigError, load
-from orchestrator.run_state.launch import CHECKPOINTS, STATE
+from orchestrator.config.job import ConfigError
+from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from trainers.checkpoint import committed, layout, manifest
 from trainers.checkpoint.committed import Committed
@@ -29,10 +30,6 @@ EXIT_FINE = 0
 EXIT_DAMAGED = 1
 EXIT_REFUSED = 2
 STYLES = {"verified": "green", "whole": None, "damaged": "red", "incomplete": "yellow", "unfinished": "yellow"}
-
-
-class NoRunError(Exception):
-    """What was named is not a run."""
 
 
 @dataclass(frozen=True)
@@ -78,22 +75,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(folder, rows, Console())
     return EXIT_DAMAGED if any(row.state == "damaged" for row in rows) else EXIT_FINE
-
-
-def checkpoints_of(run: str, overrides: Sequence[str] = ()) -> Path:
-    """The folder of a run's checkpoints, which may not be there yet. Raises NoRunError or ConfigError."""
-    if Path(run).is_dir():
-        if not any((Path(run) / name).exists() for name in (CHECKPOINTS, STATE, "epochs", committed.FILE)):
-            raise NoRunError(f"{run} is not a run's folder: expected one with {CHECKPOINTS}/ in it, such as STORAGE/NAME")
-        return Path(run) / CHECKPOINTS
-    if not Path(run).exists() and Path(run).suffix not in (".yaml", ".yml"):
-        raise NoRunError(f"there is no {run}: give a run's folder, or the YAML file it was started with")
-    run_dir = load(run, overrides).run_dir
-    if documents.is_url(run_dir):
-        raise NoRunError(f"{run_dir} is no local or mounted folder: mount the bucket, and give the run's folder in it")
-    if not Path(run_dir).is_dir():
-        raise NoRunError(f"{run} was not started yet with this storage and name: there is no {run_dir}")
-    return Path(run_dir) / CHECKPOINTS
 
 
 def accept_loss(folder: Path) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.checkpoints import NoRunError, checkpoints_of
 from orchestrator.config.job import ConfigError
+from orchestrator.config.locate import NoRunError, checkpoints_of
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
 

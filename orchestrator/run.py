@@ -8,7 +8,6 @@ saved.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import threading
@@ -16,30 +15,23 @@ import time
 import uuid
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-from cluster.hosts.config import PRIVATE_UMASK
-from orchestrator.config.job import ConfigError, JobConfig, load, shown
+from orchestrator.config.job import ConfigError, JobConfig, load
+from orchestrator.driver.main import drive, keep_private
 from orchestrator.driver.ray_cluster import connect, disconnect
-from orchestrator.driver.ray_train import FinalVerdict, Reporter, fit
+from orchestrator.driver.ray_train import fit
 from orchestrator.events import Board, BoardLike, start_remote_board
 from orchestrator.planning import report as plan
 from orchestrator.reporting.console import make_console, watch
-from orchestrator.run_state import summary
-from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, take_up
+from orchestrator.run_state import outcome
 from orchestrator.run_state.lease import RunInUse, check_free
 from trainers.config.masking import masked
-from trainers.recorders.dispatch import Recorders
-from trainers.recorders.recorder import About
-from trainers.runtime.stop_reason import StopReason
 from trainers.storage import documents
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
 """`ray job stop` kills that long after its SIGTERM."""
-STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
-"""Between a new driver's tries to read what the run's storage knows: ten minutes of them."""
-Result = TypeVar("Result")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,127 +72,24 @@ def launch(config: JobConfig) -> int:
     for event in report.events(config):
         board.post(event)
     message = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir, "started_at_s": started_at_s}
-    outcome = Outcome()
-    driver = threading.Thread(target=outcome.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
+    ended = ThreadEnd()
+    driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
     driver.start()
     with relay_signals(board, run_dir, launch_id):
         watch(board, make_console(sys.stdout), lambda: not driver.is_alive())
     driver.join()
     disconnect()
-    return exit_status(documents.read_verdict(run_dir, launch_id), outcome.error)
+    return exit_status(outcome.read(run_dir, launch_id), ended.error)
 
 
 def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> None:
     fit(drive, message, name=config.training.name, storage=config.training.storage, supervised=supervised)
 
 
-def drive(message: dict[str, Any], reporter: Reporter) -> None:
-    """The driver's main, as Ray Train's worker; called again after any other failure of this process.
-
-    Ray Train takes a return for success. So a failure is raised, and a verdict, once there, is final: it is raised again.
-    """
-    from orchestrator.driver.driver import Driver
-    from orchestrator.driver.stop_requests import Superseded, TrainingFailed
-
-    config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
-    keep_private(config)
-    clock = steady_clock()
-    verdict = when_storage_answers(lambda: documents.read_verdict(run_dir, launch_id), board)
-    if verdict is None:
-        try:
-            facts = (run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), clock)
-            job = when_storage_answers(lambda: take_up(*facts, lambda message: _warn(board, message)), board)
-        except RunInUse as error:
-            raise FinalVerdict(str(error)) from error
-        status, result, failure = "failed", {}, None
-        known = About(config.training.name, run_dir, shown(config))
-        recorders = Recorders(config.training.recorders, known, lambda message: _warn(board, message))
-        try:
-            result = Driver(config, job, board, reporter, recorders, clock=clock).run()
-            status = "finished" if StopReason(result["stop_reason"]).finished else "stopped"
-        except Superseded as error:
-            raise FinalVerdict(str(error)) from error
-        except TrainingFailed as error:
-            failure = str(error)
-            status = "stopped" if board.stop_requested() else "failed"
-        finally:
-            recorders.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-        verdict = conclude(job, board, config, status, result, failure, clock)
-    if verdict["status"] == "failed":
-        raise FinalVerdict(verdict["error"])
-
-
-def keep_private(config: JobConfig) -> None:
-    """What this process, and those that it starts, will write is for its user alone, unless the configuration says otherwise."""
-    if config.hosts.private_files:
-        os.umask(PRIVATE_UMASK)
-
-
-def conclude(
-    job: Launch,
-    board: BoardLike,
-    config: JobConfig,
-    status: str,
-    result: dict[str, Any],
-    error: str | None,
-    clock: Callable[[], float],
-) -> dict[str, Any]:
-    """Writes the summary and, last of all, the verdict: whoever finds it finds everything else."""
-    tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
-    summary.track(job, summary.build(job, status, result, error, clock()))
-    left = job.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-    made = summary.build(job, status, result, error, clock())
-    summary.write(job.run_dir, made)
-    if left:
-        _warn(board, left)
-    extra = {
-        "name": config.training.name,
-        "prompt": next(iter(config.training.previews.prompts), ""),
-        "storage": job.run_dir,
-        "checkpoints": documents.join(job.run_dir, "checkpoints"),
-        "mlflow": job.tracker.where(),
-    }
-    board.post({"ev": "summary", "summary": {**made, **extra}})
-    verdict = {"launch_id": job.launch_id, "status": status, "stop_reason": result.get("stop_reason"), "error": error}
-    documents.write_verdict(job.run_dir, verdict)
-    return verdict
-
-
-def steady_clock() -> Callable[[], float]:
-    """The wall clock as it was when this process began, plus the seconds since: a clock that is set does not move it."""
-    began_s, monotonic_s = time.time(), time.monotonic()
-    return lambda: began_s + time.monotonic() - monotonic_s
-
-
-def when_storage_answers(work: Callable[[], Result], board: BoardLike, sleep: Callable[[float], None] = time.sleep) -> Result:
-    """Does `work` again and again while the storage fails, for minutes: a driver that dies of it uses up a restart each time."""
-    told = False
-    for delay_s in (*STORAGE_DELAYS_S, None):
-        try:
-            return work()
-        except OSError as error:
-            if delay_s is None:
-                raise
-            if not told:
-                _warn(board, f"the run's storage cannot be read, trying again: {error}")
-            told = True
-            sleep(delay_s)
-    raise AssertionError
-
-
-def hurried(board: BoardLike) -> bool:
-    """Whether this machine is about to be taken away."""
-    return board.stop_requested() == "terminated"
-
-
-def _warn(board: BoardLike, message: str) -> None:
-    board.post({"ev": "note", "message": message, "level": "warning"})
-
-
 # ---------------------------------------------------------------------- signals and exit
 
 
-class Outcome:
+class ThreadEnd:
     """What the driver's thread ended with."""
 
     def __init__(self) -> None:
@@ -243,7 +132,7 @@ class relay_signals:
             late.start()
 
     def _too_late(self) -> None:
-        if documents.read_verdict(self.run_dir, self.launch_id) is not None:
+        if outcome.read(self.run_dir, self.launch_id) is not None:
             return  # saved and told: only Ray is still being shut down
         print(
             f"SIGTERM: the state could not be saved within {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed now, "

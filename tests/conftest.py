@@ -5,7 +5,7 @@ import secrets
 
 import pytest
 
-from cluster.hosts.config import CPU_THREADS_PER_DEVICE
+from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE
 
 NUM_DEVICES = 8
 

@@ -17,7 +17,7 @@ import numpy as np
 from trainers import runtime
 from trainers.builder import Builder
 from trainers.callbacks import Callback
-from trainers.checkpoint.manager import save_to
+from trainers.checkpoint.standalone import save_to
 from trainers.config.masking import masked
 from trainers.config.section import parse_duration_s
 from trainers.diagnostics import memory, nonfinite
@@ -25,7 +25,8 @@ from trainers.errors import NotConfiguredError, OutOfMemoryError, SaveFailedErro
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit
 from trainers.loop.anomalies import Decision
-from trainers.loop.host_requests import Flags, Limits, Wishes
+from trainers.loop.host_requests import Limits, Wishes
+from trainers.loop.inflight import Flags
 from trainers.loop.restore import Resume, known_lineage
 from trainers.loop.results import describe
 from trainers.loop.train_loop import Loop
@@ -97,7 +98,7 @@ class BaseTrainer(Builder):
 
     def save_pretrained(self, ckpt_path: str, state: TrainState | None = None) -> str:
         """Writes parameters, optimizer state, arguments and all else of `state` (None: the current one), and the model's assets,
-        to the folder `ckpt_path`, which must not exist. Returns the path; `trainers.checkpoint.manager.load_from` and
+        to the folder `ckpt_path`, which must not exist. Returns the path; `trainers.checkpoint.standalone.load_from` and
         `trainers.checkpoint.assets.read` read it back."""
         state = self._current(state)
         save_to(ckpt_path, state, self._meta(), self.build_model_assets)

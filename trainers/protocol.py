@@ -10,6 +10,10 @@ import jax
 from trainers.config.arguments import TrainingArguments
 from trainers.runtime.stop_reason import StopReason
 
+METRIC = "metric/"
+"""Begins the names of the leaves of a batch that are metrics of its rows."""
+
+
 Batch = Mapping[str, jax.Array]
 
 

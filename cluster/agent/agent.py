@@ -23,12 +23,12 @@ from cluster.agent.driver_lease import Lease
 from cluster.agent.event_log import Event, EventLog
 from cluster.agent.hang_monitor import Watch
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
+from cluster.agent.machine import place
 from cluster.agent.precompile import Rehearsal
 from cluster.agent.process_record import Life, note, post_mortem
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import WatchdogConfig
-from cluster.hosts.config import PRIVATE_UMASK
-from cluster.placement.placement_groups import place
+from cluster.hosts.process_env import PRIVATE_UMASK
 
 HALT_ANSWER_S = 1.0
 """A halt answers after at most so long, also of a process that is still dying: no driver must take that for a lost host."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 import socket
+from typing import Any
+
+import ray
 
 FIRST_PORT, LAST_PORT = 20_100, 32_700
 """Above the ports of Ray's workers, below those that Linux gives to outgoing connections: a port chosen for the next
@@ -32,3 +35,11 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def place() -> dict[str, Any]:
+    """Where Ray has put this process; a process without Ray is on the machine's own."""
+    if not ray.is_initialized():
+        return {"host_ip": "127.0.0.1", "node_id": None, "labels": {}}
+    context = ray.get_runtime_context()
+    return {"host_ip": ray.util.get_node_ip_address(), "node_id": context.get_node_id(), "labels": context.get_node_labels()}

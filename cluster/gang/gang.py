@@ -26,7 +26,8 @@ from cluster.gang.calls import GONE_ERRORS, Mailbox
 from cluster.gang.lease_keeper import LeaseKeeper
 from cluster.gang.slots import AgentMaker, Seat
 from cluster.hosts.capacity import explain_missing
-from cluster.hosts.config import compile_cache_dir, devices_per_host, num_hosts, strategy
+from cluster.hosts.config import devices_per_host, num_hosts, strategy
+from cluster.hosts.process_env import compile_cache_dir
 from cluster.placement import placement_groups
 from cluster.placement.bundles import Place, Places, View, living_nodes, place_of
 from cluster.placement.cleanup import clear, find_agent

@@ -14,7 +14,8 @@ from typing import Any
 from cluster.gang.gang import Gang
 from cluster.gang.slots import Seat
 from cluster.hosts.capacity import whole_slices
-from cluster.hosts.config import hosts_per_slice, max_slices, megascale_env, min_slices, seats_of_whole_slices, slice_of
+from cluster.hosts.config import hosts_per_slice, max_slices, min_slices, seats_of_whole_slices, slice_of
+from cluster.hosts.process_env import megascale_env
 from cluster.placement import placement_groups, tpu_slices
 from cluster.placement.bundles import NOWHERE, Place, View, living_nodes
 from cluster.placement.waits import Attend, wait_until

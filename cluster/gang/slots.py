@@ -11,7 +11,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.agent.agent import HostAgent
 from cluster.gang.steward import LEASE_GROUP, hire
-from cluster.hosts.config import HostsConfig, bundle, process_env
+from cluster.hosts.config import HostsConfig, bundle
+from cluster.hosts.process_env import process_env
 from cluster.placement.bundles import Place
 from cluster.placement.cleanup import NAMESPACE, agent_name
 

@@ -6,28 +6,13 @@ A TPU run counts its hosts slice by slice, and inside a slice by the worker id t
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-CHIPS_PER_HOST = {"v2": 4, "v3": 4, "v4": 4, "v5p": 4, "v5litepod": 4, "v6e": 4, "v7x": 4}
-"""TPU chips of one VM, by generation: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm."""
-EIGHT_CHIP_GENERATIONS = ("v5litepod", "v6e")
-"""A slice of at most 8 chips of these is one VM with all of them."""
-DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "v7x": 2}
-"""JAX devices of one chip where that is not 1: generations whose cores are programmed one by one."""
-CORES_PER_CHIP = {"v5litepod": 1, "v6e": 1}
-"""Cores of one chip where that is not 2: cloud names count cores (`v4-16` has 8 chips)."""
-ALIASES = {"v5e": "v5litepod", "v5lite": "v5litepod", "tpu7x": "v7x", "v7": "v7x"}
-CPU_THREADS_PER_DEVICE = 4
-"""XLA's own number is that of the machine's cores. Devices of one process wait for each other in its threads, in several
-collectives at a time: where there are fewer cores than that, all threads may come to wait for one that never gets its turn."""
-MEGASCALE_PORT = 8081
-PRIVATE_UMASK = 0o077
-"""What a process makes with it is for its user alone."""
+from cluster.hosts.tpu import CHIPS_PER_HOST, CORES_PER_CHIP, DEVICES_PER_CHIP, EIGHT_CHIP_GENERATIONS, generation, topology_dims
 
 SLICE_NAME_LABEL = "ray.io/tpu-slice-name"
 WORKER_ID_LABEL = "ray.io/tpu-worker-id"
@@ -163,26 +148,6 @@ def _shape_problems(config: HostsConfig) -> Iterator[str]:
             yield f"{name} = {value}: {shape} have {derived}; leave it out"
 
 
-def generation(accelerator: str) -> str:
-    """The TPU generation as Ray spells it: `TPU-V6E` is `v6e`, `v5e` is `v5litepod`. Raises ValueError for an unknown one."""
-    name = accelerator.lower().removeprefix("tpu-")
-    name = ALIASES.get(name, name)
-    if name not in CHIPS_PER_HOST:
-        known = sorted({*CHIPS_PER_HOST, "v5e"})
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"accelerator = {accelerator!r}: not a TPU generation; known: {', '.join(known)}{hint}")
-    return name
-
-
-def topology_dims(topology: str) -> tuple[int, ...]:
-    """`2x2x4` as (2, 2, 4). Raises ValueError when it is not of that form."""
-    parts = topology.strip().lower().split("x")
-    good = len(parts) in (2, 3) and all(part.isdigit() and int(part) > 0 for part in parts)
-    _require(good, f"topology = {topology!r}: expected two or three sizes such as 4x4 or 2x2x2")
-    return tuple(int(part) for part in parts)
-
-
 def num_chips(config: HostsConfig) -> int:
     """Chips of one TPU slice."""
     return math.prod(topology_dims(config.topology or ""))
@@ -295,42 +260,3 @@ def slice_bundle_labels(config: HostsConfig, slice_names: Sequence[str | None]) 
         for name in slice_names
         for worker in range(hosts_per_slice(config))
     ]
-
-
-def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str]:
-    """Environment of the training process of `host`."""
-    own = {
-        "JAX_PLATFORMS": {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[config.kind],
-        "JAX_COMPILATION_CACHE_DIR": compile_cache_dir(config, host, cache_dir),
-        "GANGWAY_PROGRAMS": f"{cache_dir}/programs",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    flags = config.env.get("XLA_FLAGS", "")
-    if config.kind == "cpu":
-        devices = devices_per_host(config)
-        flags = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
-        if devices > 1:
-            own["NPROC"] = str(CPU_THREADS_PER_DEVICE * devices)
-    return {**own, **config.env, **({"XLA_FLAGS": flags} if flags else {})}
-
-
-def compile_cache_dir(config: HostsConfig, host: int, cache_dir: str) -> str:
-    """Where JAX, in the training process of `host`, caches what it compiles.
-
-    On CPU each host has a folder of its own: the keys hold a fingerprint of the process's place, so a shared one is never hit.
-    On TPU and GPU all hosts should read the same folder.
-    """
-    return f"{cache_dir}/host-{host:04d}" if config.kind == "cpu" else cache_dir
-
-
-def megascale_env(slice_id: int, num_slices: int, coordinator_ip: str, port: int = MEGASCALE_PORT) -> dict[str, str]:
-    """Tells a process of a run on several TPU slices where the others are; empty for one slice."""
-    if num_slices == 1:
-        return {}
-    return {
-        "MEGASCALE_COORDINATOR_ADDRESS": coordinator_ip,
-        "MEGASCALE_PORT": str(port),
-        "MEGASCALE_NUM_SLICES": str(num_slices),
-        "MEGASCALE_SLICE_ID": str(slice_id),
-    }

@@ -52,11 +52,3 @@ def living() -> dict[str, dict[str, Any]]:
 def node_ids(group: PlacementGroup) -> dict[int, str]:
     """The machine of each bundle that has one."""
     return placement_group_table(group).get("bundles_to_node_id", {})
-
-
-def place() -> dict[str, Any]:
-    """Where Ray has put this process; a process without Ray is on the machine's own."""
-    if not ray.is_initialized():
-        return {"host_ip": "127.0.0.1", "node_id": None, "labels": {}}
-    context = ray.get_runtime_context()
-    return {"host_ip": ray.util.get_node_ip_address(), "node_id": context.get_node_id(), "labels": context.get_node_labels()}

@@ -32,7 +32,7 @@ from orchestrator.planning import report
 from orchestrator.testbed.live_run import Run, RunError
 from orchestrator.testbed.local_cluster import local_cluster, network, why_no_network
 from orchestrator.testbed.resources import GroundError, mlflow_server, small_disk, why_no_small_disk
-from orchestrator.tracking.tracker import FOLDER as TRACKING
+from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.tracker import left_over
 from trainers.storage import documents
 

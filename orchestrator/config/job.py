@@ -26,7 +26,7 @@ from orchestrator.policies.elasticity import ElasticityPolicy
 from orchestrator.policies.quarantine import QuarantinePolicy
 from orchestrator.policies.restart import RestartPolicy
 from orchestrator.policies.stragglers import StragglerPolicy
-from orchestrator.tracking.tracker import TrackingConfig
+from orchestrator.tracking.config import TrackingConfig
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.masking import MASK, masked
 from trainers.config.section import Section, require

@@ -21,6 +21,7 @@ from cluster.gang.calls import AgentGone, AwakeClock, NoAnswer, gather
 from cluster.gang.gang import Gang
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.ask_hosts import ask_hosts
+from orchestrator.driver.errors import Superseded, TrainingFailed
 from orchestrator.driver.event_handler import Intake
 from orchestrator.driver.generation import Finished, Generation, Paused
 from orchestrator.driver.halt import (
@@ -38,13 +39,14 @@ from orchestrator.driver.membership import Change, NoHosts, Roster
 from orchestrator.driver.poller import Watch
 from orchestrator.driver.precompile import Rehearsals
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.driver.stop_requests import Stops, Superseded, TrainingFailed
+from orchestrator.driver.stop_requests import Stops
 from orchestrator.events import BoardLike
 from orchestrator.failures.classify import Failure, FailureKind
-from orchestrator.policies.restart import GiveUp, PastFailure, decide, past_failure
+from orchestrator.failures.history import PastFailure, past_failure
+from orchestrator.policies.restart import GiveUp, decide
 from orchestrator.reporting import text
 from orchestrator.run_state import lineage
-from orchestrator.run_state.goodput import Action, Incident
+from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.lineage import Lineage, ReplayError, Stretch
 from orchestrator.tracking.prometheus import Gauges

@@ -15,7 +15,7 @@ from orchestrator.driver.generation import Generation, in_order
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.events import BoardLike
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
-from orchestrator.run_state.goodput import Action, Incident, of_anomaly
+from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
 from orchestrator.tracking.prometheus import Gauges
 from trainers.recorders.dispatch import Recorders

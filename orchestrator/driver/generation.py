@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.run_state.goodput import Action
+from orchestrator.run_state.incidents import Action
 from trainers.runtime.stop_reason import StopReason
 
 Event = Mapping[str, Any]

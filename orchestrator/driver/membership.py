@@ -13,11 +13,11 @@ from cluster.gang.slots import Seat
 from cluster.hosts.config import devices_per_host, hosts_at_a_time, min_hosts, num_hosts, seats_of_slices, seats_of_whole_slices
 from cluster.placement.waits import Attend, do_nothing
 from orchestrator.config.job import JobConfig
+from orchestrator.failures.history import PastFailure
 from orchestrator.policies import elasticity
 from orchestrator.policies.elasticity import Members
 from orchestrator.policies.quarantine import Quarantine, quarantined
-from orchestrator.policies.restart import PastFailure
-from orchestrator.run_state.goodput import Action
+from orchestrator.run_state.incidents import Action
 
 TELL_INTERVAL_S = 30.0
 """How often a wait for machines says again what is missing."""

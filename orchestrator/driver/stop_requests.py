@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from orchestrator.config.job import JobConfig
+from orchestrator.driver.errors import TrainingFailed
 from orchestrator.driver.event_handler import Intake
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.membership import Roster
 from orchestrator.events import BoardLike
 from orchestrator.policies import elasticity
-from orchestrator.run_state.goodput import Action
+from orchestrator.run_state.incidents import Action
 from orchestrator.run_state.launch import Launch
 from trainers.runtime.stop_reason import StopReason
 
@@ -18,14 +19,6 @@ STOP_TIMEOUT_S = 120.0
 """For the gang to save and stop on request; then it is killed."""
 LOOK_AROUND_EVERY_S = 1.0
 """At the cluster: which nodes are drained, which seats have an agent (which also keeps the spares' agents)."""
-
-
-class TrainingFailed(Exception):
-    """The run cannot go on; the message is for the user."""
-
-
-class Superseded(Exception):
-    """Another driver has taken the run: it has the say now."""
 
 
 class Stops:

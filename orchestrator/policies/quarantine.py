@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from orchestrator.failures.classify import FailureKind
-from orchestrator.policies.restart import PastFailure
+from orchestrator.failures.history import PastFailure
 from trainers.config.section import Section, require
 
 HOSTS_FAULT = frozenset(

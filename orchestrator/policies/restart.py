@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from orchestrator.failures.classify import Failure, FailureKind
+from orchestrator.failures.classify import FailureKind
+from orchestrator.failures.history import PastFailure
 from trainers.config.section import Section, require
 
 REPEATS_ITSELF = frozenset(
@@ -63,44 +63,6 @@ class RestartPolicy(Section):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PastFailure:
-    """What the decision needs of one failure."""
-
-    kind: FailureKind
-    step: int | None = None
-    """Where it happened."""
-    exception: tuple[str, str] | None = None
-    """Type and message."""
-    deterministic: bool = False
-    """The program itself said that trying again is of no use (a wrong setting, a checkpoint of another model)."""
-    mistake: bool = False
-    """It looks like one of a person (a TypeError, a path that is not there): believed where nothing was trained yet."""
-    generation: int | None = None
-    """The one that it ended."""
-    trained: bool | None = None
-    """Whether that generation took a step; None: not known."""
-    checkpoint_step: int | None = None
-    """The newest complete checkpoint at that time: the mark of progress."""
-    seat: int | None = None
-    """Of the host that was named; None if none was."""
-    node_id: str | None = None
-    """The machine that the seat was on."""
-    at_s: float | None = None
-    """When; on the driver's clock."""
-
-    @property
-    def took_steps(self) -> bool:
-        return bool(self.step) if self.trained is None else self.trained
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PastFailure:
-        """From what `dataclasses.asdict` made of one, through JSON; what an older document lacks is unknown."""
-        known = {name: value for name, value in data.items() if name in {f.name for f in fields(cls)}}
-        exception = known.get("exception")
-        return cls(**{**known, "kind": FailureKind(known["kind"]), "exception": tuple(exception) if exception else None})
-
-
 @dataclass(frozen=True)
 class Restart:
     delay_s: float
@@ -111,33 +73,6 @@ class Restart:
 @dataclass(frozen=True)
 class GiveUp:
     reason: str
-
-
-def past_failure(
-    failure: Failure,
-    checkpoint_step: int | None,
-    *,
-    generation: int | None = None,
-    trained: bool | None = None,
-    seat: int | None = None,
-    node_id: str | None = None,
-    at_s: float | None = None,
-) -> PastFailure:
-    """`seat` and `node_id` are those of `failure.host`."""
-    exception = failure.exception or {}
-    return PastFailure(
-        kind=failure.kind,
-        step=failure.step,
-        exception=(str(exception.get("type", "")), str(exception.get("message", ""))) if exception else None,
-        deterministic=bool(exception.get("deterministic", False)),
-        mistake=bool(exception.get("mistake", False)),
-        generation=generation,
-        trained=trained,
-        checkpoint_step=checkpoint_step,
-        seat=seat,
-        node_id=node_id,
-        at_s=at_s,
-    )
 
 
 def decide(history: Sequence[PastFailure], policy: RestartPolicy) -> Restart | GiveUp:

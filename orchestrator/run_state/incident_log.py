@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orchestrator.policies.restart import PastFailure
-from orchestrator.run_state.goodput import Incident
+from orchestrator.failures.history import PastFailure
+from orchestrator.run_state.incidents import Incident
 
 NAME = "incidents.jsonl"
 KEPT_INCIDENTS = 200

@@ -18,14 +18,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.policies.restart import PastFailure
+from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
-from orchestrator.run_state.goodput import Action, Goodput, Incident
+from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, Entry
+from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
-from orchestrator.tracking.tracker import Tracker, TrackingConfig
+from orchestrator.tracking.config import TrackingConfig
+from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
 from trainers.storage import documents

@@ -20,7 +20,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from orchestrator.tracking.tracker import FOLDER, LEFT_OVER, RUN, SPOOL, STATE, URI_VARIABLE, left_over, read_document
+from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
+from orchestrator.tracking.spool import FOLDER, RUN, SPOOL, STATE, read_document
+from orchestrator.tracking.tracker import left_over
 from trainers.config.masking import MASK, masked
 from trainers.storage import documents
 

@@ -12,68 +12,22 @@ Where `tracking.uri` holds a user and a password, that command is to be given it
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import subprocess
-import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import orchestrator
-from cluster.agent.child_process import child_env
-from trainers.config.masking import MASK, masked
-from trainers.config.section import Section, require
+from orchestrator.tracking.config import TrackingConfig
+from orchestrator.tracking.shipper_process import ShipperProcess
+from orchestrator.tracking.spool import FOLDER, RUN, SPOOL, STATE, Spool, read_document
+from trainers.config.masking import masked
+from trainers.config.section import require
 from trainers.storage import documents
 
-FOLDER = "tracking"
-SPOOL = "metrics.jsonl"
-RUN = "mlflow.json"
-"""Which MLflow run this is. The driver writes it first; the shipper adds `run_id`."""
-STATE = "shipped.json"
-"""The shipper's: how far it came, and what is wrong."""
-URI_VARIABLE = "MLFLOW_TRACKING_URI"
-"""MLflow's own. In the shipper's environment, where it may hold a user and a password; in files they are masked."""
-DRAIN = b"drain\n"
-"""On the shipper's standard input: ship the rest and leave."""
-LEFT_OVER = 3
-"""Exit status of a shipper that had to leave with lines unshipped."""
-RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 ENDINGS = ("FINISHED", "FAILED", "KILLED")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrackingConfig(Section):
-    mlflow: bool = True
-    """false: metrics are written to `tracking/metrics.jsonl` only."""
-    uri: str | None = field(default=None, repr=False)
-    """An MLflow tracking server, or `sqlite:///PATH`. Default: `mlflow.db` in the storage folder, shared by its runs. User
-    information in it (`http://user:password@host`) is used, and never shown or stored."""
-    experiment: str = "gangway"
-
-    def __post_init__(self):
-        require(bool(self.experiment.strip()), f"experiment = {self.experiment!r}: expected a name")
-        require(
-            self.uri is None or "://" in self.uri,
-            f"uri = {self._shown()!r}: expected a URL such as http://host:5000 or sqlite:////path/mlflow.db",
-        )
-
-    def _shown(self) -> str:
-        """Without what may be user information, though it is no URL."""
-        *user, rest = (self.uri or "").rpartition("@")
-        return f"{MASK}@{rest}" if any(user) else rest
-
-    def resolved_uri(self, run_dir: str) -> str:
-        if self.uri is None:
-            return f"sqlite:///{os.path.dirname(os.path.abspath(run_dir))}/mlflow.db"
-        if self.uri.startswith("sqlite:///"):
-            return f"sqlite:///{os.path.abspath(self.uri.removeprefix('sqlite:///'))}"
-        return self.uri
 
 
 class Tracker:
@@ -165,86 +119,6 @@ class Tracker:
         self._spool.append({"t": self._clock() if at_s is None else at_s, **record})
 
 
-class Spool:
-    """An append-only file of JSON lines. What a full disk refuses is kept in memory and tried again with the next line."""
-
-    def __init__(self, path: str):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (until `close()`)
-        self._lock = threading.Lock()
-        # A line that a dying driver left unfinished must not swallow ours.
-        self._pending = bytearray(b"" if _ends_with_newline(self._file.fileno()) else b"\n")
-        self.problem: str | None = None
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        with self._lock:
-            self._pending += json.dumps(record).encode() + b"\n"
-            self._write()
-
-    def close(self) -> None:
-        with self._lock:
-            self._write()
-            self._file.close()
-
-    def _write(self) -> None:
-        try:
-            while self._pending:
-                del self._pending[: self._file.write(self._pending)]
-            self.problem = None
-        except OSError as error:
-            self.problem = f"metrics cannot be written: {error.strerror}; {len(self._pending)} bytes wait in memory"
-
-
-class ShipperProcess:
-    """Keeps one shipper running, whatever happens to it."""
-
-    def __init__(self, run_dir: str, uri: str):
-        self._run_dir, self._uri = run_dir, uri
-        self._process: subprocess.Popen[bytes] | None = None
-        self._closing = threading.Event()
-        self._out_of_time = threading.Event()
-        self._lock = threading.Lock()
-        self.problem: str | None = None
-        # The kernel ends a shipper when the *thread* that started it ends: this one lives as long as the driver does.
-        self._thread = threading.Thread(target=self._keep_running, name="shipper", daemon=True)
-        self._thread.start()
-
-    def close(self, timeout_s: float) -> None:
-        """Lets it ship the rest for at most `timeout_s`, and leaves no process behind."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._lock:
-            self._closing.set()
-            _tell(self._process, DRAIN)
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        with self._lock:
-            self._out_of_time.set()
-            if self._process is not None:
-                self._process.kill()  # Safe at any moment: what it sent twice is one entry in MLflow.
-        self._thread.join()
-
-    def _keep_running(self) -> None:
-        for delay_s in _delays_s():
-            status = self._run_one()
-            if self._closing.is_set() and (status in (0, LEFT_OVER) or self._out_of_time.is_set()):
-                return
-            (self._out_of_time if self._closing.is_set() else self._closing).wait(delay_s)
-
-    def _run_one(self) -> int | None:
-        """Starts a shipper and waits for its end; its exit status, or None if it could not be started."""
-        with self._lock:
-            if self._out_of_time.is_set():
-                return None
-            try:
-                self._process = _start_shipper(self._run_dir, self._uri)
-                self.problem = None
-            except OSError as error:
-                self.problem = f"cannot start the process that ships metrics to MLflow: {error.strerror}"
-                return None
-            if self._closing.is_set():
-                _tell(self._process, DRAIN)
-        return self._process.wait()
-
-
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """{"a": {"b": 1}} as {"a.b": "1"}."""
     flat: dict[str, str] = {}
@@ -268,14 +142,6 @@ def left_over(folder: str) -> str | None:
     )
 
 
-def read_document(folder: str, name: str) -> dict[str, Any]:
-    """What is noted there; nothing if it was never written, or is damaged: all can be made again from the spool."""
-    try:
-        return documents.read_json(documents.join(folder, name)) or {}
-    except documents.StorageError:
-        return {}
-
-
 def _name_run(folder: str, run_dir: str, config: TrackingConfig, run_name: str) -> None:
     """Says which MLflow run the lines belong to. It stays the same over restarts, unless the store or experiment changes."""
     wanted = {"uri": masked(config.resolved_uri(run_dir)), "experiment": config.experiment, "run_name": run_name}
@@ -285,44 +151,3 @@ def _name_run(folder: str, run_dir: str, config: TrackingConfig, run_name: str) 
     if documents.exists(documents.join(folder, STATE)):
         documents.delete(documents.join(folder, STATE))  # Another run of MLflow's: it gets everything.
     documents.write_json(documents.join(folder, RUN), wanted | {"key": uuid.uuid4().hex})
-
-
-def _start_shipper(run_dir: str, uri: str) -> subprocess.Popen[bytes]:
-    root = str(Path(orchestrator.__file__).resolve().parents[1])
-    defaults = {
-        # A server that does not answer is tried again by the shipper, which does so for ever but can be interrupted.
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-    }
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with open(documents.join(run_dir, FOLDER, "shipper.log"), "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.tracking", run_dir, "--follow", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            env=child_env(defaults | os.environ, {"PYTHONPATH": os.pathsep.join(paths), URI_VARIABLE: uri}),
-            start_new_session=True,  # A Ctrl-C at the terminal is for the driver, which then lets the shipper finish.
-        )
-
-
-def _delays_s() -> Iterator[float]:
-    yield from RESTART_DELAYS_S
-    while True:
-        yield RESTART_DELAYS_S[-1]
-
-
-def _tell(process: subprocess.Popen[bytes] | None, line: bytes) -> None:
-    if process is None or process.stdin is None:
-        return
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-    except BrokenPipeError:
-        return  # It has died: the next one is told.
-
-
-def _ends_with_newline(file: int) -> bool:
-    size = os.fstat(file).st_size
-    return size == 0 or os.pread(file, 1, size - 1) == b"\n"

@@ -23,8 +23,8 @@ from cluster.hosts.config import devices_per_host, num_hosts
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.config.yaml_source import shown_override
 from orchestrator.testbed.live_run import Run, RunError
-from orchestrator.tracking.tracker import FOLDER as TRACKING
-from orchestrator.tracking.tracker import SPOOL
+from orchestrator.tracking.spool import FOLDER as TRACKING
+from orchestrator.tracking.spool import SPOOL
 from orchestrator.verify.compare import Evidence, Finding, judge_replayed, judge_resized, judge_resumed, judge_twice, passed
 from trainers.storage import documents
 

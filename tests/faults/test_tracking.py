@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tracking.tracker import Tracker, TrackingConfig
+from orchestrator.tracking.config import TrackingConfig
+from orchestrator.tracking.tracker import Tracker
 from trainers.storage import documents
 
 PATIENCE_S = 120.0

@@ -15,7 +15,8 @@ from typing import Any
 
 from cluster.agent import machine
 from cluster.agent.child_process import ChildProcess, Exit, child_env
-from cluster.hosts.config import HostsConfig, process_env
+from cluster.hosts.config import HostsConfig
+from cluster.hosts.process_env import process_env
 from tests import ROOT
 from tests.multihost.fork_server import ForkServer
 from trainers.config.arguments import TrainingArguments

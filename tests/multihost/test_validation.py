@@ -11,7 +11,7 @@ import pytest
 from tests.multihost import harness
 from tests.multihost.test_elastic import eight
 from tests.programs.tiny import TableTask, numbers
-from trainers.checkpoint.manager import load_model
+from trainers.checkpoint.standalone import load_model
 from trainers.step.state import initial_parameters
 
 STOPPER = "tests.programs.stoppers:host0_at_step_four"

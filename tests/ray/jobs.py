@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator import run
 from orchestrator.config.job import build
+from orchestrator.driver import main
 from orchestrator.driver.ray_train import FinalVerdict
 from orchestrator.events import Board
+from orchestrator.run_state import outcome
 from trainers.storage import documents
 
 
@@ -63,8 +64,8 @@ def run_job(made: dict[str, Any], board: Board | None = None) -> dict[str, Any]:
         "started_at_s": time.time(),
     }
     with suppress(FinalVerdict):
-        run.drive(message, NoTrain())
+        main.drive(message, NoTrain())
     summary = documents.read_json(documents.join(config.run_dir, "summary.json"))
     assert sum(summary["goodput"].values()) == pytest.approx(summary["wall_s"], rel=1e-3)
-    assert documents.read_verdict(config.run_dir, message["launch_id"])["error"] == summary["error"]
+    assert outcome.read(config.run_dir, message["launch_id"])["error"] == summary["error"]
     return summary

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.job import build
 from orchestrator.driver.driver import Driver
-from orchestrator.driver.stop_requests import Superseded, TrainingFailed
+from orchestrator.driver.errors import Superseded, TrainingFailed
 from orchestrator.events import Board
 from orchestrator.run_state.launch import Launch
 from tests.unit.fake_gang import DriverDied, FakeGangs, World

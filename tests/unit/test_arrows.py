@@ -22,6 +22,35 @@ ONLY_WHERE_USED = {"trainers": {"grain", "fsspec"}, "orchestrator": {"mlflow"}}
 
 ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
+FLOORS = {
+    "trainers": (
+        ("config", "storage", "foreign_errors"),
+        ("errors", "parallel", "recorders"),
+        ("runtime", "models", "optim"),
+        ("protocol",),
+        ("metrics", "data", "tasks"),
+        ("step",),
+        ("checkpoint", "evaluation"),
+        ("export",),
+        ("callbacks",),
+        ("loop", "diagnostics"),
+        ("builder",),
+        ("base",),
+        ("planning", "run", "worker"),
+    ),
+    "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
+    "orchestrator": (
+        ("events", "failures"),
+        ("policies", "tracking"),
+        ("run_state",),
+        ("config", "reporting", "testbed"),
+        ("planning", "verify"),
+        ("driver", "chaos", "checkpoints"),
+        ("run", "profile"),
+    ),
+}
+"""Wings (subpackages, and modules beside them) from the ground up: each imports those of lower floors only."""
+
 LIGHT_MODULES = tuple(
     f"trainers/{name}.py"
     for name in (
@@ -39,6 +68,7 @@ LIGHT_MODULES = tuple(
         "config/model",
         "config/monitoring",
         "config/optimizer",
+        "config/recorders",
         "config/section",
         "errors",
         "foreign_errors",
@@ -51,6 +81,7 @@ LIGHT_MODULES = tuple(
         "storage/__init__",
         "storage/documents",
         "storage/durable",
+        "storage/sealed",
     )
 )
 """Read by the driver and by command lines: free of everything but the standard library."""
@@ -88,6 +119,11 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
         yield from _run_at_import(child)
 
 
+def wing_of(path: Path) -> str:
+    """The subpackage that a file lies in, or its own name beside them."""
+    return path.relative_to(ROOT).with_suffix("").parts[1]
+
+
 def top(module: str) -> str:
     return module.partition(".")[0]
 
@@ -105,6 +141,34 @@ def offenders(package: str, forbidden: set[str], *, only_at_import: bool = False
 def test_packages_import_only_along_the_arrows(package):
     forbidden = {*PACKAGES, "tests", "configs"} - {package} - MAY_IMPORT[package]
     assert offenders(package, forbidden) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_wings_import_lower_floors_only(package):
+    floor = {wing: number for number, wings in enumerate(FLOORS[package]) for wing in wings}
+    assert {wing_of(path) for path in sources(package)} - {"__init__"} == set(floor)
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} (floor {floor[wing_of(path)]}) imports {module}"
+        for path in sources(package)
+        for module, line in imports(path)
+        if top(module) == package and module != package and (other := module.split(".")[1]) != wing_of(path)
+        if floor[other] >= floor[wing_of(path)]
+    ]
+    assert wrong == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    arrows = {path: {file_of(name) for name, _ in imports(path)} for package in PACKAGES for path in sources(package)}
+    while leaves := {path for path, targets in arrows.items() if not targets & arrows.keys() - {path}}:
+        arrows = {path: targets for path, targets in arrows.items() if path not in leaves}
+    assert sorted(str(path.relative_to(ROOT)) for path in arrows) == []
+
+
+@pytest.mark.parametrize("path", [path for package in PACKAGES for path in sources(package) if path.name == "__init__.py"])
+def test_a_wings_init_hands_on_light_names_only(path):
+    """One careless import there, and the driver imports Orbax."""
+    light = {ROOT / other for other in LIGHT_MODULES} | {ROOT / "trainers/callbacks/callback.py"}
+    assert [name for name, _ in imports(path) if file_of(name) not in light] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -17,7 +17,7 @@ import jax
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
 from trainers.config import ProfileConfig
-from trainers.loop.host_requests import RUN_AHEAD_STEPS
+from trainers.step.host_flags import RUN_AHEAD_STEPS
 
 
 @dataclass(frozen=True)

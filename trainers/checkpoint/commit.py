@@ -21,7 +21,8 @@ from jax._src import distributed
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.fence import NO_DRIVER, Term
 from trainers.runtime import multihost
-from trainers.storage import durable
+from trainers.runtime.multihost import first_problem, one_line
+from trainers.storage import durable, sealed
 
 TIMEOUT_S = 1800
 """How long host 0 waits for another host. Backstop only: whoever owns the processes sees a death, or a save that takes too
@@ -119,7 +120,7 @@ class Commit:
     def _describe(self, _: list[None]) -> list[list[str]]:
         """The names of the files of which each host is to find the digests."""
         self.merge(self.work / manifest.STATE_FOLDER)
-        durable.write(self.work / manifest.META_FILE, manifest.seal(self.meta))
+        durable.write(self.work / manifest.META_FILE, sealed.seal(self.meta))
         names, num_hosts = manifest.names_below(self.work), self.exchange.num_hosts
         return [names[host::num_hosts] for host in range(num_hosts)]
 
@@ -157,24 +158,6 @@ def begin(final: Path, obstacle: Callable[[], str], term: Term = NO_DRIVER) -> t
     if problem and jax.process_index() == 0:
         shutil.rmtree(work, ignore_errors=True)
     return work, problem
-
-
-def first_problem(problems: list[str]) -> str:
-    """The first that is not empty, with its host where there are several."""
-    found = ((host, problem) for host, problem in enumerate(problems) if problem)
-    return next((f"host {host}: {problem}" if len(problems) > 1 else problem for host, problem in found), "")
-
-
-def of_host0(problem: str) -> str:
-    """With its host where there are several."""
-    return first_problem([problem, *[""] * (jax.process_count() - 1)])
-
-
-def one_line(error: BaseException) -> str:
-    """What it is and what it says; of a long text the beginning and the end, where the cause stands."""
-    cause = error.__cause__ or error
-    text = (str(cause).strip().splitlines() or [""])[0].partition(" [tensorstore_spec")[0]
-    return f"{type(cause).__name__}: {text if len(text) <= 300 else f'{text[:120]} ... {text[-170:]}'}"
 
 
 def _verdict(told: list[dict[str, Any]], lead: Callable[[list[Any]], Any]) -> dict[str, Any]:

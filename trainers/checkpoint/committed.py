@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainers.checkpoint import layout, manifest
+from trainers.checkpoint import layout
 from trainers.errors import CheckpointUnavailableError
-from trainers.storage import durable
+from trainers.storage import durable, sealed
 
 FILE = "committed.json"
 
@@ -39,7 +39,7 @@ def read(folder: Path) -> Committed | None:
         text = (folder / FILE).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    document = manifest.unseal(text)
+    document = sealed.unseal(text)
     return Committed(document.get("run"), document.get("step"))
 
 
@@ -53,7 +53,7 @@ def is_there(folder: Path) -> bool:
 
 def write(folder: Path, record: Committed) -> None:
     """Raises OSError."""
-    durable.write(folder / FILE, manifest.seal(asdict(record)))
+    durable.write(folder / FILE, sealed.seal(asdict(record)))
 
 
 def ensure(folder: Path, record: Committed) -> None:

@@ -7,7 +7,6 @@ their own digest, so that neither is believed when a byte of it has changed.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.storage import durable
+from trainers.storage.sealed import seal, unseal
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
@@ -119,28 +119,8 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise DamagedError(f"{META_FILE} is damaged: {_line(error)}") from error
 
 
-def seal(document: dict[str, Any]) -> str:
-    """JSON text that says its own digest."""
-    plain = json.loads(json.dumps(document))  # as it will be read: keys are text, tuples are lists
-    return json.dumps({**plain, "digest": _digest(plain)}, indent=1) + "\n"
-
-
-def unseal(text: str) -> dict[str, Any]:
-    """What was sealed. Raises ValueError if anything in it has changed."""
-    document = json.loads(text)
-    if not isinstance(document, dict):
-        raise ValueError("not a JSON object")
-    if document.pop("digest", None) != _digest(document):
-        raise ValueError("its contents do not have the digest it says")
-    return document
-
-
 def _read_sealed(path: Path) -> dict[str, Any]:
     return unseal(path.read_text(encoding="utf-8"))
-
-
-def _digest(document: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _line(error: Exception) -> str:

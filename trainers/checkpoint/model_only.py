@@ -12,7 +12,7 @@ from typing import Any
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import CommitError
-from trainers.storage import durable
+from trainers.storage import durable, sealed
 
 PART = "params"
 """Of the state: its name in a TrainState, and in the files."""
@@ -28,7 +28,7 @@ def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callab
     try:
         (work / manifest.STATE_FOLDER).mkdir(parents=True)
         arrays.copy_part(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, PART)
-        durable.write(work / manifest.META_FILE, manifest.seal(meta_of(manifest.read_meta(checkpoint))))
+        durable.write(work / manifest.META_FILE, sealed.seal(meta_of(manifest.read_meta(checkpoint))))
         files = {name: manifest.digest(work / name) for name in manifest.names_below(work)}
         manifest.write(work, manifest.Manifest(content.step, time.time(), files))
         if problem := forbidden():

@@ -30,9 +30,9 @@ from trainers.config import (
     PreviewConfig,
     ProfileConfig,
     PruningConfig,
+    recorders,
 )
 from trainers.config.section import PATH, Section, not_paths, parse_duration_s, require, require_none, too_small
-from trainers.recorders import recorder as recorders
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainers.errors import DataError
+from trainers.protocol import METRIC
 
 Example = Mapping[str, Any]
 Transform = Callable[[Example], Example | None]
@@ -17,8 +18,6 @@ Truncation = Literal["keep_start", "keep_end"]
 Preprocess = Callable[[dict[str, np.ndarray], int], Any]
 """`Hooks.preprocess_batch`."""
 
-METRIC = "metric/"
-"""Begins the names of the leaves of a batch that are metrics of its rows."""
 LONGEST_GAP = 1000
 """How many examples in a row may be left out before one is found that tells the shapes."""
 

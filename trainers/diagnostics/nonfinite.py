@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from trainers.parallel import mesh as meshes
-from trainers.runtime.together import in_stages
+from trainers.runtime.multihost import in_stages
 
 Objective = Callable[[Any, Any, Any], jax.Array]
 """(parameters, micro-batch, number of updates) -> loss."""

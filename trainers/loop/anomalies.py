@@ -5,28 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Literal
 
 from trainers.config import AnomalyConfig
+from trainers.step.host_flags import Verdict
 
 SHOWN_BATCHES = 20
-
-
-class Verdict(IntEnum):
-    """Of the train step on its own update, which is applied only if there is nothing against it."""
-
-    APPLIED = 0
-    ORDERED = 1
-    """The batch is one of those to skip."""
-    NON_FINITE = 2
-    LOSS_SPIKE = 3
-    OUT_OF_STEP = 4
-    """The hosts came with different batches."""
-    OVERFLOW = 5
-    """Of float16, by the scale of the loss, which is smaller from now on. No anomaly: it happens now and then."""
-    SCALE_EXHAUSTED = 6
-    """The same, and the scale is as small as it may be."""
 
 
 KINDS = {Verdict.NON_FINITE: "non_finite", Verdict.LOSS_SPIKE: "loss_spike"}

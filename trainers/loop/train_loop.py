@@ -22,9 +22,10 @@ from trainers.config import AnomalyConfig, DistributionConfig
 from trainers.data.loader import StepAddressedLoader
 from trainers.errors import CoordinatorError, DesyncError, LossScaleError, LossSpikeError, NonFiniteLossError
 from trainers.loop import anomalies
-from trainers.loop.anomalies import Anomaly, Decision, Verdict
+from trainers.loop.anomalies import Anomaly, Decision
 from trainers.loop.hooks import Hooks
-from trainers.loop.host_requests import STOP_REASONS, Agreed, Flags, Window, Wishes
+from trainers.loop.host_requests import Wishes
+from trainers.loop.inflight import STOP_REASONS, Agreed, Flags, Window
 from trainers.loop.lineage import Lineage
 from trainers.loop.triggers import Due, EndOfData
 from trainers.metrics import histograms as distributions
@@ -32,6 +33,7 @@ from trainers.metrics.accumulator import Bag, Layout, scalars
 from trainers.metrics.publisher import BusyTime, Publisher, Replaced, Seconds
 from trainers.runtime import multihost
 from trainers.runtime.stop_reason import StopReason
+from trainers.step.host_flags import Verdict
 from trainers.step.state import TrainState
 from trainers.step.train_step import StepOutput
 

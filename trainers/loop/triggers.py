@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainers.config import CheckpointConfig, EvaluationConfig, PreviewConfig
-from trainers.loop.host_requests import LOOK_AHEAD_STEPS, Agreed
+from trainers.loop.inflight import LOOK_AHEAD_STEPS, Agreed
 from trainers.runtime import multihost
 from trainers.runtime.stop_reason import StopReason
 

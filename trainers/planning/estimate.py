@@ -22,10 +22,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.recorders import BUILT_IN
 from trainers.data.sources.iterable import num_examples
 from trainers.errors import DataMissingError, UsageError, may_pass
 from trainers.protocol import TrainerProtocol
-from trainers.recorders.recorder import BUILT_IN
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, num_parameters, state_shardings
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainers.config.arguments import load_object
-from trainers.recorders.recorder import BUILT_IN, About, Distribution, Recorder
+from trainers.config.recorders import BUILT_IN
+from trainers.recorders.recorder import About, Distribution, Recorder
 
 KEPT_PUBLISHES = 1000
 """That wait for a recorder that is slow; the oldest of more are lost to it."""

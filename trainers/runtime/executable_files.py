@@ -20,8 +20,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from trainers.checkpoint import manifest
-from trainers.storage import durable
+from trainers.storage import durable, sealed
 
 MAGIC = b"gangway program 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
@@ -150,13 +149,13 @@ class _Executable(_Known, serialize_executable._JaxPjrtUnpickler):
 
 
 def write_pointer(path: Path, executable: Path) -> None:
-    durable.write_shared(path, manifest.seal({"of": path.name, "executable": executable.name}).encode(), 0o600)
+    durable.write_shared(path, sealed.seal({"of": path.name, "executable": executable.name}).encode(), 0o600)
 
 
 def read_pointer(path: Path) -> Path:
     """The executable. Raises DamagedProgramError, UntrustedError and OSError."""
     try:
-        document = manifest.unseal(read(path).decode())
+        document = sealed.unseal(read(path).decode())
         if document["of"] != path.name:
             raise ValueError(f"it was written as {document['of']}")
         return path.with_name(document["executable"])

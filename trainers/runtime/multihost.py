@@ -137,3 +137,53 @@ def _get(client: Any, key: str, topic: str, host: int, left_s: float, timeout_s:
     except jax.errors.JaxRuntimeError as error:
         waited_s = left_s if timeout_s is None else timeout_s
         raise CoordinatorError(f"no answer from host {host} on {topic!r} within {waited_s:.0f} s: {error}") from error
+
+
+def first_problem(problems: list[str]) -> str:
+    """The first that is not empty, with its host where there are several."""
+    found = ((host, problem) for host, problem in enumerate(problems) if problem)
+    return next((f"host {host}: {problem}" if len(problems) > 1 else problem for host, problem in found), "")
+
+
+def of_host0(problem: str) -> str:
+    """With its host where there are several."""
+    return first_problem([problem, *[""] * (jax.process_count() - 1)])
+
+
+def one_line(error: BaseException) -> str:
+    """What it is and what it says; of a long text the beginning and the end, where the cause stands."""
+    cause = error.__cause__ or error
+    text = (str(cause).strip().splitlines() or [""])[0].partition(" [tensorstore_spec")[0]
+    return f"{type(cause).__name__}: {text if len(text) <= 300 else f'{text[:120]} ... {text[-170:]}'}"
+
+
+PATIENCE_S = 60.0
+"""Of a host that has failed, for the others: they wait for it in a collective if they have not failed too."""
+
+
+def in_stages(topic: str, *stages: Callable[[Any], Any]) -> tuple[Any, str]:
+    """(what the last stage returned, ""), or (None, what went wrong on the first host that failed).
+
+    Each stage gets what the one before it returned, and begins when no host has failed in that one. All hosts must call this.
+    What may fail on one host alone belongs in another stage than a collective. Where a collective itself fails on one host, the
+    others can never know: that host raises its error.
+    """
+    value: Any = None
+    for number, stage in enumerate(stages):
+        failure: Exception | None = None
+        try:
+            value = stage(value)
+        except Exception as error:  # whatever it is: the caller reports it, and training goes on
+            failure = error
+        if problem := _problem_of_all(f"{topic}, stage {number}", failure):
+            return None, problem
+    return value, ""
+
+
+def _problem_of_all(topic: str, failure: Exception | None) -> str:
+    if failure is None:
+        return first_problem(all_hosts(topic, ""))
+    try:
+        return first_problem(all_hosts(topic, one_line(failure), PATIENCE_S))
+    except CoordinatorError:
+        raise failure from None

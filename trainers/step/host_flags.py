@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
 
 from trainers.config import AnomalyConfig
-from trainers.loop.anomalies import Verdict
+
+RUN_AHEAD_STEPS = 2
+
+
+class Verdict(IntEnum):
+    """Of the train step on its own update, which is applied only if there is nothing against it."""
+
+    APPLIED = 0
+    ORDERED = 1
+    """The batch is one of those to skip."""
+    NON_FINITE = 2
+    LOSS_SPIKE = 3
+    OUT_OF_STEP = 4
+    """The hosts came with different batches."""
+    OVERFLOW = 5
+    """Of float16, by the scale of the loss, which is smaller from now on. No anomaly: it happens now and then."""
+    SCALE_EXHAUSTED = 6
+    """The same, and the scale is as small as it may be."""
+
 
 FLAGS = ("stop", "saves", "skip", "batch_index")
 """What each host gives to a step, as int32, in this order: its wishes, and which batch it takes the step with."""

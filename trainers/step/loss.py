@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainers.data.collate import METRIC
 from trainers.errors import UsageError
-from trainers.protocol import Batch, Last, Loss, Max, Min, Sum, Task
+from trainers.protocol import METRIC, Batch, Last, Loss, Max, Min, Sum, Task
 from trainers.step.per_source import with_sources
 
 EXPECTED = (

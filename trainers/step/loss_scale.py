@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from trainers.config import LossScaleConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.loop.anomalies import Verdict
+from trainers.step.host_flags import Verdict
 
 Scaler = Mapping[str, jax.Array]
 """`scale` (float32), and `good_steps` (int32): updates since it last changed. Empty where losses are not scaled."""

@@ -12,14 +12,13 @@ import optax
 
 from trainers.config import ParameterGroup
 from trainers.config.arguments import TrainingArguments
-from trainers.loop.anomalies import Verdict
 from trainers.metrics import histograms as distributions
 from trainers.metrics.accumulator import Bag, Kind, Layout, count
 from trainers.metrics.histograms import parameter_names, parameter_norms
 from trainers.optim import param_groups as groups
 from trainers.optim.optimizers import parameters_to_evaluate
 from trainers.protocol import Batch, Loss
-from trainers.step.host_flags import REDUCED, reduce_flags, update_stats
+from trainers.step.host_flags import REDUCED, Verdict, reduce_flags, update_stats
 from trainers.step.loss import LossFunction, scales_of
 from trainers.step.loss_scale import overflow, update_scaler
 from trainers.step.sample_digest import count_samples

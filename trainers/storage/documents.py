@@ -18,7 +18,6 @@ from typing import Any
 
 from trainers.storage import durable
 
-VERDICT = "verdict.json"
 ANOTHER_STORAGE = (
     "set storage=PATH to a folder or bucket that this user and every host can write to, and that can replace a file, create one "
     "exclusively and rename a folder"
@@ -147,18 +146,6 @@ def _rename_a_folder(source: str, target: str) -> None:
         with suppress(OSError):
             os.unlink(os.path.join(folder, "file"))
             os.rmdir(folder)
-
-
-def write_verdict(run_dir: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
-    """How the launch ended, for good. Ray Train runs a driver again after *any* exception, and takes any return for a
-    success: a restarted driver that finds a verdict of its own launch reports it and does nothing else."""
-    write_json(join(run_dir, VERDICT), verdict)
-
-
-def read_verdict(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, Any] | None:
-    """The verdict on this launch; None while it has none (an earlier launch's verdict is no reason not to train on)."""
-    verdict = read_json(join(run_dir, VERDICT))
-    return verdict if verdict is not None and verdict.get("launch_id") == launch_id else None
 
 
 def _remote(path: str | os.PathLike[str]) -> tuple[Any, str]:

@@ -145,7 +145,7 @@ def test_what_exists_later_says_so(tmp_path):
 
 
 def test_save_pretrained_can_be_trained_on(tmp_path, events):
-    from trainers.checkpoint.manager import load_from
+    from trainers.checkpoint.standalone import load_from
     from trainers.step.state import with_shardings
 
     made = trainer(tmp_path, max_num_steps=3)

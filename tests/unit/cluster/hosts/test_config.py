@@ -6,7 +6,6 @@ import pytest
 
 from cluster.hosts.capacity import Node, explain_missing, find_slices, whole_slices
 from cluster.hosts.config import (
-    CPU_THREADS_PER_DEVICE,
     NODE_ID_LABEL,
     POD_TYPE_LABEL,
     SLICE_NAME_LABEL,
@@ -15,22 +14,20 @@ from cluster.hosts.config import (
     bundle,
     chips_per_host,
     devices_per_host,
-    generation,
     max_slices,
-    megascale_env,
     min_hosts,
     min_slices,
     num_devices,
     num_hosts,
     pod_type,
-    process_env,
     seats_of_slices,
     seats_of_whole_slices,
     slice_bundle_labels,
     slice_of,
     strategy,
-    topology_dims,
 )
+from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, megascale_env, process_env
+from cluster.hosts.tpu import generation, topology_dims
 
 TPU = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}
 TWO_SLICES = HostsConfig(**TPU, slices=2)

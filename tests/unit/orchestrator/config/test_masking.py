@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from cluster.gang import slots
 from cluster.hosts.config import HostsConfig
-from orchestrator import run
 from orchestrator.config.job import ConfigError, build, load, shown, to_dict, to_yaml
 from orchestrator.config.yaml_source import shown_override
+from orchestrator.driver import main
 from orchestrator.planning import report
 from trainers.config.masking import masked
 from trainers.storage import documents
@@ -116,7 +116,7 @@ def test_an_error_in_an_override_tells_no_secret(tmp_path):
 def test_what_a_run_writes_is_for_its_user_alone_unless_a_group_shares_it(tmp_path, private, mode):
     before = os.umask(0o022)
     try:
-        run.keep_private(build(job(hosts={"private_files": private})))
+        main.keep_private(build(job(hosts={"private_files": private})))
         documents.write_json(tmp_path / "run" / "launch.json", {})
     finally:
         os.umask(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.driver.stop_requests import Superseded, TrainingFailed
+from orchestrator.driver.errors import Superseded, TrainingFailed
 from tests.unit import fake_gang
 from tests.unit.driving import Launched
 from tests.unit.fake_gang import World

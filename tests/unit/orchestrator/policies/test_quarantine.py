@@ -1,8 +1,8 @@
 import pytest
 
 from orchestrator.failures.classify import FailureKind
+from orchestrator.failures.history import PastFailure
 from orchestrator.policies.quarantine import Quarantine, QuarantinePolicy, quarantined
-from orchestrator.policies.restart import PastFailure
 
 POLICY = QuarantinePolicy(max_failures_per_host=2, window_s=100.0)
 NOW_S = 1000.0

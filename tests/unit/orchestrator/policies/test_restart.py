@@ -7,16 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.failures.classify import FailureKind, PostMortem, classify
-from orchestrator.policies.restart import (
-    GiveUp,
-    PastFailure,
-    Restart,
-    RestartPolicy,
-    backoff_s,
-    decide,
-    past_failure,
-    since_progress,
-)
+from orchestrator.failures.history import PastFailure, past_failure
+from orchestrator.policies.restart import GiveUp, Restart, RestartPolicy, backoff_s, decide, since_progress
 
 POLICY = RestartPolicy(max_failures=3, max_preemptions=5)
 

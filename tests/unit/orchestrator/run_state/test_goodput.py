@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.run_state.goodput import CATEGORIES, Action, Goodput, Incident, check_sum, of_anomaly
+from orchestrator.run_state.goodput import CATEGORIES, Goodput, check_sum
+from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 
 events = st.lists(
     st.one_of(

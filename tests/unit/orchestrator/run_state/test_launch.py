@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from orchestrator.failures.classify import FailureKind
-from orchestrator.policies.restart import PastFailure
+from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import launch as launches
-from orchestrator.run_state.goodput import Action, Incident
-from orchestrator.tracking.tracker import TrackingConfig
+from orchestrator.run_state.incidents import Action, Incident
+from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import wait_until
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed

@@ -8,8 +8,10 @@ import pytest
 
 from orchestrator.tracking import shipper
 from orchestrator.tracking import tracker as tracking
+from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.shipper import Line, Shipper, Value, fresh_values, next_batch, read_lines
-from orchestrator.tracking.tracker import Spool, Tracker, TrackingConfig, flatten, left_over
+from orchestrator.tracking.spool import Spool
+from orchestrator.tracking.tracker import Tracker, flatten, left_over
 from trainers.storage.documents import StorageError
 
 

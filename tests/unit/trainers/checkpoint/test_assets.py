@@ -11,7 +11,7 @@ import pytest
 from tests.unit.training import FIXED, assert_equal, trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets
-from trainers.checkpoint.manager import load_from
+from trainers.checkpoint.standalone import load_from
 from trainers.errors import CheckpointError
 from trainers.step.state import with_shardings
 

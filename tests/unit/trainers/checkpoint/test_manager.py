@@ -8,7 +8,7 @@ import pytest
 from tests.programs import checkpointing
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.commit import Commit
-from trainers.checkpoint.manager import load_from, save_to
+from trainers.checkpoint.standalone import load_from, save_to
 from trainers.errors import CheckpointError
 
 

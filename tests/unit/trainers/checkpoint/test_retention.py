@@ -9,8 +9,8 @@ import pytest
 
 from tests.programs import checkpointing
 from trainers.checkpoint import layout, model_only
-from trainers.checkpoint.manager import load_model
 from trainers.checkpoint.retention import MayGo, Retention
+from trainers.checkpoint.standalone import load_model
 from trainers.errors import CheckpointError
 
 

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from orchestrator.failures.classify import FailureKind, PostMortem, classify
-from orchestrator.policies.restart import GiveUp, RestartPolicy, decide, past_failure
+from orchestrator.failures.history import past_failure
+from orchestrator.policies.restart import GiveUp, RestartPolicy, decide
 from tests.programs.tiny import TableTask
 from tests.unit.training import arguments, trainer
 from trainers.config import MeshConfig

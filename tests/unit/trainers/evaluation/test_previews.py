@@ -13,8 +13,9 @@ from tests.unit.training import assert_equal, losses, of, trainer
 from trainers.config import DataConfig, MeshConfig, ModelConfig, PreviewConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
-from trainers.evaluation.previews import Previews, decode, pick
+from trainers.evaluation.previews import Previews
 from trainers.models import llama
+from trainers.models.decoding import decode, pick
 from trainers.parallel import mesh as meshes
 from trainers.runtime.executables import ProgramStore
 from trainers.step import rng

@@ -16,10 +16,10 @@ from trainers.checkpoint import layout
 from trainers.config import AnomalyConfig, EvaluationConfig, UnitConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.errors import UsageError
-from trainers.loop.anomalies import Verdict
-from trainers.loop.host_requests import STOP_REASONS
+from trainers.loop.inflight import STOP_REASONS
 from trainers.protocol import Loss
 from trainers.runtime.stop_reason import StopReason
+from trainers.step.host_flags import Verdict
 
 HERE = "tests.unit.trainers.evaluation.test_validation:"
 

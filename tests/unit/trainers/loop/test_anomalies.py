@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainers.config import AnomalyConfig
-from trainers.loop.anomalies import Anomaly, Verdict, decide
-from trainers.step.host_flags import REDUCED, reduce_flags, update_stats
+from trainers.loop.anomalies import Anomaly, decide
+from trainers.step.host_flags import REDUCED, Verdict, reduce_flags, update_stats
 
 NON_FINITE, SPIKE = Verdict.NON_FINITE, Verdict.LOSS_SPIKE
 

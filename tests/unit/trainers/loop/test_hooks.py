@@ -13,7 +13,7 @@ import pytest
 from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.checkpoint.manager import load_from
+from trainers.checkpoint.standalone import load_from
 from trainers.loop.hooks import Hooks
 from trainers.step.state import with_shardings
 

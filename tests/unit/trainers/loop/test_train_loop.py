@@ -12,16 +12,16 @@ from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
 from trainers.config import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig, ProfileConfig
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
-from trainers.loop.anomalies import Verdict
 from trainers.loop.hooks import Hooks
-from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, STOP_REASONS, Agreed, Limits, Retry, Window, Wishes
+from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, Limits, Retry, Wishes
+from trainers.loop.inflight import STOP_REASONS, Agreed, Window
 from trainers.loop.lineage import Lineage
 from trainers.loop.train_loop import Loop
 from trainers.loop.triggers import Due, Epochs
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.metrics.publisher import BusyTime, Publisher, Seconds, Throughput
 from trainers.runtime.stop_reason import StopReason
-from trainers.step.host_flags import REDUCED
+from trainers.step.host_flags import REDUCED, Verdict
 from trainers.step.train_step import STEP_METRICS, StepOutput
 
 LAYOUT = Layout(("loss", *STEP_METRICS), (Kind.MEAN, *STEP_METRICS.values()))

@@ -13,8 +13,8 @@ from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers.base import BaseTrainer
 from trainers.config import LossScaleConfig
 from trainers.errors import LossScaleError
-from trainers.loop.anomalies import Verdict
 from trainers.protocol import Loss
+from trainers.step.host_flags import Verdict
 from trainers.step.loss_scale import update_scaler
 
 TOO_LARGE = 2.0**22

@@ -6,6 +6,7 @@ import uuid
 import fsspec
 import pytest
 
+from orchestrator.run_state import outcome
 from trainers.storage import documents, durable
 from trainers.storage.documents import StorageError
 
@@ -83,10 +84,10 @@ def test_forbidden_storage(tmp_path):
 
 
 def test_a_verdict_holds_for_its_launch_only(tmp_path):
-    assert documents.read_verdict(tmp_path, "a") is None
-    documents.write_verdict(tmp_path, {"launch_id": "a", "status": "failed"})
-    assert documents.read_verdict(tmp_path, "a") == {"launch_id": "a", "status": "failed"}
-    assert documents.read_verdict(tmp_path, "b") is None
+    assert outcome.read(tmp_path, "a") is None
+    outcome.write(tmp_path, {"launch_id": "a", "status": "failed"})
+    assert outcome.read(tmp_path, "a") == {"launch_id": "a", "status": "failed"}
+    assert outcome.read(tmp_path, "b") is None
 
 
 def refuse(number, *, only=lambda *arguments: True, real=None):

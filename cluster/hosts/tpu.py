@@ -1,0 +1,36 @@
+"""What is known of TPU generations: chips of a host, devices of a chip, names and topologies."""
+
+from __future__ import annotations
+
+import difflib
+
+CHIPS_PER_HOST = {"v2": 4, "v3": 4, "v4": 4, "v5p": 4, "v5litepod": 4, "v6e": 4, "v7x": 4}
+"""TPU chips of one VM, by generation: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm."""
+EIGHT_CHIP_GENERATIONS = ("v5litepod", "v6e")
+"""A slice of at most 8 chips of these is one VM with all of them."""
+DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "v7x": 2}
+"""JAX devices of one chip where that is not 1: generations whose cores are programmed one by one."""
+CORES_PER_CHIP = {"v5litepod": 1, "v6e": 1}
+"""Cores of one chip where that is not 2: cloud names count cores (`v4-16` has 8 chips)."""
+ALIASES = {"v5e": "v5litepod", "v5lite": "v5litepod", "tpu7x": "v7x", "v7": "v7x"}
+
+
+def generation(accelerator: str) -> str:
+    """The TPU generation as Ray spells it: `TPU-V6E` is `v6e`, `v5e` is `v5litepod`. Raises ValueError for an unknown one."""
+    name = accelerator.lower().removeprefix("tpu-")
+    name = ALIASES.get(name, name)
+    if name not in CHIPS_PER_HOST:
+        known = sorted({*CHIPS_PER_HOST, "v5e"})
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ValueError(f"accelerator = {accelerator!r}: not a TPU generation; known: {', '.join(known)}{hint}")
+    return name
+
+
+def topology_dims(topology: str) -> tuple[int, ...]:
+    """`2x2x4` as (2, 2, 4). Raises ValueError when it is not of that form."""
+    parts = topology.strip().lower().split("x")
+    good = len(parts) in (2, 3) and all(part.isdigit() and int(part) > 0 for part in parts)
+    if not good:
+        raise ValueError(f"topology = {topology!r}: expected two or three sizes such as 4x4 or 2x2x2")
+    return tuple(int(part) for part in parts)

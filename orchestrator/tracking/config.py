@@ -1,0 +1,38 @@
+"""The section `tracking` of the configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from trainers.config.masking import MASK
+from trainers.config.section import Section, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig(Section):
+    mlflow: bool = True
+    """false: metrics are written to `tracking/metrics.jsonl` only."""
+    uri: str | None = field(default=None, repr=False)
+    """An MLflow tracking server, or `sqlite:///PATH`. Default: `mlflow.db` in the storage folder, shared by its runs. User
+    information in it (`http://user:password@host`) is used, and never shown or stored."""
+    experiment: str = "gangway"
+
+    def __post_init__(self):
+        require(bool(self.experiment.strip()), f"experiment = {self.experiment!r}: expected a name")
+        require(
+            self.uri is None or "://" in self.uri,
+            f"uri = {self._shown()!r}: expected a URL such as http://host:5000 or sqlite:////path/mlflow.db",
+        )
+
+    def _shown(self) -> str:
+        """Without what may be user information, though it is no URL."""
+        *user, rest = (self.uri or "").rpartition("@")
+        return f"{MASK}@{rest}" if any(user) else rest
+
+    def resolved_uri(self, run_dir: str) -> str:
+        if self.uri is None:
+            return f"sqlite:///{os.path.dirname(os.path.abspath(run_dir))}/mlflow.db"
+        if self.uri.startswith("sqlite:///"):
+            return f"sqlite:///{os.path.abspath(self.uri.removeprefix('sqlite:///'))}"
+        return self.uri

@@ -1,0 +1,1 @@
+"""Weights and configurations in the form of Hugging Face, family by family."""
