@@ -233,7 +233,7 @@ class BaseTrainer(Builder):
             state = self._evaluate_and_publish(state)
         if wanted:
             host.phase("save")
-            self._save(state)  # tells of the evaluation, so that no later start repeats it
+            self._save(state, patient=True)  # tells of the evaluation, so that no later start repeats it
         host.phase("finish")
         manager.wait()
         self.callbacks.tell_saved(self.info, self._saved)
@@ -295,13 +295,13 @@ class BaseTrainer(Builder):
         if previews and jax.process_index() == 0:
             runtime.current().emit("preview", step=self.info.global_step, previews=previews)
 
-    def _save(self, state: TrainState) -> None:
+    def _save(self, state: TrainState, *, patient: bool = False) -> None:
         step, manager = self.info.batch_index, self.functions.checkpoint_manager
         manager.wait_for_save()
         if step == manager.last_saved_step:
             return  # `saving` would be told, and never `saved`
         runtime.current().emit("saving", step=step)
-        manager.save(step, state, self._meta())
+        manager.save(step, state, self._meta(), patient=patient)
 
     def _meta(self) -> dict[str, Any]:
         return {

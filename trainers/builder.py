@@ -380,6 +380,7 @@ class Builder(Hooks):
             note=host.note,
             ordered=Committed(host.run, host.committed_step),
             term=Term(host.driver_epoch, host.generation),
+            storage_patience_s=arguments.checkpoint.storage_patience_s,
         )
         host.follow_fence(lambda path: setattr(manager, "fence", path))
         return manager

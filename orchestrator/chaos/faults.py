@@ -53,6 +53,8 @@ HANG_OF_STORAGE = ("hang", "storage_error")
 """Where the limit of a save (`driver.watchdog.save_s`) is shorter than the hang; else nothing happens."""
 GANG_GONE = ("host_lost", "driver_lost")
 LEASE = (f"driver.agent_lease_s={by.LEASE_S:g}",)
+IMPATIENT = ("checkpoint.storage_patience_s=2",)
+"""Shorter than the limit of a step: training goes on while the storage hangs."""
 STEP_LIMIT = ("driver.watchdog.step_floor_s=4", "driver.watchdog.save_s=6")
 """While a save is under way, a step may take as long as a save."""
 
@@ -160,6 +162,7 @@ KINDS: Mapping[str, Kind] = {
         until=by.time_is_up,
         heal=by.thaw_storage,
         needs="freezable",
+        overrides=IMPATIENT,
     ),
     "storage_hang_kill": Kind(
         "it hangs, and a process is killed meanwhile",
@@ -170,6 +173,7 @@ KINDS: Mapping[str, Kind] = {
         until=by.time_is_up,
         heal=by.thaw_storage,
         needs="freezable",
+        overrides=IMPATIENT,
     ),
     "tracking": Kind(
         "the MLflow server is killed",

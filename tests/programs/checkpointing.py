@@ -51,9 +51,15 @@ def abstract(like: TrainState) -> TrainState:
 
 
 def manager(
-    folder, *, keep: int = 3, retention: Retention | None = None, ordered: Committed = NOTHING, term: Term = NO_DRIVER
+    folder,
+    *,
+    keep: int = 3,
+    retention: Retention | None = None,
+    ordered: Committed = NOTHING,
+    term: Term = NO_DRIVER,
+    storage_patience_s: float | None = None,
 ) -> Recording:
-    return Recording(str(folder), keep, retention, ordered, term)
+    return Recording(str(folder), keep, retention, ordered, term, storage_patience_s)
 
 
 def names(folder) -> list[str]:
@@ -65,7 +71,13 @@ class Recording(CheckpointManager):
     """Its `saved`, `failed` and `notes` are what it has told so far."""
 
     def __init__(
-        self, folder: str, keep: int, retention: Retention | None = None, ordered: Committed = NOTHING, term: Term = NO_DRIVER
+        self,
+        folder: str,
+        keep: int,
+        retention: Retention | None,
+        ordered: Committed,
+        term: Term,
+        storage_patience_s: float | None,
     ):
         self.saved: list[int] = []
         self.failed: list[tuple[int, str]] = []
@@ -80,6 +92,7 @@ class Recording(CheckpointManager):
             note=self.notes.append,
             ordered=ordered,
             term=term,
+            storage_patience_s=storage_patience_s,
         )
 
     def save_now(self, step: int, rows: int = 64, **meta) -> TrainState:

@@ -115,6 +115,8 @@ class Commit:
             raise
 
     def _write(self) -> None:
+        # Every host makes it: only this thread may wait for the storage.
+        (self.work / manifest.STATE_FOLDER).mkdir(parents=True, exist_ok=True)
         self.write(self.work / manifest.STATE_FOLDER)
 
     def _describe(self, _: list[None]) -> list[list[str]]:
@@ -139,25 +141,19 @@ class Commit:
 
 
 def begin(final: Path, obstacle: Callable[[], str], term: Term = NO_DRIVER) -> tuple[Path, str]:
-    """(a new folder to write `final` in, "") if no host finds an `obstacle`, else (it, what prevents it).
+    """(the folder to write `final` in, "") if no host finds an `obstacle`, else (it, what prevents it).
 
-    All hosts must call this, in the thread that trains: the one agreement before a save, after which the folder exists.
+    All hosts must call this, in the thread that trains: the one agreement before a save.
     """
     token = f"{term.epoch}_{term.generation}_{uuid.uuid4().hex[:8]}"
     work = final.with_name(layout.name_on_the_way(final.name, "saving", token))
     try:
         problem = obstacle()
-        if not problem and jax.process_index() == 0:
-            (work / manifest.STATE_FOLDER).mkdir(parents=True)
     except OSError as error:
         problem = layout.unwritable(final.parent, error)
     # The name is host 0's: what all say alike is sent once.
     answers = multihost.all_hosts("checkpoint", {"name": work.name if jax.process_index() == 0 else None, "problem": problem})
-    work = final.with_name(answers[0]["name"])
-    problem = first_problem([answer["problem"] for answer in answers])
-    if problem and jax.process_index() == 0:
-        shutil.rmtree(work, ignore_errors=True)
-    return work, problem
+    return final.with_name(answers[0]["name"]), first_problem([answer["problem"] for answer in answers])
 
 
 def _verdict(told: list[dict[str, Any]], lead: Callable[[list[Any]], Any]) -> dict[str, Any]:

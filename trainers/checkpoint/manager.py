@@ -29,6 +29,7 @@ from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.fence import NO_DRIVER, Term
 from trainers.checkpoint.fingerprint import fingerprints, leaf_names
 from trainers.checkpoint.retention import Retention
+from trainers.checkpoint.storage_check import StorageCheck
 from trainers.checkpoint.validate import check_files, check_same_model, num_bytes_of, shapes
 from trainers.errors import CheckpointUnavailableError
 from trainers.parallel.mesh import replicated
@@ -68,8 +69,10 @@ class CheckpointManager:
         note: Callable[[str], None],
         ordered: Committed = committed.NOTHING,
         term: Term = NO_DRIVER,
+        storage_patience_s: float | None = None,
     ):
-        """`ordered`: what the driver knows of the run; nothing where there is none. `term`: the generation of this process."""
+        """`ordered`: what the driver knows of the run; nothing where there is none. `term`: the generation of this process.
+        `storage_patience_s`: how long a save may wait for the storage before it begins; None: as long as it takes."""
         self.folder = layout.local(folder)
         self.on_saved, self.on_failed, self.note = on_saved, on_failed, note
         self.fence: str | None = None
@@ -93,28 +96,32 @@ class CheckpointManager:
         self._claimed = False
         """The folder is there, with the record of this run: once that is gone, the storage is, and making it anew would save to
         the wrong disk."""
+        self._storage_patience_s = storage_patience_s
+        self._storage = StorageCheck()
         self._last_exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._tidying = ThreadPoolExecutor(1, "old checkpoints")
         self._tidied: Future[None] | None = None
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any]) -> None:
+    def save(self, step: int, state: TrainState, meta: dict[str, Any], *, patient: bool = False) -> None:
         """Starts a save; returns when the arrays were copied, so that `state` may be donated at once.
 
         Waits for the save before it, if that is still under way. What prevents a save on any host (no room, storage gone, the
-        fence) is agreed on first: it has then failed on all of them when this returns.
+        fence) is agreed on first: it has then failed on all of them when this returns. So has one that the storage does not
+        answer for in time; `patient` waits for it without a limit.
         """
         self.wait_for_save()
         if step == self.last_saved_step:
             return
-        if problem := self._claim():
+        patience_s = None if patient else self._storage_patience_s
+        if problem := self._claim(patience_s):
             self._failed(step, problem)
             return
         values = np.asarray(self.fingerprint(state)).tolist()
         meta = {**meta, "format": manifest.FORMAT, "step": step, "term": self._term, "shapes": shapes(state)}
         meta["fingerprints"] = dict(zip(leaf_names(state), values, strict=True))
         final, size = self.folder / str(step), num_bytes_of(state)
-        work, problem = begin(final, lambda: self._obstacle(step, size), self._own_term)
+        work, problem = begin(final, lambda: self._storage.ask(lambda: self._obstacle(step, size), patience_s), self._own_term)
         if problem:
             self._failed(step, problem)
             return
@@ -219,13 +226,14 @@ class CheckpointManager:
             self._superseded.add(step)
         return step in self._superseded
 
-    def _claim(self) -> str:
+    def _claim(self, patience_s: float | None) -> str:
         """Before this manager's first save: makes sure that the folder is there, and this run's. Returns what prevents it, on all
         hosts the same."""
         if not self._claimed:
-            problem = multihost.from_host0("checkpoint folder", self._claim_folder() if jax.process_index() == 0 else None)
+            own = self._storage.ask(self._claim_folder, patience_s) if jax.process_index() == 0 else None
+            problem = multihost.from_host0("checkpoint folder", own)
             if problem:
-                return problem
+                return of_host0(problem)
             self._claimed = True
         return ""
 
@@ -241,9 +249,9 @@ class CheckpointManager:
             fence.claim(self.folder, self._own_term)
             fence.drop_older_claims(self.folder, self._own_term)
         except CheckpointUnavailableError as error:
-            return of_host0(str(error))
+            return str(error)
         except OSError as error:
-            return of_host0(layout.unwritable(self.folder, error))
+            return layout.unwritable(self.folder, error)
         return ""
 
     def _clear_leftovers(self) -> None:

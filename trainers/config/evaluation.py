@@ -101,6 +101,8 @@ class CheckpointConfig(Section):
     """The first step at which `save_steps` and `save_epochs` may save."""
     save_minutes: float | None = None
     save_at_end: bool = True
+    storage_patience_s: float = 5.0
+    """How long training waits before a save for a storage that does not answer. It then goes on, and tries again soon."""
     save_total_limit: int = 3
     """How many of the newest checkpoints are kept."""
     keep_best: int | None = None
@@ -117,6 +119,8 @@ class CheckpointConfig(Section):
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "save_steps", "save_epochs", "save_total_limit", "keep_best", "keep_every_steps")
         yield from too_small(self, 0, "save_after_step")
+        if not self.storage_patience_s > 0:
+            yield f"storage_patience_s = {self.storage_patience_s}: expected a positive number of seconds"
         if self.save_minutes is not None and not self.save_minutes > 0:
             yield f"save_minutes = {self.save_minutes}: expected a positive number"
         needs = {"best": ("keep_best",), "every": ("keep_every_steps",), "all": ("keep_best", "keep_every_steps")}
