@@ -14,21 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from cluster.agent.phases import FIRST_STEP, PHASES
+
 NUM_STEP_TIMES = 256
 """The last ones, of which the median is taken."""
-PHASE_LIMITS = {
-    "import": "import_s",
-    "join": "join_s",
-    "restore": "restore_s",
-    "compile": "compile_s",
-    "first_step": "first_step_s",
-    "evaluate": "evaluate_s",
-    "preview": "preview_s",
-    "diagnose": "compile_s",
-    "save": "save_s",
-    "finish": "finish_s",
-}
-"""The limit of each phase, but for `train`, whose limit follows from its steps. What has no limit is not watched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,11 +145,13 @@ class Watchdog:
 
     def _tasks(self) -> Iterator[_Task]:
         """The phase, and beside it the oldest save in flight."""
-        name = "first_step" if self._phase == "train" and not self._stepped else self._phase
-        if name == "train":
-            yield _Task(name, self._progress_s, self._train_limit_s())
-        elif name in PHASE_LIMITS:
-            yield _Task(name, self._progress_s, getattr(self.config, PHASE_LIMITS[name]))
+        phase = PHASES.get(self._phase or "")
+        if self._phase == "train" and not self._stepped:
+            yield _Task(FIRST_STEP, self._progress_s, self.config.first_step_s)
+        elif self._phase == "train":
+            yield _Task("train", self._progress_s, self._train_limit_s())
+        elif phase is not None and phase.limit is not None:
+            yield _Task(str(self._phase), self._progress_s, getattr(self.config, phase.limit))
         if self._saves:
             yield _Task("save", min(self._saves.values()), self.config.save_s)
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cluster.agent.phases import PHASES
 from orchestrator.driver.generation import Generation, in_order
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.events import BoardLike
@@ -21,18 +22,6 @@ from orchestrator.tracking.prometheus import Gauges
 from trainers.recorders.dispatch import Recorders
 
 KEPT_STEP_TIMES = 100
-STATE_OF_PHASE = {
-    "import": "importing",
-    "join": "joining",
-    "restore": "restoring",
-    "compile": "compiling",
-    "train": "training",
-    "evaluate": "evaluating",
-    "preview": "generating previews",
-    "diagnose": "diagnosing",
-    "save": "saving",
-    "finish": "finishing",
-}
 
 
 class Intake:
@@ -94,7 +83,7 @@ class Intake:
         if known:
             return
         if generation.phase != phase:
-            self.say(STATE_OF_PHASE.get(generation.phase, generation.phase))
+            self.say(PHASES[generation.phase].label if generation.phase in PHASES else generation.phase)
         if generation.training and not was_training:
             self._training_again(generation)
         if handler := self._handlers.get(event["ev"]):

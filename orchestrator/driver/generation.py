@@ -10,27 +10,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.agent.phases import PHASES
 from orchestrator.run_state.incidents import Action
 from trainers.runtime.stop_reason import StopReason
 
 Event = Mapping[str, Any]
 
-START_PHASES = ("import", "join", "restore", "compile", "train")
+START_PHASES = tuple(name for name, phase in PHASES.items() if phase.before_first_step)
 """In order. The gang is in the phase of the host that is least advanced."""
-
-CATEGORY_OF_PHASE = {
-    "import": "import",
-    "join": "join",
-    "restore": "restore",
-    "compile": "compile",
-    "train": "step",
-    "evaluate": "evaluation",
-    "preview": "evaluation",
-    "diagnose": "detection",
-    "save": "checkpoint",
-    "finish": "finish",
-}
-
 
 RESTARTING = (StopReason.RESIZE, StopReason.PREEMPTED)
 """Stops that another generation follows."""
@@ -227,7 +214,7 @@ class Generation:
     @property
     def category(self) -> str:
         """Of the goodput ledger."""
-        category = CATEGORY_OF_PHASE.get(self.phase, "step")
+        category = PHASES[self.phase].category if self.phase in PHASES else "step"
         return "replay" if category == "step" and self.step < self.high_water_step else category
 
     def all_entered_s(self, phase: str) -> float | None:

@@ -19,12 +19,7 @@ STOPPED, IN_SYSTEM_CALL = ("T", "t"), "D"
 """Letters of kernel states: no line of any program runs; the main thread is in a system call that does not return."""
 
 WAITING = {
-    "read trainers/loop/host_requests.py": "the device",
-    "save trainers/checkpoint/manager.py": "the device",
-    "_try trainers/checkpoint/manager.py": "the device",
-    "_final_metrics trainers/base.py": "the device",
-    "_means trainers/base.py": "the device",
-    "describe trainers/loop/results.py": "the device",
+    "wait_for_device trainers/runtime/device.py": "the device",
     "__call__ trainers/runtime/executables.py": "the device",
     "__call__ jax/_src/interpreters/pxla.py": "the device",
     "block_until_ready jax/_src/api.py": "the device",
@@ -47,7 +42,8 @@ CHECKPOINTING = re.compile(r"(^|/)(orbax|tensorstore)/|trainers/checkpoint/")
 CHECKPOINT_THREAD = "checkpoint"
 """Begins the names of our own threads that see a save through."""
 LAUNCHER = "trainers/worker.py"
-AGREE = "trainers/runtime/multihost.py"
+WAITS_FOR_OTHERS = ("trainers/runtime/multihost.py", "trainers/runtime/device.py")
+"""A person wants to know who called these."""
 
 PY_SPY_THREAD = re.compile(r'Thread \w+ \([^)]*\)(?:: "(?P<name>.*)")?$')
 PY_SPY_FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$")
@@ -107,7 +103,7 @@ class Thread:
     def line(self) -> str | None:
         """Where it stands, in words of the user's program: libraries' frames, and how it was started, are skipped."""
         mine = [frame for frame in self.frames if not LIBRARY.search(frame.file)]
-        asked = [frame for frame in mine if not frame.file.endswith(AGREE)] or mine
+        asked = [frame for frame in mine if not frame.file.endswith(WAITS_FOR_OTHERS)] or mine
         shown = [frame for frame in asked if not frame.file.endswith(LAUNCHER)] or asked or list(self.frames)
         return str(shown[0]) if shown else None
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from trainers.checkpoint import committed, fence, layout, manifest, model_only
@@ -34,6 +33,7 @@ from trainers.checkpoint.validate import check_files, check_same_model, num_byte
 from trainers.errors import CheckpointUnavailableError
 from trainers.parallel.mesh import replicated
 from trainers.runtime import multihost
+from trainers.runtime.device import wait_for_device
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.runtime.multihost import first_problem, of_host0, one_line
 from trainers.step.state import TrainState
@@ -117,7 +117,7 @@ class CheckpointManager:
         if problem := self._claim(patience_s):
             self._failed(step, problem)
             return
-        values = np.asarray(self.fingerprint(state)).tolist()
+        values = wait_for_device(self.fingerprint(state)).tolist()
         meta = {**meta, "format": manifest.FORMAT, "step": step, "term": self._term, "shapes": shapes(state)}
         meta["fingerprints"] = dict(zip(leaf_names(state), values, strict=True))
         final, size = self.folder / str(step), num_bytes_of(state)
@@ -398,7 +398,7 @@ class CheckpointManager:
             problem = one_line(error)
         if problem := first_problem(multihost.all_hosts("checkpoint arrays", problem)):
             return None, {}, problem
-        values = np.asarray(self.fingerprint(state)).tolist()
+        values = wait_for_device(self.fingerprint(state)).tolist()
         names = leaf_names(state)
         wrong = [n for n, value in zip(names, values, strict=True) if meta["fingerprints"].get(n) != value]
         if wrong:

@@ -19,6 +19,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 
 from trainers.parallel import mesh as meshes
+from trainers.runtime.device import wait_for_device
 from trainers.runtime.multihost import in_stages
 
 Objective = Callable[[Any, Any, Any], jax.Array]
@@ -146,7 +147,7 @@ def find(objective: Objective, mesh: Mesh, params: Any, batch: Any, step: Any) -
         return program.lower(params, batch, step, indices[0]).compile()
 
     def run(made: Any) -> list[np.ndarray]:
-        return [np.asarray(made(params, batch, step, index)) for index in indices]
+        return [wait_for_device(made(params, batch, step, index)) for index in indices]
 
     answer, problem = in_stages("first non-finite value", compiled, run, search.answer)
     return answer or "", problem

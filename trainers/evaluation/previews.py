@@ -18,6 +18,7 @@ from trainers.config import PreviewConfig
 from trainers.errors import UsageError
 from trainers.models.decoding import decode
 from trainers.parallel import mesh as meshes
+from trainers.runtime.device import wait_for_device
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.runtime.multihost import in_stages
 from trainers.step import rng
@@ -73,7 +74,7 @@ class Previews:
                 self.program.prepare(*args)
             return args
 
-        stages = (prepared, lambda args: np.asarray(self.program(*args)), self._texts)
+        stages = (prepared, lambda args: wait_for_device(self.program(*args)), self._texts)
         previews, problem = in_stages("preview", *stages)
         return previews or [], problem
 

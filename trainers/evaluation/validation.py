@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from trainers.metrics.accumulator import Bag, Layout
 from trainers.metrics.publisher import with_perplexity
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Batch
+from trainers.runtime.device import wait_for_device
 from trainers.step.state import TrainState
 
 DEFAULT_UNIT = "eval"
@@ -52,7 +52,7 @@ class ValidationUnit:
         return meshes.put_everywhere(self.mesh, self.layout.zeros())
 
     def _read(self, bag: Bag) -> dict[str, float]:
-        metrics = self.layout.read(np.asarray(bag))
+        metrics = self.layout.read(wait_for_device(bag))
         if self.layout.terms and "loss" in metrics:
             # Of their means over all batches, not a mean of the batches' totals.
             metrics["loss"] = sum(metrics.get(name, 0.0) for name in self.layout.terms)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from trainers.parallel import mesh as meshes
+from trainers.runtime.device import wait_for_device
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.host_flags import FLAGS, RUN_AHEAD_STEPS, Verdict
 
@@ -34,7 +35,7 @@ class Agreed:
     @classmethod
     def read(cls, reduced: jax.Array) -> Agreed:
         """Waits for the step."""
-        values = np.asarray(reduced, np.int32)
+        values = wait_for_device(reduced)
         stop, saves, verdict, batch_index, newest = values[:5].tolist()
         loss, expected = values[5:].view(np.float32).tolist()
         return cls(stop, saves, Verdict(verdict), batch_index, newest, loss, expected)

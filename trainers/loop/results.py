@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from trainers.checkpoint.fingerprint import digest, leaf_names
+from trainers.runtime.device import wait_for_device
 from trainers.step.state import TrainState, num_parameters, wide
 
 
 def describe(state: TrainState, fingerprints: Any) -> dict[str, Any]:
     """Counts, and the digests that two runs can be compared by: equal digests mean equal parameters, bit for bit, and the same
     samples, each at its place. `fingerprints` are those of all leaves of `state`. Waits for the device."""
-    rows = zip(leaf_names(state), np.asarray(fingerprints), strict=True)
+    rows = zip(leaf_names(state), wait_for_device(fingerprints), strict=True)
     params = {name: row for name, row in rows if name.startswith(".params")}
-    totals = {name: wide(np.asarray(words)) for name, words in state.totals.items()}
+    totals = {name: wide(wait_for_device(words)) for name, words in state.totals.items()}
     return {
         "steps": int(state.step),
         "batches": int(state.batch_index),

@@ -14,6 +14,7 @@ import numpy as np
 
 from trainers.errors import UsageError
 from trainers.protocol import Last, Loss, Max, Min, Sum
+from trainers.runtime.device import wait_for_device
 
 Bag = jax.Array
 """float32[num_metrics, 2]: (value, weight) pairs in the order of the layout's names, since the last publish. A row of weight 0
@@ -113,7 +114,7 @@ class Scalar:
         return np.asarray(float(self), dtype)
 
     def __float__(self) -> float:
-        value, weight = np.asarray(self._bag)[self._row].tolist()
+        value, weight = wait_for_device(self._bag)[self._row].tolist()
         return float(_read(self._kind, value, weight)) if weight else math.nan
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from trainers.metrics.accumulator import Bag, Layout
+from trainers.runtime.device import wait_for_device
 
 NO_STEPS = ("evaluation", "checkpoint", "preview")
 """Categories of `Seconds` that are no part of the time of a step."""
@@ -166,9 +167,9 @@ class Publisher:
         self.collect(step)
 
     def _publish(self, interval: Interval) -> None:
-        metrics = with_perplexity(self.layout.read(np.asarray(interval.bag)))
+        metrics = with_perplexity(self.layout.read(wait_for_device(interval.bag)))
         metrics |= self._rates(interval, metrics.get("tokens", 0.0), metrics.get("samples", 0.0))
-        distributions = None if interval.distributions is None else np.asarray(interval.distributions)
+        distributions = None if interval.distributions is None else wait_for_device(interval.distributions)
         self.publish(interval.last_step, replace(metrics, interval.replaced), interval.seconds, distributions)
 
     def _rates(self, interval: Interval, tokens: float, samples: float) -> dict[str, float]:

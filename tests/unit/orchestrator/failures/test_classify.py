@@ -45,7 +45,10 @@ def killed(host, number, at_s=10.0):
 
 NOTICE = {"t": 5.0, "ev": "notice", "reason": "maintenance", "deadline_s": 30.0, "node": True}
 NO_ANSWER = {"type": "CoordinatorError", "message": "no answer from host 2 on 'done' within 300 s", "kind": "collateral"}
-WAITS = 'Thread 7 (idle): "MainThread"\n    read (trainers/loop/host_requests.py:44)\n    run (trainers/loop/train_loop.py:90)\n'
+WAITS = (
+    'Thread 7 (idle): "MainThread"\n    wait_for_device (trainers/runtime/device.py:13)\n'
+    "    read (trainers/loop/inflight.py:37)\n    run (trainers/loop/train_loop.py:90)\n"
+)
 SLEEPS = 'Thread 7 (idle): "MainThread"\n    sleep_forever (my_callbacks.py:13)\n    run (trainers/loop/train_loop.py:95)\n'
 
 
@@ -306,7 +309,7 @@ def test_a_frozen_process_is_a_hang_where_it_stood():
     failure = classify([overdue(0, stacks=WAITS), PostMortem(host=1, stacks=WAITS, state="T (stopped)", last_step=7)])
     assert (failure.kind, failure.host) == (FailureKind.HANG, 1)
     assert failure.summary == (
-        "host 1 hangs in train: read (trainers/loop/host_requests.py:44), frozen in state T (stopped) (waited 3.0 s, limit 3 s)"
+        "host 1 hangs in train: read (trainers/loop/inflight.py:37), frozen in state T (stopped) (waited 3.0 s, limit 3 s)"
     )
 
 
@@ -314,8 +317,7 @@ def test_a_hang_in_which_nobody_stands_out_tells_where_all_are():
     failure = classify([overdue(0, stacks=WAITS), overdue(1, stacks=WAITS)])
     assert failure.host is None
     assert failure.summary == (
-        "the hosts hang in train and none stands out: hosts 0, 1 at read (trainers/loop/host_requests.py:44) "
-        "(waited 3.0 s, limit 3 s)"
+        "the hosts hang in train and none stands out: hosts 0, 1 at read (trainers/loop/inflight.py:37) (waited 3.0 s, limit 3 s)"
     )
 
 

@@ -1,8 +1,12 @@
 """The samples in `data/stacks` were taken of real processes: three hosts of a gang, one of which was made to hang."""
 
+import re
+import sysconfig
+from pathlib import Path
+
 import pytest
 
-from orchestrator.failures.hang_analysis import HostStacks, blame, parse, short_name, standing
+from orchestrator.failures.hang_analysis import WAITING, HostStacks, blame, parse, short_name, standing
 from tests import ROOT
 
 SAMPLES = ROOT / "tests/unit/data/stacks"
@@ -42,12 +46,12 @@ REAL = {
     "stopped by a signal": (
         sample("stopped", states={2: "T (stopped)"}),
         "train",
-        (2, "read (trainers/loop/host_requests.py:44)", "its process is frozen, in state T (stopped)"),
+        (2, "read (trainers/loop/inflight.py:37)", "its process is frozen, in state T (stopped)"),
     ),
     "stopped by a signal, two hosts": (
         sample("stopped", (0, 2), states={2: "T (stopped)"}),
         "train",
-        (2, "read (trainers/loop/host_requests.py:44)", "its process is frozen, in state T (stopped)"),
+        (2, "read (trainers/loop/inflight.py:37)", "its process is frozen, in state T (stopped)"),
     ),
     "alone in an exchange of all hosts": (
         sample("alone_in_a_barrier"),
@@ -92,7 +96,7 @@ REAL = {
     "all wait in the same place": (
         sample("sleep_in_a_callback", (0, 2)),
         "train",
-        (None, "read (trainers/loop/host_requests.py:44)", "no host stands out"),
+        (None, "read (trainers/loop/inflight.py:37)", "no host stands out"),
     ),
 }
 
@@ -108,7 +112,7 @@ def test_the_guilty_host_and_its_line_in_real_stacks(name):
 def test_equal_stacks_are_told_once():
     groups = blame(sample("sleep_in_a_callback"), "train").groups
     assert [(group["hosts"], group["line"], group["waits_on"]) for group in groups] == [
-        ([0, 2], "read (trainers/loop/host_requests.py:44)", "the device"),
+        ([0, 2], "read (trainers/loop/inflight.py:37)", "the device"),
         ([1], "sleep_forever (my_callbacks.py:14)", None),
     ]
     assert groups[1]["frames"][:3] == [
@@ -129,7 +133,9 @@ def stack(*frames, name="MainThread", thread="7"):
 
 
 DEVICE = stack(
-    "Agreed.read (/home/me/run/trainers/loop/host_requests.py:44)", "Loop.run (/home/me/run/trainers/loop/train_loop.py:77)"
+    "wait_for_device (/home/me/run/trainers/runtime/device.py:13)",
+    "Agreed.read (/home/me/run/trainers/loop/inflight.py:37)",
+    "Loop.run (/home/me/run/trainers/loop/train_loop.py:77)",
 )
 AGREE = stack("_get (/home/me/run/trainers/runtime/multihost.py:60)", "restore (/home/me/run/trainers/checkpoint/manager.py:130)")
 BUSY = stack("load (/home/me/run/loader.py:5)", f"on_step_begin ({USER}:9)")
@@ -229,16 +235,16 @@ STANDINGS = {
     "beside a save, the main thread tells": (
         DEVICE + IN_LOOP + ASKING,
         "train",
-        "read (trainers/loop/host_requests.py:44)",
+        "read (trainers/loop/inflight.py:37)",
         "the device",
     ),
     "no save is under way on this host": (
         DEVICE + USERS_THREAD,
         "save",
-        "read (trainers/loop/host_requests.py:44)",
+        "read (trainers/loop/inflight.py:37)",
         "the device",
     ),
-    "a pool without work tells nothing": (DEVICE + POOL, "save", "read (trainers/loop/host_requests.py:44)", "the device"),
+    "a pool without work tells nothing": (DEVICE + POOL, "save", "read (trainers/loop/inflight.py:37)", "the device"),
     "joining the gang": (JOINING, "join", "join (trainers/runtime/distributed.py:47)", "joining"),
     "imports of a library": (IMPORTING, "import", "main (trainers/worker.py:57)", None),
 }
@@ -275,3 +281,12 @@ def test_parse_keeps_names_and_order():
 )
 def test_files_are_shown_as_people_know_them(file, shown):
     assert short_name(file) == shown
+
+
+@pytest.mark.parametrize("place", WAITING)
+def test_the_functions_that_wait_are_where_the_table_says(place):
+    """They are found by name in stacks: one that moves or gets another name would be taken for a host that others wait for."""
+    function, file = place.split(" ")
+    found = [ROOT / file] if file.startswith("trainers/") else list(Path(sysconfig.get_path("purelib")).glob(f"*/**/{file}"))
+    found += [Path(sysconfig.get_path("purelib"), file)]
+    assert any(re.search(rf"^ *def {function}\(", path.read_text(), re.M) for path in found if path.is_file())

@@ -1,0 +1,27 @@
+"""One table of phases: what processes say, what is watched, what is counted and what is shown are all in it."""
+
+import dataclasses
+import re
+
+from cluster.agent.phases import FIRST_STEP, PHASES
+from cluster.agent.watchdog import WatchdogConfig
+from orchestrator.run_state.goodput import CATEGORIES
+from tests import ROOT
+
+NO_PHASE = {"step_floor_s", "step_factor", "stacks_before_s", f"{FIRST_STEP}_s"}
+
+
+def test_every_phase_that_training_tells_is_in_the_table():
+    texts = [path.read_text() for path in (ROOT / "trainers").rglob("*.py")]
+    told = {name for text in texts for name in re.findall(r"\.phase\(\"(\w+)\"\)", text)}
+    assert told | {"import"} == set(PHASES)  # The agent begins with `import`: the process cannot tell yet.
+
+
+def test_every_limit_of_a_phase_is_a_setting_and_every_setting_is_used():
+    limits = {phase.limit for phase in PHASES.values() if phase.limit is not None}
+    assert limits == {field.name for field in dataclasses.fields(WatchdogConfig)} - NO_PHASE
+    assert [name for name, phase in PHASES.items() if phase.limit is None] == ["train"]
+
+
+def test_the_time_of_every_phase_is_counted_in_a_category_of_the_ledger():
+    assert {phase.category for phase in PHASES.values()} <= set(CATEGORIES)
