@@ -10,12 +10,12 @@ Three things can be said of an error, and `kind_of` says them:
 
 from __future__ import annotations
 
-import difflib
 import errno
 from collections.abc import Sequence
 from typing import Any
 
 from trainers import foreign_errors
+from trainers.config.section import did_you_mean
 
 
 class UsageError(Exception):
@@ -96,8 +96,7 @@ class CoordinatorError(Exception):
 
 def unknown_name(field: str, name: str, known: Sequence[str]) -> UsageError:
     """The error for a name that is neither one of `known` nor a user's `package.module:function`."""
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name.lower(), known)
     return UsageError(f"{field} = {name!r}: expected one of {', '.join(known)}, or package.module:function{hint}")
 
 

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from orchestrator.config.yaml_source import KeyPath, Source, shown
 from trainers.config.masking import masked
+from trainers.config.section import did_you_mean
 
 T = TypeVar("T")
 Problems = dict[KeyPath, list[str]]
@@ -219,8 +220,7 @@ def _choices(detail: ErrorDetails) -> str:
 
 
 def _close(detail: ErrorDetails) -> str:
-    close = difflib.get_close_matches(str(detail["input"]), _choices(detail).split(", "), 1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return did_you_mean(str(detail["input"]), _choices(detail).split(", "))
 
 
 def _found(value: Any, path: KeyPath) -> str:

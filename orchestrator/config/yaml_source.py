@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from trainers.config.masking import MASK, masked
+from trainers.config.section import did_you_mean
 
 KeyPath = tuple[str | int, ...]
 """Keys of sections and numbers of list items, from the top: `("data", "paths", 0)`."""
@@ -198,7 +198,6 @@ def _syntax_problem(error: yaml.MarkedYAMLError) -> str:
 def _similar_file(path: Path) -> str:
     folder = path.parent
     names = [entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")] if folder.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, 1)
-    if close:
-        return f"; did you mean {folder / close[0]}?"
+    if hint := did_you_mean(path.name, names, prefix="" if folder == Path() else f"{folder}/"):
+        return hint
     return f"; {folder} has {', '.join(sorted(names))}" if names else ""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Iterator, Sequence
 
-from trainers.config.section import PATH
+from trainers.config.section import PATH, did_you_mean
 
 BUILT_IN = {
     "jsonl": "trainers.recorders.jsonl:JsonLines",
@@ -27,8 +26,7 @@ def problems(names: Sequence[str], storage: str) -> Iterator[str]:
     for name in names:
         if name not in BUILT_IN and not PATH.fullmatch(name):
             allowed = ", ".join([*BUILT_IN, "package.module:Class"])
-            near = difflib.get_close_matches(name, BUILT_IN, n=1)
-            yield f"recorders: {name!r}: expected one of {allowed}" + (f"; did you mean {near[0]!r}?" if near else "")
+            yield f"recorders: {name!r}: expected one of {allowed}{did_you_mean(name, BUILT_IN)}"
         module, install = NEEDS.get(name, (None, None))
         if module is not None and importlib.util.find_spec(module) is None:
             how = f"pip install '{install}', or leave it out"

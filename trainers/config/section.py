@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
@@ -64,3 +65,10 @@ def parse_duration_s(text: str | int | float) -> float:
     if not parts or "".join(n + u for n, u in parts) != text.replace(" ", ""):
         raise ValueError(f"duration {text!r}: expected seconds or numbers with units d, h, m, s, such as 45s, 30m or 2h30m")
     return sum(float(n) * units[u] for n, u in parts)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", at_most: int = 1) -> str:
+    """Returns the end of an error about an unknown name: `; did you mean cosine?`, or nothing if none of `known` is near.
+    `prefix` is shown before each name."""
+    near = difflib.get_close_matches(name, list(known), n=at_most)
+    return f"; did you mean {', '.join(prefix + one for one in near)}?" if near else ""

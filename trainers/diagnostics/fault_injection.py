@@ -30,6 +30,7 @@ from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.runtime import multihost
 from trainers.runtime.stop_reason import StopReason
+from trainers.storage import durable
 
 FOLDER_VARIABLE = "GANGWAY_FAULTS"
 LONG_S = 86_400.0
@@ -193,6 +194,4 @@ def read(path: Path) -> dict[str, Any] | None:
 def write(path: Path, data: Mapping[str, Any]) -> None:
     """At once: whoever reads it gets all of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    beside.write_text(json.dumps(data))
-    os.replace(beside, path)
+    durable.write_shared(path, json.dumps(data).encode(), 0o666)

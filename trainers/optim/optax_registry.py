@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 import optax
 
+from trainers.config.section import did_you_mean
 from trainers.errors import UsageError
 
 PREFIX = "optax."
@@ -40,8 +40,8 @@ def _function(section: str, name: str) -> Callable[..., Any]:
     except AttributeError:
         found = None
     if not callable(found):
-        near = difflib.get_close_matches(path[-1], [one for one in dir(optax) if not one.startswith("_")], n=3)
-        hint = f"; did you mean {', '.join(PREFIX + one for one in near)}?" if near else ""
+        known = [one for one in dir(optax) if not one.startswith("_")]
+        hint = did_you_mean(path[-1], known, prefix=PREFIX, at_most=3)
         raise UsageError(f"{section}.name = {name!r}: optax {optax.__version__} has no such function{hint}")
     return found
 

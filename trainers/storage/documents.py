@@ -14,6 +14,7 @@ import posixpath
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from trainers.storage import durable
@@ -44,12 +45,8 @@ def write_json(path: str | os.PathLike[str], data: Any) -> None:
         filesystem, name = _remote(path)
         filesystem.pipe_file(name, text.encode())
         return
-    temporary = _write_beside(os.fspath(path), text)
-    try:
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    durable.write_shared(Path(path), text.encode(), 0o666)
 
 
 def create_json(path: str | os.PathLike[str], data: Any) -> bool:

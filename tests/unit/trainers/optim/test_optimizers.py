@@ -351,7 +351,7 @@ def test_an_unknown_name_is_an_error_with_a_suggestion():
         build_optimizer(config("AdamX"), optax.constant_schedule(RATE))
     assert str(error.value) == (
         "optimizer.name = 'AdamX': expected one of adamw, adam, lion, sgd, rmsprop, adafactor, muon, schedule_free_adamw, "
-        "or package.module:function; did you mean 'adam'?"
+        "or package.module:function; did you mean adam?"
     )
 
 

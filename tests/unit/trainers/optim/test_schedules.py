@@ -86,7 +86,7 @@ def test_an_unknown_name_is_an_error_with_a_suggestion():
         build_schedule(ScheduleConfig(name="cosin"), RATE, END)
     assert str(error.value) == (
         "optimizer.schedule.name = 'cosin': expected one of constant, linear, cosine, polynomial, wsd, tri_stage, inverse_sqrt, "
-        "cosine_restarts, or package.module:function; did you mean 'cosine'?"
+        "cosine_restarts, or package.module:function; did you mean cosine?"
     )
 
 

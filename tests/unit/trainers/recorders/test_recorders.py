@@ -184,7 +184,7 @@ def arguments(**changes):
 
 
 def test_a_name_that_is_none_is_refused_with_the_likely_one():
-    with pytest.raises(ValueError, match=r"'tensorbord': expected one of jsonl, .*did you mean 'tensorboard'"):
+    with pytest.raises(ValueError, match=r"'tensorbord': expected one of jsonl, .*did you mean tensorboard\?"):
         arguments(recorders=["tensorbord"])
     with pytest.raises(ValueError, match="each once"):
         arguments(recorders=["jsonl", "jsonl"])
