@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -218,19 +219,31 @@ def strike_all(scene: Scene, planned: Sequence[Fault], max_steps: int | None, st
 
     Raises RunError if the run does not overcome one.
     """
-    run, overcome = scene.run, Overcome(scene, strikes)
-    for number, fault in enumerate(planned):
-        run.pace(pace_s(max_steps, run.state().get("checkpoint_step") or 0, len(planned) - number))
+    run, overcome, left, struck = scene.run, Overcome(scene, strikes), deque(planned), list[Fault]()
+    while left:
+        run.pace(pace_s(max_steps, run.state().get("checkpoint_step") or 0, len(left)))
         if not run.wait(lambda: overcome() and run.standbys_are_warm(), "the run to be ready for a fault"):
             return
+        if strikes and lost_to_a_resize(strikes[-1], run.incidents()):
+            left.appendleft(struck.pop())
+            strikes.pop()
+        fault = left.popleft()
         if "fresh" in KINDS[fault.kind].needs:
             wait_for_fresh_checkpoint(run)
         else:
             time.sleep(fault.delay_s)
         if run.running():
             strikes.append(faults.strike(scene, fault))
+            struck.append(fault)
     run.wait(overcome, "the last fault to be overcome")
     run.pace(None)
+
+
+def lost_to_a_resize(strike: Strike, incidents: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the gang changed its size before the fault could show: the process that was to show it was ended, in good order."""
+    kind = KINDS[strike.kind]
+    since = {incident["kind"] for incident in incidents[strike.incidents_before :]}
+    return kind.must_show and "resize" not in kind.named and since == {"resize"}
 
 
 class Overcome:

@@ -372,3 +372,18 @@ def test_rays_logs_are_kept_by_node(tmp_path):
     Cluster(tmp_path / "cluster", None).keep_logs(tmp_path / "kept")
     kept = {path.relative_to(tmp_path / "kept").as_posix(): path.read_text() for path in (tmp_path / "kept").rglob("*.out")}
     assert kept == {"0/session_1/raylet.out": "0", "1/session_1/raylet.out": "1"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "since", "lost"),
+    [
+        ("slow", ["resize"], True),
+        ("slow", [], False),
+        ("slow", ["resize", "straggler"], False),
+        ("slow", ["process_crash"], False),
+        ("stall", ["resize"], False),  # Nothing has to show of it.
+    ],
+)
+def test_a_fault_whose_process_ended_with_a_resize_strikes_again(kind, since, lost):
+    incidents = [incident("resize"), *(incident(name) for name in since)]
+    assert chaos.lost_to_a_resize(strike(kind, incidents_before=1), incidents) is lost
