@@ -256,8 +256,8 @@ def calls_of_ray(hosts: int) -> None:
             import asyncio
 
             await asyncio.sleep(wait_s)
-            beat = {"t": 1.0, "ev": "heartbeat", "step": 5, "batch_index": 5, "busy_s": 0.1, "generation": 0}
-            return {"events": [], "cursor": cursor, "heartbeat": beat, "host_state": {"alive": True, "pid": 1}}
+            heartbeat_loop = {"t": 1.0, "ev": "heartbeat", "step": 5, "batch_index": 5, "busy_s": 0.1, "generation": 0}
+            return {"events": [], "cursor": cursor, "heartbeat": heartbeat_loop, "host_state": {"alive": True, "pid": 1}}
 
     agents = [Agents.remote() for _ in range(2)]
     ray.get([agent.poll.remote(0, 0.0, epoch=0) for agent in agents])

@@ -69,7 +69,7 @@ def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     """Everything the loop does: reading, wishes, publishing every few steps."""
     first = int(state.batch_index)
     loop = trainer._build_loop(first, time.monotonic())
-    loop.wishes.limits = dataclasses.replace(loop.wishes.limits, max_steps=first + steps)
+    loop.host_requests.limits = dataclasses.replace(loop.host_requests.limits, max_steps=first + steps)
     loop.resumed_step = -1  # the first step of a generation is waited for; these are not the first
     start = time.perf_counter()
     state, _ = loop.run(state)
@@ -80,11 +80,11 @@ def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
 def bare_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     program = trainer.functions.train_step_fn.compiled
     batches = [trainer.dataloaders.dataloader_train.batch(k) for k in range(4)]
-    bag, flags = trainer._empty_bag(), trainer._no_wishes()
+    metric_sums, flags = trainer._no_sums(), trainer._no_requests()
     jax.block_until_ready(batches)
     start = time.perf_counter()
     for k in range(steps):
-        state, bag, *_ = program(state, bag, batches[k % len(batches)], flags)
+        state, metric_sums, *_ = program(state, metric_sums, batches[k % len(batches)], flags)
     jax.block_until_ready(state)
     return state, rate(trainer, steps, time.perf_counter() - start)
 

@@ -25,14 +25,14 @@ from trainers.errors import NotConfiguredError, OutOfMemoryError, SaveFailedErro
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit
 from trainers.loop.anomalies import Decision
-from trainers.loop.host_requests import Limits, Wishes
+from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
 from trainers.loop.restore import Resume, known_lineage
 from trainers.loop.results import describe
 from trainers.loop.train_loop import Loop
 from trainers.loop.triggers import Due, EndOfData, Epochs
 from trainers.metrics import histograms
-from trainers.metrics.accumulator import Bag
+from trainers.metrics.accumulator import MetricSums
 from trainers.metrics.peak_flops import peak_flops_per_s
 from trainers.metrics.publisher import Publisher, Seconds, Throughput, device_memory
 from trainers.parallel import mesh as meshes
@@ -179,7 +179,7 @@ class BaseTrainer(Builder):
         self.functions.train_step_fn.prepare(*self._step_arguments(state))
 
     def _step_arguments(self, state: TrainState) -> tuple[Any, ...]:
-        return state, self._empty_bag(), self._step_batch_shapes(), self._no_wishes()
+        return state, self._no_sums(), self._step_batch_shapes(), self._no_requests()
 
     def _step_batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (self.arguments.accumulation_steps, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size))
@@ -202,10 +202,10 @@ class BaseTrainer(Builder):
             layout=self.step_layout,
             loader=loader,
             end_of_data=EndOfData(getattr(loader, "ends", None)),
-            empty_bag=self._empty_bag,
+            empty_bag=self._no_sums,
             publisher=publisher,
             flags=Flags(self._mesh),
-            wishes=Wishes(limits, arguments.checkpoint.save_minutes, lambda: manager.failing),
+            host_requests=HostRequests(limits, arguments.checkpoint.save_minutes, lambda: manager.failing),
             due=Due(arguments.checkpoint, arguments.evaluation, arguments.previews, self._epochs),
             anomalies=arguments.anomalies,
             distributions=arguments.distributions,
@@ -364,14 +364,14 @@ class BaseTrainer(Builder):
             raise NotConfiguredError("there is no state yet: call train first, or pass a state")
         return state
 
-    def _empty_bag(self) -> Bag:
+    def _no_sums(self) -> MetricSums:
         return self._zeros(self.step_layout)
 
     @property
     def _epochs(self) -> Epochs:
         return Epochs(len(self.dataset_train or ()), self.arguments.global_batch_size)
 
-    def _no_wishes(self) -> jax.Array:
+    def _no_requests(self) -> jax.Array:
         return Flags(self._mesh).array()
 
     def _throughput(self) -> Throughput:

@@ -30,7 +30,7 @@ from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
 from trainers.loop.hooks import Hooks
 from trainers.loop.lineage import Lineage
-from trainers.metrics.accumulator import Bag, Kind, Layout
+from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import build_grouped, parameters_to_evaluate
 from trainers.optim.schedules import build_schedule
@@ -360,7 +360,7 @@ class Builder(Hooks):
         if jax.process_index() == 0:
             runtime.current().note(message)
 
-    def _zeros(self, layout: Layout) -> Bag:
+    def _zeros(self, layout: Layout) -> MetricSums:
         return meshes.put_everywhere(self._mesh, layout.zeros())
 
     def _build_checkpoint_manager(self) -> CheckpointManager:

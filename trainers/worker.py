@@ -189,11 +189,11 @@ def listen(host: Any) -> None:
 
     signal.signal(signal.SIGTERM, terminated)
     signal.signal(signal.SIGINT, interrupted)
-    threading.Thread(target=obey, args=(host,), name="orders", daemon=True).start()
-    threading.Thread(target=beat, args=(host,), name="heartbeat", daemon=True).start()
+    threading.Thread(target=read_commands, args=(host,), name="orders", daemon=True).start()
+    threading.Thread(target=heartbeat_loop, args=(host,), name="heartbeat", daemon=True).start()
 
 
-def obey(host: Any) -> None:
+def read_commands(host: Any) -> None:
     """Reads later orders. The end of input means that the agent is gone: nobody would ever stop this process."""
     for line in sys.stdin:
         message = json.loads(line)
@@ -208,7 +208,7 @@ def obey(host: Any) -> None:
     finish(FAILED_EXIT_CODE)
 
 
-def beat(host: Any) -> None:
+def heartbeat_loop(host: Any) -> None:
     """Tells how far the loop is, from a thread of its own: the loop never waits for a pipe."""
     told = (0, 0)
     while True:

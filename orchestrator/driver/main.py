@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from cluster.hosts.process_env import PRIVATE_UMASK
 from orchestrator.config.job import JobConfig, shown
-from orchestrator.driver.ray_train import FinalVerdict, Reporter
+from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.events import BoardLike
 from orchestrator.planning import report as plan
 from orchestrator.run_state import outcome, summary
@@ -42,7 +42,7 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
             facts = (run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), clock)
             job = when_storage_answers(lambda: take_up(*facts, lambda message: _warn(board, message)), board)
         except RunInUse as error:
-            raise FinalVerdict(str(error)) from error
+            raise JobFailed(str(error)) from error
         status, result, failure = "failed", {}, None
         known = About(config.training.name, run_dir, shown(config))
         recorders = Recorders(config.training.recorders, known, lambda message: _warn(board, message))
@@ -50,7 +50,7 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
             result = Driver(config, job, board, reporter, recorders, clock=clock).run()
             status = "finished" if StopReason(result["stop_reason"]).finished else "stopped"
         except Superseded as error:
-            raise FinalVerdict(str(error)) from error
+            raise JobFailed(str(error)) from error
         except TrainingFailed as error:
             failure = str(error)
             status = "stopped" if board.stop_requested() else "failed"
@@ -58,7 +58,7 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
             recorders.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
         verdict = conclude(job, board, config, status, result, failure, clock)
     if verdict["status"] == "failed":
-        raise FinalVerdict(verdict["error"])
+        raise JobFailed(verdict["error"])
 
 
 def keep_private(config: JobConfig) -> None:

@@ -18,7 +18,7 @@ SETTINGS = {
 MAX_DRIVER_RESTARTS = 100
 
 
-class FinalVerdict(Exception):
+class JobFailed(Exception):
     """The driver's word that the run has failed and that trying again is of no use."""
 
 
@@ -107,8 +107,8 @@ def _stop_at_a_final_verdict() -> Any:
     class StopAtFinalVerdict(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             for error in worker_exceptions.values():
-                if FinalVerdict.__name__ in f"{type(error).__name__} {error!r}":
-                    raise FinalVerdict(str(error))
+                if JobFailed.__name__ in f"{type(error).__name__} {error!r}":
+                    raise JobFailed(str(error))
 
     return StopAtFinalVerdict()
 

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.config.job import build
 from orchestrator.driver import main
-from orchestrator.driver.ray_train import FinalVerdict
+from orchestrator.driver.ray_train import JobFailed
 from orchestrator.events import Board
 from orchestrator.run_state import outcome
 from trainers.storage import documents
@@ -63,7 +63,7 @@ def run_job(made: dict[str, Any], board: Board | None = None) -> dict[str, Any]:
         "run_dir": config.run_dir,
         "started_at_s": time.time(),
     }
-    with suppress(FinalVerdict):
+    with suppress(JobFailed):
         main.drive(message, NoTrain())
     summary = documents.read_json(documents.join(config.run_dir, "summary.json"))
     assert sum(summary["goodput"].values()) == pytest.approx(summary["wall_s"], rel=1e-3)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from trainers.metrics.accumulator import Bag, Layout
+from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.metrics.publisher import with_perplexity
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Batch
@@ -28,7 +28,7 @@ class ValidationUnit:
     loader: Any
     """`epoch()` iterates over all batches, the same number of them on all hosts: leaves [1, rows, ...], sharded as in training;
     rows of `weight` 0, such as those that fill up the last batch, do not count."""
-    step: Callable[[TrainState, Bag, Batch], Bag]
+    step: Callable[[TrainState, MetricSums, Batch], MetricSums]
     layout: Layout
     mesh: Mesh
     max_batches: int | None = None
@@ -36,10 +36,10 @@ class ValidationUnit:
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """Means over all examples, each counted once: sums and counts are added up on the devices, and divided at the end."""
-        bag = self._zeros()
+        metric_sums = self._zeros()
         for batch in self._batches():
-            bag = self.step(state, bag, batch)
-        return self._read(bag)
+            metric_sums = self.step(state, metric_sums, batch)
+        return self._read(metric_sums)
 
     def eval(self, state: TrainState) -> Iterator[dict[str, float]]:
         """The metrics of each batch."""
@@ -48,11 +48,11 @@ class ValidationUnit:
     def _batches(self) -> Iterator[Batch]:
         return itertools.islice(self.loader.epoch(), self.max_batches)
 
-    def _zeros(self) -> Bag:
+    def _zeros(self) -> MetricSums:
         return meshes.put_everywhere(self.mesh, self.layout.zeros())
 
-    def _read(self, bag: Bag) -> dict[str, float]:
-        metrics = self.layout.read(wait_for_device(bag))
+    def _read(self, metric_sums: MetricSums) -> dict[str, float]:
+        metrics = self.layout.read(wait_for_device(metric_sums))
         if self.layout.terms and "loss" in metrics:
             # Of their means over all batches, not a mean of the batches' totals.
             metrics["loss"] = sum(metrics.get(name, 0.0) for name in self.layout.terms)

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainers.config import AnomalyConfig
-from trainers.step.host_flags import Verdict
+from trainers.step.host_flags import UpdateStatus
 
 SHOWN_BATCHES = 20
 
 
-KINDS = {Verdict.NON_FINITE: "non_finite", Verdict.LOSS_SPIKE: "loss_spike"}
+KINDS = {UpdateStatus.NON_FINITE: "non_finite", UpdateStatus.LOSS_SPIKE: "loss_spike"}
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    verdict: Verdict
+    verdict: UpdateStatus
     batch_index: int
     loss: float
     expected: float
@@ -29,7 +29,7 @@ class Anomaly:
         return KINDS[self.verdict]
 
     def __str__(self) -> str:
-        if self.verdict is Verdict.LOSS_SPIKE:
+        if self.verdict is UpdateStatus.LOSS_SPIKE:
             return f"the loss of batch {self.batch_index}, {self.loss:.6g}, is far above the {self.expected:.6g} expected"
         return f"batch {self.batch_index} has a non-finite loss or gradient (loss {self.loss:.6g})"
 
@@ -64,7 +64,7 @@ def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) ->
     Of these only the last `skipped_window_batches` before the offending one count. They are known by their indices, so a restart
     or another number of hosts comes to the same decision.
     """
-    policy = config.non_finite if anomaly.verdict is Verdict.NON_FINITE else config.loss_spike
+    policy = config.non_finite if anomaly.verdict is UpdateStatus.NON_FINITE else config.loss_spike
     if policy == "raise":
         return Decision(anomaly, "raise", error=f"{anomaly}; its update was not applied: {ADVICE[anomaly.verdict]}")
     last = anomaly.batch_index
@@ -84,8 +84,8 @@ def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) ->
 
 
 ADVICE = {
-    Verdict.NON_FINITE: "look at its data and lower the learning rate, or set anomalies.non_finite to skip or rollback",
-    Verdict.LOSS_SPIKE: "look at its data and lower the learning rate, or raise anomalies.spike_zscore",
+    UpdateStatus.NON_FINITE: "look at its data and lower the learning rate, or set anomalies.non_finite to skip or rollback",
+    UpdateStatus.LOSS_SPIKE: "look at its data and lower the learning rate, or raise anomalies.spike_zscore",
 }
 
 

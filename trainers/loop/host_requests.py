@@ -65,7 +65,7 @@ class Retry:
 
 
 @dataclass
-class Wishes:
+class HostRequests:
     """Turns what this host alone knows (signals, orders, its clock, a save that failed) into flags."""
 
     limits: Limits
@@ -86,7 +86,7 @@ class Wishes:
             reason = StopReason.TIME_LIMIT
         return 0 if reason is None else 1 + STOP_REASONS.index(StopReason(reason))
 
-    def wished_saves(self, agreed: Agreed) -> int:
+    def requested_saves(self, agreed: Agreed) -> int:
         """How many saves this host has ever asked for; a new wish is one more than any host's."""
         requests, now_s = runtime.current().save_requests, self.clock()
         due = self.save_minutes is not None and now_s - self._last_save_s >= 60 * self.save_minutes

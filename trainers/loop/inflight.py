@@ -11,7 +11,7 @@ import numpy as np
 from trainers.parallel import mesh as meshes
 from trainers.runtime.device import wait_for_device
 from trainers.runtime.stop_reason import StopReason
-from trainers.step.host_flags import FLAGS, RUN_AHEAD_STEPS, Verdict
+from trainers.step.host_flags import FLAGS, RUN_AHEAD_STEPS, UpdateStatus
 
 LOOK_AHEAD_STEPS = RUN_AHEAD_STEPS + 1
 """After this many steps at most all hosts have heard of a wish."""
@@ -25,7 +25,7 @@ class Agreed:
 
     stop: int = 0
     saves: int = 0
-    verdict: Verdict = Verdict.APPLIED
+    verdict: UpdateStatus = UpdateStatus.APPLIED
     batch_index: int = 0
     newest_batch_index: int = 0
     """The same, unless the hosts are out of step."""
@@ -38,7 +38,7 @@ class Agreed:
         values = wait_for_device(reduced)
         stop, saves, verdict, batch_index, newest = values[:5].tolist()
         loss, expected = values[5:].view(np.float32).tolist()
-        return cls(stop, saves, Verdict(verdict), batch_index, newest, loss, expected)
+        return cls(stop, saves, UpdateStatus(verdict), batch_index, newest, loss, expected)
 
     @property
     def stop_reason(self) -> StopReason | None:

@@ -24,16 +24,16 @@ from trainers.errors import CoordinatorError, DesyncError, LossScaleError, LossS
 from trainers.loop import anomalies
 from trainers.loop.anomalies import Anomaly, Decision
 from trainers.loop.hooks import Hooks
-from trainers.loop.host_requests import Wishes
+from trainers.loop.host_requests import HostRequests
 from trainers.loop.inflight import STOP_REASONS, Agreed, Flags, Window
 from trainers.loop.lineage import Lineage
 from trainers.loop.triggers import Due, EndOfData
 from trainers.metrics import histograms as distributions
-from trainers.metrics.accumulator import Bag, Layout, scalars
+from trainers.metrics.accumulator import Layout, MetricSums, scalars
 from trainers.metrics.publisher import BusyTime, Publisher, Replaced, Seconds
 from trainers.runtime import multihost
 from trainers.runtime.stop_reason import StopReason
-from trainers.step.host_flags import Verdict
+from trainers.step.host_flags import UpdateStatus
 from trainers.step.state import TrainState
 from trainers.step.train_step import StepOutput
 
@@ -53,13 +53,13 @@ class GoBack(Exception):
 class Loop:
     """What one run of the loop works with."""
 
-    train_step: Callable[[TrainState, Bag, Any, jax.Array], StepOutput]
+    train_step: Callable[[TrainState, MetricSums, Any, jax.Array], StepOutput]
     layout: Layout
     loader: StepAddressedLoader
-    empty_bag: Callable[[], Bag]
+    empty_bag: Callable[[], MetricSums]
     publisher: Publisher
     flags: Flags
-    wishes: Wishes
+    host_requests: HostRequests
     due: Due
     anomalies: AnomalyConfig
     distributions: DistributionConfig
@@ -112,14 +112,14 @@ class Loop:
         self.window, self.agreed = Window(info.global_step), Agreed()
         self.end_of_data.start(info.batch_index)
         host.step = host.batch_index = info.batch_index
-        bag = self.empty_bag()
+        metric_sums = self.empty_bag()
         self.publisher.start(info.global_step)
         self.last_evaluated_step = self.evaluated_step()
         while (reason := self._stop_reason()) is None:
             # Also where a run goes on that was stopped here before it could evaluate.
             if self.due.evaluate(info.global_step) and info.global_step != self.last_evaluated_step:
-                self._finish_steps(state, bag)
-                bag = self.empty_bag()
+                self._finish_steps(state, metric_sums)
+                metric_sums = self.empty_bag()
                 # Before a save at this step, whose meta tells of it: so it is not repeated, and the checkpoint has a score.
                 state = self._evaluate(state)
                 continue  # it may have ended training
@@ -135,7 +135,7 @@ class Loop:
             state = self.hooks.on_step_start(state, info.batch_index)
             flags = self._flags()
             with self.busy.waiting():  # where devices compute on the dispatching thread
-                state, bag, reduced, measured, shapes = self.train_step(state, bag, batch, flags)
+                state, metric_sums, reduced, measured, shapes = self.train_step(state, metric_sums, batch, flags)
             self.window.push(info.batch_index, reduced)
             info.global_step += 1
             info.epoch = self.due.epochs.at(info.batch_index)
@@ -150,13 +150,13 @@ class Loop:
             state = self._end_step(state, batch, measured)
             if self.publisher.due(info.global_step):
                 shapes = shapes if distributions.due(info.batch_index - 1, self.distributions) else None
-                self.publisher.cut(info.global_step, bag, self.seconds.take(), self.replaced.take(), shapes)
-                bag = self.empty_bag()
+                self.publisher.cut(info.global_step, metric_sums, self.seconds.take(), self.replaced.take(), shapes)
+                metric_sums = self.empty_bag()
             if self.due.preview(info.global_step):
-                self._finish_steps(state, bag)
-                bag = self.empty_bag()
+                self._finish_steps(state, metric_sums)
+                metric_sums = self.empty_bag()
                 self._preview(state)
-        self._finish_steps(state, bag)
+        self._finish_steps(state, metric_sums)
         return state, reason
 
     def _begin_epochs(self, state: TrainState) -> TrainState:
@@ -165,7 +165,7 @@ class Loop:
             state = self.hooks.on_epoch_begin(state, epoch)
         return state
 
-    def _end_step(self, state: TrainState, batch: Any, measured: Bag) -> TrainState:
+    def _end_step(self, state: TrainState, batch: Any, measured: MetricSums) -> TrainState:
         """All that observes or changes what a step has made, without waiting for it."""
         step, metrics = self.info.batch_index, scalars(self.layout, measured)
         if self.hooks.overrides("on_step_end"):
@@ -181,14 +181,14 @@ class Loop:
 
     def _stop_reason(self) -> StopReason | None:
         early = StopReason.EARLY_STOPPED if self.stop_early() else None
-        reason = early or self.wishes.limits.reached(self.info)
+        reason = early or self.host_requests.limits.reached(self.info)
         if reason is None and self.end_of_data.reached(self.info.batch_index):
             return StopReason.END_OF_DATA
         # That one is told ahead, and comes when the last batch was trained on.
         return reason or (None if self.agreed.stop_reason is StopReason.END_OF_DATA else self.agreed.stop_reason)
 
-    def _stop_wish(self) -> int:
-        wish = self.wishes.stop()
+    def _stop_request(self) -> int:
+        wish = self.host_requests.stop()
         if self.end_of_data.in_sight(self.info.batch_index):
             wish = max(wish, 1 + STOP_REASONS.index(StopReason.END_OF_DATA))
         return wish
@@ -196,7 +196,7 @@ class Loop:
     def _flags(self) -> jax.Array:
         batch_index = self.info.batch_index
         skip = batch_index in self.lineage.skipped
-        return self.flags.array(self._stop_wish(), self.wishes.wished_saves(self.agreed), skip, batch_index)
+        return self.flags.array(self._stop_request(), self.host_requests.requested_saves(self.agreed), skip, batch_index)
 
     def _complete_one(self, state: TrainState) -> None:
         """Waits for the oldest step in flight, and does what all hosts do about it."""
@@ -205,9 +205,9 @@ class Loop:
         runtime.current().step = self.window.completed_step
         self.end_of_data.hear(self.agreed)
         verdict = self.agreed.verdict
-        if verdict is Verdict.OUT_OF_STEP:
+        if verdict is UpdateStatus.OUT_OF_STEP:
             raise self._out_of_step()
-        if verdict is Verdict.SCALE_EXHAUSTED:
+        if verdict is UpdateStatus.SCALE_EXHAUSTED:
             raise LossScaleError(anomalies.scale_exhausted(self.agreed.batch_index, self.agreed.loss))
         if verdict in anomalies.KINDS:
             self._treat(Anomaly(verdict, self.agreed.batch_index, self.agreed.loss, self.agreed.expected_loss), state)
@@ -217,7 +217,7 @@ class Loop:
         why = self._diagnose(anomaly, state)
         if decision.action == "raise":
             error = f"{decision.error}; {why}" if why else decision.error
-            raise (NonFiniteLossError if anomaly.verdict is Verdict.NON_FINITE else LossSpikeError)(error)
+            raise (NonFiniteLossError if anomaly.verdict is UpdateStatus.NON_FINITE else LossSpikeError)(error)
         self.lineage.skipped.update(decision.skipped_batches)
         if decision.action == "rollback":
             raise GoBack(decision)
@@ -226,7 +226,7 @@ class Loop:
 
     def _diagnose(self, anomaly: Anomaly, state: TrainState) -> str:
         """Where the first non-finite value came from: once, for it takes as long as to compile a step."""
-        if anomaly.verdict is not Verdict.NON_FINITE or self.diagnosed:
+        if anomaly.verdict is not UpdateStatus.NON_FINITE or self.diagnosed:
             return ""
         self.diagnosed = True
         host = runtime.current()
@@ -259,7 +259,7 @@ class Loop:
         self.handled_saves = max(self.agreed.saves, self.handled_saves)
         with self.seconds.measure("checkpoint"), self.busy.waiting():
             self.save(state)
-        self.wishes.saved()
+        self.host_requests.saved()
 
     def _evaluate(self, state: TrainState) -> TrainState:
         host = runtime.current()
@@ -275,10 +275,10 @@ class Loop:
             self.preview(state)
         runtime.current().phase("train")
 
-    def _finish_steps(self, state: TrainState, bag: Bag) -> None:
+    def _finish_steps(self, state: TrainState, metric_sums: MetricSums) -> None:
         """Waits for the steps in flight and publishes what is known of them."""
         self._complete_all(state)
-        self.publisher.flush(self.window.completed_step, bag, self.seconds.take(), self.replaced.take())
+        self.publisher.flush(self.window.completed_step, metric_sums, self.seconds.take(), self.replaced.take())
 
     def _complete_all(self, state: TrainState) -> None:
         while self.window.in_flight:

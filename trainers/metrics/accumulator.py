@@ -16,7 +16,7 @@ from trainers.errors import UsageError
 from trainers.protocol import Last, Loss, Max, Min, Sum
 from trainers.runtime.device import wait_for_device
 
-Bag = jax.Array
+MetricSums = jax.Array
 """float32[num_metrics, 2]: (value, weight) pairs in the order of the layout's names, since the last publish. A row of weight 0
 says nothing."""
 
@@ -67,13 +67,13 @@ class Layout:
     def zeros(self) -> np.ndarray:
         return np.zeros((len(self), 2), np.float32)
 
-    def pairs(self, values: Mapping[str, Any]) -> Bag:
+    def pairs(self, values: Mapping[str, Any]) -> MetricSums:
         """The bag of one batch. A name that `values` lacks gets weight 0."""
         return jnp.stack([_pair(values.get(name, (0.0, 0.0))) for name in self.names])
 
-    def combine(self, bag: Bag, new: Bag, *, steps: bool = True) -> Bag:
-        """`bag`, and then `new`: of steps, or of the micro-batches of one."""
-        (value, weight), (new_value, new_weight) = bag.T, new.T
+    def combine(self, metric_sums: MetricSums, new: MetricSums, *, steps: bool = True) -> MetricSums:
+        """`metric_sums`, and then `new`: of steps, or of the micro-batches of one."""
+        (value, weight), (new_value, new_weight) = metric_sums.T, new.T
         counts, known = new_weight > 0, weight > 0
         rules = {
             Kind.MAX: jnp.where(counts & known, jnp.maximum(value, new_value), jnp.where(counts, new_value, value)),
@@ -90,13 +90,13 @@ class Layout:
             weights = jnp.where(whole, jnp.where(counts, new_weight, weight), weights)
         return jnp.stack([out, weights], axis=1)
 
-    def read(self, bag: np.ndarray) -> dict[str, float]:
+    def read(self, metric_sums: np.ndarray) -> dict[str, float]:
         """The values by name, of what there was any of."""
-        rows = zip(self.names, self.kinds, bag.tolist(), strict=True)
+        rows = zip(self.names, self.kinds, metric_sums.tolist(), strict=True)
         return {name: _read(kind, value, weight) for name, kind, (value, weight) in rows if weight}
 
-    def weight(self, bag: np.ndarray, name: str) -> float:
-        return float(bag[self.names.index(name), 1])
+    def weight(self, metric_sums: np.ndarray, name: str) -> float:
+        return float(metric_sums[self.names.index(name), 1])
 
 
 class Scalar:
@@ -104,8 +104,8 @@ class Scalar:
 
     __slots__ = ("_bag", "_kind", "_row")
 
-    def __init__(self, bag: Bag, row: int, kind: Kind):
-        self._bag, self._row, self._kind = bag, row, kind
+    def __init__(self, metric_sums: MetricSums, row: int, kind: Kind):
+        self._bag, self._row, self._kind = metric_sums, row, kind
 
     def __jax_array__(self) -> jax.Array:
         return _read(self._kind, *self._bag[self._row])
@@ -121,7 +121,7 @@ class Scalar:
         return "Scalar(on the device; float() waits for it)"
 
 
-def scalars(layout: Layout, measured: Bag) -> dict[str, Scalar]:
+def scalars(layout: Layout, measured: MetricSums) -> dict[str, Scalar]:
     """The metrics of one step by name, without waiting for it."""
     return {name: Scalar(measured, row, kind) for row, (name, kind) in enumerate(_kinds(layout))}
 

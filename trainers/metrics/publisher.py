@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainers.metrics.accumulator import Bag, Layout
+from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.runtime.device import wait_for_device
 
 NO_STEPS = ("evaluation", "checkpoint", "preview")
@@ -98,7 +98,7 @@ class BusyTime:
 class Interval:
     """A bag on its way to the host, and the host's knowledge of the steps it covers."""
 
-    bag: Bag
+    metric_sums: MetricSums
     first_step: int
     last_step: int
     wall_s: float
@@ -147,12 +147,17 @@ class Publisher:
         return step % self.every_steps == 0
 
     def cut(
-        self, step: int, bag: Bag, seconds: dict[str, float], replaced: Mapping[str, list[Any]], distributions: Any = None
+        self,
+        step: int,
+        metric_sums: MetricSums,
+        seconds: dict[str, float],
+        replaced: Mapping[str, list[Any]],
+        distributions: Any = None,
     ) -> None:
-        for array in (bag, distributions) if distributions is not None else (bag,):
+        for array in (metric_sums, distributions) if distributions is not None else (metric_sums,):
             array.copy_to_host_async()
         now = self.clock()
-        self.pending.append(Interval(bag, self._first_step, step, now - self._since_s, seconds, replaced, distributions))
+        self.pending.append(Interval(metric_sums, self._first_step, step, now - self._since_s, seconds, replaced, distributions))
         self._first_step, self._since_s = step, now
 
     def collect(self, completed_step: int) -> None:
@@ -160,14 +165,14 @@ class Publisher:
         while self.pending and self.pending[0].last_step <= completed_step:
             self._publish(self.pending.popleft())
 
-    def flush(self, step: int, bag: Bag, seconds: dict[str, float], replaced: Mapping[str, list[Any]]) -> None:
+    def flush(self, step: int, metric_sums: MetricSums, seconds: dict[str, float], replaced: Mapping[str, list[Any]]) -> None:
         """Publishes all that is known when `step` is complete, a part of an interval too."""
         if step > self._first_step:
-            self.cut(step, bag, seconds, replaced)
+            self.cut(step, metric_sums, seconds, replaced)
         self.collect(step)
 
     def _publish(self, interval: Interval) -> None:
-        metrics = with_perplexity(self.layout.read(wait_for_device(interval.bag)))
+        metrics = with_perplexity(self.layout.read(wait_for_device(interval.metric_sums)))
         metrics |= self._rates(interval, metrics.get("tokens", 0.0), metrics.get("samples", 0.0))
         distributions = None if interval.distributions is None else wait_for_device(interval.distributions)
         self.publish(interval.last_step, replace(metrics, interval.replaced), interval.seconds, distributions)

@@ -17,7 +17,7 @@ AXES = ("data", "fsdp", "tensor", "expert", "context", "pipeline", "slice")
 
 
 @dataclass(frozen=True)
-class Gang:
+class MeshGroup:
     name: str
     devices: tuple[jax.Device, ...]
     """In the order of their ranks."""
@@ -42,7 +42,7 @@ class Gang:
         return self.hosts.index(self.devices[self.rank].process_index)
 
 
-def gang(mesh: Mesh, name: str, device: jax.Device | None = None) -> Gang:
+def mesh_group(mesh: Mesh, name: str, device: jax.Device | None = None) -> MeshGroup:
     """The gang of this name that a device of the mesh belongs to; default: the first of this host's.
 
     Raises ValueError at another name, or a device that is not in the mesh.
@@ -55,14 +55,14 @@ def gang(mesh: Mesh, name: str, device: jax.Device | None = None) -> Gang:
         raise ValueError(f"{device} is not in the mesh of {mesh.devices.size} devices")
     place = tuple(found[0])
     if name == ROOT:
-        return Gang(name, tuple(mesh.devices.flat), int(np.ravel_multi_index(place, mesh.devices.shape)))
+        return MeshGroup(name, tuple(mesh.devices.flat), int(np.ravel_multi_index(place, mesh.devices.shape)))
     if name not in mesh.axis_names:
-        return Gang(name, (device,), 0)
+        return MeshGroup(name, (device,), 0)
     axis = mesh.axis_names.index(name)
     line = mesh.devices[(*place[:axis], slice(None), *place[axis + 1 :])]
-    return Gang(name, tuple(line), int(place[axis]))
+    return MeshGroup(name, tuple(line), int(place[axis]))
 
 
-def gangs(mesh: Mesh, device: jax.Device | None = None) -> dict[str, Gang]:
+def mesh_groups(mesh: Mesh, device: jax.Device | None = None) -> dict[str, MeshGroup]:
     """All of them, by name."""
-    return {name: gang(mesh, name, device) for name in (ROOT, *AXES)}
+    return {name: mesh_group(mesh, name, device) for name in (ROOT, *AXES)}

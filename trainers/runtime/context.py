@@ -127,11 +127,11 @@ class Runtime:
             self._fence = path
             self._obey_fence(path)
 
-    def follow_fence(self, obey: Callable[[str | None], None]) -> None:
-        """Calls `obey` with the fence that holds now, and again whenever there is another one."""
+    def follow_fence(self, read_commands: Callable[[str | None], None]) -> None:
+        """Calls `read_commands` with the fence that holds now, and again whenever there is another one."""
         with self._lock:
-            self._obey_fence = obey
-            obey(self._fence)
+            self._obey_fence = read_commands
+            read_commands(self._fence)
 
     @property
     def stop_reason(self) -> str | None:

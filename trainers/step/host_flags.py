@@ -13,7 +13,7 @@ from trainers.config import AnomalyConfig
 RUN_AHEAD_STEPS = 2
 
 
-class Verdict(IntEnum):
+class UpdateStatus(IntEnum):
     """Of the train step on its own update, which is applied only if there is nothing against it."""
 
     APPLIED = 0
@@ -51,12 +51,14 @@ def reduce_flags(
     # The least index too, by one maximum: a collective of its own would cost as much again.
     stop, saves, skip, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
     spike = is_spike(stats, loss, config) if config.loss_spike != "off" else jnp.zeros((), jnp.bool_)
-    overflow = jnp.int32(Verdict.APPLIED) if overflow is None else overflow
-    others = [jnp.int32(v) for v in (Verdict.OUT_OF_STEP, Verdict.ORDERED, Verdict.NON_FINITE, Verdict.LOSS_SPIKE)]
+    overflow = jnp.int32(UpdateStatus.APPLIED) if overflow is None else overflow
+    others = [
+        jnp.int32(v) for v in (UpdateStatus.OUT_OF_STEP, UpdateStatus.ORDERED, UpdateStatus.NON_FINITE, UpdateStatus.LOSS_SPIKE)
+    ]
     verdict = jnp.select(
-        [-least != newest, skip > 0, ~finite, overflow != Verdict.APPLIED, spike],
+        [-least != newest, skip > 0, ~finite, overflow != UpdateStatus.APPLIED, spike],
         [*others[:3], overflow, others[3]],
-        jnp.int32(Verdict.APPLIED),
+        jnp.int32(UpdateStatus.APPLIED),
     )
     expected = jnp.where(stats["count"] > 0, stats["mean"], jnp.nan)
     loss_bits, expected_bits = (jax.lax.bitcast_convert_type(value, jnp.int32) for value in (loss, expected))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from trainers.config import LossScaleConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.step.host_flags import Verdict
+from trainers.step.host_flags import UpdateStatus
 
 Scaler = Mapping[str, jax.Array]
 """`scale` (float32), and `good_steps` (int32): updates since it last changed. Empty where losses are not scaled."""
@@ -31,8 +31,8 @@ def overflow(scaler: Scaler, norm: jax.Array, config: LossScaleConfig) -> jax.Ar
     if not scaler:
         return None
     exhausted = scaler["scale"] / config.growth_factor < config.minimum
-    verdict = jnp.where(exhausted, jnp.int32(Verdict.SCALE_EXHAUSTED), jnp.int32(Verdict.OVERFLOW))
-    return jnp.where(jnp.isfinite(norm), jnp.int32(Verdict.APPLIED), verdict)
+    verdict = jnp.where(exhausted, jnp.int32(UpdateStatus.SCALE_EXHAUSTED), jnp.int32(UpdateStatus.OVERFLOW))
+    return jnp.where(jnp.isfinite(norm), jnp.int32(UpdateStatus.APPLIED), verdict)
 
 
 def update_scaler(scaler: Scaler, verdict: jax.Array, config: LossScaleConfig) -> dict[str, jax.Array]:
@@ -42,7 +42,7 @@ def update_scaler(scaler: Scaler, verdict: jax.Array, config: LossScaleConfig) -
     scale, good_steps = scaler["scale"], scaler["good_steps"] + 1
     grown = scale * config.growth_factor
     full = (good_steps >= config.window_steps) & jnp.isfinite(grown)
-    applied, overflowed = verdict == Verdict.APPLIED, verdict == Verdict.OVERFLOW
+    applied, overflowed = verdict == UpdateStatus.APPLIED, verdict == UpdateStatus.OVERFLOW
     return {
         "scale": jnp.select([applied & full, overflowed], [grown, scale / config.growth_factor], scale),
         "good_steps": jnp.select([applied & ~full, ~applied & ~overflowed], [good_steps, scaler["good_steps"]], 0),

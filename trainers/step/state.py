@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from trainers.metrics.accumulator import Bag, Kind, Layout
+from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
 from trainers.step import rng
@@ -141,7 +141,7 @@ def total_names(layout: Layout) -> tuple[str, ...]:
     return tuple(name for name, kind in kinds if kind is Kind.TOTAL)
 
 
-def add_sums(sums: dict[str, jax.Array], layout: Layout, measured: Bag) -> tuple[Bag, dict[str, jax.Array]]:
+def add_sums(sums: dict[str, jax.Array], layout: Layout, measured: MetricSums) -> tuple[MetricSums, dict[str, jax.Array]]:
     """(what a step measured, with the totals since the run began in place of what it adds to them; these totals).
 
     Compensated (Kahan, 1965): a total of a billion steps is as exact as its largest addend."""

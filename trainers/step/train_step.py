@@ -13,12 +13,12 @@ import optax
 from trainers.config import ParameterGroup
 from trainers.config.arguments import TrainingArguments
 from trainers.metrics import histograms as distributions
-from trainers.metrics.accumulator import Bag, Kind, Layout, count
+from trainers.metrics.accumulator import Kind, Layout, MetricSums, count
 from trainers.metrics.histograms import parameter_names, parameter_norms
 from trainers.optim import param_groups as groups
 from trainers.optim.optimizers import parameters_to_evaluate
 from trainers.protocol import Batch, Loss
-from trainers.step.host_flags import REDUCED, Verdict, reduce_flags, update_stats
+from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats
 from trainers.step.loss import LossFunction, scales_of
 from trainers.step.loss_scale import overflow, update_scaler
 from trainers.step.sample_digest import count_samples
@@ -50,10 +50,10 @@ def step_metrics(params: Any, arguments: TrainingArguments) -> dict[str, Kind]:
 
 class StepOutput(NamedTuple):
     state: TrainState
-    bag: Bag
+    metric_sums: MetricSums
     reduced: jax.Array
     """int32[len(REDUCED)]: what all hosts get of this step."""
-    measured: Bag
+    measured: MetricSums
     """What this step added to the bag."""
     distributions: jax.Array | None = None
     """Of `distributions.measure`; None if they are off."""
@@ -66,7 +66,7 @@ class Sums(NamedTuple):
     num_targets: jax.Array
     num_tokens: jax.Array
     """uint32"""
-    bag: Bag
+    metric_sums: MetricSums
     gradients: Any
 
 
@@ -78,7 +78,7 @@ def make_train_step(
     arguments: TrainingArguments,
     on_micro_step: MicroStepHook | None = None,
     param_groups: Sequence[ParameterGroup] = (),
-) -> Callable[[TrainState, Bag, Batch, jax.Array], StepOutput]:
+) -> Callable[[TrainState, MetricSums, Batch, jax.Array], StepOutput]:
     """The function (state, bag, batch, flags) -> StepOutput. `layout` is that of the loss's metrics and STEP_METRICS.
 
     `batch` leaves are [accumulation_steps, micro_batch, ...]. Gradients are sums over targets, divided once by the number of
@@ -91,7 +91,7 @@ def make_train_step(
     Of frozen parameters (`param_groups`) there are no gradients; `optimizer` is one that `groups.freezing` gives.
     """
 
-    def train_step(state: TrainState, bag: Bag, batch: Batch, flags: jax.Array) -> StepOutput:
+    def train_step(state: TrainState, metric_sums: MetricSums, batch: Batch, flags: jax.Array) -> StepOutput:
         sums = accumulate(loss_function, layout, on_micro_step, state, batch, param_groups)
         num_targets = jnp.maximum(sums.num_targets, 1.0)
         mean_loss = sums.loss_sum / num_targets
@@ -108,7 +108,7 @@ def make_train_step(
             finite &= jnp.isfinite(norm)
         reduced = reduce_flags(flags, mean_loss, finite, state.loss_stats, arguments.anomalies, overflowed)
         verdict = reduced[REDUCED.index("verdict")]
-        applied, scaler = verdict == Verdict.APPLIED, update_scaler(state.scaler, verdict, arguments.loss_scale)
+        applied, scaler = verdict == UpdateStatus.APPLIED, update_scaler(state.scaler, verdict, arguments.loss_scale)
         totals = count_samples(state.totals, state.batch_index, batch, sums.num_tokens, arguments.micro_batch_size)
         loss_stats = update_stats(state.loss_stats, mean_loss, arguments.anomalies.spike_decay)
         own = {
@@ -123,7 +123,7 @@ def make_train_step(
         totalled = {f"total_{name}": count(totals[name]) for name in ("tokens", "samples")}
         scale_used = {"loss_scale": (state.scaler["scale"], 1.0)} if scaler else {}
         pairs = layout.pairs({name: (value, 1.0) for name, value in own.items()} | totalled | scale_used)
-        measured, new_sums = add_sums(state.sums, layout, sums.bag + pairs)
+        measured, new_sums = add_sums(state.sums, layout, sums.metric_sums + pairs)
         measured = jnp.where(applied, measured, layout.pairs({"skipped_batches": (1.0, 1.0), **scale_used}))
         new_state = TrainState(
             step=state.step + 1,
@@ -136,18 +136,18 @@ def make_train_step(
             scaler=dict(state.scaler),
         )
         kept = dataclasses.replace(keep_unless(applied, new_state, state), batch_index=state.batch_index + 1, scaler=scaler)
-        return StepOutput(kept, layout.combine(bag, measured), reduced, measured, shapes)
+        return StepOutput(kept, layout.combine(metric_sums, measured), reduced, measured, shapes)
 
     return train_step
 
 
-def make_eval_step(loss_function: LossFunction, layout: Layout) -> Callable[[TrainState, Bag, Batch], Bag]:
+def make_eval_step(loss_function: LossFunction, layout: Layout) -> Callable[[TrainState, MetricSums, Batch], MetricSums]:
     """The function (state, bag, batch) -> bag, of the loss's metrics alone. Nothing is donated but the bag."""
 
-    def eval_step(state: TrainState, bag: Bag, batch: Batch) -> Bag:
+    def eval_step(state: TrainState, metric_sums: MetricSums, batch: Batch) -> MetricSums:
         params = parameters_to_evaluate(state.opt_state, state.params)
         loss = loss_function(params, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch), state.step)
-        return layout.combine(bag, loss_pairs(layout, loss), steps=False)
+        return layout.combine(metric_sums, loss_pairs(layout, loss), steps=False)
 
     return eval_step
 
@@ -189,17 +189,17 @@ def accumulate(
         )
 
     def add(one: Sums, other: Sums) -> Sums:
-        return _add(one, other)._replace(bag=layout.combine(one.bag, other.bag, steps=False))
+        return _add(one, other)._replace(metric_sums=layout.combine(one.metric_sums, other.metric_sums, steps=False))
 
     sums = _scan_sums(micro, add, batch)
-    return sums._replace(bag=_weighed(layout, sums)) if scales else sums
+    return sums._replace(metric_sums=_weighed(layout, sums)) if scales else sums
 
 
-def _weighed(layout: Layout, sums: Sums) -> Bag:
+def _weighed(layout: Layout, sums: Sums) -> MetricSums:
     """The total of a loss that is a dict weighs as much as its first term has targets: 1, if only other terms have any."""
     row = layout.names.index("loss")
     weight = jnp.where(sums.num_targets > 0, sums.num_targets, (sums.loss_sum != 0).astype(jnp.float32))
-    return sums.bag.at[row, 1].set(weight)
+    return sums.metric_sums.at[row, 1].set(weight)
 
 
 def _scan_sums(function: Callable, add: Callable, batch: Batch) -> Any:
@@ -217,7 +217,7 @@ def _scan_sums(function: Callable, add: Callable, batch: Batch) -> Any:
     return total
 
 
-def loss_pairs(layout: Layout, loss: Loss) -> Bag:
+def loss_pairs(layout: Layout, loss: Loss) -> MetricSums:
     return layout.pairs({"loss": (loss.loss_sum, loss.num_targets), **loss.parts})
 
 

@@ -19,7 +19,7 @@ from trainers.errors import UsageError
 from trainers.loop.inflight import STOP_REASONS
 from trainers.protocol import Loss
 from trainers.runtime.stop_reason import StopReason
-from trainers.step.host_flags import Verdict
+from trainers.step.host_flags import UpdateStatus
 
 HERE = "tests.unit.trainers.evaluation.test_validation:"
 
@@ -177,7 +177,7 @@ def test_an_evaluation_comes_before_the_save_at_its_step():
 
 
 def test_after_a_rollback_what_is_trained_again_is_evaluated_again():
-    world = World(max_steps=12, anomalies=AnomalyConfig(non_finite="rollback"), verdicts={7: Verdict.NON_FINITE})
+    world = World(max_steps=12, anomalies=AnomalyConfig(non_finite="rollback"), verdicts={7: UpdateStatus.NON_FINITE})
     steps = []
     world.loop.due = due(EvaluationConfig(every_steps=2))
     world.loop.evaluate = lambda state: steps.append(state) or state
@@ -194,7 +194,7 @@ def test_a_stop_does_not_wait_for_an_evaluation():
     world.loop.due = due(EvaluationConfig(every_steps=1, after_step=8))
     world.loop.evaluate = lambda state: steps.append(state) or state
     wanted = 1 + STOP_REASONS.index(StopReason.PREEMPTED)
-    world.loop.wishes.stop = lambda: wanted if world.dispatched == 5 else 0
+    world.loop.host_requests.stop = lambda: wanted if world.dispatched == 5 else 0
     assert world.loop.run(0) == (8, StopReason.PREEMPTED)
     assert steps == []
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from trainers.config import AnomalyConfig
 from trainers.loop.anomalies import Anomaly, decide
-from trainers.step.host_flags import REDUCED, Verdict, reduce_flags, update_stats
+from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats
 
-NON_FINITE, SPIKE = Verdict.NON_FINITE, Verdict.LOSS_SPIKE
+NON_FINITE, SPIKE = UpdateStatus.NON_FINITE, UpdateStatus.LOSS_SPIKE
 
 
 def anomaly(verdict=NON_FINITE, batch_index=20, loss=math.nan, expected=2.5):
@@ -152,18 +152,18 @@ def reduced(flags, loss=2.0, finite=True, stats=STATS, **settings):
 @pytest.mark.parametrize(
     ("skip", "batches", "loss", "finite", "settings", "verdict"),
     [
-        (0, (7, 7), 2.0, True, {}, Verdict.APPLIED),
-        (1, (7, 7), 2.0, True, {}, Verdict.ORDERED),
-        (1, (7, 7), np.nan, False, {}, Verdict.ORDERED),
+        (0, (7, 7), 2.0, True, {}, UpdateStatus.APPLIED),
+        (1, (7, 7), 2.0, True, {}, UpdateStatus.ORDERED),
+        (1, (7, 7), np.nan, False, {}, UpdateStatus.ORDERED),
         (0, (7, 7), np.nan, False, {}, NON_FINITE),
         (0, (7, 7), np.nan, False, {"loss_spike": "skip"}, NON_FINITE),
-        (0, (7, 7), 2.59, True, {"loss_spike": "skip"}, Verdict.APPLIED),
+        (0, (7, 7), 2.59, True, {"loss_spike": "skip"}, UpdateStatus.APPLIED),
         (0, (7, 7), 2.61, True, {"loss_spike": "skip"}, SPIKE),
-        (0, (7, 7), 2.61, True, {"loss_spike": "off"}, Verdict.APPLIED),
-        (0, (7, 7), 2.61, True, {"loss_spike": "skip", "spike_warmup_steps": 61}, Verdict.APPLIED),
-        (0, (7, 7), 0.1, True, {"loss_spike": "skip"}, Verdict.APPLIED),
-        (0, (7, 8), 2.0, True, {}, Verdict.OUT_OF_STEP),
-        (1, (8, 7), np.nan, False, {}, Verdict.OUT_OF_STEP),
+        (0, (7, 7), 2.61, True, {"loss_spike": "off"}, UpdateStatus.APPLIED),
+        (0, (7, 7), 2.61, True, {"loss_spike": "skip", "spike_warmup_steps": 61}, UpdateStatus.APPLIED),
+        (0, (7, 7), 0.1, True, {"loss_spike": "skip"}, UpdateStatus.APPLIED),
+        (0, (7, 8), 2.0, True, {}, UpdateStatus.OUT_OF_STEP),
+        (1, (8, 7), np.nan, False, {}, UpdateStatus.OUT_OF_STEP),
     ],
 )
 def test_the_verdict(skip, batches, loss, finite, settings, verdict):
@@ -179,7 +179,7 @@ def test_wishes_and_indices_of_all_hosts_come_out():
 
 def test_losses_that_hardly_vary_do_not_make_a_spike_of_chance():
     flat = {**STATS, "variance": np.float32(1e-12)}
-    assert reduced([[0, 0, 0, 0]], 2.1, stats=flat, loss_spike="skip")["verdict"] == Verdict.APPLIED
+    assert reduced([[0, 0, 0, 0]], 2.1, stats=flat, loss_spike="skip")["verdict"] == UpdateStatus.APPLIED
     assert reduced([[0, 0, 0, 0]], 2.2, stats=flat, loss_spike="skip")["verdict"] == SPIKE
 
 

@@ -269,7 +269,7 @@ class FastClock(BaseTrainer):
 
     def _build_loop(self, step, started_s):
         loop = super()._build_loop(step, started_s)
-        loop.wishes.clock = lambda: 1000 * time.monotonic()
+        loop.host_requests.clock = lambda: 1000 * time.monotonic()
         return loop
 
 

@@ -13,7 +13,7 @@ from trainers.callbacks.profiler import Profiler
 from trainers.config import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig, ProfileConfig
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
 from trainers.loop.hooks import Hooks
-from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, Limits, Retry, Wishes
+from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, HostRequests, Limits, Retry
 from trainers.loop.inflight import STOP_REASONS, Agreed, Window
 from trainers.loop.lineage import Lineage
 from trainers.loop.train_loop import Loop
@@ -21,7 +21,7 @@ from trainers.loop.triggers import Due, Epochs
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.metrics.publisher import BusyTime, Publisher, Seconds, Throughput
 from trainers.runtime.stop_reason import StopReason
-from trainers.step.host_flags import REDUCED, Verdict
+from trainers.step.host_flags import REDUCED, UpdateStatus
 from trainers.step.train_step import STEP_METRICS, StepOutput
 
 LAYOUT = Layout(("loss", *STEP_METRICS), (Kind.MEAN, *STEP_METRICS.values()))
@@ -47,7 +47,7 @@ class OnDevice:
     def copy_to_host_async(self): ...
 
 
-def reduced(stop=0, saves=0, verdict=Verdict.APPLIED, batch_index=0, newest=None, loss=1.0, expected=1.0):
+def reduced(stop=0, saves=0, verdict=UpdateStatus.APPLIED, batch_index=0, newest=None, loss=1.0, expected=1.0):
     """What the step gives back to all hosts."""
     values = (stop, saves, verdict, batch_index, batch_index if newest is None else newest)
     assert len(values) + 2 == len(REDUCED)
@@ -64,7 +64,7 @@ class World:
     `verdicts`: what the step says of a batch, the first time that it comes, unless it is told to skip it.
     """
 
-    def __init__(self, max_steps=40, every_steps=10, save_steps=None, wishes=None, anomalies=None, verdicts=None, skip=()):
+    def __init__(self, max_steps=40, every_steps=10, save_steps=None, host_requests=None, anomalies=None, verdicts=None, skip=()):
         self.touched, self.log, self.dispatched, self.asked = [], [], 0, []
         self.verdicts = verdicts or {}
         runtime.install(runtime.Runtime(lambda event: self.log.append((event["ev"], event.get("step")))))
@@ -77,7 +77,7 @@ class World:
             empty_bag=lambda: None,
             publisher=Publisher(every_steps, Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
             flags=SimpleNamespace(array=lambda *flags: flags),
-            wishes=wishes(limits) if wishes else Wishes(limits, None, clock=lambda: 0.0),
+            host_requests=host_requests(limits) if host_requests else HostRequests(limits, None, clock=lambda: 0.0),
             due=due(save_steps=save_steps),
             anomalies=anomalies or AnomalyConfig(),
             distributions=DistributionConfig(every_steps=20),
@@ -100,12 +100,12 @@ class World:
         self.log.append(("batch", k))
         return k
 
-    def step(self, state, bag, batch, flags):
+    def step(self, state, metric_sums, batch, flags):
         self.dispatched += 1
         self.asked.append(flags)
         stop, saves, skip, batch_index = flags
-        verdict = Verdict.ORDERED if skip else self.verdicts.pop(batch_index, Verdict.APPLIED)
-        told = reduced(stop, saves, verdict, batch_index, batch_index + (verdict is Verdict.OUT_OF_STEP))
+        verdict = UpdateStatus.ORDERED if skip else self.verdicts.pop(batch_index, UpdateStatus.APPLIED)
+        told = reduced(stop, saves, verdict, batch_index, batch_index + (verdict is UpdateStatus.OUT_OF_STEP))
         made = OnDevice(self, "bag", self.dispatched, np.ones((len(LAYOUT), 2)))
         rest = {"flags": told, "measured": [], "distributions": []}
         return StepOutput(state + 1, made, *(OnDevice(self, kind, self.dispatched, made) for kind, made in rest.items()))
@@ -207,24 +207,24 @@ def test_each_save_wish_is_granted_once():
 
 
 def test_a_wish_is_one_more_than_any_host_had():
-    wishes = Wishes(Limits(None, None), None, clock=lambda: 0.0)
+    host_requests = HostRequests(Limits(None, None), None, clock=lambda: 0.0)
     runtime.install(runtime.Runtime(lambda event: None))
-    assert wishes.wished_saves(Agreed(saves=3)) == 0
+    assert host_requests.requested_saves(Agreed(saves=3)) == 0
     runtime.current().request_save()
-    assert wishes.wished_saves(Agreed(saves=3)) == 4
-    assert wishes.wished_saves(Agreed(saves=4)) == 4
+    assert host_requests.requested_saves(Agreed(saves=3)) == 4
+    assert host_requests.requested_saves(Agreed(saves=4)) == 4
 
 
 def test_minutes_and_limits_are_wishes_by_this_hosts_clock():
     now = [1000.0]
-    wishes = Wishes(Limits(None, None, deadline_s=1130.0), save_minutes=1.0, clock=lambda: now[0])
-    assert (wishes.stop(), wishes.wished_saves(Agreed())) == (0, 0)
+    host_requests = HostRequests(Limits(None, None, deadline_s=1130.0), save_minutes=1.0, clock=lambda: now[0])
+    assert (host_requests.stop(), host_requests.requested_saves(Agreed())) == (0, 0)
     now[0] = 1061.0
-    assert wishes.wished_saves(Agreed()) == 1
+    assert host_requests.requested_saves(Agreed()) == 1
     now[0] = 1120.0
-    assert (wishes.stop(), wishes.wished_saves(Agreed())) == (0, 1)  # counted from the last wish
+    assert (host_requests.stop(), host_requests.requested_saves(Agreed())) == (0, 1)  # counted from the last wish
     now[0] = 1130.0
-    assert STOP_REASONS[wishes.stop() - 1] is StopReason.TIME_LIMIT
+    assert STOP_REASONS[host_requests.stop() - 1] is StopReason.TIME_LIMIT
 
 
 def test_the_window_holds_two_steps():
@@ -240,8 +240,8 @@ def test_the_window_holds_two_steps():
 
 
 def test_what_all_hosts_read_of_a_step():
-    agreed = Agreed.read(reduced(2, 3, Verdict.LOSS_SPIKE, 17, loss=9.5, expected=np.nan))
-    assert (agreed.stop_reason, agreed.saves, agreed.verdict) == (STOP_REASONS[1], 3, Verdict.LOSS_SPIKE)
+    agreed = Agreed.read(reduced(2, 3, UpdateStatus.LOSS_SPIKE, 17, loss=9.5, expected=np.nan))
+    assert (agreed.stop_reason, agreed.saves, agreed.verdict) == (STOP_REASONS[1], 3, UpdateStatus.LOSS_SPIKE)
     assert (agreed.batch_index, agreed.loss) == (17, 9.5)
     assert np.isnan(agreed.expected_loss)
 
@@ -322,13 +322,13 @@ def test_a_try_that_another_host_wished_counts():
 
 def test_a_failed_save_is_a_wish():
     now, failing = [0.0], [True]
-    wishes = Wishes(Limits(None, None), None, lambda: failing[0], clock=lambda: now[0])
+    host_requests = HostRequests(Limits(None, None), None, lambda: failing[0], clock=lambda: now[0])
     runtime.install(runtime.Runtime(lambda event: None))
-    assert wishes.wished_saves(Agreed()) == 0
+    assert host_requests.requested_saves(Agreed()) == 0
     now[0] = RETRY_FIRST_S
-    assert wishes.wished_saves(Agreed(saves=4)) == 5
-    wishes.saved()
-    assert wishes.wished_saves(Agreed(saves=5)) == 5
+    assert host_requests.requested_saves(Agreed(saves=4)) == 5
+    host_requests.saved()
+    assert host_requests.requested_saves(Agreed(saves=5)) == 5
 
 
 # ---------------------------------------------------------------------- batches that are not trained on
@@ -342,14 +342,14 @@ def test_batches_to_skip_are_flagged():
 
 
 def test_a_batch_that_the_step_skipped_is_told_and_remembered():
-    world = World(max_steps=9, verdicts={4: Verdict.NON_FINITE})
+    world = World(max_steps=9, verdicts={4: UpdateStatus.NON_FINITE})
     assert world.loop.run(0) == (9, StopReason.MAX_STEPS)
     assert world.loop.lineage.skipped == {4}
     assert [kind for kind, _ in world.log].count("anomaly") == 1
 
 
 def test_a_save_knows_the_verdicts_on_all_batches_before_it():
-    world = World(max_steps=9, save_steps=5, verdicts={4: Verdict.NON_FINITE})
+    world = World(max_steps=9, save_steps=5, verdicts={4: UpdateStatus.NON_FINITE})
     known = []
     world.loop.save = lambda state: known.append((state, set(world.loop.lineage.skipped)))
     world.loop.run(0)
@@ -358,7 +358,7 @@ def test_a_save_knows_the_verdicts_on_all_batches_before_it():
 
 def test_a_rollback_goes_back_and_leaves_the_batches_out():
     config = AnomalyConfig(non_finite="rollback", skip_before=2)
-    world = World(max_steps=12, anomalies=config, verdicts={7: Verdict.NON_FINITE})
+    world = World(max_steps=12, anomalies=config, verdicts={7: UpdateStatus.NON_FINITE})
     state, reason = world.loop.run(0)
     assert (state, reason) == (12, StopReason.MAX_STEPS)
     assert [entry for entry in world.log if entry[0] == "go_back"] == [("go_back", 5)]
@@ -370,7 +370,7 @@ def test_a_rollback_goes_back_and_leaves_the_batches_out():
 
 def test_an_anomaly_in_the_last_steps_is_found_before_the_end_and_before_a_save():
     config = AnomalyConfig(non_finite="rollback")
-    world = World(max_steps=8, save_steps=4, anomalies=config, verdicts={3: Verdict.NON_FINITE, 7: Verdict.NON_FINITE})
+    world = World(max_steps=8, save_steps=4, anomalies=config, verdicts={3: UpdateStatus.NON_FINITE, 7: UpdateStatus.NON_FINITE})
     assert world.loop.run(0)[0] == 8
     assert [entry for entry in world.log if entry[0] in ("save", "go_back")] == [("go_back", 3), ("save", 4), ("go_back", 7)]
 
@@ -378,8 +378,8 @@ def test_an_anomaly_in_the_last_steps_is_found_before_the_end_and_before_a_save(
 @pytest.mark.parametrize(
     ("verdict", "config", "error"),
     [
-        (Verdict.NON_FINITE, AnomalyConfig(non_finite="raise"), NonFiniteLossError),
-        (Verdict.LOSS_SPIKE, AnomalyConfig(loss_spike="raise"), LossSpikeError),
+        (UpdateStatus.NON_FINITE, AnomalyConfig(non_finite="raise"), NonFiniteLossError),
+        (UpdateStatus.LOSS_SPIKE, AnomalyConfig(loss_spike="raise"), LossSpikeError),
     ],
 )
 def test_a_policy_may_want_an_error(verdict, config, error):
@@ -391,7 +391,7 @@ def test_hosts_out_of_step_are_an_error_that_names_the_step():
     with pytest.raises(
         DesyncError, match=r"out of step at batch 3: .* batches 3 to 4 \(host 0 at 3\); .* skipped or repeated a step"
     ):
-        World(verdicts={3: Verdict.OUT_OF_STEP}).loop.run(0)
+        World(verdicts={3: UpdateStatus.OUT_OF_STEP}).loop.run(0)
 
 
 def test_waiting_is_no_business():

@@ -112,8 +112,8 @@ def test_a_part_may_not_take_the_name_of_what_the_step_measures():
 def test_a_count_is_exact_where_float32_is_not(total):
     layout = Layout(("total_tokens",), (Kind.COUNT,))
     new = layout.pairs({"total_tokens": count(jnp.array([total >> 32, total & 0xFFFFFFFF], jnp.uint32))})
-    bag = layout.combine(layout.combine(jnp.asarray(layout.zeros()), jnp.array([[3.0, 4.0]])), new)
-    kept = layout.combine(bag, jnp.asarray(layout.zeros()))  # a batch that was skipped says nothing
+    metric_sums = layout.combine(layout.combine(jnp.asarray(layout.zeros()), jnp.array([[3.0, 4.0]])), new)
+    kept = layout.combine(metric_sums, jnp.asarray(layout.zeros()))  # a batch that was skipped says nothing
     assert layout.read(np.asarray(kept)) == {"total_tokens": total}
     assert float(scalars(layout, new)["total_tokens"]) == total
 

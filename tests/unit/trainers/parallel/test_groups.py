@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from trainers.config import MeshConfig
-from trainers.parallel.groups import AXES, ROOT, gang, gangs
+from trainers.parallel.groups import AXES, ROOT, mesh_group, mesh_groups
 from trainers.parallel.mesh import make_mesh
 
 
@@ -17,7 +17,7 @@ def mesh():
 
 def test_each_device_has_its_place_in_each_gang(mesh):
     for number, device in enumerate(mesh.devices.flat):
-        found = gangs(mesh, device)
+        found = mesh_groups(mesh, device)
         ranks = {name: (one.rank, one.size) for name, one in found.items()}
         assert ranks[ROOT] == (number, 8)
         assert [ranks[name] for name in ("data", "fsdp", "tensor")] == [(number // 4, 2), (number // 2 % 2, 2), (number % 2, 2)]
@@ -27,19 +27,19 @@ def test_each_device_has_its_place_in_each_gang(mesh):
 
 def test_those_of_a_gang_agree_on_it(mesh):
     for name in (ROOT, *AXES):
-        groups = {gang(mesh, name, device).devices for device in mesh.devices.flat}
+        groups = {mesh_group(mesh, name, device).devices for device in mesh.devices.flat}
         members = [device for group in groups for device in group]
         assert sorted(members, key=lambda device: device.id) == sorted(mesh.devices.flat, key=lambda device: device.id), name
 
 
 def test_hosts_of_a_gang_are_counted_once(mesh):
-    found = gang(mesh, "data")
+    found = mesh_group(mesh, "data")
     assert (found.hosts, found.num_hosts, found.host_rank) == ((0,), 1, 0)
 
 
 def test_what_is_no_gang_is_an_error(mesh):
     with pytest.raises(ValueError, match="there is no gang 'model': expected one of root, data, fsdp, tensor"):
-        gang(mesh, "model")
+        mesh_group(mesh, "model")
     small = make_mesh(MeshConfig(), jax.devices()[:2])
     with pytest.raises(ValueError, match="is not in the mesh of 2 devices"):
-        gang(small, "data", jax.devices()[5])
+        mesh_group(small, "data", jax.devices()[5])

@@ -14,7 +14,7 @@ from trainers.base import BaseTrainer
 from trainers.config import LossScaleConfig
 from trainers.errors import LossScaleError
 from trainers.protocol import Loss
-from trainers.step.host_flags import Verdict
+from trainers.step.host_flags import UpdateStatus
 from trainers.step.loss_scale import update_scaler
 
 TOO_LARGE = 2.0**22
@@ -54,11 +54,11 @@ def test_the_scale_follows_the_rule():
     update = jax.jit(lambda scaler, verdict: update_scaler(scaler, verdict, config))
     scaler = {"scale": jnp.float32(64.0), "good_steps": jnp.int32(0)}
     scale, good_steps = 64.0, 0
-    others = (Verdict.ORDERED, Verdict.NON_FINITE, Verdict.LOSS_SPIKE)
-    for verdict in np.random.default_rng(0).choice([Verdict.APPLIED] * 8 + [Verdict.OVERFLOW, *others], 200):
-        if verdict == Verdict.OVERFLOW:
+    others = (UpdateStatus.ORDERED, UpdateStatus.NON_FINITE, UpdateStatus.LOSS_SPIKE)
+    for verdict in np.random.default_rng(0).choice([UpdateStatus.APPLIED] * 8 + [UpdateStatus.OVERFLOW, *others], 200):
+        if verdict == UpdateStatus.OVERFLOW:
             scale, good_steps = scale / 4, 0
-        elif verdict == Verdict.APPLIED:
+        elif verdict == UpdateStatus.APPLIED:
             good_steps += 1
             if good_steps == 3:
                 scale, good_steps = scale * 4, 0
@@ -68,7 +68,7 @@ def test_the_scale_follows_the_rule():
 
 def test_the_scale_never_becomes_infinite():
     config = LossScaleConfig(window_steps=1)
-    scaler = update_scaler({"scale": jnp.float32(2.0**127), "good_steps": jnp.int32(0)}, jnp.int32(Verdict.APPLIED), config)
+    scaler = update_scaler({"scale": jnp.float32(2.0**127), "good_steps": jnp.int32(0)}, jnp.int32(UpdateStatus.APPLIED), config)
     assert float(scaler["scale"]) == 2.0**127
 
 
