@@ -57,7 +57,7 @@ def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = 
     if gang is None:
         raise NoRunError(f"the run in {run_dir} does not go on now: there is no gang of it")
     connect(gang["address"])
-    agents = find_agents(gang["gang"]["seats"])
+    agents = find_agents(gang["gang"]["slots"])
     if not agents:
         raise NoRunError(f"the run in {run_dir} does not go on now: none of its agents is in the Ray cluster {gang['address']}")
     order = {"cmd": "profile", "id": uuid.uuid4().hex[:12], "steps": steps}
@@ -74,10 +74,10 @@ def connect(address: str) -> None:
         raise NoRunError(f"its Ray cluster, {address}, cannot be reached from here ({error}): is the run over?") from error
 
 
-def find_agents(seats: Sequence[dict[str, Any]]) -> list[Any]:
+def find_agents(slots: Sequence[dict[str, Any]]) -> list[Any]:
     from cluster.placement.cleanup import find_agent
 
-    return [agent for agent in (find_agent(seat["name"]) for seat in seats) if agent is not None]
+    return [agent for agent in (find_agent(slot["name"]) for slot in slots) if agent is not None]
 
 
 def ask(agents: Sequence[Any], order: dict[str, Any], hosts: Sequence[int], timeout_s: float) -> list[Outcome]:

@@ -25,7 +25,7 @@ from cluster.agent.hang_monitor import Watch
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
 from cluster.agent.machine import place
 from cluster.agent.precompile import Rehearsal
-from cluster.agent.process_record import Life, note, post_mortem
+from cluster.agent.process_record import ProcessRecord, note, post_mortem
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import WatchdogConfig
 from cluster.hosts.process_env import PRIVATE_UMASK
@@ -77,7 +77,7 @@ class HostAgent:
         self._waiting = False
         """Whether a `go` waits for a process to give them to."""
         self._watch: Watch | None = None
-        self._current: Life | None = None
+        self._current: ProcessRecord | None = None
         self._notice: Event | None = None
         self._closed = False
         own = {name: os.path.expanduser(value) for name, value in env.items()}
@@ -283,7 +283,7 @@ class HostAgent:
 
     # ------------------------------------------------------------------ a generation
 
-    def _take_standby(self, orders: dict[str, Any]) -> Life:
+    def _take_standby(self, orders: dict[str, Any]) -> ProcessRecord:
         config = WatchdogConfig(**orders.get("limits") or {})
         with self._changed:
             self._check_free(orders)
@@ -321,11 +321,11 @@ class HostAgent:
         """Whether there is something to take, and nothing of an earlier generation that holds the devices."""
         return self._standby.settled() and not self._dying()
 
-    def _dying(self) -> Life | None:
+    def _dying(self) -> ProcessRecord | None:
         """The process of the newest generation but one, if it was killed and is still there."""
         return self._current if self._current is not None and self._current.dying else None
 
-    def _begin(self, life: Life, orders: dict[str, Any]) -> None:
+    def _begin(self, life: ProcessRecord, orders: dict[str, Any]) -> None:
         self._current, life.generation = life, orders["generation"]
         for event in life.early_events:
             self._tell(event)
@@ -345,7 +345,7 @@ class HostAgent:
         self._events.append({**event, "generation": self._orders["generation"] if self._orders else None})
         self._changed.notify_all()
 
-    def _on_event(self, life: Life, event: Event) -> None:
+    def _on_event(self, life: ProcessRecord, event: Event) -> None:
         kind = event.get("ev")
         with self._changed:
             life.note(event)
@@ -364,7 +364,7 @@ class HostAgent:
             if kind == "first_step" and self._standby.life is None:  # not before: it would slow the recovery down
                 self._standby.want()
 
-    def _on_exit(self, life: Life, how: Exit) -> None:
+    def _on_exit(self, life: ProcessRecord, how: Exit) -> None:
         log_tail = life.child.log_tail()  # without the lock: a disk may hang
         self._logs.copy()
         with self._changed:
@@ -375,7 +375,7 @@ class HostAgent:
                 self._standby.ended(life)
             self._changed.notify_all()
 
-    def _on_current_exit(self, life: Life) -> None:
+    def _on_current_exit(self, life: ProcessRecord) -> None:
         if self._watch is not None and not self._waiting:
             self._watch.end()
         if not life.halted and life.exit is not None:
@@ -391,7 +391,7 @@ class HostAgent:
                 due_s = self._watch.act(self._watched()) if self._watch is not None else LOOK_S
                 self._changed.wait(min(due_s, LOOK_S))
 
-    def _watched(self) -> Life | None:
+    def _watched(self) -> ProcessRecord | None:
         """The process that is, or is about to be, the one of the newest generation."""
         return self._standby.life if self._waiting else self._current
 
@@ -422,7 +422,7 @@ class HostAgent:
 
     # ------------------------------------------------------------------ what it says
 
-    def _log_of(self, life: Life | None) -> dict[str, Any]:
+    def _log_of(self, life: ProcessRecord | None) -> dict[str, Any]:
         """Where the log of a process is: on this machine, and its copy."""
         path = life.child.log_path if life else None
         return {"log_path": path, "log_copy": self._logs.copy_of(path) if path else None}

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.agent import stack_dump
 from cluster.agent.event_log import Event
-from cluster.agent.process_record import Life
+from cluster.agent.process_record import ProcessRecord
 from cluster.agent.watchdog import Alarm, Watchdog, WatchdogConfig
 
 STACKS_GRACE_S = 0.5
@@ -35,7 +35,7 @@ class Watch:
         if not self._worth_keeping(now_s):
             self.stacks = None
 
-    def act(self, life: Life | None) -> float:
+    def act(self, life: ProcessRecord | None) -> float:
         """Does what is due for this process (None: it has not been started). Returns when to look again, in seconds from now."""
         if self._ended:
             return float("inf")
@@ -46,7 +46,7 @@ class Watch:
                 self._tell_overdue(alarm, life)
         return self._watchdog.next_look_s(time.monotonic())
 
-    def want_stacks(self, life: Life | None, timeout_s: float) -> None:
+    def want_stacks(self, life: ProcessRecord | None, timeout_s: float) -> None:
         """Another host hangs: takes them, if that has not been done, though here nothing may be suspicious. Waits for them."""
         self._wanted = True
         if self.stacks is None and not self._ended:
@@ -60,13 +60,13 @@ class Watch:
         """The process is gone."""
         self._ended = True
 
-    def _take_stacks(self, life: Life | None) -> None:
+    def _take_stacks(self, life: ProcessRecord | None) -> None:
         if life is not None and not self._taking:
             self._taking = True
             # On a thread of its own: reading a process may take seconds, and nothing must wait for that.
             threading.Thread(target=self._read_stacks, args=(life,), name=f"stacks of {life.child.pid}", daemon=True).start()
 
-    def _read_stacks(self, life: Life) -> None:
+    def _read_stacks(self, life: ProcessRecord) -> None:
         text = stack_dump.stacks(life.child)
         with self._changed:
             self._taking = False
@@ -81,7 +81,7 @@ class Watch:
     def _wait_for_stacks(self, timeout_s: float) -> None:
         self._changed.wait_for(lambda: not self._taking, timeout_s)
 
-    def _log_tail(self, life: Life | None) -> list[str]:
+    def _log_tail(self, life: ProcessRecord | None) -> list[str]:
         """The end of its log, if it can be read in time: the lock is not held meanwhile, for a disk may hang."""
         if life is None:
             return []
@@ -96,7 +96,7 @@ class Watch:
         self._changed.wait_for(lambda: bool(found), STACKS_GRACE_S)
         return found[0] if found else ["(its log could not be read in time)"]
 
-    def _tell_overdue(self, alarm: Alarm, life: Life | None) -> None:
+    def _tell_overdue(self, alarm: Alarm, life: ProcessRecord | None) -> None:
         self._wait_for_stacks(STACKS_GRACE_S)
         log_tail = self._log_tail(life)
         event = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.agent.child_process import Exit, spawn
 from cluster.agent.logs import Logs
-from cluster.agent.process_record import Life
+from cluster.agent.process_record import ProcessRecord
 
 NICENESS = 10
 """The training comes first; but where it takes all cores, this still comes to an end (a tenth of a core at least)."""
@@ -23,7 +23,7 @@ class Rehearsal:
     def __init__(self, module: str, env: Mapping[str, str], logs: Logs):
         self._module, self._env, self._logs = module, env, logs
         self._turn, self._lock = threading.Lock(), threading.Lock()
-        self._life: Life | None = None
+        self._life: ProcessRecord | None = None
         self._closed = False
 
     def run(self, preparation: dict[str, Any], orders: dict[str, Any], timeout_s: float) -> str | None:
@@ -54,13 +54,13 @@ class Rehearsal:
         with self._turn:
             pass
 
-    def _start(self, preparation: dict[str, Any], orders: dict[str, Any]) -> tuple[Life | None, threading.Event]:
+    def _start(self, preparation: dict[str, Any], orders: dict[str, Any]) -> tuple[ProcessRecord | None, threading.Event]:
         ended = threading.Event()
         log_path, _ = self._logs.new(f"rehearsals-{os.getpid()}.log")
         with self._lock:
             if self._closed:
                 return None, ended
-            life = self._life = Life(spawn(self._module, env=self._env, first_line=preparation, log_path=log_path))
+            life = self._life = ProcessRecord(spawn(self._module, env=self._env, first_line=preparation, log_path=log_path))
         os.setpriority(os.PRIO_PROCESS, life.child.pid, NICENESS)
         life.child.send(orders)
 
@@ -73,7 +73,7 @@ class Rehearsal:
         return life, ended
 
 
-def _problem(life: Life, in_time: bool, timeout_s: float) -> str:
+def _problem(life: ProcessRecord, in_time: bool, timeout_s: float) -> str:
     if not in_time:
         return f"not done within {timeout_s:g} s (phase {life.phase})"
     if life.halted:

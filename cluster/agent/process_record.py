@@ -11,7 +11,7 @@ from cluster.agent.child_process import ChildProcess, Exit
 from cluster.agent.event_log import Event
 
 
-class Life:
+class ProcessRecord:
     """One training process, from its time as a standby to its end. Guarded by its agent's lock."""
 
     def __init__(self, child: ChildProcess):
@@ -95,7 +95,7 @@ def note(message: str) -> Event:
     return {"t": time.time(), "ev": "note", "message": message}
 
 
-def post_mortem(life: Life | None) -> dict[str, Any]:
+def post_mortem(life: ProcessRecord | None) -> dict[str, Any]:
     """What is known of a process after its end; of none, if there was none. Its `exit` is None if its agent killed it."""
     return {
         "pid": life.child.pid if life else None,

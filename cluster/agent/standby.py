@@ -10,7 +10,7 @@ from typing import Any
 from cluster.agent.child_process import Exit, spawn
 from cluster.agent.event_log import Event
 from cluster.agent.logs import Logs
-from cluster.agent.process_record import Life, note
+from cluster.agent.process_record import ProcessRecord, note
 
 MAX_DEATHS = 3
 """Standbys that may be killed from outside, one after the other, before that is a failure like any other."""
@@ -26,11 +26,11 @@ class Standby:
         env: Mapping[str, str],
         logs: Logs,
         changed: threading.Condition,
-        on_event: Callable[[Life, Event], None],
-        on_exit: Callable[[Life, Exit], None],
+        on_event: Callable[[ProcessRecord, Event], None],
+        on_exit: Callable[[ProcessRecord, Exit], None],
     ):
         self.module = module
-        self.life: Life | None = None
+        self.life: ProcessRecord | None = None
         self.preparation: dict[str, Any] | None = None
         self.spawn_error: OSError | None = None
         self._env, self._logs, self._changed = env, logs, changed
@@ -40,7 +40,7 @@ class Standby:
         # The children die with the thread that starts them, and Ray's threads come and go: this one stays.
         threading.Thread(target=self._run, name="spawner", daemon=True).start()
 
-    def prepare(self, preparation: dict[str, Any]) -> Life | None:
+    def prepare(self, preparation: dict[str, Any]) -> ProcessRecord | None:
         """Starts a standby with this preparation. Returns one that had another, or is dead: its end is the caller's to see to."""
         if self.life is not None and preparation == self.preparation and self.life.alive:
             return None
@@ -58,14 +58,14 @@ class Standby:
         """Whether there is something to take: a warm process, a dead one, or the reason why there is none."""
         return self.spawn_error is not None or (self.life is not None and (self.life.warm or not self.life.alive))
 
-    def take(self) -> Life | None:
+    def take(self) -> ProcessRecord | None:
         """Hands the standby over as it is. Raises RuntimeError if none can be started."""
         if self.spawn_error is not None:
             raise RuntimeError(f"cannot start `{self.module}`: {self.spawn_error}") from self.spawn_error
         life, self.life, self._deaths = self.life, None, 0
         return life
 
-    def ended(self, life: Life) -> None:
+    def ended(self, life: ProcessRecord) -> None:
         """The standby has ended: another one follows, unless it would end in the same way."""
         assert life.exit is not None
         if life.excusable() and self._deaths < MAX_DEATHS:
@@ -74,7 +74,7 @@ class Standby:
         else:
             life.early_events.append(life.exit)
 
-    def close(self) -> Life | None:
+    def close(self) -> ProcessRecord | None:
         """No more are started. Returns the last one."""
         self._closed = True
         self._changed.notify_all()
@@ -88,7 +88,7 @@ class Standby:
             return "failed"
         return "warm" if self.life.warm else "starting"
 
-    def describe_slow(self, life: Life | None, waited_s: float) -> str:
+    def describe_slow(self, life: ProcessRecord | None, waited_s: float) -> str:
         """Why nothing was ready to be taken after this time; `life` was taken. It reads a log: not under the lock."""
         if self.preparation is None:
             return f"no preparation has come within {waited_s:g} s; call prepare"
@@ -122,7 +122,7 @@ class Standby:
                 self.spawn_error = error
                 self._changed.notify_all()
             return
-        life = Life(child)
+        life = ProcessRecord(child)
         if trouble:
             life.early_events.append(note(trouble))
         with self._changed:

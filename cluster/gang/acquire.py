@@ -13,7 +13,7 @@ from cluster.gang.slice_gang import SliceGang
 from cluster.gang.slots import AgentMaker
 from cluster.hosts.config import HostsConfig
 from cluster.placement.cleanup import clear
-from cluster.placement.waits import Attend, do_nothing
+from cluster.placement.waits import CheckStop, do_nothing
 
 __all__ = ["AdoptError", "GangTimeout", "StaleDriver", "adopt", "clear", "reserve"]
 
@@ -33,20 +33,20 @@ def reserve(
     module: str = TRAINING_MODULE,
     avoid_nodes: Sequence[str] = (),
     timeout_s: float | None = None,
-    attend: Attend = do_nothing,
+    check_stop: CheckStop = do_nothing,
 ) -> Gang:
     """Takes the machines of the gang and starts an agent on each: at least `min_hosts`, all of those or none.
 
-    More seats, up to `num_hosts` and for spares, are asked for at once; after at most `config.wait_for_max_s` the gang begins
+    More slots, up to `num_hosts` and for spares, are asked for at once; after at most `config.wait_for_max_s` the gang begins
     with what there is of them. `run_name` must be unique among the cluster's runs. `log_dir` is a folder that the
     machines share, or a URL: the logs are copied there. `~` in `cache_dir` is the machine's. Raises GangTimeout, with nothing
-    left reserved, if the machines are not there within `timeout_s` (default: the configuration's); and likewise what `attend`
+    left reserved, if the machines are not there within `timeout_s` (default: the configuration's); and likewise what `check_stop`
     raises, which is called at least once a second.
     """
     maker = AgentMaker(config, run_name, epoch=epoch, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module)
     gang = KINDS[config.kind](maker, avoid_nodes)
     try:
-        gang.take_hosts(config.start_timeout_s if timeout_s is None else timeout_s, attend)
+        gang.take_hosts(config.start_timeout_s if timeout_s is None else timeout_s, check_stop)
     except BaseException:  # an interrupt too must leave nothing behind
         gang.release()
         raise
@@ -63,15 +63,15 @@ def adopt(
     lease_s: float = LEASE_S,
     cache_dir: str = CACHE_DIR,
     module: str = TRAINING_MODULE,
-    attend: Attend = do_nothing,
+    check_stop: CheckStop = do_nothing,
 ) -> Gang:
     """Takes the lead of the agents that another driver's gang had when it wrote `record`, and removes what else the run has in
-    the cluster. Seats that are no members and do not answer become pending ones; `leads` says what each member is at.
+    the cluster. Slots that are no members and do not answer become pending ones; `leads` says what each member is at.
 
     Raises AdoptError unless all hosts of the newest generation answer: `clear` and `reserve` then. Raises StaleDriver if a driver
-    with a newer epoch leads them. What `attend` raises ends the wait; the gang is as it was, but has heard of this driver.
+    with a newer epoch leads them. What `check_stop` raises ends the wait; the gang is as it was, but has heard of this driver.
     """
     maker = AgentMaker(config, run_name, epoch=epoch, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module)
     gang = KINDS[config.kind](maker)
-    gang.take_over(record, attend)
+    gang.take_over(record, check_stop)
     return gang

@@ -14,15 +14,15 @@ class AdoptError(Exception):
 
 
 def newest_generation(leads: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The seats of the newest generation's hosts, in host order. `leads`: what the agent on each seat said (`HostAgent.lead`).
+    """The slots of the newest generation's hosts, in host order. `leads`: what the agent on each slot said (`HostAgent.lead`).
 
     Raises AdoptError if the agent of one of its hosts is not among them.
     """
-    ordered = {seat: lead["orders"] for seat, lead in leads.items() if lead["orders"] is not None}
+    ordered = {slot: lead["orders"] for slot, lead in leads.items() if lead["orders"] is not None}
     newest = max((orders["generation"] for orders in ordered.values()), default=None)
     if newest is None:
         raise AdoptError("no agent has orders for a generation" if leads else "no agent answers")
-    hosts = {orders["host"]: seat for seat, orders in ordered.items() if orders["generation"] == newest}
+    hosts = {orders["host"]: slot for slot, orders in ordered.items() if orders["generation"] == newest}
     num_hosts = next(orders["num_hosts"] for orders in ordered.values() if orders["generation"] == newest)
     missing = [host for host in range(num_hosts) if host not in hosts]
     if missing:

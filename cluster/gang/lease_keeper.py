@@ -42,32 +42,32 @@ class LeaseKeeper:
         self._interval_s, self._call, self._clock, self._start = lease_s / CALLS_PER_LEASE, call, clock, start
         self._lock = threading.Lock()
         self._agents: dict[int, Any] = {}
-        """By seat number."""
+        """By slot number."""
         self._due: list[tuple[float, int]] = []
-        """When to call whom next (a heap), each seat once. One that was dropped leaves it when it is due."""
+        """When to call whom next (a heap), each slot once. One that was dropped leaves it when it is due."""
         self._scheduled: set[int] = set()
         self._asked: dict[int, tuple[Any, float]] = {}
-        """By seat: the call that has no answer yet, and since when. Only the thread uses it."""
+        """By slot: the call that has no answer yet, and since when. Only the thread uses it."""
         self._heard_s = clock()
         self._stale: StaleDriver | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def keep(self, seat: int, agent: Any) -> None:
-        """From now on also the lease of this agent; in place of another one in the same seat."""
+    def keep(self, slot: int, agent: Any) -> None:
+        """From now on also the lease of this agent; in place of another one in the same slot."""
         with self._lock:
-            self._agents[seat] = agent
-            if seat not in self._scheduled:
-                self._scheduled.add(seat)
-                heapq.heappush(self._due, (self._clock() + random.random() * self._interval_s, seat))
+            self._agents[slot] = agent
+            if slot not in self._scheduled:
+                self._scheduled.add(slot)
+                heapq.heappush(self._due, (self._clock() + random.random() * self._interval_s, slot))
             if self._thread is None and self._start and not self._stopped.is_set():
                 self._thread = threading.Thread(target=self._run, name="lease-keeper", daemon=True)
                 self._thread.start()
 
-    def drop(self, seat: int) -> None:
-        """Leaves the agent in this seat alone, if it had any."""
+    def drop(self, slot: int) -> None:
+        """Leaves the agent in this slot alone, if it had any."""
         with self._lock:
-            self._agents.pop(seat, None)
+            self._agents.pop(slot, None)
 
     def heard(self) -> None:
         """The driver's thread is alive. Raises StaleDriver if an agent has answered that a newer driver leads it."""
@@ -84,8 +84,8 @@ class LeaseKeeper:
         self._take_answers()
         with self._lock:
             agents = self._take_due()
-        for seat, agent in agents:
-            self._asked[seat] = (self._call(agent), self._clock())
+        for slot, agent in agents:
+            self._asked[slot] = (self._call(agent), self._clock())
 
     def _take_due(self) -> list[tuple[int, Any]]:
         now_s = self._clock()
@@ -93,24 +93,24 @@ class LeaseKeeper:
             return []
         found = []
         while self._due and self._due[0][0] <= now_s:
-            _, seat = heapq.heappop(self._due)
-            if seat not in self._agents:
-                self._scheduled.remove(seat)
+            _, slot = heapq.heappop(self._due)
+            if slot not in self._agents:
+                self._scheduled.remove(slot)
                 continue
-            heapq.heappush(self._due, (now_s + self._interval_s, seat))
-            if seat not in self._asked:  # calls to one that is frozen must not pile up
-                found.append((seat, self._agents[seat]))
+            heapq.heappush(self._due, (now_s + self._interval_s, slot))
+            if slot not in self._asked:  # calls to one that is frozen must not pile up
+                found.append((slot, self._agents[slot]))
         return found
 
     def _take_answers(self) -> None:
         refs = [ref for ref, _ in self._asked.values()]
         ready = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
         old_s = self._clock() - 2 * self._interval_s  # an answer that is so late may have been lost: the agent is asked again
-        for seat, (ref, asked_s) in list(self._asked.items()):
+        for slot, (ref, asked_s) in list(self._asked.items()):
             if ref in ready:
                 self._take_answer(ref)
             if ref in ready or asked_s < old_s:
-                del self._asked[seat]
+                del self._asked[slot]
 
     def _take_answer(self, ref: Any) -> None:
         try:

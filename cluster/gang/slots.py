@@ -1,4 +1,4 @@
-"""Seats: room for one host of a run each, and the agents in them."""
+"""Slots: room for one host of a run each, and the agents in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.agent.agent import HostAgent
 from cluster.gang.steward import LEASE_GROUP, hire
 from cluster.hosts.config import HostsConfig, bundle
 from cluster.hosts.process_env import process_env
-from cluster.placement.bundles import Place
+from cluster.placement.bundles import Bundle
 from cluster.placement.cleanup import NAMESPACE, agent_name
 
 MAX_CONCURRENCY = 16
@@ -21,12 +21,12 @@ MAX_CONCURRENCY = 16
 
 
 @dataclass(eq=False)
-class Seat:
+class Slot:
     """Room for one host, and the agent in it, which may not be there yet. The number stays when agent and place change."""
 
     number: int
     """It names the logs of what runs here."""
-    place: Place
+    place: Bundle
     name: str
     """Of the agent; every agent has another one."""
     agent: Any
@@ -45,7 +45,7 @@ class Seat:
     """When to look whether another place has room for it, as long as no agent answers."""
     lost: bool = False
     """Whether the gang's owner has given its agent up: the one that is to come is nobody's member yet."""
-    vacant: bool = False
+    unassigned: bool = False
     """Whether no agent was asked for since the last one was given up."""
     avoid_nodes: tuple[str, ...] = ()
     """Where it shall not come to sit: what `Gang.lose` was last told."""
@@ -77,7 +77,7 @@ class AgentMaker:
         """Asks Ray for an actor that gives the run's groups back should nobody else; returns its name and its handle."""
         return hire(self.run_name, self.epoch, self.lease_s)
 
-    def create(self, place: Place, number: int) -> tuple[str, Any]:
+    def create(self, place: Bundle, number: int) -> tuple[str, Any]:
         """Asks Ray for an agent in this place; returns its name and its handle. It need not run yet: calls to it wait."""
         need = bundle(self.config)
         name = agent_name(self.run_name, number, self.epoch, next(self._counter))

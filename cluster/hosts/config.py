@@ -195,14 +195,14 @@ def hosts_at_a_time(config: HostsConfig) -> int:
     return hosts_per_slice(config) if config.kind == "tpu" else 1
 
 
-def seats_of_slices(config: HostsConfig, numbers: Collection[int]) -> set[int]:
-    """These seats, and those that share a TPU slice with one of them."""
+def slots_of_slices(config: HostsConfig, numbers: Collection[int]) -> set[int]:
+    """These slots, and those that share a TPU slice with one of them."""
     size = hosts_at_a_time(config)
     return {number // size * size + worker for number in numbers for worker in range(size)}
 
 
-def seats_of_whole_slices(config: HostsConfig, numbers: Collection[int]) -> set[int]:
-    """Those of these seats whose TPU slice is complete among them."""
+def slots_of_whole_slices(config: HostsConfig, numbers: Collection[int]) -> set[int]:
+    """Those of these slots whose TPU slice is complete among them."""
     size, there = hosts_at_a_time(config), set(numbers)
     counts = Counter(number // size for number in there)
     return {number for number in there if counts[number // size] == size}

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from cluster.placement import placement_groups
-from cluster.placement.waits import Attend, do_nothing, wait_until
+from cluster.placement.waits import CheckStop, do_nothing, wait_until
 
 NAMESPACE = "gangway"
 CLEAR_TIMEOUT_S = 20.0
@@ -31,17 +31,17 @@ def steward_name(run_name: str, *numbers: int) -> str:
 
 
 def group_name(run_name: str, *numbers: int) -> str:
-    """Of the group of a single seat; without numbers, of the one that all hosts share that the run cannot do without."""
-    return f"{run_name}-seat-{_joined(numbers)}" if numbers else f"{run_name}-gang"
+    """Of the group of a single slot; without numbers, of the one that all hosts share that the run cannot do without."""
+    return f"{run_name}-slot-{_joined(numbers)}" if numbers else f"{run_name}-gang"
 
 
 def clear(
-    run_name: str, timeout_s: float = CLEAR_TIMEOUT_S, keep: Collection[str] = (), attend: Attend = do_nothing
+    run_name: str, timeout_s: float = CLEAR_TIMEOUT_S, keep: Collection[str] = (), check_stop: CheckStop = do_nothing
 ) -> list[str]:
     """Removes what earlier drivers of this run left in the cluster: agents, groups that hold machines or wait for them, stewards.
 
     Returns their names. Those in `keep` stay. Agents and groups live on without their driver, so that a new one can adopt them;
-    only one driver of a run may call this. What `attend` raises ends only the wait for their end.
+    only one driver of a run may call this. What `check_stop` raises ends only the wait for their end.
     """
     left = {key: name for key, name in _groups_of(run_name).items() if name not in keep}
     agents = [name for name in _agents_of(run_name) if name not in keep]
@@ -58,7 +58,7 @@ def clear(
     def cleared() -> bool:
         return not left.keys() & placement_groups.living().keys() and not actors & set(_actors())
 
-    wait_until(cleared, timeout_s, attend)
+    wait_until(cleared, timeout_s, check_stop)
     return [*left.values(), *agents, *stewards]
 
 
@@ -110,7 +110,7 @@ def removal_order(run_name: str, left: Mapping[str, str], own_key: str, alive: C
     inhabited = {_numbers_of(name, run_name, "host")[0] for name in alive}
 
     def rank(key: str) -> tuple[bool, bool]:
-        numbers = _numbers_of(left[key], run_name, "seat")
+        numbers = _numbers_of(left[key], run_name, "slot")
         return key == own_key, not numbers or numbers[0] in inhabited
 
     return sorted(left, key=rank)
@@ -145,7 +145,7 @@ def _groups_of(run_name: str) -> dict[str, str]:
 
 
 def is_group_of(name: str, run_name: str) -> bool:
-    return name == f"{run_name}-gang" or bool(_numbers_of(name, run_name, "seat"))
+    return name == f"{run_name}-gang" or bool(_numbers_of(name, run_name, "slot"))
 
 
 def _agents_of(run_name: str) -> list[str]:
@@ -164,7 +164,7 @@ def _actors() -> list[str]:
 
 
 def _numbers_of(name: str, run_name: str, kind: str) -> list[str]:
-    """The numbers in the name of an agent ("host"), a steward or a group ("seat") of this run; none if it is not one."""
+    """The numbers in the name of an agent ("host"), a steward or a group ("slot") of this run; none if it is not one."""
     numbers = name.removeprefix(f"{run_name}-{kind}-")
     return numbers.split("-") if numbers != name and numbers.replace("-", "").isdigit() else []
 

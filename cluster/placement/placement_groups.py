@@ -8,27 +8,27 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-from cluster.placement.waits import Attend, do_nothing, wait_answers, wait_until
+from cluster.placement.waits import CheckStop, do_nothing, wait_answers, wait_until
 
 REMOVE_TIMEOUT_S = 20.0
 
 
-def is_ready(group: PlacementGroup, deadline_s: float, attend: Attend = do_nothing) -> bool:
+def is_ready(group: PlacementGroup, deadline_s: float, check_stop: CheckStop = do_nothing) -> bool:
     """Waits for all bundles of a group, at most until `deadline_s` (of `time.monotonic`)."""
-    return bool(wait_answers([group.ready()], deadline_s, attend)) and is_created(group)  # it answers if it was removed, too
+    return bool(wait_answers([group.ready()], deadline_s, check_stop)) and is_created(group)  # it answers if it was removed, too
 
 
-def wait_ready(group: PlacementGroup, deadline_s: float, attend: Attend = do_nothing) -> None:
+def wait_ready(group: PlacementGroup, deadline_s: float, check_stop: CheckStop = do_nothing) -> None:
     """Raises TimeoutError if the bundles of a group are not all there at `deadline_s`."""
-    if not is_ready(group, deadline_s, attend):
+    if not is_ready(group, deadline_s, check_stop):
         raise TimeoutError(f"placement group {group.id.hex()}")
 
 
-def remove(groups: Collection[PlacementGroup], attend: Attend = do_nothing) -> None:
+def remove(groups: Collection[PlacementGroup], check_stop: CheckStop = do_nothing) -> None:
     """Gives back what these groups hold, and waits for it: until then their names are taken."""
     for group in groups:
         remove_placement_group(group)
-    wait_until(lambda: all(is_removed(group) for group in groups), REMOVE_TIMEOUT_S, attend)
+    wait_until(lambda: all(is_removed(group) for group in groups), REMOVE_TIMEOUT_S, check_stop)
 
 
 def is_removed(group: PlacementGroup) -> bool:

@@ -15,8 +15,8 @@ from ray.util.placement_group import PlacementGroup
 from cluster.hosts.capacity import whole_slices
 from cluster.hosts.config import HostsConfig, bundle, hosts_per_slice, min_slices, pod_type, slice_bundle_labels
 from cluster.placement import placement_groups
-from cluster.placement.bundles import Places, living_nodes
-from cluster.placement.waits import Attend, wait_until
+from cluster.placement.bundles import Bundles, living_nodes
+from cluster.placement.waits import CheckStop, wait_until
 
 LOOK_AGAIN_S = 5.0
 """How often to look which slices have become whole, or have lost a host; and how long a slice that was free may take to come."""
@@ -27,9 +27,9 @@ LONGEST_TURN_S = 1.0
 
 
 def reserve(
-    config: HostsConfig, places: Places, deadline_s: float, avoid_nodes: Sequence[str], attend: Attend
+    config: HostsConfig, places: Bundles, deadline_s: float, avoid_nodes: Sequence[str], check_stop: CheckStop
 ) -> list[PlacementGroup]:
-    """The groups of the slices that a run cannot do without: all, or none. Raises TimeoutError, and what `attend` raises."""
+    """The groups of the slices that a run cannot do without: all, or none. Raises TimeoutError, and what `check_stop` raises."""
     count = min_slices(config)
     while True:
         free = whole_slices(config, living_nodes(), avoid_nodes)
@@ -38,7 +38,7 @@ def reserve(
             names = sorted(random.sample(free, count))
             taken = [ask_for(config, places, place * hosts_per_slice(config), name) for place, name in enumerate(names)]
             until_s = min(deadline_s, time.monotonic() + LOOK_AGAIN_S)
-            if all(placement_groups.is_ready(group, until_s, attend) for group in taken):
+            if all(placement_groups.is_ready(group, until_s, check_stop) for group in taken):
                 return taken
             for group in taken:
                 places.give_back(group)
@@ -46,11 +46,11 @@ def reserve(
         if left_s <= 0:
             raise TimeoutError(f"{count} slices of type {pod_type(config)}")
         pause_s = LOOK_FOR_FIRST_S if len(free) < count else random.random() * LONGEST_TURN_S
-        wait_until(lambda: False, min(left_s, pause_s), attend)
+        wait_until(lambda: False, min(left_s, pause_s), check_stop)
 
 
-def ask_for(config: HostsConfig, places: Places, number: int, name: str) -> PlacementGroup:
-    """Asks for the slice of this name, for the seats from `number` on; it is there soon if it is free."""
+def ask_for(config: HostsConfig, places: Bundles, number: int, name: str) -> PlacementGroup:
+    """Asks for the slice of this name, for the slots from `number` on; it is there soon if it is free."""
     per_slice = hosts_per_slice(config)
     bundles = [bundle(config) for _ in range(per_slice)]
     if per_slice == 1:  # has no name of its own: any machine of the right type will do

@@ -143,7 +143,7 @@ class Driver:
                 self.config.hosts,
                 self._name_in_cluster(),
                 left["gang"],
-                attend=self._check_lease,  # a request to stop is for the gang to save
+                check_stop=self._check_lease,  # a request to stop is for the gang to save
                 **self._about_agents(),
             )
         except AdoptError as error:
@@ -181,10 +181,10 @@ class Driver:
         self.intake.say("reserving")
         self.launch.goodput.switch("schedule", self.clock())
         name = self._name_in_cluster()
-        self.gangs.clear(name, attend=self._check_lease)
-        attend = partial(self._check_stop, "machines are being reserved")
+        self.gangs.clear(name, check_stop=self._check_lease)
+        check_stop = partial(self._check_stop, "machines are being reserved")
         try:
-            gang = self.gangs.reserve(self.config.hosts, name, attend=attend, **self._about_agents())
+            gang = self.gangs.reserve(self.config.hosts, name, check_stop=check_stop, **self._about_agents())
         except GangTimeout as error:
             raise TrainingFailed(str(error)) from error
         self._take(gang)
@@ -228,7 +228,7 @@ class Driver:
                 avoid=avoid,
                 wanted=self._stretch().num_hosts,
                 waiting=self._wait_for_machines,
-                attend=partial(self._check_stop, "the run waits for machines"),
+                check_stop=partial(self._check_stop, "the run waits for machines"),
             )
         except NoHosts as error:
             raise TrainingFailed(str(error)) from error
@@ -323,9 +323,9 @@ class Driver:
         self._check_lease()
         free = self.lineage is None
         if free:
-            self._rehearsals.attend(generation)
+            self._rehearsals.check_stop(generation)
         # It trains on while a larger gang's programs are compiled, instead of stopping for that.
-        self._stops.attend(generation, may_grow=free and not self._rehearsals.busy)
+        self._stops.check_stop(generation, may_grow=free and not self._rehearsals.busy)
         if (problem := self.launch.storage_problem) and problem != self._told_storage_problem:
             self.intake.note(problem, "warning")
         self._told_storage_problem = problem
@@ -429,14 +429,14 @@ class Driver:
         self.intake.post_incident(incident)
 
     def _past(self, generation: Generation, failure: Failure, failed_at_s: float) -> PastFailure:
-        seat = self.roster.gang.members[failure.host] if failure.host is not None else None
-        number, node_id = (seat.number, seat.node_id) if seat is not None else (None, None)
+        slot = self.roster.gang.members[failure.host] if failure.host is not None else None
+        number, node_id = (slot.number, slot.node_id) if slot is not None else (None, None)
         return past_failure(
             failure,
             self.launch.checkpoint_step,
             generation=generation.number,
             trained=bool(generation.first_step_at_s),
-            seat=number,
+            slot=number,
             node_id=node_id,
             at_s=failed_at_s,
         )

@@ -1,4 +1,4 @@
-"""Who trains: the seats of the gang, what is known against them, and who takes whose place."""
+"""Who trains: the slots of the gang, what is known against them, and who takes whose place."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cluster.gang.gang import Gang
-from cluster.gang.slots import Seat
-from cluster.hosts.config import devices_per_host, hosts_at_a_time, min_hosts, num_hosts, seats_of_slices, seats_of_whole_slices
-from cluster.placement.waits import Attend, do_nothing
+from cluster.gang.slots import Slot
+from cluster.hosts.config import devices_per_host, hosts_at_a_time, min_hosts, num_hosts, slots_of_slices, slots_of_whole_slices
+from cluster.placement.waits import CheckStop, do_nothing
 from orchestrator.config.job import JobConfig
 from orchestrator.failures.history import PastFailure
 from orchestrator.policies import elasticity
@@ -41,7 +41,7 @@ class Roster:
     def __init__(self, config: JobConfig, gang: Gang, clock: Callable[[], float] = time.monotonic):
         self.config, self.gang, self.clock = config, gang, clock
         self.leaving: dict[int, str] = {}
-        """Seats whose machine is about to be taken away, and why."""
+        """Slots whose machine is about to be taken away, and why."""
 
     @property
     def size(self) -> int:
@@ -59,20 +59,20 @@ class Roster:
 
     def possible(self, avoid: Quarantine) -> int:
         """How many hosts the next generation would have, were it put together now: no more than `form` would take."""
-        could = [seat for seat in self.gang.refresh() if seat.number not in self.leaving]
-        members = self._members([seat.number for seat in self.gang.members], could, set(avoid.seats), self.allowed())
-        return len(members.seats) if members is not None else 0
+        could = [slot for slot in self.gang.refresh() if slot.number not in self.leaving]
+        members = self._members([slot.number for slot in self.gang.members], could, set(avoid.slots), self.allowed())
+        return len(members.slots) if members is not None else 0
 
-    def idle(self) -> list[Seat]:
-        """Seats whose agents could be members and are not."""
+    def idle(self) -> list[Slot]:
+        """Slots whose agents could be members and are not."""
         members = set(self.gang.members)
-        return [seat for seat in self.gang.seats if seat.available and seat not in members and seat.number not in self.leaving]
+        return [slot for slot in self.gang.slots if slot.available and slot not in members and slot.number not in self.leaving]
 
     def hosts_on(self, nodes: Collection[str]) -> list[int]:
-        return [host for host, seat in enumerate(self.gang.members) if seat.node_id in nodes]
+        return [host for host, slot in enumerate(self.gang.members) if slot.node_id in nodes]
 
     def quarantine(self, history: Sequence[PastFailure], now_s: float) -> Quarantine:
-        places = {seat.number: seat.node_id for seat in self.gang.seats}
+        places = {slot.number: slot.node_id for slot in self.gang.slots}
         return quarantined(history, now_s, self.config.driver.quarantine, places)
 
     def form(
@@ -82,29 +82,29 @@ class Roster:
         avoid: Quarantine,
         wanted: int | None = None,
         waiting: Callable[[str], None] = lambda missing: None,
-        attend: Attend = do_nothing,
+        check_stop: CheckStop = do_nothing,
     ) -> Change:
         """Puts the hosts of the next generation together. `lost`: hosts whose agent is gone.
 
         Goes on with what there is as soon as that is allowed; else waits for machines, `hosts.replacement_timeout_s` at most
         (then it raises NoHosts), and says now and then what is missing (`waiting`). If no other comes in the time that a start
-        has, the quarantine is lifted. `attend` is called at least once a second: what it raises ends the wait.
+        has, the quarantine is lifted. `check_stop` is called at least once a second: what it raises ends the wait.
         """
         before = list(self.gang.members)
-        gone = [seat for host, seat in enumerate(before) if host in lost or seat.number in self.leaving]
-        nodes = {seat.node_id for seat in gone if seat.number in self.leaving} | set(avoid.nodes)
+        gone = [slot for host, slot in enumerate(before) if host in lost or slot.number in self.leaving]
+        nodes = {slot.node_id for slot in gone if slot.number in self.leaving} | set(avoid.nodes)
         # Where an agent was lost long ago (the run has backed off), its successor may be there already.
-        still = [seat for seat in gone if not seat.lost or seat.number in {*self.leaving, *avoid.seats}]
+        still = [slot for slot in gone if not slot.lost or slot.number in {*self.leaving, *avoid.slots}]
         if still:  # not filled yet: the start of an agent would take from the machine what those who go on need now
             self.gang.lose(*still, avoid_nodes=[node for node in nodes if node], fill=False)
-        for seat in gone:
-            self.leaving.pop(seat.number, None)
-        members = self._choose([seat.number for seat in before], set(avoid.seats), wanted, waiting, attend)
-        by_number = {seat.number: seat for seat in self.gang.seats}
-        self.gang.set_members([by_number[number] for number in members.seats])
-        told = [reason for seat, reason in avoid.seats.items() if seat not in members.seats]
-        action = _action([seat.number for seat in before], members.seats, {seat.number for seat in gone})
-        return Change(len(before), len(members.seats), action, "; ".join(told))
+        for slot in gone:
+            self.leaving.pop(slot.number, None)
+        members = self._choose([slot.number for slot in before], set(avoid.slots), wanted, waiting, check_stop)
+        by_number = {slot.number: slot for slot in self.gang.slots}
+        self.gang.set_members([by_number[number] for number in members.slots])
+        told = [reason for slot, reason in avoid.slots.items() if slot not in members.slots]
+        action = _action([slot.number for slot in before], members.slots, {slot.number for slot in gone})
+        return Change(len(before), len(members.slots), action, "; ".join(told))
 
     def _choose(
         self,
@@ -112,7 +112,7 @@ class Roster:
         avoid: Collection[int],
         wanted: int | None,
         waiting: Callable[[str], None],
-        attend: Attend,
+        check_stop: CheckStop,
     ) -> Members:
         allowed, hosts = self.allowed(wanted), self.config.hosts
         limit_s = hosts.replacement_timeout_s or math.inf
@@ -120,25 +120,25 @@ class Roster:
         began_s, waited_s = self.clock(), 0.0
         available = self.gang.refresh()
         while (members := self._members(present, available, avoid, allowed)) is None:
-            self.gang.fill_vacant()
+            self.gang.fill_unassigned()
             if waited_s >= picky_s:
-                self.gang.put_up_with_any()  # a machine that often fails is better than none
+                self.gang.clear_avoided_nodes()  # a machine that often fails is better than none
                 picky_s = math.inf
             missing = f"{len(available)} hosts are left; {self.gang.missing()}"
             if waited_s >= limit_s:
                 raise NoHosts(f"no other host came within {limit_s:g} s (hosts.replacement_timeout_s): {missing}")
             waiting(missing)
             until_s = min(waited_s + TELL_INTERVAL_S, limit_s, picky_s)
-            available = self.gang.wait_available(len(available) + 1, until_s - waited_s, attend)
+            available = self.gang.wait_available(len(available) + 1, until_s - waited_s, check_stop)
             waited_s = self.clock() - began_s
         return members
 
     def _members(
-        self, present: Sequence[int], available: Sequence[Seat], avoid: Collection[int], allowed: Sequence[int]
+        self, present: Sequence[int], available: Sequence[Slot], avoid: Collection[int], allowed: Sequence[int]
     ) -> Members | None:
         hosts = self.config.hosts
-        whole = seats_of_whole_slices(hosts, [seat.number for seat in available])
-        return elasticity.choose_members(present, whole, allowed=allowed, avoid=seats_of_slices(hosts, avoid))
+        whole = slots_of_whole_slices(hosts, [slot.number for slot in available])
+        return elasticity.choose_members(present, whole, allowed=allowed, avoid=slots_of_slices(hosts, avoid))
 
     def _fits(self, hosts: int) -> bool:
         if hosts % hosts_at_a_time(self.config.hosts):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.agent.machine import with_port
 from cluster.gang.calls import Answer, Mailbox, NoAnswer
-from cluster.gang.slots import Seat
+from cluster.gang.slots import Slot
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.event_handler import Intake
 from orchestrator.driver.generation import Generation
@@ -30,7 +30,7 @@ class Rehearsals:
         """(number of hosts, machine) that has the programs of such a gang, as far as this driver knows."""
         self._given_up: set[int] = set()
         """Numbers of hosts that could not be rehearsed in this generation."""
-        self._cast: list[Seat] = []
+        self._cast: list[Slot] = []
         """Who rehearses now, in rank order; and what they have answered, to whom."""
         self._answers: dict[int, Answer] = {}
         self._mailbox: Mailbox | None = None
@@ -42,7 +42,7 @@ class Rehearsals:
     def busy(self) -> bool:
         return self._mailbox is not None
 
-    def attend(self, generation: Generation) -> None:
+    def check_stop(self, generation: Generation) -> None:
         """Called every round of the watch. Never waits."""
         if not self._wanted or not generation.training:
             return
@@ -56,22 +56,22 @@ class Rehearsals:
     def _begin(self, generation: Generation) -> None:
         self._generation, self._mailbox = generation.number, None  # the agents have ended what was under way
         self._given_up.clear()
-        self._ready |= {(generation.num_hosts, seat.node_id) for seat in self.roster.gang.members if seat.node_id}
+        self._ready |= {(generation.num_hosts, slot.node_id) for slot in self.roster.gang.members if slot.node_id}
 
     def _start_next(self) -> None:
-        gang, seats = self.roster.gang, {seat.number: seat for seat in self.roster.gang.seats}
-        if not all(seat.available for seat in gang.members):
+        gang, slots = self.roster.gang, {slot.number: slot for slot in self.roster.gang.slots}
+        if not all(slot.available for slot in gang.members):
             return  # one that is silent has other worries
-        present = [seat.number for seat in gang.members]
-        others = [seat.number for seat in self.roster.idle()]
+        present = [slot.number for slot in gang.members]
+        others = [slot.number for slot in self.roster.idle()]
         allowed = [count for count in self.roster.allowed() if count not in self._given_up]
         found = elasticity.next_rehearsal(
-            present, others, allowed=allowed, is_ready=lambda count, number: (count, seats[number].node_id) in self._ready
+            present, others, allowed=allowed, is_ready=lambda count, number: (count, slots[number].node_id) in self._ready
         )
         if found is not None:
-            self._start([seats[number] for number in found])
+            self._start([slots[number] for number in found])
 
-    def _start(self, cast: Sequence[Seat]) -> None:
+    def _start(self, cast: Sequence[Slot]) -> None:
         gang, limits = self.roster.gang, self.config.driver.watchdog
         lead = cast[0].description
         assert lead is not None
@@ -84,9 +84,9 @@ class Rehearsals:
         timeout_s = limits.import_s + limits.join_s + limits.compile_s
         self._cast, self._deadline_s = list(cast), self.clock() + timeout_s + AGENT_TIMEOUT_S
         self._answers, self._mailbox = {}, gang.mailbox()
-        for host, seat in enumerate(cast):
+        for host, slot in enumerate(cast):
             orders = {**common, "host": host, **gang.orders(host)}
-            self._mailbox.expect(host, gang.ask(seat, "rehearse", orders, timeout_s))
+            self._mailbox.expect(host, gang.ask(slot, "rehearse", orders, timeout_s))
 
     def _collect(self, mailbox: Mailbox) -> None:
         self._answers |= {answer.tag: answer for answer in mailbox.take(0.0)}
@@ -102,7 +102,7 @@ class Rehearsals:
             host, problem = next(iter(problems.items()))
             self.intake.note(f"could not compile ahead for {count} hosts (host {host} of them: {problem})", "warning")
             return
-        self._ready |= {(count, seat.node_id) for seat in self._cast if seat.node_id}
+        self._ready |= {(count, slot.node_id) for slot in self._cast if slot.node_id}
         self.intake.note(f"compiled ahead for {count} hosts")
 
 

@@ -18,7 +18,7 @@ from trainers.runtime.stop_reason import StopReason
 STOP_TIMEOUT_S = 120.0
 """For the gang to save and stop on request; then it is killed."""
 LOOK_AROUND_EVERY_S = 1.0
-"""At the cluster: which nodes are drained, which seats have an agent (which also keeps the spares' agents)."""
+"""At the cluster: which nodes are drained, which slots have an agent (which also keeps the spares' agents)."""
 
 
 class Stops:
@@ -44,7 +44,7 @@ class Stops:
         self._recorded: int | None = None
         """The version of the gang that its next driver would find."""
 
-    def attend(self, generation: Generation, *, may_grow: bool) -> None:
+    def check_stop(self, generation: Generation, *, may_grow: bool) -> None:
         """Called every round of the watch. Raises TrainingFailed if a request cannot be met."""
         self._heed_request(generation)
         self._heed_notices(generation)
@@ -69,7 +69,7 @@ class Stops:
         """Has the gang written down if it has changed: its next driver must find an agent that came meanwhile."""
         if self._recorded != self.roster.gang.version:
             self._recorded = self.roster.gang.version
-            self.launch.reseated(self.roster.gang.record())
+            self.launch.slots_changed(self.roster.gang.record())
 
     def _heed_notices(self, generation: Generation) -> None:
         """Before a machine is taken away: all hosts save at one step, and the next generation does without it."""
@@ -77,16 +77,16 @@ class Stops:
         if now_s - self._looked_around_s >= LOOK_AROUND_EVERY_S:
             self._looked_around_s = now_s
             if generation.training:
-                roster.gang.fill_vacant()
+                roster.gang.fill_unassigned()
             roster.gang.refresh()
             self.record_gang()
             for host in roster.hosts_on(roster.gang.draining_nodes()):
                 generation.announce(host, "its node is drained")
         leaving = {host: notice["reason"] for host, notice in generation.notices.items() if notice.get("node")}
         for host, reason in leaving.items():
-            seat = roster.gang.members[host]
-            if seat.number not in roster.leaving:
-                roster.leaving[seat.number] = reason
+            slot = roster.gang.members[host]
+            if slot.number not in roster.leaving:
+                roster.leaving[slot.number] = reason
                 self.intake.note(f"host {host} leaves ({reason}): saving, then going on without it", "warning")
         if leaving and generation.training and self._pausing != generation.number:
             self._pause(generation, StopReason.PREEMPTED)

@@ -28,10 +28,10 @@ class PastFailure:
     """Whether that generation took a step; None: not known."""
     checkpoint_step: int | None = None
     """The newest complete checkpoint at that time: the mark of progress."""
-    seat: int | None = None
+    slot: int | None = None
     """Of the host that was named; None if none was."""
     node_id: str | None = None
-    """The machine that the seat was on."""
+    """The machine that the slot was on."""
     at_s: float | None = None
     """When; on the driver's clock."""
 
@@ -53,11 +53,11 @@ def past_failure(
     *,
     generation: int | None = None,
     trained: bool | None = None,
-    seat: int | None = None,
+    slot: int | None = None,
     node_id: str | None = None,
     at_s: float | None = None,
 ) -> PastFailure:
-    """`seat` and `node_id` are those of `failure.host`."""
+    """`slot` and `node_id` are those of `failure.host`."""
     exception = failure.exception or {}
     return PastFailure(
         kind=failure.kind,
@@ -68,7 +68,7 @@ def past_failure(
         generation=generation,
         trained=trained,
         checkpoint_step=checkpoint_step,
-        seat=seat,
+        slot=slot,
         node_id=node_id,
         at_s=at_s,
     )

@@ -1,4 +1,4 @@
-"""How many hosts, and which: pure functions of what there is. Seats are named by number; a gang is its seats in rank order."""
+"""How many hosts, and which: pure functions of what there is. Slots are named by number; a gang is its slots in rank order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ElasticityPolicy(Section):
 
 @dataclass(frozen=True)
 class Members:
-    seats: tuple[int, ...]
+    slots: tuple[int, ...]
     """In rank order."""
     flagged: tuple[int, ...] = ()
     """Those of them that were to be avoided: without them the gang would be too small."""
@@ -56,41 +56,41 @@ def choose_members(
 ) -> Members | None:
     """The next gang: as many hosts as are allowed and available; None if there are too few.
 
-    `present` is the gang so far, in rank order, with those that are lost; `available` are the seats that could be members now.
+    `present` is the gang so far, in rank order, with those that are lost; `available` are the slots that could be members now.
     Who is left keeps its rank where it can: a spare takes the place of a lost one, and only without spares the ranks close up.
-    Seats to `avoid` are taken only if there would be too few without them, and no more of them than needed.
+    Slots to `avoid` are taken only if there would be too few without them, and no more of them than needed.
     """
     if not allowed:
         return None
     there, before, bad = set(available), set(present), set(avoid)
-    order = [seat for seat in present if seat in there] + sorted(there - before)
-    num_good = sum(seat not in bad for seat in order)
-    flagged = set([seat for seat in order if seat in bad][: max(0, min(allowed) - num_good)])
-    usable = [seat for seat in order if seat not in bad or seat in flagged]
+    order = [slot for slot in present if slot in there] + sorted(there - before)
+    num_good = sum(slot not in bad for slot in order)
+    flagged = set([slot for slot in order if slot in bad][: max(0, min(allowed) - num_good)])
+    usable = [slot for slot in order if slot not in bad or slot in flagged]
     count = max((n for n in allowed if n <= len(usable)), default=None)
     if count is None:
         return None
     chosen = set(usable[:count])
-    newcomers = deque(seat for seat in usable[:count] if seat not in before)
+    newcomers = deque(slot for slot in usable[:count] if slot not in before)
     # Over the old ranks: those that stay, and newcomers in the gaps; who finds no gap comes last.
-    ranks = [seat if seat in chosen else (newcomers.popleft() if newcomers else None) for seat in present]
-    seats = (*(seat for seat in ranks if seat is not None), *newcomers)
-    return Members(seats, tuple(seat for seat in seats if seat in flagged))
+    ranks = [slot if slot in chosen else (newcomers.popleft() if newcomers else None) for slot in present]
+    slots = (*(slot for slot in ranks if slot is not None), *newcomers)
+    return Members(slots, tuple(slot for slot in slots if slot in flagged))
 
 
 def next_rehearsal(
     present: Sequence[int], others: Sequence[int], *, allowed: Sequence[int], is_ready: Callable[[int, int], bool]
 ) -> tuple[int, ...] | None:
-    """The gang whose programs should be compiled next, ahead of need: its seats, in rank order; None if all is compiled.
+    """The gang whose programs should be compiled next, ahead of need: its slots, in rank order; None if all is compiled.
 
     The gang may grow to what there is; if it loses a host, another one takes its place, or it goes on with the next smaller
-    number that is allowed. `others` are the seats that could be members and are not. `is_ready(count, seat)`: the machine of
-    this seat has the programs of a gang of so many hosts.
+    number that is allowed. `others` are the slots that could be members and are not. `is_ready(count, slot)`: the machine of
+    this slot has the programs of a gang of so many hosts.
     """
     everyone, size = [*present, *others], len(present)
     grown, smaller = [n for n in allowed if size < n <= len(everyone)], [n for n in allowed if n < size]
     for count in (*grown[-1:], *(n for n in allowed if n == size), *smaller[-1:]):
-        ready = {seat for seat in everyone if is_ready(count, seat)}
+        ready = {slot for slot in everyone if is_ready(count, slot)}
         if len(ready) < len(everyone):  # those first whose machines have them not
             return tuple(sorted(everyone, key=ready.__contains__)[:count])
     return None

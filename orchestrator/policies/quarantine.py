@@ -41,15 +41,15 @@ class QuarantinePolicy(Section):
 
 
 Place = TypeVar("Place", int, str)
-"""A seat or a node."""
+"""A slot or a node."""
 
 
 @dataclass(frozen=True)
 class Quarantine:
     """What to avoid, each with the reason as a sentence."""
 
-    seats: dict[int, str] = field(default_factory=dict)
-    """By seat number: those on machines to avoid, and those that failed where they are."""
+    slots: dict[int, str] = field(default_factory=dict)
+    """By slot number: those on machines to avoid, and those that failed where they are."""
     nodes: dict[str, str] = field(default_factory=dict)
     """Machines, by node id."""
 
@@ -57,34 +57,34 @@ class Quarantine:
 def quarantined(
     history: Sequence[PastFailure], now_s: float, policy: QuarantinePolicy, places: Mapping[int, str | None]
 ) -> Quarantine:
-    """What to avoid at `now_s`. `places`: every seat that there is, with its node (None: not known yet).
+    """What to avoid at `now_s`. `places`: every slot that there is, with its node (None: not known yet).
 
-    Never all of the seats: those with the fewest failures are left. Where one machine has all the seats, it is no more at fault
-    than they are, and they are judged one by one. What a seat did on another machine than its present one does not count.
+    Never all of the slots: those with the fewest failures are left. Where one machine has all the slots, it is no more at fault
+    than they are, and they are judged one by one. What a slot did on another machine than its present one does not count.
     """
     recent = [
         past for past in history if past.kind in HOSTS_FAULT and past.at_s is not None and now_s - past.at_s <= policy.window_s
     ]
     of_node = _by((past.node_id, past.kind) for past in recent if past.node_id is not None)
-    of_seat = _by(
-        (past.seat, past.kind) for past in recent if past.seat is not None and past.node_id in (None, places.get(past.seat))
+    of_slot = _by(
+        (past.slot, past.kind) for past in recent if past.slot is not None and past.node_id in (None, places.get(past.slot))
     )
     known = {node for node in places.values() if node is not None}
     nodes = {node: kinds for node, kinds in of_node.items() if _too_often(kinds, policy) and known - {node}}
-    seats = {seat: of_seat[seat] for seat in places if seat in of_seat and _too_often(of_seat[seat], policy)}
-    seats |= {seat: nodes[node] for seat, node in places.items() if node in nodes}
-    if set(seats) == set(places):
-        fewest = min((kinds.total() for kinds in seats.values()), default=0)
-        seats = {seat: kinds for seat, kinds in seats.items() if kinds.total() > fewest}
-        spared = {places[seat] for seat in places if seat not in seats}
+    slots = {slot: of_slot[slot] for slot in places if slot in of_slot and _too_often(of_slot[slot], policy)}
+    slots |= {slot: nodes[node] for slot, node in places.items() if node in nodes}
+    if set(slots) == set(places):
+        fewest = min((kinds.total() for kinds in slots.values()), default=0)
+        slots = {slot: kinds for slot, kinds in slots.items() if kinds.total() > fewest}
+        spared = {places[slot] for slot in places if slot not in slots}
         nodes = {node: kinds for node, kinds in nodes.items() if node not in spared}
     bad_nodes = {node: f"node {node[:12]} {_history(kinds, policy)}" for node, kinds in sorted(nodes.items())}
-    reasons = {seat: bad_nodes.get(places[seat] or "", f"it {_history(kinds, policy)}") for seat, kinds in sorted(seats.items())}
-    return Quarantine({seat: f"seat {seat} is avoided: {reason}" for seat, reason in reasons.items()}, bad_nodes)
+    reasons = {slot: bad_nodes.get(places[slot] or "", f"it {_history(kinds, policy)}") for slot, kinds in sorted(slots.items())}
+    return Quarantine({slot: f"slot {slot} is avoided: {reason}" for slot, reason in reasons.items()}, bad_nodes)
 
 
 def _by(failures: Iterable[tuple[Place, FailureKind]]) -> dict[Place, Counter[FailureKind]]:
-    """How often each seat, or each node, has failed, by kind."""
+    """How often each slot, or each node, has failed, by kind."""
     found: dict[Place, Counter[FailureKind]] = {}
     for place, kind in failures:
         found.setdefault(place, Counter())[kind] += 1

@@ -134,7 +134,7 @@ def _has_trained(history: Sequence[PastFailure]) -> bool:
 
 
 def _on_another_machine(earlier: PastFailure, last: PastFailure) -> bool:
-    places = [(past.seat, past.node_id) for past in (earlier, last)]
+    places = [(past.slot, past.node_id) for past in (earlier, last)]
     return places[0] != places[1] and (None, None) not in places
 
 

@@ -135,8 +135,8 @@ class Launch:
         self.gang, self.seen = gang, {}
         self._store_gang()
 
-    def reseated(self, record: dict[str, Any]) -> None:
-        """`record`: what the generation's gang would write of itself now. Called when that has changed: a seat may get another
+    def slots_changed(self, record: dict[str, Any]) -> None:
+        """`record`: what the generation's gang would write of itself now. Called when that has changed: a slot may get another
         agent, whom the next driver must find."""
         if self.gang is not None:
             self.gang = {**self.gang, "gang": record}

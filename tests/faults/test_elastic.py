@@ -100,7 +100,7 @@ def test_a_spare_takes_the_place_of_a_host_whose_device_fails(tmp_path):
     summary = run_job(job(tmp_path, folder, hosts={"count": 2, "spares": 1}))
     (incident,) = summary["incidents"]
     assert (incident["kind"], incident["host"], incident["action"]) == ("device_error", 1, "replace")
-    assert incident["detail"] == "seat 1 is avoided: it had 1 device error in 3600 s"
+    assert incident["detail"] == "slot 1 is avoided: it had 1 device error in 3600 s"
     assert incident["evidence"]["summary"].startswith("host 1: a device failed at step ")
     assert len(summary["lineage"]) == 1
     check_equal(summary, replay(tmp_path, summary, hosts=2))

@@ -60,8 +60,8 @@ def event(gang, host, kind, cursor=0):
         cursor = answer["cursor"]
 
 
-def state(gang, seat):
-    return ray.get(gang.ask(seat, "poll", 0, 0))["host_state"]
+def state(gang, slot):
+    return ray.get(gang.ask(slot, "poll", 0, 0))["host_state"]
 
 
 def start(gang, generation=0, **orders):
@@ -72,8 +72,8 @@ def start(gang, generation=0, **orders):
     return [answer["pid"] for answer in ray.get([gang.call(host, "go", {**common, "host": host}) for host in range(num_hosts)])]
 
 
-def kill_agent(seat):
-    os.kill(seat.description["pid"], signal.SIGKILL)
+def kill_agent(slot):
+    os.kill(slot.description["pid"], signal.SIGKILL)
 
 
 def test_all_hosts_run_with_their_own_environment(take, tmp_path):
@@ -116,12 +116,12 @@ def test_a_killed_process_is_seen_and_the_gang_goes_on(take):
 def test_nothing_outlives_a_killed_agent(take):
     gang = take(count=2)
     pid = start(gang, workers=2)[1]
-    seat = gang.members[1]
+    slot = gang.members[1]
     workers = event(gang, 1, "joined")["workers"]
-    assert wait_until(lambda: state(gang, seat)["standby"] == "warm")
-    standby = state(gang, seat)["standby_pid"]
+    assert wait_until(lambda: state(gang, slot)["standby"] == "warm")
+    standby = state(gang, slot)["standby_pid"]
     waiting = gang.call(1, "poll", 1000, 60.0)
-    kill_agent(seat)
+    kill_agent(slot)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(waiting, timeout=60)
     assert wait_until(lambda: all(map(is_gone, [pid, standby, *workers])))
@@ -139,17 +139,17 @@ def test_a_frozen_process_ends_with_its_agent_too(take):
 def test_a_lost_agent_is_replaced_on_its_own_place(take):
     gang = take(count=2)
     start(gang)
-    seat, old = gang.members[1], gang.members[1].agent
-    kill_agent(seat)
-    former = seat.agent
+    slot, old = gang.members[1], gang.members[1].agent
+    kill_agent(slot)
+    former = slot.agent
     gang.refresh()
-    assert seat.agent is former  # a member that died is the driver's to replace, who polls it
-    gang.lose(seat)
-    assert not seat.available
-    with pytest.raises(ValueError, match="seat 1 of run 'run' is not available"):
+    assert slot.agent is former  # a member that died is the driver's to replace, who polls it
+    gang.lose(slot)
+    assert not slot.available
+    with pytest.raises(ValueError, match="slot 1 of run 'run' is not available"):
         gang.set_members(gang.members)
     assert len(gang.wait_available(2, 60)) == 2
-    assert seat.agent != old
+    assert slot.agent != old
     call_go = gang.call(1, "go", {"generation": 1})
     assert ray.get(call_go)["pid"]  # prepared as the others were
     assert event(gang, 1, "warm")["tag"] == 0
@@ -172,9 +172,9 @@ def test_a_spare_takes_over_warm_with_the_caches_of_its_new_place(take, tmp_path
     assert gang.orders(0)["cache_dir"] == str(tmp_path / "cache/host-0000")
     assert lost not in gang.refresh()
     assert lost.agent is former  # those who go on have the machine for themselves
-    gang.fill_vacant()
+    gang.fill_unassigned()
     assert lost in gang.wait_available(3, 60)  # the next spare
-    with pytest.raises(ValueError, match=r"a seat comes twice among \[0, 0\]"):
+    with pytest.raises(ValueError, match=r"a slot comes twice among \[0, 0\]"):
         gang.set_members([lost, lost])
 
 
@@ -204,8 +204,8 @@ def test_an_agent_that_dies_before_it_has_answered_is_replaced(take):
 def test_a_gang_begins_with_the_hosts_that_there_are(take):
     gang = take(min=2, max=CPUS + 2, wait_for_max_s=5)
     assert len(gang.members) == CPUS
-    assert [seat.number for seat in gang.refresh()] == [0, 1, 2, 3]
-    assert len(gang.seats) == CPUS + 2
+    assert [slot.number for slot in gang.refresh()] == [0, 1, 2, 3]
+    assert len(gang.slots) == CPUS + 2
     start(gang)
     assert [each["generation"] for each in (event(gang, host, "joined") for host in range(CPUS))] == [0] * CPUS
 
@@ -276,17 +276,17 @@ def stop_after(count):
     """What a driver does in a wait whose user asks it to stop meanwhile."""
     calls = itertools.count(1)
 
-    def attend():
+    def check_stop():
         if next(calls) >= count:
             raise StopAsked
 
-    return attend
+    return check_stop
 
 
 def test_a_request_to_stop_ends_every_wait_and_leaves_nothing_behind(take, tmp_path):
     def reserve_more(**hosts):
         folders = {"log_dir": str(tmp_path), "module": MODULE}
-        return reserve(HostsConfig(**hosts), "stopped", **folders, timeout_s=600, attend=stop_after(3))
+        return reserve(HostsConfig(**hosts), "stopped", **folders, timeout_s=600, check_stop=stop_after(3))
 
     gang = take(count=CPUS - 1)
     with pytest.raises(StopAsked):
@@ -329,7 +329,7 @@ def test_training_goes_on_without_its_driver_and_the_next_one_adopts_it(take, tm
     try:
         assert [lead["generation"] for lead in gang.leads] == [0, 0]
         assert all(lead["alive"] for lead in gang.leads)
-        assert [state(gang, seat)["pid"] for seat in gang.members] == about["pids"]
+        assert [state(gang, slot)["pid"] for slot in gang.members] == about["pids"]
         assert not any(map(is_gone, about["pids"]))
         seen = ray.get(gang.call(0, "poll", gang.leads[0]["first_event"], 0))["events"]
         assert [each["ev"] for each in seen][:2] == ["phase", "warm"]
@@ -338,7 +338,7 @@ def test_training_goes_on_without_its_driver_and_the_next_one_adopts_it(take, tm
         gang.prepare({"tag": "prepared"})
         call(gang, "halt")
         gang.lose(lost)
-        gang.set_members([gang.members[0], next(seat for seat in gang.refresh() if seat not in gang.members)])
+        gang.set_members([gang.members[0], next(slot for slot in gang.refresh() if slot not in gang.members)])
         assert all(answer["pid"] for answer in call(gang, "go", {"generation": 1}))
         assert gang.record()["members"] == [0, 2]
     finally:
@@ -356,7 +356,7 @@ def test_a_second_driver_fences_out_the_first(take, tmp_path):
             use()
     first.release()  # leaves alone what is not its any more
     assert not any(map(is_gone, pids))
-    assert [state(second, seat)["pid"] for seat in second.members] == pids
+    assert [state(second, slot)["pid"] for slot in second.members] == pids
     with pytest.raises(StaleDriver):
         adopt(first.config, "run", second.record(), log_dir=str(tmp_path), epoch=0, module=MODULE)
     second.release()
@@ -387,13 +387,13 @@ def test_what_a_record_does_not_name_is_removed_by_adopting(take, tmp_path):
     gang.lose(spare, avoid_nodes=["nowhere"])  # on this machine still: its agent alone is another one
     gang.lose(spare, avoid_nodes=[ray.get_runtime_context().get_node_id()])  # in another group, which must wait for ever
     second = adopt(gang.config, "run", record, log_dir=str(tmp_path), epoch=1, module=MODULE)
-    assert {info["name"] for info in placement_groups.living().values()} == {"run-gang", "run-seat-1-1-0"}
+    assert {info["name"] for info in placement_groups.living().values()} == {"run-gang", "run-slot-1-1-0"}
     assert len(second.wait_available(2, 60)) == 2
     second.release()
 
 
 def test_agents_without_a_driver_leave_and_give_everything_back(tmp_path):
-    hosts = {"min": 2, "max": CPUS + 1, "wait_for_max_s": 0}  # one seat waits for a machine
+    hosts = {"min": 2, "max": CPUS + 1, "wait_for_max_s": 0}  # one slot waits for a machine
     driver, about = hold(tmp_path, "doomed", hosts=hosts, lease_s=8)
     driver.kill()
     driver.wait()
@@ -409,12 +409,12 @@ def test_a_driver_that_hangs_longer_than_the_lease_keeps_its_gang(take):
     gang = take(count=2, spares=1, lease_s=lease_s)
     pids = start(gang)
     assert len(gang.wait_available(3, 60)) == 3
-    polls = [gang.ask(seat, "poll", 10**6, 3 * lease_s) for seat in gang.seats for _ in range(MAX_CONCURRENCY)]
+    polls = [gang.ask(slot, "poll", 10**6, 3 * lease_s) for slot in gang.slots for _ in range(MAX_CONCURRENCY)]
     time.sleep(2 * lease_s)
     assert not any(map(is_gone, pids))
     ray.get(polls, timeout=60)
-    assert gang.refresh() == gang.seats
-    assert [state(gang, seat)["pid"] for seat in gang.members] == pids
+    assert gang.refresh() == gang.slots
+    assert [state(gang, slot)["pid"] for slot in gang.members] == pids
 
 
 def test_a_gang_whose_groups_were_removed_is_put_together_again(take):
@@ -431,7 +431,7 @@ def test_a_gang_whose_groups_were_removed_is_put_together_again(take):
     assert told
     assert all(answer["pid"] for answer in call(gang, "go", {"generation": 1}))
     assert len(gang.wait_available(3, 60)) == 3
-    assert {info["name"] for info in placement_groups.living().values()} == {"run-gang", "run-seat-2-0-1"}
+    assert {info["name"] for info in placement_groups.living().values()} == {"run-gang", "run-slot-2-0-1"}
     assert set(gang.record()["groups"]) == set(placement_groups.living())
 
 
@@ -498,7 +498,7 @@ def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
     driver.kill()
     driver.wait()
     left = {info["name"] for info in placement_groups.living().values()}
-    assert left == {"left-behind-gang", "left-behind-seat-2-0-0"}
+    assert left == {"left-behind-gang", "left-behind-slot-2-0-0"}
     take("left-behind-too", count=1)
     removed = clear("left-behind")
     assert left <= set(removed)
@@ -513,12 +513,12 @@ def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
     ("name", "ours"),
     [
         ("a-gang", True),
-        ("a-seat-0", True),
-        ("a-seat-0-3-1", True),
+        ("a-slot-0", True),
+        ("a-slot-0-3-1", True),
         ("a-b-gang", False),
         ("b-gang", False),
         ("a", False),
-        ("a-seat-x", False),
+        ("a-slot-x", False),
     ],
 )
 def test_only_groups_of_this_very_run_are_cleared(name, ours):
@@ -527,7 +527,7 @@ def test_only_groups_of_this_very_run_are_cleared(name, ours):
 
 def test_agents_that_leave_together_remove_everything():
     """Whoever removes another's group ends that one: what nobody lives in goes first, one's own group last."""
-    left = {"a": "run-gang", "b": "run-seat-2-1-0", "c": "run-seat-3-1-1", "d": "run-seat-4-1-2"}
+    left = {"a": "run-gang", "b": "run-slot-2-1-0", "c": "run-slot-3-1-1", "d": "run-slot-4-1-2"}
     alive = ["run-host-1-1-1", "run-host-2-1-2"]  # 3 does not answer, 4 waits for a machine
     assert removal_order("run", left, "a", alive) == ["c", "d", "b", "a"]
     assert removal_order("run", left, "b", alive) == ["c", "d", "a", "b"]

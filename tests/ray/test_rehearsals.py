@@ -36,7 +36,7 @@ class Agent:
 
 
 @dataclass(eq=False)
-class Seat:
+class Slot:
     number: int
     agent: Any
     available: bool = True
@@ -52,7 +52,7 @@ class Seat:
 
 @dataclass
 class Stage:
-    """Seats, of which the first three train; `answers[seat]` is what an agent says (default: that all is compiled)."""
+    """Slots, of which the first three train; `answers[slot]` is what an agent says (default: that all is compiled)."""
 
     answers: dict[int, Any] = field(default_factory=dict)
     asked: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -60,8 +60,8 @@ class Stage:
     now_s: float = 0.0
 
     def __post_init__(self):
-        self.seats = [Seat(number, Agent.remote()) for number in range(3)]
-        self.members = list(self.seats)
+        self.slots = [Slot(number, Agent.remote()) for number in range(3)]
+        self.members = list(self.slots)
         config = build(
             {
                 "name": "job",
@@ -81,67 +81,67 @@ class Stage:
 
     mailbox = staticmethod(Mailbox)
 
-    def ask(self, seat, method, orders, timeout_s):
-        self.asked.append((seat.number, orders))
-        return getattr(seat.agent, method).remote(self.answers.get(seat.number))
+    def ask(self, slot, method, orders, timeout_s):
+        self.asked.append((slot.number, orders))
+        return getattr(slot.agent, method).remote(self.answers.get(slot.number))
 
-    def attend(self, number=0):
+    def check_stop(self, number=0):
         generation = Generation(number, 3)
         generation.first_step_at_s = dict.fromkeys(range(3), 0.0)
-        self.rehearsals.attend(generation)
+        self.rehearsals.check_stop(generation)
         return not self.rehearsals.busy
 
 
 def test_every_machine_rehearses_once_for_the_next_smaller_gang():
     stage = Stage()
-    stage.attend()
+    stage.check_stop()
     assert [number for number, _ in stage.asked] == [0, 1]
     about = {"cmd": "rehearse", "num_hosts": 2, "coordinator": "10.0.0.1:7", "program_key": "launch", "slice": 0}
     assert [orders for _, orders in stage.asked] == [{**about, "host": 0}, {**about, "host": 1}]
-    assert wait_until(stage.attend)
-    stage.attend()
+    assert wait_until(stage.check_stop)
+    stage.check_stop()
     assert [number for number, _ in stage.asked[2:]] == [2, 0]
-    assert wait_until(stage.attend)
-    assert stage.attend()
+    assert wait_until(stage.check_stop)
+    assert stage.check_stop()
     assert len(stage.asked) == 4
     assert stage.notes == [("compiled ahead for 2 hosts",)] * 2
 
 
 def test_not_before_all_train_and_not_while_one_is_silent():
     stage = Stage()
-    stage.rehearsals.attend(Generation(0, 3))
-    stage.seats[1].available = False
-    stage.attend()
+    stage.rehearsals.check_stop(Generation(0, 3))
+    stage.slots[1].available = False
+    stage.check_stop()
     assert stage.asked == []
 
 
 def test_what_goes_wrong_is_said_and_not_tried_again_by_this_generation():
     stage = Stage(answers={1: "OutOfMemory: 3 GB"})
-    stage.attend()
-    assert wait_until(stage.attend)
+    stage.check_stop()
+    assert wait_until(stage.check_stop)
     assert stage.notes == [("could not compile ahead for 2 hosts (host 1 of them: OutOfMemory: 3 GB)", "warning")]
     stage.answers.clear()
-    stage.attend()
+    stage.check_stop()
     assert [number for number, _ in stage.asked[2:]] == [0]  # for one host
-    assert wait_until(stage.attend)
+    assert wait_until(stage.check_stop)
     stage.asked.clear()
-    stage.attend(number=1)
+    stage.check_stop(number=1)
     assert [number for number, _ in stage.asked] == [0, 1]
 
 
 def test_an_agent_that_never_answers_holds_nothing_up_for_ever():
     stage = Stage(answers={0: "never"})
-    stage.attend()
+    stage.check_stop()
     stage.now_s = sum(LIMITS.values())
-    assert not stage.attend()
+    assert not stage.check_stop()
     stage.now_s += 20
-    assert stage.attend()
+    assert stage.check_stop()
     assert stage.notes == [("could not compile ahead for 2 hosts (host 0 of them: its agent does not answer)", "warning")]
 
 
 def test_an_agent_that_dies_is_a_problem_like_any_other():
     stage = Stage(answers={0: "never"})
-    stage.attend()
-    ray.kill(stage.seats[0].agent)
-    assert wait_until(stage.attend)
+    stage.check_stop()
+    ray.kill(stage.slots[0].agent)
+    assert wait_until(stage.check_stop)
     assert "could not compile ahead for 2 hosts (host 0 of them: " in stage.notes[0][0]

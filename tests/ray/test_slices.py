@@ -119,7 +119,7 @@ def test_a_request_to_stop_ends_the_wait_for_slices(take):
             raise StopAsked
 
     with pytest.raises(StopAsked):
-        take(tpu(slices=3), timeout_s=600, attend=stop)
+        take(tpu(slices=3), timeout_s=600, check_stop=stop)
     assert wait_until(everything_is_free)
 
 
@@ -141,8 +141,8 @@ def test_a_slice_with_a_host_to_avoid_is_not_used(take):
 def test_a_lost_agent_is_replaced_on_its_own_worker(take):
     gang = take(tpu(slices=2))
     gang.prepare({})
-    seat, old = gang.members[2], gang.agents[2]
-    gang.lose(seat, avoid_nodes=[seat.node_id])  # there is no other slice for it
+    slot, old = gang.members[2], gang.agents[2]
+    gang.lose(slot, avoid_nodes=[slot.node_id])  # there is no other slice for it
     assert len(gang.wait_available(4, 60)) == 4
     assert gang.agents[2] != old
     assert workers(gang)[2] == ("slice-b", "0")
@@ -154,7 +154,7 @@ def test_a_lost_agent_is_replaced_on_its_own_worker(take):
 def test_slices_are_adopted_by_the_next_driver_and_cleared_away(take, tmp_path):
     first = take(tpu(slices=2))
     environments(first)
-    assert names_of_groups() == {"run-seat-0-0-0", "run-seat-2-0-1"}
+    assert names_of_groups() == {"run-slot-0-0-0", "run-slot-2-0-1"}
     second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
     assert [lead["generation"] for lead in second.leads] == [0, 0, 0, 0]
     assert workers(second) == [("slice-a", "0"), ("slice-a", "1"), ("slice-b", "0"), ("slice-b", "1")]
@@ -182,7 +182,7 @@ def test_a_slice_that_has_lost_a_host_is_left_for_another(cluster, take):
     with without(cluster, lost.node_id, name):
         gang.lose(lost, fill=False)
         assert gang.refresh() == []  # half a slice is none
-        gang.fill_vacant()
+        gang.fill_unassigned()
         assert len(gang.wait_available(2, 60)) == 2
         assert {slice_name for slice_name, _ in workers(gang)} == OTHER[name]
         assert [worker for _, worker in workers(gang)] == ["0", "1"]
@@ -206,21 +206,21 @@ def test_of_two_slices_the_whole_one_keeps_its_hosts(cluster, take):
         assert [about["pid"] for about in gang.descriptions] == pids
         assert gang.orders(1)["env"] == {}  # one slice has nobody to find
     assert wait_until(lambda: len(gang.refresh()) == 4, 60)  # it is whole again
-    assert [seat.number for seat in gang.refresh()] == [0, 1, 2, 3]
+    assert [slot.number for slot in gang.refresh()] == [0, 1, 2, 3]
 
 
 def test_a_spare_slice_is_there_at_once(cluster, take):
     gang = take(tpu(spares=1))
     assert len(gang.members) == 2
     assert wait_until(lambda: len(gang.refresh()) == 4, 60)
-    spare = [seat for seat in gang.seats if seat not in gang.members]
+    spare = [slot for slot in gang.slots if slot not in gang.members]
     name, lost = workers(gang)[0][0], gang.members[0]
     with without(cluster, lost.node_id, name):
         gang.lose(lost, fill=False)
         assert gang.refresh() == spare
         gang.set_members(spare)
         assert {slice_name for slice_name, _ in workers(gang)} == OTHER[name]
-        gang.fill_vacant()
+        gang.fill_unassigned()
         assert gang.refresh() == spare
     assert wait_until(lambda: len(gang.refresh()) == 4, 60)
 
@@ -238,12 +238,12 @@ def test_a_gang_that_has_lost_a_host_waits_until_its_slice_is_whole_or_another_i
         gang.release()
 
 
-def test_seats_without_a_slice_are_adopted_too(take, tmp_path):
+def test_slots_without_a_slice_are_adopted_too(take, tmp_path):
     first = take(tpu(slices=2, spares=1))
     environments(first)
     second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
-    assert [seat.number for seat in second.refresh()] == [0, 1, 2, 3]
-    assert len(second.seats) == 6
+    assert [slot.number for slot in second.refresh()] == [0, 1, 2, 3]
+    assert len(second.slots) == 6
     second.release()
 
 

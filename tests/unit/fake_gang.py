@@ -159,8 +159,8 @@ class Process:
 class Agent:
     """As `cluster.agent.agent.HostAgent`, with a process that only counts steps."""
 
-    def __init__(self, world: World, seat: int, number: int):
-        self.world, self.seat, self.number = world, seat, number
+    def __init__(self, world: World, slot: int, number: int):
+        self.world, self.slot, self.number = world, slot, number
         self.name, self.node_id = f"agent-{number}", f"node-{number}"
         self.alive = True
         self.lost = False
@@ -238,7 +238,7 @@ class Agent:
 
     def _go(self, orders: dict[str, Any]) -> dict[str, Any]:
         if self.process is not None and self.process.alive:
-            self.world.wrong(f"seat {self.seat} got orders for generation {orders['generation']} while its process runs")
+            self.world.wrong(f"slot {self.slot} got orders for generation {orders['generation']} while its process runs")
         self.orders = orders
         self.log.clear()
         self.process = Process(self, orders["host"], orders["generation"], int(orders["fence"]))
@@ -477,11 +477,11 @@ class Job:
 
 
 @dataclass(eq=False)
-class FakeSeat:
+class FakeSlot:
     number: int
     agent: Agent
     available: bool = False
-    vacant: bool = False
+    unassigned: bool = False
     lost: bool = False
     avoid_nodes: tuple[str, ...] = ()
     asked: Call | None = None
@@ -497,29 +497,29 @@ class FakeGang:
 
     def __init__(self, world: World, epoch: int):
         self.world, self.epoch = world, epoch
-        self.seats: list[FakeSeat] = []
-        self.members: list[FakeSeat] = []
+        self.slots: list[FakeSlot] = []
+        self.members: list[FakeSlot] = []
         self.leads: list[dict[str, Any]] = []
         self.version = 0
 
-    def add_seat(self, number: int) -> FakeSeat:
-        seat = FakeSeat(number, start_agent(self.world, number))
-        seat.asked = self.ask(seat, "describe")
-        self.seats.append(seat)
-        return seat
+    def add_slot(self, number: int) -> FakeSlot:
+        slot = FakeSlot(number, start_agent(self.world, number))
+        slot.asked = self.ask(slot, "describe")
+        self.slots.append(slot)
+        return slot
 
     def call(self, host: int, method: str, *args: Any, **kwargs: Any) -> Call:
         return self.ask(self.members[host], method, *args, **kwargs)
 
-    def ask(self, seat: FakeSeat, method: str, *args: Any, **kwargs: Any) -> Call:
-        return seat.agent.call(method, args, {**kwargs, "epoch": self.epoch})
+    def ask(self, slot: FakeSlot, method: str, *args: Any, **kwargs: Any) -> Call:
+        return slot.agent.call(method, args, {**kwargs, "epoch": self.epoch})
 
     def mailbox(self) -> FakeMailbox:
         return FakeMailbox(self.world)
 
     def prepare(self, preparation: dict[str, Any]) -> None:
-        for seat in self.seats:
-            self.ask(seat, "prepare", preparation)
+        for slot in self.slots:
+            self.ask(slot, "prepare", preparation)
 
     def orders(self, host: int) -> dict[str, Any]:
         return {}
@@ -531,71 +531,71 @@ class FakeGang:
         return {}
 
     def record(self) -> dict[str, Any]:
-        seats = [{"number": seat.number, "name": seat.agent.name} for seat in self.seats]
-        return {"seats": seats, "members": [seat.number for seat in self.members]}
+        slots = [{"number": slot.number, "name": slot.agent.name} for slot in self.slots]
+        return {"slots": slots, "members": [slot.number for slot in self.members]}
 
-    def refresh(self, *, members: bool = False) -> list[FakeSeat]:
-        for seat in self.seats:
-            self._look(seat, followed=seat in self.members and not members)
-        return [seat for seat in self.seats if seat.available]
+    def refresh(self, *, members: bool = False) -> list[FakeSlot]:
+        for slot in self.slots:
+            self._look(slot, followed=slot in self.members and not members)
+        return [slot for slot in self.slots if slot.available]
 
-    def _look(self, seat: FakeSeat, *, followed: bool) -> None:
-        if not seat.agent.alive and not seat.vacant and (seat.lost or not followed):
-            self.lose(seat)
-        elif seat.asked is not None and seat.asked.answer is not None:
-            seat.available, seat.asked = seat.asked.answer[1] is None, None
-        elif seat.agent.alive and seat.asked is None:
-            self.ask(seat, "keep")  # what the lease keeper does
+    def _look(self, slot: FakeSlot, *, followed: bool) -> None:
+        if not slot.agent.alive and not slot.unassigned and (slot.lost or not followed):
+            self.lose(slot)
+        elif slot.asked is not None and slot.asked.answer is not None:
+            slot.available, slot.asked = slot.asked.answer[1] is None, None
+        elif slot.agent.alive and slot.asked is None:
+            self.ask(slot, "keep")  # what the lease keeper does
 
-    def fill_vacant(self) -> None:
-        for seat in self.seats:
-            if seat.vacant and self.world.can_start_agents:
-                seat.agent, seat.vacant = start_agent(self.world, seat.number), False
-                seat.asked = self.ask(seat, "describe")
+    def fill_unassigned(self) -> None:
+        for slot in self.slots:
+            if slot.unassigned and self.world.can_start_agents:
+                slot.agent, slot.unassigned = start_agent(self.world, slot.number), False
+                slot.asked = self.ask(slot, "describe")
                 self.version += 1
 
-    def lose(self, *seats: FakeSeat, avoid_nodes: Any = (), fill: bool = True) -> None:
+    def lose(self, *slots: FakeSlot, avoid_nodes: Any = (), fill: bool = True) -> None:
         self.world.effect()
-        for seat in seats:
-            agent = seat.agent
+        for slot in slots:
+            agent = slot.agent
             away_s = agent.out_of_reach_s[1] - agent.out_of_reach_s[0]
             if agent.alive and away_s <= UNREACHABLE_LIMIT_S and not avoid_nodes:
-                self.world.wrong(f"seat {seat.number}, whose agent is well, was given up")
+                self.world.wrong(f"slot {slot.number}, whose agent is well, was given up")
             agent.die()
-            seat.available, seat.asked, seat.vacant, seat.lost = False, None, True, True
+            slot.available, slot.asked, slot.unassigned, slot.lost = False, None, True, True
         self.version += 1
         if fill:
-            self.fill_vacant()
+            self.fill_unassigned()
 
     def missing(self) -> str:
         return "no machine is free"
 
-    def set_members(self, seats: Any) -> None:
-        self.members = list(seats)
-        for seat in self.members:
-            seat.lost = False
+    def set_members(self, slots: Any) -> None:
+        self.members = list(slots)
+        for slot in self.members:
+            slot.lost = False
         self.version += 1
 
-    def wait_available(self, count: int, timeout_s: float, attend: Callable[[], None] = lambda: None) -> list[FakeSeat]:
+    def wait_available(self, count: int, timeout_s: float, check_stop: Callable[[], None] = lambda: None) -> list[FakeSlot]:
         deadline_s = self.world.now_s + timeout_s
         while len(found := self.refresh()) < count and self.world.now_s < deadline_s:
-            attend()
+            check_stop()
             self.world.sleep(0.5)
         return found
 
-    def put_up_with_any(self) -> bool:
+    def clear_avoided_nodes(self) -> bool:
         return False
 
     def release(self) -> None:
         self.world.effect()
-        for seat in self.seats:
-            if seat.agent.epoch <= self.epoch:
-                seat.agent.die(released=True)
-        self.seats, self.members = [], []
+        for slot in self.slots:
+            if slot.agent.epoch <= self.epoch:
+                slot.agent.die(released=True)
+        self.slots, self.members = [], []
 
 
-def start_agent(world: World, seat: int) -> Agent:
-    agent = Agent(world, seat, len(world.agents))
+def start_agent(world: World, slot: int) -> Agent:
+    agent = Agent(world, slot, len(world.agents))
     agent.out_of_reach_s = (world.now_s, world.now_s + START_AGENT_S)
     world.agents.append(agent)
     return agent
@@ -604,10 +604,10 @@ def start_agent(world: World, seat: int) -> Agent:
 class FakeGangs:
     """As the module `cluster.gang.acquire`."""
 
-    def __init__(self, world: World, num_seats: int, num_members: int):
-        self.world, self.num_seats, self.num_members = world, num_seats, num_members
+    def __init__(self, world: World, num_slots: int, num_members: int):
+        self.world, self.num_slots, self.num_members = world, num_slots, num_members
 
-    def clear(self, run_name: str, attend: Callable[[], None] = lambda: None) -> None:
+    def clear(self, run_name: str, check_stop: Callable[[], None] = lambda: None) -> None:
         self.world.effect()
         for job in self.world.jobs.values():
             # Of agents that came while the storage was away, the next driver cannot know.
@@ -617,32 +617,32 @@ class FakeGangs:
         for agent in self.world.agents:
             agent.die()
 
-    def reserve(self, hosts: Any, run_name: str, *, attend: Callable[[], None], epoch: int, **about: Any) -> FakeGang:
+    def reserve(self, hosts: Any, run_name: str, *, check_stop: Callable[[], None], epoch: int, **about: Any) -> FakeGang:
         gang = FakeGang(self.world, epoch)
         try:
-            for number in range(self.num_seats):
-                gang.add_seat(number)
+            for number in range(self.num_slots):
+                gang.add_slot(number)
             while len(gang.refresh()) < self.num_members:
-                attend()
+                check_stop()
                 self.world.sleep(0.2)
         except DriverDied:
             raise
         except BaseException:
             gang.release()
             raise
-        gang.set_members([seat for seat in gang.seats if seat.available][: self.num_members])
+        gang.set_members([slot for slot in gang.slots if slot.available][: self.num_members])
         return gang
 
     def adopt(
-        self, hosts: Any, run_name: str, record: dict[str, Any], *, attend: Callable[[], None], epoch: int, **about: Any
+        self, hosts: Any, run_name: str, record: dict[str, Any], *, check_stop: Callable[[], None], epoch: int, **about: Any
     ) -> FakeGang:
         gang, by_name = FakeGang(self.world, epoch), {agent.name: agent for agent in self.world.agents}
-        for one in record["seats"]:
+        for one in record["slots"]:
             agent = by_name[one["name"]]
-            gang.seats.append(FakeSeat(one["number"], agent, vacant=not agent.alive, lost=not agent.alive))
-        asked = {seat.number: gang.ask(seat, "lead") for seat in gang.seats}
+            gang.slots.append(FakeSlot(one["number"], agent, unassigned=not agent.alive, lost=not agent.alive))
+        asked = {slot.number: gang.ask(slot, "lead") for slot in gang.slots}
         for _ in range(50):
-            attend()
+            check_stop()
             if all(call.answer is not None for call in asked.values()):
                 break
             self.world.sleep(0.2)
@@ -652,7 +652,7 @@ class FakeGangs:
         leads = {number: value for number, (value, error) in answers.items() if error is None}
         if not leads:
             raise AdoptError("no agent answers")
-        by_number = {seat.number: seat for seat in gang.seats}
+        by_number = {slot.number: slot for slot in gang.slots}
         members = newest_generation(leads)
         for number in leads:
             by_number[number].available = True

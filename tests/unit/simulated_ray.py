@@ -159,19 +159,19 @@ class SimulatedRay:
 
     # ------------------------------------------------------------------ as the module cluster.gang.acquire
 
-    def clear(self, run_name: str, attend: Callable[[], None]) -> None:
+    def clear(self, run_name: str, check_stop: Callable[[], None]) -> None:
         for agent in self.agents.values():
             agent.die()
         self.groups.clear()
 
-    def reserve(self, hosts: Any, run_name: str, *, attend: Callable[[], None], **about: Any) -> Gang:
+    def reserve(self, hosts: Any, run_name: str, *, check_stop: Callable[[], None], **about: Any) -> Gang:
         gang = self._gang(Maker(self, hosts, run_name, **about))
-        gang.take_hosts(hosts.start_timeout_s, attend)
+        gang.take_hosts(hosts.start_timeout_s, check_stop)
         return gang
 
-    def adopt(self, hosts: Any, run_name: str, record: Any, *, attend: Callable[[], None], **about: Any) -> Gang:
+    def adopt(self, hosts: Any, run_name: str, record: Any, *, check_stop: Callable[[], None], **about: Any) -> Gang:
         gang = self._gang(Maker(self, hosts, run_name, **about))
-        gang.take_over(record, attend)
+        gang.take_over(record, check_stop)
         return gang
 
     def _gang(self, maker: Maker) -> SimulatedGang:

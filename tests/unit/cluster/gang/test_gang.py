@@ -11,7 +11,7 @@ from cluster.gang.lease_keeper import LeaseKeeper
 from cluster.hosts.config import HostsConfig
 from cluster.placement import bundles as places
 from cluster.placement import placement_groups
-from cluster.placement.bundles import Place
+from cluster.placement.bundles import Bundle
 
 HOSTS = 512
 
@@ -105,7 +105,7 @@ class Cluster:
 
 
 def gang_of(monkeypatch, spares=0, **hosts):
-    """A gang as `reserve` leaves it, all seats available, and its cluster."""
+    """A gang as `reserve` leaves it, all slots available, and its cluster."""
     config = HostsConfig(**hosts)
     cluster = Cluster(config)
     monkeypatch.setattr(time, "monotonic", lambda: cluster.now_s)
@@ -118,11 +118,11 @@ def gang_of(monkeypatch, spares=0, **hosts):
     monkeypatch.setattr(gangs, "LeaseKeeper", lambda *about: LeaseKeeper(*about, start=False))
     gang = Gang(cluster)
     monkeypatch.setattr(placement_groups, "wait_ready", lambda *about: None)
-    seats = [gang._add_seat(place) for place in gang._places.take_base(0.0, ())]
+    slots = [gang._add_slot(place) for place in gang._places.take_base(0.0, ())]
     for _ in range(spares):
-        gang._add_seat(gang._places.ask_for_one(len(gang.seats), ()))
-    assert len(gang.refresh()) == len(gang.seats)
-    gang.set_members(seats)
+        gang._add_slot(gang._places.ask_for_one(len(gang.slots), ()))
+    assert len(gang.refresh()) == len(gang.slots)
+    gang.set_members(slots)
     cluster.counts.clear()
     return gang, cluster
 
@@ -149,7 +149,7 @@ def test_between_generations_nobody_else_asks_the_hosts(monkeypatch):
 
 def test_the_version_changes_with_the_record(monkeypatch):
     gang, cluster = gang_of(monkeypatch, count=4, spares=1)
-    lost, spare = gang.seats[1], gang.seats[4]
+    lost, spare = gang.slots[1], gang.slots[4]
 
     def replace_spare():
         spare.agent.fate = "dies"
@@ -158,7 +158,7 @@ def test_the_version_changes_with_the_record(monkeypatch):
     changes = [
         lambda: gang.lose(lost, avoid_nodes=[lost.node_id]),
         lambda: gang.lose(lost, fill=False),
-        gang.fill_vacant,
+        gang.fill_unassigned,
         lambda: gang.set_members(gang.members[2:]),
         replace_spare,
     ]
@@ -176,7 +176,7 @@ def test_the_loss_of_many_hosts_looks_at_the_cluster_once(monkeypatch):
     gang.lose(*gang.members[:64], avoid_nodes=["elsewhere"], fill=False)
     assert cluster.counts == {"nodes": 1, "living": 1, "node_ids": 1}
     cluster.counts.clear()
-    gang.fill_vacant()
+    gang.fill_unassigned()
     assert cluster.counts["create"] == 64
 
 
@@ -184,34 +184,32 @@ def test_groups_that_were_removed_are_asked_for_anew(monkeypatch):
     """Agents that hear from no driver leave, and take the groups along; the driver was only away."""
     gang, cluster = gang_of(monkeypatch, min=3, max=5, spares=2)
     left = gang.members[1]
-    gang.lose(left, avoid_nodes=[left.node_id], fill=False)  # its bundle stays vacant
-    old, cluster.placement.placement_groups = cluster.placement.placement_groups, {}
+    gang.lose(left, avoid_nodes=[left.node_id], fill=False)  # its bundle stays unassigned
+    old, cluster.groups = cluster.groups, {}
     gang.lose(*gang.members)
-    assert cluster.placement.placement_groups.keys() >= {"run-gang", left.place.group.name}
+    assert cluster.groups.keys() >= {"run-gang", left.place.group.name}
     assert cluster.counts["hired"] == 1  # what looked after the groups has gone with them
-    assert all(cluster.placement.placement_groups.get(seat.place.group.name) is seat.place.group for seat in gang.members)
-    assert all(
-        place.group is cluster.placement.placement_groups["run-gang"] is not old["run-gang"] for place in gang._places.vacant
-    )
+    assert all(cluster.groups.get(slot.place.group.name) is slot.place.group for slot in gang.members)
+    assert all(place.group is cluster.groups["run-gang"] is not old["run-gang"] for place in gang._places.unassigned)
     assert len(gang.refresh()) == 5  # spares that nobody has lost yet seem to be there still
-    for seat in gang.seats[3:]:
-        seat.agent.fate = "dies"
+    for slot in gang.slots[3:]:
+        slot.agent.fate = "dies"
     let_pass(gang, cluster, 5)
     assert len(gang.refresh()) == 5
-    assert {group.hex() for group in gang._places.groups} == cluster.placement.placement_groups.keys()
+    assert {group.hex() for group in gang._places.groups} == cluster.groups.keys()
 
 
 def test_a_host_in_a_removed_group_takes_those_along_that_sat_with_it(monkeypatch):
     gang, cluster = gang_of(monkeypatch, count=3)
-    cluster.placement.placement_groups = {}
+    cluster.groups = {}
     gang.lose(gang.members[0])
-    assert [seat.lost for seat in gang.members] == [True] * 3
+    assert [slot.lost for slot in gang.members] == [True] * 3
     assert gang.refresh() == gang.members
 
 
 def test_an_agent_that_cannot_be_reached_just_now_is_not_dead(monkeypatch):
     gang, cluster = gang_of(monkeypatch, count=1, spares=1)
-    spare = gang.seats[1]
+    spare = gang.slots[1]
     spare.agent.fate = "cut off"
     let_pass(gang, cluster, 5)
     assert not spare.available
@@ -223,12 +221,12 @@ def test_an_agent_that_cannot_be_reached_just_now_is_not_dead(monkeypatch):
 
 def test_an_answer_that_came_while_the_driver_slept_is_looked_at_before_silence_is(monkeypatch):
     gang, cluster = gang_of(monkeypatch, count=1, spares=2)
-    gang.seats[1].agent.fate = "frozen"
+    gang.slots[1].agent.fate = "frozen"
     let_pass(gang, cluster, 3)
     cluster.now_s += 1000
     available = gang.refresh()
-    assert gang.seats[1] not in available
-    assert gang.seats[2] in available
+    assert gang.slots[1] not in available
+    assert gang.slots[2] in available
 
 
 def test_the_watchs_members_are_replaced_by_who_polls_them(monkeypatch):
@@ -246,9 +244,9 @@ def test_hosts_that_spread_part_when_they_come_to_one_machine(monkeypatch):
     gang, cluster = gang_of(monkeypatch, count=2, spread=True)
     shared = gang.members[0].node_id
     monkeypatch.setattr(
-        cluster, "_nodes_of", lambda group: [shared if "seat" in group.name else f"{group.name}/{i}" for i in range(2)]
+        cluster, "_nodes_of", lambda group: [shared if "slot" in group.name else f"{group.name}/{i}" for i in range(2)]
     )
-    late = gang._add_seat(gang._places.ask_for_one(2, ()))
+    late = gang._add_slot(gang._places.ask_for_one(2, ()))
     gang.refresh()
     assert not late.available
     assert shared in late.avoid_nodes
@@ -256,4 +254,4 @@ def test_hosts_that_spread_part_when_they_come_to_one_machine(monkeypatch):
 
 
 def test_a_place_is_known_by_its_record():
-    assert Place(Group("a", 1), 0, alone=True).record() == {"group": "a", "bundle": 0, "alone": True}
+    assert Bundle(Group("a", 1), 0, alone=True).record() == {"group": "a", "bundle": 0, "alone": True}

@@ -51,25 +51,25 @@ def let_pass(agents, keeper, seconds, turn_s=0.5):
 
 def test_every_agent_is_called_several_times_in_its_lease_whatever_the_driver_does(agents, keeper):
     """The driver gives no sign meanwhile: it hangs in its storage, say."""
-    for seat in range(8):
-        keeper.keep(seat, f"agent-{seat}")
+    for slot in range(8):
+        keeper.keep(slot, f"agent-{slot}")
     let_pass(agents, keeper, 600)
-    for seat in range(8):
-        times = [0, *agents.times(f"agent-{seat}"), agents.now_s]
+    for slot in range(8):
+        times = [0, *agents.times(f"agent-{slot}"), agents.now_s]
         assert max(after - before for before, after in itertools.pairwise(times)) <= LEASE_S / 4 + 0.5
         assert len(times) - 2 <= 600 / (LEASE_S / 4) + 1
 
 
 def test_the_calls_to_very_many_are_spread(agents, keeper):
-    for seat in range(4096):
-        keeper.keep(seat, seat)
+    for slot in range(4096):
+        keeper.keep(slot, slot)
     let_pass(agents, keeper, LEASE_S)
     per_turn = [sum(1 for _, at_s in agents.calls if at_s == turn / 2) for turn in range(1, int(2 * LEASE_S))]
     assert max(per_turn) < 4 * 4096 / (2 * LEASE_S / 4)
     assert len(agents.calls) == math.ceil(4096 * 4)
 
 
-def test_the_newest_agent_of_a_seat_is_called_and_one_that_is_dropped_is_not(agents, keeper):
+def test_the_newest_agent_of_a_slot_is_called_and_one_that_is_dropped_is_not(agents, keeper):
     keeper.keep(0, "first")
     keeper.keep(1, "other")
     keeper.drop(0)
@@ -92,8 +92,8 @@ def test_calls_to_an_agent_that_does_not_answer_do_not_pile_up(agents, keeper):
 
 def test_an_agent_that_is_gone_or_cut_off_is_the_drivers_business(agents, keeper):
     agents.errors = {"gone": ray.exceptions.ActorDiedError(), "cut off": ray.exceptions.ActorUnavailableError("", None)}
-    for seat, agent in enumerate(["gone", "cut off", "well"]):
-        keeper.keep(seat, agent)
+    for slot, agent in enumerate(["gone", "cut off", "well"]):
+        keeper.keep(slot, agent)
     let_pass(agents, keeper, LEASE_S)
     keeper.heard()
     assert len(agents.times("cut off")) == len(agents.times("well")) == 4

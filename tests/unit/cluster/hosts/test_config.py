@@ -20,10 +20,10 @@ from cluster.hosts.config import (
     num_devices,
     num_hosts,
     pod_type,
-    seats_of_slices,
-    seats_of_whole_slices,
     slice_bundle_labels,
     slice_of,
+    slots_of_slices,
+    slots_of_whole_slices,
     strategy,
 )
 from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, megascale_env, process_env
@@ -150,13 +150,13 @@ def test_a_tpu_run_counts_in_whole_slices():
     assert (min_slices(config), max_slices(config)) == (1, 3)
     assert (min_hosts(config), num_hosts(config)) == (2, 6)
     assert (min_hosts(TWO_SLICES), num_hosts(TWO_SLICES)) == (4, 4)
-    assert seats_of_whole_slices(config, [0, 2, 3, 5, 6, 7]) == {2, 3, 6, 7}
-    assert seats_of_slices(config, [3, 4]) == {2, 3, 4, 5}
+    assert slots_of_whole_slices(config, [0, 2, 3, 5, 6, 7]) == {2, 3, 6, 7}
+    assert slots_of_slices(config, [3, 4]) == {2, 3, 4, 5}
 
 
 def test_other_runs_count_single_hosts():
     config = HostsConfig(min=1, max=4)
-    assert seats_of_whole_slices(config, [0, 3]) == seats_of_slices(config, [0, 3]) == {0, 3}
+    assert slots_of_whole_slices(config, [0, 3]) == slots_of_slices(config, [0, 3]) == {0, 3}
 
 
 def test_everything_that_is_wrong_is_told_at_once():

@@ -43,11 +43,11 @@ class Clock:
 def stop_at(count):
     calls = itertools.count(1)
 
-    def attend():
+    def check_stop():
         if next(calls) == count:
             raise Stopped
 
-    return attend
+    return check_stop
 
 
 def test_a_wait_ends_when_it_is_done_or_its_time_is_over(clock):
@@ -62,18 +62,21 @@ def test_a_wait_ends_when_it_is_done_or_its_time_is_over(clock):
 
 @pytest.mark.parametrize(
     "wait",
-    [lambda attend: waits.wait_until(lambda: False, 1000, attend), lambda attend: waits.wait_answers(["never"], 1000, attend)],
+    [
+        lambda check_stop: waits.wait_until(lambda: False, 1000, check_stop),
+        lambda check_stop: waits.wait_answers(["never"], 1000, check_stop),
+    ],
 )
 def test_whoever_waits_is_asked_at_least_once_a_second_and_may_end_it(clock, wait):
     seen = []
 
-    def attend():
+    def check_stop():
         seen.append(clock.at_s)
         if len(seen) == 20:
             raise Stopped
 
     with pytest.raises(Stopped):
-        wait(attend)
+        wait(check_stop)
     assert max(after - before for before, after in itertools.pairwise(seen)) <= 1
 
 

@@ -15,13 +15,13 @@ from trainers.config.arguments import TrainingArguments
 
 
 def roster(present, available, most=4, **hosts):
-    seats = {number: SimpleNamespace(number=number, node_id=f"node-{number}", lost=False) for number in {*present, *available}}
-    there = [seats[number] for number in available]
+    slots = {number: SimpleNamespace(number=number, node_id=f"node-{number}", lost=False) for number in {*present, *available}}
+    there = [slots[number] for number in available]
     gang = SimpleNamespace(
-        members=[seats[number] for number in present],
-        seats=list(seats.values()),
+        members=[slots[number] for number in present],
+        slots=list(slots.values()),
         refresh=lambda: list(there),
-        lose=lambda *seats, avoid_nodes, fill: [there.remove(seat) for seat in seats],
+        lose=lambda *slots, avoid_nodes, fill: [there.remove(slot) for slot in slots],
         set_members=lambda members: setattr(gang, "members", members),
     )
     config = HostsConfig(**(hosts or {"min": 2, "max": most}), start_timeout_s=0.1)
@@ -44,8 +44,8 @@ SLICES = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2", "min_slices":
 )
 def test_tpu_hosts_come_and_go_by_slices(present, available, lost, avoid, members):
     made = roster(present, available, **SLICES)
-    made.form([present.index(seat) for seat in lost], avoid=Quarantine(dict.fromkeys(avoid, "it has failed")))
-    assert tuple(seat.number for seat in made.gang.members) == members
+    made.form([present.index(slot) for slot in lost], avoid=Quarantine(dict.fromkeys(avoid, "it has failed")))
+    assert tuple(slot.number for slot in made.gang.members) == members
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,15 @@ class Waiting:
         made = roster((0, 1), (0,))
         config = SimpleNamespace(hosts=HostsConfig(count=2, **hosts), training=made.config.training)
         self.roster = Roster(config, made.gang, clock=lambda: self.now_s)
-        made.gang.fill_vacant, made.gang.missing = lambda: None, lambda: "1 host missing"
-        made.gang.wait_available, made.gang.put_up_with_any = self.wait_available, self.lift
+        made.gang.fill_unassigned, made.gang.missing = lambda: None, lambda: "1 host missing"
+        made.gang.wait_available, made.gang.clear_avoided_nodes = self.wait_available, self.lift
 
-    def wait_available(self, count, timeout_s, attend):
+    def wait_available(self, count, timeout_s, check_stop):
         end_s = self.now_s + timeout_s
         while self.now_s < end_s and not self.has_come():
-            attend()
+            check_stop()
             self.now_s += 1
-        return self.roster.gang.seats if self.has_come() else self.roster.gang.seats[:1]
+        return self.roster.gang.slots if self.has_come() else self.roster.gang.slots[:1]
 
     def has_come(self):
         return self.now_s >= self.comes_s and (not self.avoided or self.lifted_s is not None)
@@ -132,10 +132,10 @@ def test_a_machine_to_avoid_is_better_than_none(limit_s, lifted_s):
 def test_a_request_to_stop_ends_the_wait_for_machines():
     wait = Waiting()
 
-    def attend():
+    def check_stop():
         if wait.now_s >= 50:
             raise StopAsked
 
     with pytest.raises(StopAsked):
-        wait.form(attend=attend)
+        wait.form(check_stop=check_stop)
     assert wait.now_s == 50

@@ -23,7 +23,7 @@ def test_allowed_counts_are_those_that_fit():
 
 CHOICES = {
     "nobody is lost: the same gang": ([0, 1, 2], [0, 1, 2], ANY, [], [0, 1, 2], []),
-    "ranks stay as they were, whatever the seats' numbers": ([2, 0, 1], [0, 1, 2], ANY, [], [2, 0, 1], []),
+    "ranks stay as they were, whatever the slots' numbers": ([2, 0, 1], [0, 1, 2], ANY, [], [2, 0, 1], []),
     "a spare takes the lost one's rank": ([0, 1, 2], [0, 2, 5], ANY, [], [0, 5, 2], []),
     "the lost coordinator's rank too": ([0, 1, 2], [1, 2, 5], ANY, [], [5, 1, 2], []),
     "two lost, one spare: the first gap is filled, the ranks close up": ([0, 1, 2, 3], [0, 3, 9], ANY, [], [0, 9, 3], []),
@@ -44,8 +44,8 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_choose_members(name):
-    present, available, allowed, avoid, seats, flagged = CHOICES[name]
-    assert choose_members(present, available, allowed=allowed, avoid=avoid) == Members(tuple(seats), tuple(flagged))
+    present, available, allowed, avoid, slots, flagged = CHOICES[name]
+    assert choose_members(present, available, allowed=allowed, avoid=avoid) == Members(tuple(slots), tuple(flagged))
 
 
 @pytest.mark.parametrize(
@@ -57,22 +57,22 @@ def test_no_members(available, allowed):
     assert choose_members([0, 1, 2], available, allowed=allowed) is None
 
 
-seats = st.lists(st.integers(0, 7), unique=True)
+slots = st.lists(st.integers(0, 7), unique=True)
 
 
-@given(seats, seats, st.lists(st.integers(1, 8), unique=True), st.sets(st.integers(0, 7)))
+@given(slots, slots, st.lists(st.integers(1, 8), unique=True), st.sets(st.integers(0, 7)))
 def test_members_are_available_each_once_as_many_as_allowed_and_survivors_keep_their_order(present, available, allowed, avoid):
     chosen = choose_members(present, available, allowed=sorted(allowed), avoid=avoid)
     if chosen is None:
         assert not allowed or len(available) < min(allowed)
         return
-    assert set(chosen.seats) <= set(available)
-    assert len(set(chosen.seats)) == len(chosen.seats)
-    assert len(chosen.seats) in allowed
-    assert [s for s in chosen.seats if s in present] == [s for s in present if s in chosen.seats]
-    assert set(chosen.flagged) == set(chosen.seats) & avoid
+    assert set(chosen.slots) <= set(available)
+    assert len(set(chosen.slots)) == len(chosen.slots)
+    assert len(chosen.slots) in allowed
+    assert [s for s in chosen.slots if s in present] == [s for s in present if s in chosen.slots]
+    assert set(chosen.flagged) == set(chosen.slots) & avoid
     if chosen.flagged:
-        assert len(chosen.seats) == min(allowed)
+        assert len(chosen.slots) == min(allowed)
 
 
 POLICY = ElasticityPolicy(restart_cost_s=5.0, horizon_s=100.0)
@@ -133,19 +133,19 @@ REHEARSALS = {
 @pytest.mark.parametrize("name", REHEARSALS)
 def test_next_rehearsal(name):
     present, others, allowed, ready, expected = REHEARSALS[name]
-    found = next_rehearsal(present, others, allowed=allowed, is_ready=lambda count, seat: seat in ready.get(count, ()))
+    found = next_rehearsal(present, others, allowed=allowed, is_ready=lambda count, slot: slot in ready.get(count, ()))
     assert found == expected
 
 
-@given(seats.filter(bool), seats, st.lists(st.integers(1, 8), unique=True))
+@given(slots.filter(bool), slots, st.lists(st.integers(1, 8), unique=True))
 def test_rehearsals_come_to_an_end_and_then_any_loss_is_prepared_for(present, others, allowed):
-    others, ready = [seat for seat in others if seat not in present], {(len(present), seat) for seat in present}
-    about = {"allowed": sorted(allowed), "is_ready": lambda count, seat: (count, seat) in ready}
+    others, ready = [slot for slot in others if slot not in present], {(len(present), slot) for slot in present}
+    about = {"allowed": sorted(allowed), "is_ready": lambda count, slot: (count, slot) in ready}
     while (cast := next_rehearsal(present, others, **about)) is not None:
-        assert not {(len(cast), seat) for seat in cast} <= ready
-        ready |= {(len(cast), seat) for seat in cast}
+        assert not {(len(cast), slot) for slot in cast} <= ready
+        ready |= {(len(cast), slot) for slot in cast}
     for lost in present:
-        left = [seat for seat in [*present, *others] if seat != lost]
+        left = [slot for slot in [*present, *others] if slot != lost]
         after = choose_members(present, left, allowed=[n for n in sorted(allowed) if n <= len(present)])
         if after is not None and len(present) in allowed:
-            assert {(len(after.seats), seat) for seat in after.seats} <= ready
+            assert {(len(after.slots), slot) for slot in after.slots} <= ready

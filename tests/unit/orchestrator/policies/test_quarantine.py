@@ -10,8 +10,8 @@ TWO_MACHINES = {0: "a", 1: "b"}
 ONE_MACHINE = {0: "a", 1: "a", 2: "a"}
 
 
-def failed(seat, node, *, times=3, kind=FailureKind.PROCESS_CRASH, at_s=NOW_S - 10):
-    return [PastFailure(kind=kind, seat=seat, node_id=node, at_s=at_s)] * times
+def failed(slot, node, *, times=3, kind=FailureKind.PROCESS_CRASH, at_s=NOW_S - 10):
+    return [PastFailure(kind=kind, slot=slot, node_id=node, at_s=at_s)] * times
 
 
 DEVICE, RUNTIME = FailureKind.DEVICE_ERROR, FailureKind.RUNTIME_ERROR
@@ -34,7 +34,7 @@ CASES = {
         [],
         [],
     ),
-    "device errors of different seats of the only machine": (failed(1, "a", times=1, kind=DEVICE), ONE_MACHINE, [1], []),
+    "device errors of different slots of the only machine": (failed(1, "a", times=1, kind=DEVICE), ONE_MACHINE, [1], []),
     "an error of the runtime may come once": (failed(1, "b", times=1, kind=RUNTIME), TWO_MACHINES, [], []),
     "an error of the runtime comes again": (failed(1, "b", times=2, kind=RUNTIME), TWO_MACHINES, [1], ["b"]),
     "what was long ago does not count": (failed(1, "b", at_s=NOW_S - 101), TWO_MACHINES, [], []),
@@ -42,43 +42,43 @@ CASES = {
     "preemptions do not count": (failed(1, "b", kind=FailureKind.PREEMPTION), TWO_MACHINES, [], []),
     "nobody was named": ([PastFailure(kind=FailureKind.HANG, at_s=NOW_S)] * 5, TWO_MACHINES, [], []),
     "failures of an older document have no time": (
-        [PastFailure(kind=FailureKind.HANG, seat=1, node_id="b")] * 5,
+        [PastFailure(kind=FailureKind.HANG, slot=1, node_id="b")] * 5,
         TWO_MACHINES,
         [],
         [],
     ),
-    "all seats of a bad machine": ([*failed(1, "b", times=2), *failed(2, "b", times=1)], {0: "a", 1: "b", 2: "b"}, [1, 2], ["b"]),
-    "on the only machine, the seat alone": (failed(1, "a"), ONE_MACHINE, [1], []),
-    "on the only machine, beside a seat that has none yet": (failed(1, "a"), {**ONE_MACHINE, 3: None}, [1], []),
-    "on the only machine, failures of different seats": (
+    "all slots of a bad machine": ([*failed(1, "b", times=2), *failed(2, "b", times=1)], {0: "a", 1: "b", 2: "b"}, [1, 2], ["b"]),
+    "on the only machine, the slot alone": (failed(1, "a"), ONE_MACHINE, [1], []),
+    "on the only machine, beside a slot that has none yet": (failed(1, "a"), {**ONE_MACHINE, 3: None}, [1], []),
+    "on the only machine, failures of different slots": (
         [*failed(0, "a", times=2), *failed(1, "a", times=2)],
         ONE_MACHINE,
         [],
         [],
     ),
-    "a seat whose machine is not known yet": (failed(1, None), {0: "a", 1: None}, [1], []),
-    "a seat that has moved away from the bad machine": (failed(1, "b"), {0: "a", 1: "c"}, [], ["b"]),
+    "a slot whose machine is not known yet": (failed(1, None), {0: "a", 1: None}, [1], []),
+    "a slot that has moved away from the bad machine": (failed(1, "b"), {0: "a", 1: "c"}, [], ["b"]),
     "both machines are bad: the better one is left": ([*failed(0, "a", times=4), *failed(1, "b")], TWO_MACHINES, [0], ["a"]),
     "both machines are as bad: both are left": ([*failed(0, "a"), *failed(1, "b")], TWO_MACHINES, [], []),
-    "a seat that is gone": (failed(7, "b"), {0: "a"}, [], ["b"]),
-    "a single seat": (failed(0, "a", times=9), {0: "a"}, [], []),
+    "a slot that is gone": (failed(7, "b"), {0: "a"}, [], ["b"]),
+    "a single slot": (failed(0, "a", times=9), {0: "a"}, [], []),
     "no failure at all": ([], TWO_MACHINES, [], []),
-    "no seats yet": ([], {}, [], []),
+    "no slots yet": ([], {}, [], []),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_quarantine(name):
-    history, places, seats, nodes = CASES[name]
+    history, places, slots, nodes = CASES[name]
     found = quarantined(history, NOW_S, POLICY, places)
-    assert (sorted(found.seats), sorted(found.nodes)) == (seats, nodes)
+    assert (sorted(found.slots), sorted(found.nodes)) == (slots, nodes)
 
 
 def test_the_reason_names_the_machine_and_how_often():
     assert quarantined(failed(1, "b"), NOW_S, POLICY, {0: "a", 1: "b", 2: "b"}) == Quarantine(
         {
-            1: "seat 1 is avoided: node b has failed 3 times in 100 s",
-            2: "seat 2 is avoided: node b has failed 3 times in 100 s",
+            1: "slot 1 is avoided: node b has failed 3 times in 100 s",
+            2: "slot 2 is avoided: node b has failed 3 times in 100 s",
         },
         {"b": "node b has failed 3 times in 100 s"},
     )
@@ -95,13 +95,13 @@ def test_the_reason_names_what_its_devices_did():
 def test_more_device_errors_are_put_up_with_on_request():
     policy = QuarantinePolicy(max_failures_per_host=9, max_device_errors_per_host=1)
     for kind, most in ((DEVICE, 1), (RUNTIME, 2)):
-        assert not quarantined(failed(1, "b", times=most, kind=kind), NOW_S, policy, TWO_MACHINES).seats
-        assert quarantined(failed(1, "b", times=most + 1, kind=kind), NOW_S, policy, TWO_MACHINES).seats
+        assert not quarantined(failed(1, "b", times=most, kind=kind), NOW_S, policy, TWO_MACHINES).slots
+        assert quarantined(failed(1, "b", times=most + 1, kind=kind), NOW_S, policy, TWO_MACHINES).slots
 
 
-def test_where_the_machine_is_not_to_blame_the_seat_is_named():
-    reasons = quarantined(failed(1, "a"), NOW_S, POLICY, dict.fromkeys(range(2), "a")).seats
-    assert reasons == {1: "seat 1 is avoided: it has failed 3 times in 100 s"}
+def test_where_the_machine_is_not_to_blame_the_slot_is_named():
+    reasons = quarantined(failed(1, "a"), NOW_S, POLICY, dict.fromkeys(range(2), "a")).slots
+    assert reasons == {1: "slot 1 is avoided: it has failed 3 times in 100 s"}
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,9 @@ def test_hosts_out_of_step_twice_at_the_same_step_give_up_whoever_it_was():
     assert isinstance(decide([desync(), desync(step=9)], POLICY), Restart)
 
 
-def device(seat=1, node_id="a", step=7, kind=FailureKind.DEVICE_ERROR, **more):
+def device(slot=1, node_id="a", step=7, kind=FailureKind.DEVICE_ERROR, **more):
     exception = ("JaxRuntimeError", "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
-    return PastFailure(kind=kind, step=step, exception=exception, seat=seat, node_id=node_id, **more)
+    return PastFailure(kind=kind, step=step, exception=exception, slot=slot, node_id=node_id, **more)
 
 
 @pytest.mark.parametrize("kind", [FailureKind.DEVICE_ERROR, FailureKind.RUNTIME_ERROR])
@@ -135,7 +135,7 @@ def test_an_error_of_a_device_is_the_programs_if_another_machine_has_it_at_the_s
     first = device(kind=kind)
     assert decide([first], POLICY) == Restart(0.0)
     assert decide([first, first], POLICY) == Restart(1.0)
-    for other in (device(seat=2, node_id="b", kind=kind), device(node_id="b", kind=kind), device(seat=2, kind=kind)):
+    for other in (device(slot=2, node_id="b", kind=kind), device(node_id="b", kind=kind), device(slot=2, kind=kind)):
         assert decide([first, other], POLICY).reason == f"the same {kind} at step 7 twice in a row: it would happen for ever"
     assert isinstance(decide([first, device(2, "b", step=9, kind=kind)], POLICY), Restart)
     assert isinstance(decide([first, device(None, None, kind=kind)], POLICY), Restart)
@@ -281,7 +281,7 @@ FAILURES = st.builds(
     mistake=st.booleans(),
     trained=st.none() | st.booleans(),
     checkpoint_step=st.none() | st.integers(0, 5),
-    seat=st.none() | st.integers(0, 2),
+    slot=st.none() | st.integers(0, 2),
     node_id=st.none() | st.sampled_from(["a", "b"]),
     at_s=st.none() | st.floats(0, 1e7),
 )
@@ -349,12 +349,12 @@ def test_past_failure_of_a_classified_one():
     told = past_failure(failure, 5, generation=3, trained=False)
     assert (told.generation, told.trained, told.took_steps) == (3, False, False)
     assert past_failure(classify([], {1}), None) == PastFailure(kind=FailureKind.HOST_LOST)
-    placed = past_failure(classify([], {1}), None, seat=3, node_id="abc", at_s=9.0)
-    assert (placed.seat, placed.node_id, placed.at_s) == (3, "abc", 9.0)
+    placed = past_failure(classify([], {1}), None, slot=3, node_id="abc", at_s=9.0)
+    assert (placed.slot, placed.node_id, placed.at_s) == (3, "abc", 9.0)
 
 
 def test_a_past_failure_survives_json_also_from_a_document_that_knew_less():
-    past = user(deterministic=True, checkpoint_step=5, seat=1, node_id="abc", at_s=9.0)
+    past = user(deterministic=True, checkpoint_step=5, slot=1, node_id="abc", at_s=9.0)
     data = json.loads(json.dumps(dataclasses.asdict(past)))
     assert PastFailure.from_dict(data) == past
     older = {name: data[name] for name in ("kind", "step", "exception", "deterministic", "checkpoint_step")}

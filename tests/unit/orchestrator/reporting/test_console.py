@@ -124,11 +124,11 @@ def test_plain_incident_and_recovery(plain):
     avoided = {
         "action": "shrink",
         "hosts_after": 2,
-        "detail": "seat 1 is avoided: it has failed 4 times in 3600 s",
+        "detail": "slot 1 is avoided: it has failed 4 times in 3600 s",
         "evidence": {},
     }
     assert plain({"ev": "incident", "incident": INCIDENT | avoided}) == (
-        "   0:00  ✗ process_crash → going on with 2 hosts; seat 1 is avoided: it has failed 4 times in 3600 s\n"
+        "   0:00  ✗ process_crash → going on with 2 hosts; slot 1 is avoided: it has failed 4 times in 3600 s\n"
     )
     given_up = plain({"ev": "incident", "incident": INCIDENT | {"action": "give up", "detail": "4 failures", "evidence": {}}})
     assert given_up == "   0:00  ✗ process_crash → give up: 4 failures\n"

@@ -66,10 +66,10 @@ def test_a_driver_that_adopts_the_gang_lost_nothing_but_the_time_without_a_watch
 
 def test_the_next_driver_finds_an_agent_that_came_while_the_gang_trained(take_up, clock):
     first = take_up()
-    first.formed({"generation": 0, "gang": {"seats": ["a"]}})
+    first.formed({"generation": 0, "gang": {"slots": ["a"]}})
     clock.now_s = 1001.0
-    first.reseated({"seats": ["b"]})
-    assert take_up().gang == {"generation": 0, "gang": {"seats": ["b"]}}
+    first.slots_changed({"slots": ["b"]})
+    assert take_up().gang == {"generation": 0, "gang": {"slots": ["b"]}}
 
 
 def test_with_the_gang_lost_the_time_without_a_driver_was_detection(take_up, clock):

@@ -50,25 +50,25 @@ def joined(gang, host):
     return wait_until(lambda: any(e["ev"] == "joined" for e in ray.get(gang.call(host, "poll", 0, 1.0))["events"]))
 
 
-def test_a_seat_becomes_available_when_a_machine_is_added(cluster, take):
+def test_a_slot_becomes_available_when_a_machine_is_added(cluster, take):
     gang = take(min=1, max=3, wait_for_max_s=10)
     assert len(gang.members) == 2
-    pending = gang.seats[2]
+    pending = gang.slots[2]
     gang.prepare({"tag": "as the others"})
     record = gang.record()
-    assert [seat["number"] for seat in record["seats"]] == [0, 1, 2]
+    assert [slot["number"] for slot in record["slots"]] == [0, 1, 2]
     node = add_node(cluster)
     try:
-        assert gang.wait_available(3, 60) == gang.seats
+        assert gang.wait_available(3, 60) == gang.slots
         assert pending.node_id == node.node_id
-        gang.set_members(gang.seats)
+        gang.set_members(gang.slots)
         ray.get([gang.call(host, "go", {"generation": 0}) for host in range(3)])
         assert joined(gang, 2)
         remove_node(cluster, node)
         assert wait_until(lambda: pending not in gang.refresh(members=True))
         gang.lose(pending)
-        gang.set_members(gang.seats[:2])
-        assert gang.wait_available(3, 0.5) == gang.seats[:2]  # no machine yet, and nothing waits for it
+        gang.set_members(gang.slots[:2])
+        assert gang.wait_available(3, 0.5) == gang.slots[:2]  # no machine yet, and nothing waits for it
     finally:
         gang.release()
 
@@ -77,7 +77,7 @@ def test_a_lost_machine_is_made_up_for_by_one_that_comes_later(cluster, take):
     """Its bundle belongs to the group that all hosts share: Ray moves it."""
     extra = add_node(cluster)
     gang = take(count=3, spread=True)
-    lost = next(seat for seat in gang.members if seat.node_id == extra.node_id)
+    lost = next(slot for slot in gang.members if slot.node_id == extra.node_id)
     remove_node(cluster, extra)
     gang.lose(lost)
     assert len(gang.wait_available(3, 0.5)) == 2
@@ -90,23 +90,23 @@ def test_a_lost_machine_is_made_up_for_by_one_that_comes_later(cluster, take):
         remove_node(cluster, another)
 
 
-def test_a_seat_goes_where_a_place_that_was_left_has_found_a_machine(cluster, take):
+def test_a_slot_goes_where_a_place_that_was_left_has_found_a_machine(cluster, take):
     """The groups of a run compete for a machine that comes; whichever has it, the host without one goes there."""
     first = add_node(cluster)
     gang = take(count=3)
-    seat = next(seat for seat in gang.members if seat.node_id == first.node_id)
+    slot = next(slot for slot in gang.members if slot.node_id == first.node_id)
     second = add_node(cluster)
-    gang.lose(seat, avoid_nodes=[first.node_id])
-    assert gang.wait_available(3, 60) == gang.seats
-    assert seat.node_id == second.node_id
+    gang.lose(slot, avoid_nodes=[first.node_id])
+    assert gang.wait_available(3, 60) == gang.slots
+    assert slot.node_id == second.node_id
     remove_node(cluster, first)
     remove_node(cluster, second)
-    assert wait_until(lambda: seat not in gang.refresh(members=True))
-    gang.lose(seat)
+    assert wait_until(lambda: slot not in gang.refresh(members=True))
+    gang.lose(slot)
     third = add_node(cluster)
     try:
-        assert gang.wait_available(3, 30) == gang.seats
-        assert seat.node_id == third.node_id
+        assert gang.wait_available(3, 30) == gang.slots
+        assert slot.node_id == third.node_id
         gang.release()
     finally:
         remove_node(cluster, third)
@@ -114,24 +114,24 @@ def test_a_seat_goes_where_a_place_that_was_left_has_found_a_machine(cluster, ta
 
 def test_a_host_leaves_a_machine_that_is_to_be_avoided_and_may_come_back(cluster, take):
     gang = take(count=1)
-    seat = gang.members[0]
-    first, number = seat.node_id, seat.number
-    gang.lose(seat, avoid_nodes=[first])
-    assert gang.wait_available(1, 60) == [seat]
-    assert seat.node_id not in (first, None)
-    second = seat.node_id
-    gang.lose(seat, avoid_nodes=[first, second])  # there is no other
+    slot = gang.members[0]
+    first, number = slot.node_id, slot.number
+    gang.lose(slot, avoid_nodes=[first])
+    assert gang.wait_available(1, 60) == [slot]
+    assert slot.node_id not in (first, None)
+    second = slot.node_id
+    gang.lose(slot, avoid_nodes=[first, second])  # there is no other
     assert gang.wait_available(1, 0.5) == []
-    assert gang.put_up_with_any()
-    assert not gang.put_up_with_any()
-    assert gang.wait_available(1, 60) == [seat]
-    third = seat.node_id
+    assert gang.clear_avoided_nodes()
+    assert not gang.clear_avoided_nodes()
+    assert gang.wait_available(1, 60) == [slot]
+    third = slot.node_id
     assert third in (first, second)
-    assert seat.number == number
+    assert slot.number == number
     assert len(placement_groups.living()) == 1  # of a place that was left nothing is kept
-    gang.lose(seat, avoid_nodes=[{first, second}.difference({third}).pop()])  # it is elsewhere already
-    assert gang.wait_available(1, 60) == [seat]
-    assert seat.node_id == third
+    gang.lose(slot, avoid_nodes=[{first, second}.difference({third}).pop()])  # it is elsewhere already
+    assert gang.wait_available(1, 60) == [slot]
+    assert slot.node_id == third
 
 
 def test_hosts_that_spread_do_not_share_a_machine_with_one_that_comes_later(cluster, take):
@@ -139,8 +139,8 @@ def test_hosts_that_spread_do_not_share_a_machine_with_one_that_comes_later(clus
     try:
         gang = take(min=1, max=4, spread=True, wait_for_max_s=0)
         assert wait_until(lambda: len(gang.refresh()) == 3)
-        assert len({seat.node_id for seat in gang.refresh()}) == 3
-        assert wait_until(lambda: not gang.seats[3].available or len(gang.refresh()) == 3)
+        assert len({slot.node_id for slot in gang.refresh()}) == 3
+        assert wait_until(lambda: not gang.slots[3].available or len(gang.refresh()) == 3)
         gang.release()
     finally:
         remove_node(cluster, big)
