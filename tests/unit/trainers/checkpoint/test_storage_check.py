@@ -58,7 +58,7 @@ def test_a_late_answer_counts_while_it_is_fresh(age_s, expected):
 
 
 def test_a_save_that_the_storage_does_not_answer_for_has_failed_and_the_next_is_made(tmp_path, monkeypatch):
-    manager, hanging = checkpointing.manager(tmp_path / "checkpoints", storage_patience_s=0.05), Hanging()
+    manager, hanging = checkpointing.manager(tmp_path / "checkpoints", storage_patience_s=1.0), Hanging()
     monkeypatch.setattr(layout, "obstacle", hanging)
     manager.save_now(1)
     [(step, problem)] = manager.failed
@@ -73,7 +73,7 @@ def test_a_save_that_the_storage_does_not_answer_for_has_failed_and_the_next_is_
 
 
 def test_a_first_save_that_hangs_before_the_folder_is_there_is_made_good(tmp_path, monkeypatch):
-    manager, hanging = checkpointing.manager(tmp_path / "checkpoints", storage_patience_s=0.05), Hanging()
+    manager, hanging = checkpointing.manager(tmp_path / "checkpoints", storage_patience_s=1.0), Hanging()
     claim = manager._claim_folder
     monkeypatch.setattr(manager, "_claim_folder", lambda: hanging() or claim())
     manager.save_now(1)
