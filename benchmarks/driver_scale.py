@@ -252,7 +252,7 @@ def calls_of_ray(hosts: int) -> None:
 
     @ray.remote(num_cpus=0, max_concurrency=5000)
     class Agents:
-        async def poll(self, cursor: int, wait_s: float, *, epoch: int) -> dict[str, Any]:
+        async def poll(self, cursor: int, wait_s: float, *, driver_term: int) -> dict[str, Any]:
             import asyncio
 
             await asyncio.sleep(wait_s)
@@ -260,10 +260,12 @@ def calls_of_ray(hosts: int) -> None:
             return {"events": [], "cursor": cursor, "heartbeat": heartbeat_loop, "host_state": {"alive": True, "pid": 1}}
 
     agents = [Agents.remote() for _ in range(2)]
-    ray.get([agent.poll.remote(0, 0.0, epoch=0) for agent in agents])
+    ray.get([agent.poll.remote(0, 0.0, driver_term=0) for agent in agents])
 
     def ask(wait_s: float) -> None:
-        found = gather(Mailbox(), lambda i: agents[i % 2].poll.remote(0, wait_s, epoch=0), dict.fromkeys(range(hosts), 60.0))
+        found = gather(
+            Mailbox(), lambda i: agents[i % 2].poll.remote(0, wait_s, driver_term=0), dict.fromkeys(range(hosts), 60.0)
+        )
         assert all(answer.error is None for answer in found.values())
 
     for wait_s in (0.0, 1.0):

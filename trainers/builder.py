@@ -17,7 +17,7 @@ from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
 from trainers.checkpoint.committed import Committed
-from trainers.checkpoint.fence import Term
+from trainers.checkpoint.fence import WriterTerm
 from trainers.checkpoint.manager import CheckpointManager
 from trainers.checkpoint.retention import Retention
 from trainers.config import ParameterGroup, UnitConfig
@@ -379,7 +379,7 @@ class Builder(Hooks):
             on_failed=lambda step, error: host.emit("save_failed", step=step, error=error),
             note=host.note,
             ordered=Committed(host.run, host.committed_step),
-            term=Term(host.driver_epoch, host.generation),
+            term=WriterTerm(host.driver_term, host.generation),
             storage_patience_s=arguments.checkpoint.storage_patience_s,
         )
         host.follow_fence(lambda path: setattr(manager, "fence", path))

@@ -116,7 +116,7 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
         fence=orders.get("fence"),
         run=orders.get("run"),
         committed_step=orders.get("committed_step"),
-        driver_epoch=orders.get("driver_epoch") or 0,
+        driver_term=orders.get("driver_term") or 0,
         generation=orders.get("generation") or 0,
     )
     runtime.install(host)

@@ -2,8 +2,8 @@
 
 A Ray actor with no JAX inside (`gang.py` makes it one); a plain class otherwise. It knows nothing of training: it passes JSON
 lines between the driver and its process, says when the process ends or makes no progress, and goes on without a driver for as
-long as its lease lasts. Every public method may be called from any thread. All but `is_led` and `profile` take the `epoch` of
-the driver that calls, renew its lease, and raise StaleDriver if a driver with a newer one has called before.
+long as its lease lasts. Every public method may be called from any thread. All but `is_led` and `profile` take the
+`driver_term` of the driver that calls, renew its lease, and raise StaleDriver if a driver with a newer one has called before.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class HostAgent:
             look = (sources, self._take_notice, self._take_note)
             threading.Thread(target=preemption.keep_asking, args=look, name="notices", daemon=True).start()
 
-    def describe(self, *, epoch: int = 0) -> dict[str, Any]:
+    def describe(self, *, driver_term: int = 0) -> dict[str, Any]:
         """Where the agent is, and a port on its host for the coordinator of the next generation."""
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         return {
             **place(),
             "hostname": socket.gethostname(),
@@ -104,13 +104,13 @@ class HostAgent:
             "next_port": machine.free_port(),
         }
 
-    def lead(self, epoch: int) -> dict[str, Any]:
-        """Takes the lead from any driver with an older epoch: `describe`, and what the agent is at.
+    def lead(self, driver_term: int) -> dict[str, Any]:
+        """Takes the lead from any driver with an older term: `describe`, and what the agent is at.
 
         `generation` and `orders` are those of the newest `go`, None before the first; `alive`: it has a process, or waits for
         one. The events of the generation are to be had by `poll(first_event)`.
         """
-        about = self.describe(epoch=epoch)
+        about = self.describe(driver_term=driver_term)
         with self._changed:
             current = self._current if self._current and not self._waiting else None
             return {
@@ -123,9 +123,9 @@ class HostAgent:
                 "next_event": self._events.next,
             }
 
-    def keep(self, *, epoch: int = 0) -> None:
+    def keep(self, *, driver_term: int = 0) -> None:
         """Renews the lease, and nothing else."""
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
 
     def is_led(self) -> bool:
         """Whether the lease goes on."""
@@ -157,15 +157,15 @@ class HostAgent:
         told = self._events.since(cursor)
         return next((event for event in told if event.get("ev") == "profile" and event.get("id") == request), None)
 
-    def prepare(self, preparation: dict[str, Any], *, epoch: int = 0) -> None:
+    def prepare(self, preparation: dict[str, Any], *, driver_term: int = 0) -> None:
         """Starts the standby with this preparation; one that was started with another is replaced."""
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         with self._changed:
             old = self._standby.prepare(preparation)
         if old is not None:
             old.child.kill()
 
-    def go(self, orders: dict[str, Any], *, epoch: int = 0) -> dict[str, Any]:
+    def go(self, orders: dict[str, Any], *, driver_term: int = 0) -> dict[str, Any]:
         """Makes the standby the current process as soon as it is warm, and gives it its orders.
 
         `orders["limits"]` are those of the generation's watchdog (`WatchdogConfig` as a dict; default: its defaults). A standby
@@ -173,7 +173,7 @@ class HostAgent:
         generation. Raises RuntimeError while a process runs, if none can be started, or if `halt` comes first; TimeoutError if
         none is warm within `import_s`. But for the halt, all are told as events of the generation too.
         """
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         self._rehearsal.stop()
         try:
             life = self._take_standby(orders)
@@ -184,13 +184,13 @@ class HostAgent:
             life.child.send(orders)  # if it died just now, its exit event says so
         return {"pid": life.child.pid, **self._log_of(life), "next_port": machine.free_port()}
 
-    def rehearse(self, orders: dict[str, Any], timeout_s: float, *, epoch: int = 0) -> str | None:
+    def rehearse(self, orders: dict[str, Any], timeout_s: float, *, driver_term: int = 0) -> str | None:
         """Has a process of its own compile what its place in another gang would run; waits for it. What went wrong, or None.
 
         `orders` are those of a `go`, as far as they say how to join, with "cmd": "rehearse". The next `go`, `halt` or `shutdown`
         ends it.
         """
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         with self._changed:
             preparation = self._standby.preparation
         if preparation is None:
@@ -200,18 +200,18 @@ class HostAgent:
         except OSError as error:
             return f"cannot start a process: {error}"
 
-    def order(self, message: dict[str, Any], *, epoch: int = 0) -> bool:
+    def order(self, message: dict[str, Any], *, driver_term: int = 0) -> bool:
         """Passes a line to the current process; False if there is none to take it."""
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         with self._changed:
             life = self._current
         return life is not None and life.alive and life.child.send(message)
 
-    def poll(self, cursor: int = 0, wait_s: float = 0.0, *, epoch: int = 0) -> dict[str, Any]:
+    def poll(self, cursor: int = 0, wait_s: float = 0.0, *, driver_term: int = 0) -> dict[str, Any]:
         """Events from `cursor` on, each with its number, `n`; waits for one at most `wait_s`. `cursor` in the answer is for the
         next poll. Heartbeats are no events: the last one comes along.
         """
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         with self._changed:
             self._changed.wait_for(lambda: self._events.next > cursor, wait_s)
             return {
@@ -220,16 +220,16 @@ class HostAgent:
                 "host_state": self._host_state(),
             }
 
-    def take_stacks(self, timeout_s: float = STACKS_TIMEOUT_S, *, epoch: int = 0) -> None:
+    def take_stacks(self, timeout_s: float = STACKS_TIMEOUT_S, *, driver_term: int = 0) -> None:
         """To be called on all hosts before any is halted, when one of them hangs: `halt` then has the stacks of this one too,
         though its own limits may not be near yet. Waits for them, if they take no longer than this.
         """
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         with self._changed:
             if self._watch is not None:
                 self._watch.want_stacks(self._watched(), timeout_s)
 
-    def halt(self, timeout_s: float = HALT_ANSWER_S, *, cursor: int | None = None, epoch: int = 0) -> dict[str, Any]:
+    def halt(self, timeout_s: float = HALT_ANSWER_S, *, cursor: int | None = None, driver_term: int = 0) -> dict[str, Any]:
         """Kills the current process and its group, waits a little until it is gone, and says what is known of it. A `go` that
         still waits for its process gives up.
 
@@ -241,7 +241,7 @@ class HostAgent:
         the kernel said of it before; `stacks` were taken when it had been without progress for nearly too long, or by
         `take_stacks`. With a `cursor`, the answer has the `events` from there to the end, and the next `cursor`, as a poll has.
         """
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         self._rehearsal.stop()
         with self._changed:
             watch, orders = self._watch, self._orders
@@ -264,9 +264,9 @@ class HostAgent:
                 **(watch.findings() if watch else {"stacks": None, "overdue": None}),
             }
 
-    def shutdown(self, *, epoch: int = 0) -> None:
+    def shutdown(self, *, driver_term: int = 0) -> None:
         """Kills the current process and the standby; nothing is started any more."""
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
         self._close()
 
     def _close(self) -> None:
@@ -406,7 +406,7 @@ class HostAgent:
         if self._run_name is not None:
             from cluster.placement import cleanup
 
-            cleanup.leave(self._run_name, self._lease.epoch)
+            cleanup.leave(self._run_name, self._lease.driver_term)
 
     def _take_notice(self, found: preemption.Notice | None) -> None:
         with self._changed:

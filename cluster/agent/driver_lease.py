@@ -12,20 +12,22 @@ class StaleDriver(Exception):
 
 
 class Lease:
-    """Held by the driver with the newest epoch; every call of it renews the lease. Any thread may call."""
+    """Held by the driver with the newest term; every call of it renews the lease. Any thread may call."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic):
         self.lease_s, self._clock = lease_s, clock
-        self.epoch = 0
+        self.driver_term = 0
         self._lock = threading.Lock()
         self._heard_at_s = clock()
 
-    def renew(self, epoch: int) -> None:
-        """Hears from the driver with this epoch. Raises StaleDriver if one with a newer epoch has been heard."""
+    def renew(self, driver_term: int) -> None:
+        """Hears from the driver with this term. Raises StaleDriver if one with a newer term has been heard."""
         with self._lock:
-            if epoch < self.epoch:
-                raise StaleDriver(f"this driver's epoch is {epoch}, and a driver with epoch {self.epoch} leads this agent")
-            self.epoch, self._heard_at_s = epoch, self._clock()
+            if driver_term < self.driver_term:
+                raise StaleDriver(
+                    f"this driver's term is {driver_term}, and a driver with term {self.driver_term} leads this agent"
+                )
+            self.driver_term, self._heard_at_s = driver_term, self._clock()
 
     def left_s(self) -> float:
         """Seconds until the lease ends; none or less: it has ended."""

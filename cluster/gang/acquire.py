@@ -27,7 +27,7 @@ def reserve(
     run_name: str,
     *,
     log_dir: str,
-    epoch: int = 0,
+    driver_term: int = 0,
     lease_s: float = LEASE_S,
     cache_dir: str = CACHE_DIR,
     module: str = TRAINING_MODULE,
@@ -43,7 +43,9 @@ def reserve(
     left reserved, if the machines are not there within `timeout_s` (default: the configuration's); and likewise what `check_stop`
     raises, which is called at least once a second.
     """
-    maker = AgentMaker(config, run_name, epoch=epoch, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module)
+    maker = AgentMaker(
+        config, run_name, driver_term=driver_term, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module
+    )
     gang = KINDS[config.kind](maker, avoid_nodes)
     try:
         gang.take_hosts(config.start_timeout_s if timeout_s is None else timeout_s, check_stop)
@@ -59,7 +61,7 @@ def adopt(
     record: Mapping[str, Any],
     *,
     log_dir: str,
-    epoch: int,
+    driver_term: int,
     lease_s: float = LEASE_S,
     cache_dir: str = CACHE_DIR,
     module: str = TRAINING_MODULE,
@@ -69,9 +71,11 @@ def adopt(
     the cluster. Slots that are no members and do not answer become pending ones; `leads` says what each member is at.
 
     Raises AdoptError unless all hosts of the newest generation answer: `clear` and `reserve` then. Raises StaleDriver if a driver
-    with a newer epoch leads them. What `check_stop` raises ends the wait; the gang is as it was, but has heard of this driver.
+    with a newer term leads them. What `check_stop` raises ends the wait; the gang is as it was, but has heard of this driver.
     """
-    maker = AgentMaker(config, run_name, epoch=epoch, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module)
+    maker = AgentMaker(
+        config, run_name, driver_term=driver_term, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module
+    )
     gang = KINDS[config.kind](maker)
     gang.take_over(record, check_stop)
     return gang

@@ -63,14 +63,14 @@ class Gang:
     """
 
     def __init__(self, maker: AgentMaker, avoid_nodes: Sequence[str] = ()):
-        self.config, self.run_name, self.epoch = maker.config, maker.run_name, maker.epoch
+        self.config, self.run_name, self.driver_term = maker.config, maker.run_name, maker.driver_term
         self.slots: list[Slot] = []
         self.members: list[Slot] = []
         """In host order: `members[i]` is JAX's process i."""
         self.leads: list[dict[str, Any]] = []
         """After `adopt`: what the agent of each member said when this driver took the lead (`HostAgent.lead`)."""
         self._maker, self._avoid_nodes = maker, tuple(avoid_nodes)
-        self._places = Bundles(self.config, self.run_name, self.epoch)
+        self._places = Bundles(self.config, self.run_name, self.driver_term)
         self._preparation: dict[str, Any] | None = None
         self.version = 0
         """Changes with each change of `record()`."""
@@ -109,7 +109,7 @@ class Gang:
 
     def ask(self, slot: Slot, method: str, *args: Any, **kwargs: Any) -> Any:
         """The same for any slot."""
-        return getattr(slot.agent, method).remote(*args, epoch=self.epoch, **kwargs)
+        return getattr(slot.agent, method).remote(*args, driver_term=self.driver_term, **kwargs)
 
     def mailbox(self) -> Mailbox:
         """Where answers to `call` and `ask` arrive for whoever expects them there."""
@@ -454,7 +454,7 @@ class Gang:
             if slot.agent is None:
                 dead.append(slot)
             else:
-                slot.probe, slot.next_probe_s = slot.agent.lead.remote(self.epoch), time.monotonic() + PROBE_INTERVAL_S
+                slot.probe, slot.next_probe_s = slot.agent.lead.remote(self.driver_term), time.monotonic() + PROBE_INTERVAL_S
         by_number = {slot.number: slot for slot in self.slots}
         self._find_generation([by_number[number] for number in record["members"]], check_stop)
         names = {info["name"] for key, info in living.items() if key in record["groups"]}

@@ -67,20 +67,20 @@ class AgentMaker:
     """Makes the agents of one driver of a run."""
 
     def __init__(
-        self, config: HostsConfig, run_name: str, *, epoch: int, lease_s: float, log_dir: str, cache_dir: str, module: str
+        self, config: HostsConfig, run_name: str, *, driver_term: int, lease_s: float, log_dir: str, cache_dir: str, module: str
     ):
-        self.config, self.run_name, self.epoch, self.lease_s = config, run_name, epoch, lease_s
+        self.config, self.run_name, self.driver_term, self.lease_s = config, run_name, driver_term, lease_s
         self.log_dir, self.cache_dir, self.module = log_dir, cache_dir, module
         self._counter = itertools.count()
 
     def hire_steward(self) -> tuple[str, Any]:
         """Asks Ray for an actor that gives the run's groups back should nobody else; returns its name and its handle."""
-        return hire(self.run_name, self.epoch, self.lease_s)
+        return hire(self.run_name, self.driver_term, self.lease_s)
 
     def create(self, place: Bundle, number: int) -> tuple[str, Any]:
         """Asks Ray for an agent in this place; returns its name and its handle. It need not run yet: calls to it wait."""
         need = bundle(self.config)
-        name = agent_name(self.run_name, number, self.epoch, next(self._counter))
+        name = agent_name(self.run_name, number, self.driver_term, next(self._counter))
         options = {
             "name": name,
             "namespace": NAMESPACE,
@@ -109,4 +109,4 @@ class AgentMaker:
 
     def keep(self, agent: Any) -> Any:
         """Sends the call that renews the lease of an agent or a steward; returns Ray's reference to its answer."""
-        return agent.keep.options(concurrency_group=LEASE_GROUP).remote(epoch=self.epoch)
+        return agent.keep.options(concurrency_group=LEASE_GROUP).remote(driver_term=self.driver_term)

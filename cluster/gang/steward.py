@@ -26,15 +26,15 @@ _log = logging.getLogger(__name__)
 
 
 class Steward:
-    """The Ray actor that `hire` makes. `numbers` name it: the driver's epoch, and when it was hired; the newest has the say."""
+    """The Ray actor that `hire` makes. `numbers` name it: the driver's term, and when it was hired; the newest has the say."""
 
     def __init__(self, run_name: str, numbers: tuple[int, int], lease_s: float):
         self._run_name, self._numbers, self._lease = run_name, numbers, Lease(lease_s)
         threading.Thread(target=self._wait, name="lease", daemon=True).start()
 
-    def keep(self, *, epoch: int = 0) -> None:
+    def keep(self, *, driver_term: int = 0) -> None:
         """Renews the lease."""
-        self._lease.renew(epoch)
+        self._lease.renew(driver_term)
 
     def _wait(self) -> None:
         name = steward_name(self._run_name, *self._numbers)
@@ -49,9 +49,9 @@ class Steward:
             time.sleep(LOOK_S)
 
 
-def hire(run_name: str, epoch: int, lease_s: float) -> tuple[str, Any]:
+def hire(run_name: str, driver_term: int, lease_s: float) -> tuple[str, Any]:
     """Asks Ray for a steward; returns its name and its handle. Ray starts it, whatever becomes of the caller."""
-    numbers = (epoch, time.time_ns())
+    numbers = (driver_term, time.time_ns())
     name = steward_name(run_name, *numbers)
     options = {
         "name": name,

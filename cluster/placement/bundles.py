@@ -87,8 +87,8 @@ def living_nodes() -> list[Node]:
 class Bundles:
     """The groups that one driver of a run knows to be the run's. All are detached: they outlive the driver."""
 
-    def __init__(self, config: HostsConfig, run_name: str, epoch: int):
-        self.config, self.run_name, self.epoch = config, run_name, epoch
+    def __init__(self, config: HostsConfig, run_name: str, driver_term: int):
+        self.config, self.run_name, self.driver_term = config, run_name, driver_term
         self.groups: list[PlacementGroup] = []
         self.unassigned: list[Bundle] = []
         """Bundles of the shared group that were left for another place: they cannot be given back before the others."""
@@ -102,12 +102,12 @@ class Bundles:
 
     def ask_for_one(self, number: int, avoid_nodes: Sequence[str]) -> Bundle:
         """Room for one more host, in a group of its own, as soon as Ray has it."""
-        name = group_name(self.run_name, number, self.epoch, next(self._counter))
+        name = group_name(self.run_name, number, self.driver_term, next(self._counter))
         return Bundle(self._group(1, "PACK", name, avoid_nodes), 0, alone=True)
 
     def ask_for_slice(self, number: int, bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> PlacementGroup:
         """Room for the hosts of a TPU slice, in a group of its own, for the slots from `number` on."""
-        name = group_name(self.run_name, number, self.epoch, next(self._counter))
+        name = group_name(self.run_name, number, self.driver_term, next(self._counter))
         group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime="detached", bundle_label_selector=labels)
         self.groups.append(group)
         return group

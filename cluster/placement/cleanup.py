@@ -62,15 +62,16 @@ def clear(
     return [*left.values(), *agents, *stewards]
 
 
-def leave(run_name: str, epoch: int) -> None:
-    """Ends this process, an agent whose lease has ended, and whose last driver had this `epoch`. It takes all that is left of the
-    run with it, unless another agent still has a driver: then the driver lives, this agent is cut off from it, and the group that
+def leave(run_name: str, driver_term: int) -> None:
+    """Ends this process, an agent whose lease has ended, and whose last driver had this `driver_term`. It takes all that is
+    left of the run with it, unless another agent still has a driver: then the driver lives, this agent is cut off from it, and
+    the group that
     they share is not its to remove."""
     own_group = ray.util.get_current_placement_group()
     own_key = own_group.id.hex() if own_group is not None else ""
     own_name = ray.get_runtime_context().get_actor_name() or ""
     time.sleep(turn_s(run_name, own_name))
-    remove_unled(run_name, (epoch,), own_name, own_key)
+    remove_unled(run_name, (driver_term,), own_name, own_key)
     os._exit(0)
 
 
@@ -82,7 +83,7 @@ def turn_s(run_name: str, agent: str) -> float:
 
 def remove_unled(run_name: str, numbers: tuple[int, ...], own_name: str = "", own_key: str = "") -> bool:
     """Removes what is left of a run, if no agent of it has a driver. Called by an agent (`own_name`, in the group `own_key`) or a
-    steward whose own lease has ended; `numbers`: the epoch of its driver, and when a steward was hired. True if done: nothing
+    steward whose own lease has ended; `numbers`: the term of its driver, and when a steward was hired. True if done: nothing
     is left that the caller would have to look after.
     """
     left = _groups_of(run_name)

@@ -18,7 +18,7 @@ class NoRunError(Exception):
 def checkpoints_of(run: str, overrides: Sequence[str] = ()) -> Path:
     """The folder of a run's checkpoints, which may not be there yet. Raises NoRunError or ConfigError."""
     if Path(run).is_dir():
-        if not any((Path(run) / name).exists() for name in (CHECKPOINTS, STATE, "epochs", committed.FILE)):
+        if not any((Path(run) / name).exists() for name in (CHECKPOINTS, STATE, "driver_terms", committed.FILE)):
             raise NoRunError(f"{run} is not a run's folder: expected one with {CHECKPOINTS}/ in it, such as STORAGE/NAME")
         return Path(run) / CHECKPOINTS
     if not Path(run).exists() and Path(run).suffix not in (".yaml", ".yml"):

@@ -205,7 +205,7 @@ class Driver:
     def _about_agents(self) -> dict[str, Any]:
         return {
             "log_dir": documents.join(self.launch.run_dir, "logs"),
-            "epoch": self.launch.lease.epoch,
+            "driver_term": self.launch.lease.driver_term,
             "lease_s": self.config.driver.agent_lease_s,
         }
 
@@ -274,7 +274,7 @@ class Driver:
             "fence": launch.lease.fence,
             "run": launch.committed.run,
             "committed_step": launch.committed.step,
-            "driver_epoch": launch.lease.epoch,
+            "driver_term": launch.lease.driver_term,
             "limits": dataclasses.asdict(self.config.driver.watchdog),
         }
         # Before the orders. If it is not written when this driver dies, the agents tell the next one what they were ordered.

@@ -54,18 +54,18 @@ def take_up(
     `waiting` is told if it takes time to find out whether another machine's driver lives.
     """
     lost = threading.Event()
-    above = _epoch_so_far(run_dir)
-    lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lost.set, waiting=waiting, above_epoch=above)
+    above = _term_so_far(run_dir)
+    lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lost.set, waiting=waiting, above_term=above)
     tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
     recorded = committed.of_run(Path(run_dir), Path(run_dir, CHECKPOINTS))
     return Launch(RunFolder(run_dir), launch_id, started_at_s, lease, lost, tracker, clock, Writer(), recorded)
 
 
-def _epoch_so_far(run_dir: str) -> int:
-    """Of the latest driver, as far as anything beside the leases knows: what was saved under a higher epoch goes first."""
+def _term_so_far(run_dir: str) -> int:
+    """Of the latest driver, as far as anything beside the leases knows: what was saved under a higher term goes first."""
     try:
-        stored = (documents.read_json(documents.join(run_dir, STATE)) or {}).get("driver_epoch", 0)
-        return max([stored, *(term.epoch for term in fence.claims(Path(run_dir, CHECKPOINTS)))])
+        stored = (documents.read_json(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
+        return max([stored, *(term.driver_term for term in fence.claims(Path(run_dir, CHECKPOINTS)))])
     except (OSError, documents.StorageError):
         return 0  # the leases know, unless somebody has deleted them
 
@@ -286,7 +286,7 @@ class Launch:
         self._writer.put(name, unless_superseded)
 
     def _store_gang(self) -> None:
-        document = {"launch_id": self.launch_id, "driver_epoch": self.lease.epoch, "gang": self.gang}
+        document = {"launch_id": self.launch_id, "driver_term": self.lease.driver_term, "gang": self.gang}
         self._write(GANG, lambda: self._folder.write(GANG, document))
         self.store()
 
@@ -298,7 +298,7 @@ class Launch:
     def _document(self) -> dict[str, Any]:
         return {
             "launch_id": self.launch_id,
-            "driver_epoch": self.lease.epoch,
+            "driver_term": self.lease.driver_term,
             "goodput": self.goodput.to_dict(self.clock()),
             "generations": self.generations,
             "drivers": self.drivers,

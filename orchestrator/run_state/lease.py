@@ -1,8 +1,8 @@
-"""One driver per run: a lease in the run's storage, with an epoch that fences out every earlier driver.
+"""One driver per run: a lease in the run's storage, with an term that fences out every earlier driver.
 
 `lease.json` says who drives the run and is renewed while it does. The right to write it is won by *creating*
-`epochs/NNNNNN.json`, which succeeds for exactly one of several drivers that start at once, in whatever clusters they run.
-A driver whose successor has an epoch has lost the run, whether or not it has noticed: it must neither train nor commit.
+`driver_terms/NNNNNN.json`, which succeeds for exactly one of several drivers that start at once, in whatever clusters they run.
+A driver whose successor has an term has lost the run, whether or not it has noticed: it must neither train nor commit.
 
 Clocks of two machines are never compared. Another machine's lease has run out when its *stamp* did not change for `ttl_s` by the
 observer's own clock, so a first look takes as long as that, unless the lease was released; a holder's own lease runs out by the
@@ -46,7 +46,7 @@ class LeaseLost(Exception):
 class Holder:
     """Who drives, or last drove, a run."""
 
-    epoch: int
+    driver_term: int
     launch_id: str
     hostname: str
     machine: str
@@ -63,7 +63,7 @@ class Holder:
     @property
     def stamp(self) -> tuple[int, int, float]:
         """Another one after each renewal."""
-        return self.epoch, self.renewals, self.renewed_at_s
+        return self.driver_term, self.renewals, self.renewed_at_s
 
     @property
     def here(self) -> bool:
@@ -103,17 +103,17 @@ def acquire(
     ttl_s: float = TTL_S,
     on_lost: Callable[[], None] | None = None,
     waiting: Callable[[str], None] = lambda message: None,
-    above_epoch: int = 0,
+    above_term: int = 0,
 ) -> Lease:
     """Takes the run. Raises RunInUse while another launch drives it; a driver of the same launch is succeeded at once.
 
     `on_lost` is called once, from the renewing thread, when a successor has been found. `waiting` is told if it takes time to
-    find out whether a driver of another machine lives. The epoch is higher than `above_epoch`, whatever is left in the storage.
+    find out whether a driver of another machine lives. The term is higher than `above_term`, whatever is left in the storage.
     """
     while True:
-        epoch = max(above_epoch, wait_until_free(run_dir, times, launch_id=launch_id, ttl_s=ttl_s, waiting=waiting))
-        mine = _this_driver(epoch + 1, launch_id, times.wall())
-        if documents.create_json(_epoch_path(run_dir, mine.epoch), asdict(mine)):
+        driver_term = max(above_term, wait_until_free(run_dir, times, launch_id=launch_id, ttl_s=ttl_s, waiting=waiting))
+        mine = _this_driver(driver_term + 1, launch_id, times.wall())
+        if documents.create_json(_term_path(run_dir, mine.driver_term), asdict(mine)):
             return Lease(run_dir, mine, times, ttl_s, on_lost)
 
 
@@ -125,13 +125,13 @@ def wait_until_free(
     ttl_s: float = TTL_S,
     waiting: Callable[[str], None] = lambda message: None,
 ) -> int:
-    """Returns when no launch but `launch_id` can drive the run: the latest epoch. Raises RunInUse as soon as one is seen to."""
+    """Returns when no launch but `launch_id` can drive the run: the latest term. Raises RunInUse as soon as one is seen to."""
     seen: tuple[int, int, float] | None = None
     since_s = 0.0
     while True:
-        holder, epoch = _latest(run_dir)
+        holder, driver_term = _latest(run_dir)
         if holder is None or holder.dead or holder.launch_id == launch_id:
-            return epoch
+            return driver_term
         lives = holder.surely_lives(times.wall(), ttl_s) or (seen is not None and holder.stamp != seen)
         if lives and holder.launch_id != UNKNOWN:
             raise RunInUse(_in_use_message(run_dir, holder))
@@ -139,7 +139,7 @@ def wait_until_free(
             seen, since_s = holder.stamp, times.passed()
             waiting(_waiting_message(run_dir, holder, ttl_s))
         elif times.passed() - since_s > ttl_s:
-            return epoch
+            return driver_term
         times.sleep(LOOK_EVERY_S)
 
 
@@ -174,18 +174,18 @@ class Lease:
         self._thread.start()
 
     @property
-    def epoch(self) -> int:
-        return self._mine.epoch
+    def driver_term(self) -> int:
+        return self._mine.driver_term
 
     @property
     def fence(self) -> str:
         """The document that exists once the run has a newer driver: whoever works for this one must commit nothing then."""
-        return _epoch_path(self._run_dir, self.epoch + 1)
+        return _term_path(self._run_dir, self.driver_term + 1)
 
     def succeeded_by(self, launch_id: str) -> bool:
         """Whether the latest driver after this one is of that launch. False while there is none."""
-        successor, epoch = _latest(self._run_dir)
-        return successor is not None and epoch > self.epoch and successor.launch_id == launch_id
+        successor, driver_term = _latest(self._run_dir)
+        return successor is not None and driver_term > self.driver_term and successor.launch_id == launch_id
 
     def superseded(self) -> bool:
         """Whether the run has a newer driver. Raises OSError when the storage does not answer."""
@@ -196,7 +196,7 @@ class Lease:
         # Asked for in its folder: a late write of ours over a successor's `lease.json` would otherwise look like our own lease.
         if self._has_successor():
             self._lost = True
-            raise LeaseLost(f"{self._run_dir}: epoch {self.epoch} has a successor; this driver must stop")
+            raise LeaseLost(f"{self._run_dir}: term {self.driver_term} has a successor; this driver must stop")
         begun_s = self._times.passed()  # nobody has seen the new stamp before that
         self._renewals += 1
         documents.write_json(_lease_path(self._run_dir), self._document())
@@ -237,21 +237,21 @@ class Lease:
 
 
 def _latest(run_dir: str) -> tuple[Holder | None, int]:
-    """The newest driver and its epoch. A driver that has its epoch but has not written `lease.json` yet counts."""
+    """The newest driver and its term. A driver that has its term but has not written `lease.json` yet counts."""
     holder = holder_of(run_dir)
-    epoch = holder.epoch if holder else 0
-    while (claim := _claim(run_dir, epoch + 1)) is not None:
-        holder, epoch = claim, epoch + 1
-    return holder, epoch
+    driver_term = holder.driver_term if holder else 0
+    while (claim := _claim(run_dir, driver_term + 1)) is not None:
+        holder, driver_term = claim, driver_term + 1
+    return holder, driver_term
 
 
-def _claim(run_dir: str, epoch: int) -> Holder | None:
-    """Who has that epoch; None while nobody has it."""
+def _claim(run_dir: str, driver_term: int) -> Holder | None:
+    """Who has that term; None while nobody has it."""
     try:
-        return _holder(documents.read_json(_epoch_path(run_dir, epoch)))
+        return _holder(documents.read_json(_term_path(run_dir, driver_term)))
     except documents.StorageError:  # just being written, or its driver died over it
         return Holder(
-            epoch=epoch,
+            driver_term=driver_term,
             launch_id=UNKNOWN,
             hostname=UNKNOWN,
             machine="",
@@ -262,9 +262,9 @@ def _claim(run_dir: str, epoch: int) -> Holder | None:
         )
 
 
-def _this_driver(epoch: int, launch_id: str, now_s: float) -> Holder:
+def _this_driver(driver_term: int, launch_id: str, now_s: float) -> Holder:
     return Holder(
-        epoch=epoch,
+        driver_term=driver_term,
         launch_id=launch_id,
         hostname=socket.gethostname(),
         machine=this_machine(),
@@ -311,5 +311,5 @@ def _lease_path(run_dir: str) -> str:
     return documents.join(run_dir, "lease.json")
 
 
-def _epoch_path(run_dir: str, epoch: int) -> str:
-    return documents.join(run_dir, "epochs", f"{epoch:06}.json")
+def _term_path(run_dir: str, driver_term: int) -> str:
+    return documents.join(run_dir, "driver_terms", f"{driver_term:06}.json")

@@ -28,7 +28,7 @@ def job(tmp_path, folder, **changes):
 def node_of(folder, host):
     """The id of the node that a host's agent is on; asked as the run's first driver asks."""
     agents = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if "-host-" in actor["name"]]
-    about = ray.get([ray.get_actor(name, namespace="gangway").describe.remote(epoch=1) for name in agents])
+    about = ray.get([ray.get_actor(name, namespace="gangway").describe.remote(driver_term=1) for name in agents])
     return next(each["node_id"] for each in about if each["pid"] == folder.agent(host).pid)
 
 

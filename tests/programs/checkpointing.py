@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainers.checkpoint.committed import FILE, NOTHING, Committed
-from trainers.checkpoint.fence import NO_DRIVER, Term
+from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.checkpoint.manager import CheckpointManager
 from trainers.checkpoint.retention import Retention
 from trainers.runtime.executables import ProgramStore
@@ -56,7 +56,7 @@ def manager(
     keep: int = 3,
     retention: Retention | None = None,
     ordered: Committed = NOTHING,
-    term: Term = NO_DRIVER,
+    term: WriterTerm = NO_DRIVER,
     storage_patience_s: float | None = None,
 ) -> Recording:
     return Recording(str(folder), keep, retention, ordered, term, storage_patience_s)
@@ -76,7 +76,7 @@ class Recording(CheckpointManager):
         keep: int,
         retention: Retention | None,
         ordered: Committed,
-        term: Term,
+        term: WriterTerm,
         storage_patience_s: float | None,
     ):
         self.saved: list[int] = []

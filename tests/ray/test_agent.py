@@ -33,7 +33,7 @@ def start(tmp_path):
 
     yield start
     for agent in agents:
-        agent.shutdown(epoch=1000)
+        agent.shutdown(driver_term=1000)
 
 
 def events_until(agent, kind, cursor=0):
@@ -631,17 +631,17 @@ def test_a_notice_reaches_a_driver_that_runs_no_process(start, tmp_path):
 
 def test_a_newer_driver_fences_out_the_older_one(start):
     agent = start({})
-    agent.go({"generation": 0}, epoch=3)
+    agent.go({"generation": 0}, driver_term=3)
     assert agent.lead(4)["generation"] == 0
     for call in (agent.describe, agent.poll, agent.halt, agent.take_stacks, agent.shutdown):
-        with pytest.raises(StaleDriver, match="this driver's epoch is 3, and a driver with epoch 4 leads this agent"):
-            call(epoch=3)
+        with pytest.raises(StaleDriver, match="this driver's term is 3, and a driver with term 4 leads this agent"):
+            call(driver_term=3)
     for call in (agent.prepare, agent.go, agent.order):
         with pytest.raises(StaleDriver):
-            call({"generation": 1}, epoch=3)
+            call({"generation": 1}, driver_term=3)
     with pytest.raises(StaleDriver):
         agent.lead(3)
-    assert agent.poll(0, 0, epoch=4)["host_state"]["alive"]
+    assert agent.poll(0, 0, driver_term=4)["host_state"]["alive"]
 
 
 def test_a_new_driver_learns_what_the_agent_is_at(start):
@@ -649,11 +649,11 @@ def test_a_new_driver_learns_what_the_agent_is_at(start):
     before = agent.lead(1)
     assert (before["generation"], before["orders"], before["alive"], before["done"]) == (None, None, False, False)
     orders = {"generation": 5, "steps": 2, "then": "done"}
-    agent.go(orders, epoch=1)
+    agent.go(orders, driver_term=1)
     assert wait_until(lambda: agent.lead(2)["done"])
     about = agent.lead(2)
     assert (about["generation"], about["orders"]) == (5, orders)
-    events = agent.poll(about["first_event"], 0, epoch=2)["events"]
+    events = agent.poll(about["first_event"], 0, driver_term=2)["events"]
     assert [each["ev"] for each in events][:4] == ["phase", "warm", "joined", "first_step"]
     assert about["pid"] == os.getpid()
 
@@ -694,13 +694,13 @@ def profile_meanwhile(agent, name, hosts):
 
 def test_a_profile_is_asked_for_whoever_leads_and_answered_by_its_own_process(start):
     agent = start()
-    agent.prepare({}, epoch=5)
+    agent.prepare({}, driver_term=5)
     assert agent.profile({"cmd": "profile", "id": "early"}, None, LONG_S)["host"] is None  # nobody trains here yet
-    agent.go({"generation": 0, "host": 1}, epoch=5)
+    agent.go({"generation": 0, "host": 1}, driver_term=5)
     assert agent.profile({"cmd": "profile", "id": "other"}, [0, 2], LONG_S)["host"] is None
     thread, answers = profile_meanwhile(agent, "mine", [1])
     for name in ("another's", "mine"):
-        agent.order({"cmd": "emit", "ev": "profile", "id": name, "path": f"of {name}", "problem": None}, epoch=5)
+        agent.order({"cmd": "emit", "ev": "profile", "id": name, "path": f"of {name}", "problem": None}, driver_term=5)
     thread.join(LONG_S)
     assert answers == [{"host": 1, "path": "of mine", "problem": None}]
     assert agent.profile({"cmd": "profile", "id": "slow"}, [1], 0.1)["problem"].startswith("no answer within 0.1 s")

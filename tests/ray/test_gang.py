@@ -322,10 +322,10 @@ def hold(tmp_path, name, **settings):
 
 def test_training_goes_on_without_its_driver_and_the_next_one_adopts_it(take, tmp_path):
     hosts = {"count": 2, "spares": 1}
-    driver, about = hold(tmp_path, "doomed", hosts=hosts, epoch=1)
+    driver, about = hold(tmp_path, "doomed", hosts=hosts, driver_term=1)
     driver.kill()
     driver.wait()
-    gang = adopt(HostsConfig(**hosts), "doomed", about["record"], log_dir=str(tmp_path), epoch=2, module=MODULE)
+    gang = adopt(HostsConfig(**hosts), "doomed", about["record"], log_dir=str(tmp_path), driver_term=2, module=MODULE)
     try:
         assert [lead["generation"] for lead in gang.leads] == [0, 0]
         assert all(lead["alive"] for lead in gang.leads)
@@ -350,26 +350,26 @@ def test_training_goes_on_without_its_driver_and_the_next_one_adopts_it(take, tm
 def test_a_second_driver_fences_out_the_first(take, tmp_path):
     first = take(count=2)
     pids = start(first)
-    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
+    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), driver_term=1, module=MODULE)
     for use in (lambda: call(first, "halt"), lambda: first.wait_available(3, 10)):
-        with pytest.raises(StaleDriver, match="this driver's epoch is 0, and a driver with epoch 1 leads this agent"):
+        with pytest.raises(StaleDriver, match="this driver's term is 0, and a driver with term 1 leads this agent"):
             use()
     first.release()  # leaves alone what is not its any more
     assert not any(map(is_gone, pids))
     assert [state(second, slot)["pid"] for slot in second.members] == pids
     with pytest.raises(StaleDriver):
-        adopt(first.config, "run", second.record(), log_dir=str(tmp_path), epoch=0, module=MODULE)
+        adopt(first.config, "run", second.record(), log_dir=str(tmp_path), driver_term=0, module=MODULE)
     second.release()
 
 
 def test_only_a_whole_gang_is_adopted(take, tmp_path):
     gang = take(count=2)
-    again = {"log_dir": str(tmp_path), "epoch": 1, "module": MODULE}
+    again = {"log_dir": str(tmp_path), "driver_term": 1, "module": MODULE}
     with pytest.raises(AdoptError, match="no agent has orders"):
         adopt(gang.config, "run", gang.record(), **again)
     with pytest.raises(AdoptError, match="the configuration of the hosts is another one now"):
         adopt(HostsConfig(count=3), "run", gang.record(), **again)
-    gang.epoch = 1
+    gang.driver_term = 1
     gang.prepare({})
     ray.get(gang.call(0, "go", {"generation": 3, "host": 0, "num_hosts": 2}))
     with pytest.raises(AdoptError, match="of generation 3, the agents of hosts 1 are gone, do not answer, or had no orders"):
@@ -386,7 +386,7 @@ def test_what_a_record_does_not_name_is_removed_by_adopting(take, tmp_path):
     spare = gang.wait_available(2, 60)[1]
     gang.lose(spare, avoid_nodes=["nowhere"])  # on this machine still: its agent alone is another one
     gang.lose(spare, avoid_nodes=[ray.get_runtime_context().get_node_id()])  # in another group, which must wait for ever
-    second = adopt(gang.config, "run", record, log_dir=str(tmp_path), epoch=1, module=MODULE)
+    second = adopt(gang.config, "run", record, log_dir=str(tmp_path), driver_term=1, module=MODULE)
     assert {info["name"] for info in placement_groups.living().values()} == {"run-gang", "run-slot-1-1-0"}
     assert len(second.wait_available(2, 60)) == 2
     second.release()
@@ -473,7 +473,7 @@ def test_a_steward_leaves_alone_what_an_agent_holds_that_has_a_driver(take):
 
 def is_dead(actor):
     try:
-        ray.get(actor.keep.remote(epoch=-2))
+        ray.get(actor.keep.remote(driver_term=-2))
     except ray.exceptions.RayActorError as error:
         return not isinstance(error, ray.exceptions.ActorUnavailableError)
     except StaleDriver:

@@ -155,7 +155,7 @@ def test_slices_are_adopted_by_the_next_driver_and_cleared_away(take, tmp_path):
     first = take(tpu(slices=2))
     environments(first)
     assert names_of_groups() == {"run-slot-0-0-0", "run-slot-2-0-1"}
-    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
+    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), driver_term=1, module=MODULE)
     assert [lead["generation"] for lead in second.leads] == [0, 0, 0, 0]
     assert workers(second) == [("slice-a", "0"), ("slice-a", "1"), ("slice-b", "0"), ("slice-b", "1")]
     assert names_of_groups() <= set(clear("run"))
@@ -241,7 +241,7 @@ def test_a_gang_that_has_lost_a_host_waits_until_its_slice_is_whole_or_another_i
 def test_slots_without_a_slice_are_adopted_too(take, tmp_path):
     first = take(tpu(slices=2, spares=1))
     environments(first)
-    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), epoch=1, module=MODULE)
+    second = adopt(first.config, "run", first.record(), log_dir=str(tmp_path), driver_term=1, module=MODULE)
     assert [slot.number for slot in second.refresh()] == [0, 1, 2, 3]
     assert len(second.slots) == 6
     second.release()

@@ -23,12 +23,12 @@ WRITE_S = 0.01
 
 class FakeLease:
     def __init__(self, world: World):
-        world.driver_epoch += 1
-        self.epoch, self._world = world.driver_epoch, world
-        self.fence = str(self.epoch)
+        world.driver_term += 1
+        self.driver_term, self._world = world.driver_term, world
+        self.fence = str(self.driver_term)
 
     def superseded(self) -> bool:
-        return self._world.driver_epoch > self.epoch
+        return self._world.driver_term > self.driver_term
 
     def succeeded_by(self, launch_id: str) -> bool:
         return self.superseded()

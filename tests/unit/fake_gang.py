@@ -62,7 +62,7 @@ class World:
         """(generation, step), in order."""
         self.trouble_told_s: list[float] = []
         """When an agent told that its process had ended, or was overdue."""
-        self.driver_epoch = 0
+        self.driver_term = 0
         self.files: dict[str, Any] = {}
         self.storage_free_s = 0.0
         """Until then the storage hangs."""
@@ -149,7 +149,7 @@ class Process:
     host: int
     generation: int
     fence: int
-    """The epoch of the driver whose checkpoints may be committed."""
+    """The term of the driver whose checkpoints may be committed."""
     alive: bool = True
     frozen: bool = False
     done: bool = False
@@ -165,7 +165,7 @@ class Agent:
         self.alive = True
         self.lost = False
         """It died, or was given up, before its driver had released the gang."""
-        self.epoch = 0
+        self.driver_term = 0
         self.heard_at_s = world.now_s
         self.out_of_reach_s: tuple[float, float] = (-1.0, -1.0)
         """From when to when no call reaches it."""
@@ -200,11 +200,11 @@ class Agent:
             self._do(call, method, args, kwargs)
 
     def _do(self, call: Call, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        epoch = kwargs.pop("epoch")
-        if epoch < self.epoch:
-            call.end(error=StaleDriver(f"{epoch} < {self.epoch}"))
+        driver_term = kwargs.pop("driver_term")
+        if driver_term < self.driver_term:
+            call.end(error=StaleDriver(f"{driver_term} < {self.driver_term}"))
             return
-        self.epoch, self.heard_at_s = epoch, self.world.now_s
+        self.driver_term, self.heard_at_s = driver_term, self.world.now_s
         if method == "poll":
             self._poll(call, *args)
         else:
@@ -453,7 +453,7 @@ class Job:
         self._later(SAVE_S, lambda: self._commit(step, ending))
 
     def _commit(self, step: int, ending: bool) -> None:
-        fenced = any(process.fence != self.world.driver_epoch for process in self.processes.values())
+        fenced = any(process.fence != self.world.driver_term for process in self.processes.values())
         if fenced:
             self._tell({"ev": "save_failed", "step": step, "error": "another driver has the run"})
             if ending:
@@ -495,8 +495,8 @@ class FakeSlot:
 class FakeGang:
     """As `cluster.gang.gang.Gang`, as far as the driver and its roster go."""
 
-    def __init__(self, world: World, epoch: int):
-        self.world, self.epoch = world, epoch
+    def __init__(self, world: World, driver_term: int):
+        self.world, self.driver_term = world, driver_term
         self.slots: list[FakeSlot] = []
         self.members: list[FakeSlot] = []
         self.leads: list[dict[str, Any]] = []
@@ -512,7 +512,7 @@ class FakeGang:
         return self.ask(self.members[host], method, *args, **kwargs)
 
     def ask(self, slot: FakeSlot, method: str, *args: Any, **kwargs: Any) -> Call:
-        return slot.agent.call(method, args, {**kwargs, "epoch": self.epoch})
+        return slot.agent.call(method, args, {**kwargs, "driver_term": self.driver_term})
 
     def mailbox(self) -> FakeMailbox:
         return FakeMailbox(self.world)
@@ -589,7 +589,7 @@ class FakeGang:
     def release(self) -> None:
         self.world.effect()
         for slot in self.slots:
-            if slot.agent.epoch <= self.epoch:
+            if slot.agent.driver_term <= self.driver_term:
                 slot.agent.die(released=True)
         self.slots, self.members = [], []
 
@@ -617,8 +617,8 @@ class FakeGangs:
         for agent in self.world.agents:
             agent.die()
 
-    def reserve(self, hosts: Any, run_name: str, *, check_stop: Callable[[], None], epoch: int, **about: Any) -> FakeGang:
-        gang = FakeGang(self.world, epoch)
+    def reserve(self, hosts: Any, run_name: str, *, check_stop: Callable[[], None], driver_term: int, **about: Any) -> FakeGang:
+        gang = FakeGang(self.world, driver_term)
         try:
             for number in range(self.num_slots):
                 gang.add_slot(number)
@@ -634,9 +634,9 @@ class FakeGangs:
         return gang
 
     def adopt(
-        self, hosts: Any, run_name: str, record: dict[str, Any], *, check_stop: Callable[[], None], epoch: int, **about: Any
+        self, hosts: Any, run_name: str, record: dict[str, Any], *, check_stop: Callable[[], None], driver_term: int, **about: Any
     ) -> FakeGang:
-        gang, by_name = FakeGang(self.world, epoch), {agent.name: agent for agent in self.world.agents}
+        gang, by_name = FakeGang(self.world, driver_term), {agent.name: agent for agent in self.world.agents}
         for one in record["slots"]:
             agent = by_name[one["name"]]
             gang.slots.append(FakeSlot(one["number"], agent, unassigned=not agent.alive, lost=not agent.alive))

@@ -97,8 +97,8 @@ class Method:
         return self
 
     def remote(self, *arguments: Any, **by_name: Any) -> Call:
-        if self._name == "lead":  # the one that takes the epoch by its place
-            arguments, by_name = arguments[1:], {"epoch": arguments[0]}
+        if self._name == "lead":  # the one that takes the term by its place
+            arguments, by_name = arguments[1:], {"driver_term": arguments[0]}
         return self._agent.call(self._name, arguments, by_name)
 
 
@@ -120,8 +120,8 @@ class Steward(Agent):
 class Maker:
     """As `cluster.gang.slots.AgentMaker`."""
 
-    def __init__(self, simulated: SimulatedRay, config: Any, run_name: str, *, epoch: int, lease_s: float, **about: Any):
-        self.config, self.run_name, self.epoch, self.lease_s, self.cache_dir = config, run_name, epoch, lease_s, ""
+    def __init__(self, simulated: SimulatedRay, config: Any, run_name: str, *, driver_term: int, lease_s: float, **about: Any):
+        self.config, self.run_name, self.driver_term, self.lease_s, self.cache_dir = config, run_name, driver_term, lease_s, ""
         self._ray = simulated
 
     def hire_steward(self) -> tuple[str, Handle]:
@@ -134,7 +134,7 @@ class Maker:
         return agent.name, Handle(agent)
 
     def keep(self, handle: Handle) -> Call:
-        return handle.keep.remote(epoch=self.epoch)
+        return handle.keep.remote(driver_term=self.driver_term)
 
 
 class SimulatedGang(Gang):

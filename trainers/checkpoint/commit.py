@@ -19,7 +19,7 @@ import jax
 from jax._src import distributed
 
 from trainers.checkpoint import layout, manifest
-from trainers.checkpoint.fence import NO_DRIVER, Term
+from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, one_line
 from trainers.storage import durable, sealed
@@ -140,12 +140,12 @@ class Commit:
         layout.put_in_place(self.work, self.final, replace=self.replace)
 
 
-def begin(final: Path, obstacle: Callable[[], str], term: Term = NO_DRIVER) -> tuple[Path, str]:
+def begin(final: Path, obstacle: Callable[[], str], term: WriterTerm = NO_DRIVER) -> tuple[Path, str]:
     """(the folder to write `final` in, "") if no host finds an `obstacle`, else (it, what prevents it).
 
     All hosts must call this, in the thread that trains: the one agreement before a save.
     """
-    token = f"{term.epoch}_{term.generation}_{uuid.uuid4().hex[:8]}"
+    token = f"{term.driver_term}_{term.generation}_{uuid.uuid4().hex[:8]}"
     work = final.with_name(layout.name_on_the_way(final.name, "saving", token))
     try:
         problem = obstacle()

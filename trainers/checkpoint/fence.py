@@ -1,6 +1,6 @@
 """Whether another driver, or a later generation of the gang, has the run: then nothing may be committed from here. Without JAX.
 
-A driver that takes a run creates the document of its epoch; a generation that restores leaves a *claim* in the folder of the
+A driver that takes a run creates the document of its term; a generation that restores leaves a *claim* in the folder of the
 checkpoints. Both are only ever created, so whoever lists the folders knows. Where nobody can tell, the answer is yes: a
 checkpoint that is not committed is made good by the next one, and two writers of one run by nothing.
 """
@@ -20,20 +20,20 @@ _EPOCH = re.compile(r"(\d+)\.json")
 _CLAIM = re.compile(r"claimed-(\d+)-(\d+)")
 
 
-class Term(NamedTuple):
+class WriterTerm(NamedTuple):
     """Which generation of which driver: the later one is the greater one."""
 
-    epoch: int = 0
+    driver_term: int = 0
     generation: int = 0
 
     def __str__(self) -> str:
-        return f"driver epoch {self.epoch}, generation {self.generation}"
+        return f"driver term {self.driver_term}, generation {self.generation}"
 
 
-NO_DRIVER = Term()
+NO_DRIVER = WriterTerm()
 
 
-def fenced(path: str | None, checkpoints: Path, own: Term) -> str:
+def fenced(path: str | None, checkpoints: Path, own: WriterTerm) -> str:
     """Why nothing may be committed; empty if it may. `path`: of the document that the next driver creates; None without one."""
     try:
         if path is not None and (found := next_driver(Path(path))):
@@ -68,21 +68,21 @@ def with_patience(look: Callable[[], str], wait: Callable[[float], None] = time.
     return look() and problem
 
 
-def claim(checkpoints: Path, own: Term) -> None:
+def claim(checkpoints: Path, own: WriterTerm) -> None:
     """Leaves word that this generation works in the folder, which must be there. Raises OSError."""
     if own != NO_DRIVER:
-        with open(checkpoints / f"claimed-{own.epoch:06}-{own.generation:06}", "ab"):
+        with open(checkpoints / f"claimed-{own.driver_term:06}-{own.generation:06}", "ab"):
             pass
 
 
-def drop_older_claims(checkpoints: Path, own: Term) -> None:
+def drop_older_claims(checkpoints: Path, own: WriterTerm) -> None:
     """Raises OSError."""
     for name in os.listdir(checkpoints):
         if (term := _claimed_by(name)) is not None and term < own:
             (checkpoints / name).unlink(missing_ok=True)
 
 
-def claims(checkpoints: Path) -> list[Term]:
+def claims(checkpoints: Path) -> list[WriterTerm]:
     """Of all generations that have left word; none where there is no folder. Raises OSError."""
     try:
         return [term for name in os.listdir(checkpoints) if (term := _claimed_by(name)) is not None]
@@ -90,6 +90,6 @@ def claims(checkpoints: Path) -> list[Term]:
         return []
 
 
-def _claimed_by(name: str) -> Term | None:
+def _claimed_by(name: str) -> WriterTerm | None:
     found = _CLAIM.fullmatch(name)
-    return Term(int(found[1]), int(found[2])) if found else None
+    return WriterTerm(int(found[1]), int(found[2])) if found else None

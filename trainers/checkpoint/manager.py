@@ -25,7 +25,7 @@ from trainers.checkpoint import committed, fence, layout, manifest, model_only
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
 from trainers.checkpoint.committed import Committed
-from trainers.checkpoint.fence import NO_DRIVER, Term
+from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.checkpoint.fingerprint import fingerprints, leaf_names
 from trainers.checkpoint.retention import Retention
 from trainers.checkpoint.storage_check import StorageCheck
@@ -68,7 +68,7 @@ class CheckpointManager:
         on_failed: Callable[[int, str], None],
         note: Callable[[str], None],
         ordered: Committed = committed.NOTHING,
-        term: Term = NO_DRIVER,
+        term: WriterTerm = NO_DRIVER,
         storage_patience_s: float | None = None,
     ):
         """`ordered`: what the driver knows of the run; nothing where there is none. `term`: the generation of this process.
@@ -174,7 +174,7 @@ class CheckpointManager:
             if state is not None:
                 newer = [{"step": s, "why": manifest.NOT_COMMITTED} for s in unfinished if s > step]
                 self._take_up(step, everything)
-                self._term = max(self._own_term, Term(*meta.get("term", NO_DRIVER)))
+                self._term = max(self._own_term, WriterTerm(*meta.get("term", NO_DRIVER)))
                 return Restored(state, meta, [*skipped, *newer])
             if problem:
                 skipped.append({"step": step, "why": problem})
@@ -408,9 +408,9 @@ class CheckpointManager:
         return state, meta, ""
 
 
-def _term_of(checkpoint: Path) -> Term | None:
+def _term_of(checkpoint: Path) -> WriterTerm | None:
     """Of the generation that saved it; None if there is none, or its documents cannot be read."""
     try:
-        return Term(*manifest.read_meta(checkpoint).get("term", NO_DRIVER))
+        return WriterTerm(*manifest.read_meta(checkpoint).get("term", NO_DRIVER))
     except manifest.DamagedError:
         return None

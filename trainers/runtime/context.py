@@ -32,7 +32,7 @@ class Runtime:
         fence: str | None = None,
         run: str | None = None,
         committed_step: int | None = None,
-        driver_epoch: int = 0,
+        driver_term: int = 0,
         generation: int = 0,
         clock: Callable[[], float] = time.time,
     ):
@@ -46,7 +46,7 @@ class Runtime:
         self.run, self.committed_step = run, committed_step
         """The run's name in the record beside its checkpoints, and the highest step that it ever committed, as the driver knows:
         a folder that shows less is not the run's, or not there. None: nobody knows, or none yet."""
-        self.driver_epoch, self.generation = driver_epoch, generation
+        self.driver_term, self.generation = driver_term, generation
         """Of two processes that save to one folder, the later driver's, then the later generation's, is in the right. Epochs
         count from 1; 0: nobody drives."""
         self.step = self.batch_index = 0

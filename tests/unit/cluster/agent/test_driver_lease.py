@@ -22,10 +22,10 @@ def test_the_newest_epoch_leads():
     lease.renew(2)
     lease.renew(5)
     now_s = 10.0
-    with pytest.raises(StaleDriver, match="this driver's epoch is 4, and a driver with epoch 5 leads this agent"):
+    with pytest.raises(StaleDriver, match="this driver's term is 4, and a driver with term 5 leads this agent"):
         lease.renew(4)
     assert lease.left_s() == 20  # who has lost the run does not keep the agent alive
-    assert lease.epoch == 5
+    assert lease.driver_term == 5
 
 
 def log_of(capacity, *kinds):

@@ -38,7 +38,7 @@ class Method:
     def __init__(self, agent, name):
         self.agent, self.name = agent, name
 
-    def remote(self, *arguments, epoch):
+    def remote(self, *arguments, driver_term):
         self.agent.cluster.counts[self.name] += 1
         return self.agent, self.name, self.agent.cluster.counts["calls"]
 
@@ -47,7 +47,7 @@ class Cluster:
     """Ray, as far as a gang asks it; and the maker of agents. Every group has its machines at once."""
 
     def __init__(self, config):
-        self.config, self.run_name, self.epoch, self.lease_s, self.cache_dir = config, "run", 0, 120.0, ""
+        self.config, self.run_name, self.driver_term, self.lease_s, self.cache_dir = config, "run", 0, 120.0, ""
         self.now_s, self.counts, self.groups, self.dead_nodes = 100.0, Counter(), {}, set()
 
     def create(self, place, number):

@@ -100,13 +100,13 @@ def test_an_agent_that_is_gone_or_cut_off_is_the_drivers_business(agents, keeper
 
 
 def test_that_another_driver_leads_is_told_to_the_drivers_thread(agents, keeper):
-    agents.errors = {"led": StaleDriver("a driver with epoch 2 leads this agent")}
+    agents.errors = {"led": StaleDriver("a driver with term 2 leads this agent")}
     keeper.keep(0, "led")
     keeper.keep(1, "other")
     keeper.heard()
     let_pass(agents, keeper, LEASE_S)
     for _ in range(2):
-        with pytest.raises(StaleDriver, match="a driver with epoch 2"):
+        with pytest.raises(StaleDriver, match="a driver with term 2"):
             keeper.heard()
     calls = len(agents.calls)
     let_pass(agents, keeper, LEASE_S)

@@ -129,7 +129,7 @@ def test_an_agent_is_told_whether_its_files_are_private(monkeypatch, private):
     monkeypatch.setattr(slots.ray, "remote", lambda **_: lambda cls: SimpleNamespace(options=lambda **_: recording(made)))
     monkeypatch.setattr(slots, "PlacementGroupSchedulingStrategy", lambda *_: None)
     config = HostsConfig(private_files=private, log_dir="/fast/logs")
-    maker = slots.AgentMaker(config, "run", epoch=1, lease_s=1, log_dir="/logs", cache_dir="/cache", module="m")
+    maker = slots.AgentMaker(config, "run", driver_term=1, lease_s=1, log_dir="/logs", cache_dir="/cache", module="m")
     maker.create(SimpleNamespace(group=None, index=0), 0)
     assert made[0]["private_files"] is private
     assert made[0]["local_log_dir"] == "/fast/logs"

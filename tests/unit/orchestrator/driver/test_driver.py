@@ -181,7 +181,7 @@ def test_a_superseded_driver_stops_at_once_and_leaves_the_gang_alone(world):
     driver = launched.start_driver()
 
     def take_over():
-        world.driver_epoch += 1
+        world.driver_term += 1
         launched.lost.set()
 
     world.at(4.0, take_over)
@@ -287,5 +287,5 @@ def test_orders_say_what_the_run_has_committed_and_who_gives_them(world):
     committed_step = max(step for generation, step in world.commits if generation == before["generation"])
     assert (before["committed_step"], after["committed_step"]) == (None, committed_step)
     assert before["run"] == after["run"] == launched.launch.committed.run
-    assert [order["driver_epoch"] for order in orders] == [1, 1]
+    assert [order["driver_term"] for order in orders] == [1, 1]
     assert [order["generation"] for order in orders] == [0, 1]

@@ -14,7 +14,7 @@ from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import wait_until
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
-from trainers.checkpoint.fence import Term
+from trainers.checkpoint.fence import WriterTerm
 from trainers.storage import documents
 
 
@@ -254,14 +254,14 @@ def test_documents_of_older_versions_know_of_their_newest_checkpoint(take_up, tm
 def test_no_driver_has_the_epoch_of_one_before_it_whatever_was_deleted(take_up, tmp_path):
     take_up("one").close("FINISHED", 30.0)
     take_up("two").close("FINISHED", 30.0)
-    shutil.rmtree(tmp_path / "epochs")
+    shutil.rmtree(tmp_path / "driver_terms")
     (tmp_path / "lease.json").unlink()
     third = take_up("three")
-    assert third.lease.epoch == 3
+    assert third.lease.driver_term == 3
     third.close("FINISHED", 30.0)
     for name in ("lease.json", "launch.json"):
         (tmp_path / name).unlink()
-    shutil.rmtree(tmp_path / "epochs")
+    shutil.rmtree(tmp_path / "driver_terms")
     (tmp_path / "checkpoints").mkdir()
-    fence.claim(tmp_path / "checkpoints", Term(3, 5))
-    assert take_up("four").lease.epoch == 4
+    fence.claim(tmp_path / "checkpoints", WriterTerm(3, 5))
+    assert take_up("four").lease.driver_term == 4

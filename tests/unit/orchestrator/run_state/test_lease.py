@@ -42,11 +42,11 @@ def rewrite(run_dir, **changes):
 def test_the_first_driver_gets_epoch_one_and_a_released_run_is_free_at_once(tmp_path, clock):
     run = str(tmp_path)
     first = acquire(run, "a", clock.times)
-    assert (first.epoch, first.valid()) == (1, True)
+    assert (first.driver_term, first.valid()) == (1, True)
     assert (holder_of(run).pid, holder_of(run).hostname) == (os.getpid(), socket.gethostname())
     first.release()
     second = acquire(run, "b", clock.times)
-    assert second.epoch == 2
+    assert second.driver_term == 2
     second.release()
 
 
@@ -67,12 +67,12 @@ def test_a_restarted_driver_of_the_same_launch_takes_over_at_once_and_fences_the
     run = str(tmp_path)
     old = acquire(run, "a", clock.times)
     new = acquire(run, "a", clock.times)
-    assert new.epoch == old.epoch + 1
-    with pytest.raises(LeaseLost, match=f"{run}: epoch 1 has a successor; this driver must stop"):
+    assert new.driver_term == old.driver_term + 1
+    with pytest.raises(LeaseLost, match=f"{run}: term 1 has a successor; this driver must stop"):
         old.renew()
     assert not old.valid()
     old.release()  # Must not release what is not its own.
-    assert (holder_of(run).epoch, holder_of(run).released) == (2, False)
+    assert (holder_of(run).driver_term, holder_of(run).released) == (2, False)
     assert new.valid()
     new.release()
 
@@ -112,7 +112,7 @@ def test_a_dead_driver_of_another_machine_is_waited_for_one_lease_long(tmp_path,
     run, begun_s = str(tmp_path), clock.passed_s
     elsewhere(run, clock, renewed_at_s=clock.now_s + skew_s)
     held = acquire(run, "b", clock.times)
-    assert held.epoch == 2
+    assert held.driver_term == 2
     assert lease.TTL_S < clock.passed_s - begun_s <= lease.TTL_S + 2 * lease.LOOK_EVERY_S
     held.release()
 
@@ -144,15 +144,15 @@ def test_a_dead_driver_of_this_machine_is_not_waited_for(tmp_path, clock, change
 def test_a_driver_that_won_its_epoch_but_has_not_yet_written_the_lease_counts(tmp_path, clock):
     run = str(tmp_path)
     acquire(run, "a", clock.times).release()
-    claim = dataclasses.asdict(holder_of(run)) | {"epoch": 2, "launch_id": "b", "released": False}
-    documents.create_json(documents.join(run, "epochs", "000002.json"), claim)
+    claim = dataclasses.asdict(holder_of(run)) | {"driver_term": 2, "launch_id": "b", "released": False}
+    documents.create_json(documents.join(run, "driver_terms", "000002.json"), claim)
     with pytest.raises(RunInUse, match="launch b"):
         acquire(run, "c", clock.times)
     rewrite(run, machine="elsewhere")
-    os.unlink(documents.join(run, "epochs", "000002.json"))
-    documents.create_json(documents.join(run, "epochs", "000002.json"), claim | {"machine": "elsewhere"})
+    os.unlink(documents.join(run, "driver_terms", "000002.json"))
+    documents.create_json(documents.join(run, "driver_terms", "000002.json"), claim | {"machine": "elsewhere"})
     third = acquire(run, "c", clock.times)  # it never did: it died in between
-    assert third.epoch == 3
+    assert third.driver_term == 3
     third.release()
 
 
@@ -178,23 +178,23 @@ def test_of_drivers_that_start_at_once_one_gets_the_run(tmp_path, clock):
 def test_a_claim_that_is_half_written_is_waited_for(tmp_path, clock):
     run = str(tmp_path)
     acquire(run, "a", clock.times).release()
-    path = tmp_path / "epochs" / "000002.json"
-    path.write_text('{"epoch": 2, "laun')
+    path = tmp_path / "driver_terms" / "000002.json"
+    path.write_text('{"term": 2, "laun')
     begun_s = clock.passed_s
     held = acquire(run, "b", clock.times)
-    assert held.epoch == 3
+    assert held.driver_term == 3
     assert clock.passed_s - begun_s > lease.TTL_S
     held.release()
     path.with_name("000004.json").touch()
-    live = dataclasses.asdict(holder_of(run)) | {"epoch": 4, "launch_id": "c", "machine": "elsewhere", "released": False}
+    live = dataclasses.asdict(holder_of(run)) | {"driver_term": 4, "launch_id": "c", "machine": "elsewhere", "released": False}
     clock.meanwhile = lambda: documents.write_json(path.with_name("000004.json"), live)
     with pytest.raises(RunInUse, match="launch c"):
         acquire(run, "d", clock.times)
 
 
 def test_epochs_go_on_where_their_documents_were_deleted(tmp_path, clock):
-    held = acquire(str(tmp_path), "a", clock.times, above_epoch=7)
-    assert held.epoch == 8
+    held = acquire(str(tmp_path), "a", clock.times, above_term=7)
+    assert held.driver_term == 8
     held.release()
 
 
@@ -238,10 +238,10 @@ def test_a_renewal_counts_from_before_it_was_written(tmp_path, clock, monkeypatc
 
 def test_where_nobody_can_tell_of_a_successor_the_lease_is_not_renewed(tmp_path, clock, monkeypatch):
     held = acquire(str(tmp_path), "a", clock.times)
-    (tmp_path / "epochs").rename(tmp_path / "away")
+    (tmp_path / "driver_terms").rename(tmp_path / "away")
     with pytest.raises(OSError, match="No such file"):
         held.renew()
-    (tmp_path / "away").rename(tmp_path / "epochs")
+    (tmp_path / "away").rename(tmp_path / "driver_terms")
     held.renew()
     held.release()
 

@@ -8,12 +8,12 @@ import pytest
 from tests.programs import checkpointing
 from trainers.checkpoint import fence, layout, manifest
 from trainers.checkpoint.commit import Commit
-from trainers.checkpoint.fence import NO_DRIVER, Term
+from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "epochs").mkdir()
+    (tmp_path / "driver_terms").mkdir()
     return tmp_path / "checkpoints"
 
 
@@ -22,10 +22,10 @@ def no_patience(monkeypatch):
     monkeypatch.setattr(fence, "RETRY_S", 0.0)
 
 
-def generation(folder, number, epoch=1):
+def generation(folder, number, driver_term=1):
     """The manager of another process, which has restored what there is."""
-    manager = checkpointing.manager(folder, term=Term(epoch, number))
-    manager.fence = str(folder.parent / "epochs" / f"{epoch + 1:06}.json")
+    manager = checkpointing.manager(folder, term=WriterTerm(driver_term, number))
+    manager.fence = str(folder.parent / "driver_terms" / f"{driver_term + 1:06}.json")
     manager.restored = manager.restore(checkpointing.abstract(checkpointing.state(0)))
     return manager
 
@@ -42,7 +42,7 @@ def failing(call, number, times=10**9):
 
 
 def test_an_error_is_a_fence(folder, monkeypatch):
-    path = str(folder.parent / "epochs" / "000002.json")
+    path = str(folder.parent / "driver_terms" / "000002.json")
     assert fence.fenced(path, folder, NO_DRIVER) == ""
     monkeypatch.setattr(os, "listdir", failing(os.listdir, errno.EIO))
     assert "cannot be told" in fence.fenced(path, folder, NO_DRIVER)
@@ -50,23 +50,23 @@ def test_an_error_is_a_fence(folder, monkeypatch):
 
 
 def test_storage_that_is_gone_is_a_fence(folder):
-    (folder.parent / "epochs").rmdir()
-    assert "No such file or directory" in fence.fenced(str(folder.parent / "epochs" / "000002.json"), folder, NO_DRIVER)
+    (folder.parent / "driver_terms").rmdir()
+    assert "No such file or directory" in fence.fenced(str(folder.parent / "driver_terms" / "000002.json"), folder, NO_DRIVER)
 
 
 def test_any_later_driver_is_a_fence_also_where_a_document_between_is_missing(folder):
-    path = str(folder.parent / "epochs" / "000002.json")
+    path = str(folder.parent / "driver_terms" / "000002.json")
     for name in ("000001.json", "000002.json.abc.tmp"):
-        (folder.parent / "epochs" / name).touch()
+        (folder.parent / "driver_terms" / name).touch()
     assert fence.fenced(path, folder, NO_DRIVER) == ""
-    (folder.parent / "epochs" / "000003.json").touch()  # empty: its driver is just writing it
+    (folder.parent / "driver_terms" / "000003.json").touch()  # empty: its driver is just writing it
     assert "000003.json exists" in fence.fenced(path, folder, NO_DRIVER)
 
 
 def test_absence_is_never_asked_for_by_name(folder, monkeypatch):
     """A client of a file server remembers for a while that a name was absent."""
-    path = str(folder.parent / "epochs" / "000002.json")
-    (folder.parent / "epochs" / "000002.json").touch()
+    path = str(folder.parent / "driver_terms" / "000002.json")
+    (folder.parent / "driver_terms" / "000002.json").touch()
     monkeypatch.setattr(os.path, "exists", lambda path: False)
     monkeypatch.setattr(os, "stat", failing(os.stat, errno.ENOENT))
     assert "000002.json exists" in fence.fenced(path, folder, NO_DRIVER)
@@ -74,7 +74,7 @@ def test_absence_is_never_asked_for_by_name(folder, monkeypatch):
 
 @pytest.mark.parametrize(("times", "fenced"), [(2, False), (100, True)], ids=["for a moment", "for long"])
 def test_an_error_in_the_background_is_tried_again(folder, monkeypatch, times, fenced):
-    path = str(folder.parent / "epochs" / "000002.json")
+    path = str(folder.parent / "driver_terms" / "000002.json")
     monkeypatch.setattr(os, "listdir", failing(os.listdir, errno.ESTALE, times))
     assert bool(fence.with_patience(lambda: fence.fenced(path, folder, NO_DRIVER))) == fenced
 
@@ -86,10 +86,10 @@ def test_a_generation_that_was_thought_dead_commits_nothing_beside_the_next(fold
     old.save_now(8)
     assert old.saved == [4]
     assert "a later generation has claimed" in old.failed[0][1]
-    assert "(driver epoch 1, generation 1; this is driver epoch 1, generation 0)" in old.failed[0][1]
+    assert "(driver term 1, generation 1; this is driver term 1, generation 0)" in old.failed[0][1]
     new.save_now(8)
     assert new.saved == [8]
-    assert fence.claims(folder) == [Term(1, 1)]
+    assert fence.claims(folder) == [WriterTerm(1, 1)]
 
 
 def test_a_claim_that_comes_while_saving_is_seen_before_anything_is_committed(folder, monkeypatch):
@@ -98,7 +98,7 @@ def test_a_claim_that_comes_while_saving_is_seen_before_anything_is_committed(fo
 
     def slow(folder_, content):
         write(folder_, content)
-        fence.claim(folder, Term(1, 1))
+        fence.claim(folder, WriterTerm(1, 1))
 
     monkeypatch.setattr(manifest, "write", slow)
     old.save_now(8)
@@ -107,7 +107,7 @@ def test_a_claim_that_comes_while_saving_is_seen_before_anything_is_committed(fo
 
 
 def test_the_term_is_in_the_names_of_what_is_being_written_and_in_the_checkpoint(folder, monkeypatch):
-    manager, names = generation(folder, 3, epoch=2), []
+    manager, names = generation(folder, 3, driver_term=2), []
     describe = Commit._describe
     monkeypatch.setattr(Commit, "_describe", lambda self, told: names.append(self.work.name) or describe(self, told))
     manager.save_now(4)
@@ -157,15 +157,15 @@ def test_a_later_generations_checkpoint_is_not_replaced(folder, monkeypatch):
     new.last_saved_step = 4
     new.save_now(8, course="new")
     frozen_save(monkeypatch, folder, old, 8)
-    assert "was saved by a later generation (driver epoch 1, generation 1)" in old.failed[0][1]
+    assert "was saved by a later generation (driver term 1, generation 1)" in old.failed[0][1]
     assert generation(folder, 2).restored.meta["course"] == "new"
 
 
 def test_without_a_driver_the_newest_is_the_newest(folder):
     """A run goes on without its driver, and its documents may have been deleted: nothing that was saved since is passed over."""
-    driven = generation(folder, 2, epoch=7)
+    driven = generation(folder, 2, driver_term=7)
     driven.save_now(4)
     alone = checkpointing.manager(folder)
     alone.restore(checkpointing.abstract(checkpointing.state(0)))
     alone.save_now(8)
-    assert generation(folder, 0, epoch=8).restored.meta["step"] == 8
+    assert generation(folder, 0, driver_term=8).restored.meta["step"] == 8

@@ -280,10 +280,10 @@ def test_a_notice_stops_the_run_and_is_told_once():
 
 
 def test_a_fence_is_obeyed_at_once_and_whenever_it_changes():
-    host, seen = runtime.Runtime(lambda event: None, fence="epochs/2"), []
+    host, seen = runtime.Runtime(lambda event: None, fence="driver_terms/2"), []
     host.follow_fence(seen.append)
-    host.fence("epochs/3")
-    assert seen == ["epochs/2", "epochs/3"]
+    host.fence("driver_terms/3")
+    assert seen == ["driver_terms/2", "driver_terms/3"]
 
 
 # ---------------------------------------------------------------------- a save that failed
