@@ -104,7 +104,7 @@ class BaseTrainer(Builder):
         save_to(ckpt_path, state, self._meta(), self.build_model_assets)
         return ckpt_path
 
-    def rehearse(self) -> None:
+    def precompile(self) -> None:
         """Optional, instead of `train`, in a process that does nothing else: compiles and keeps what the start of a gang of this
         size needs. All its hosts must call this."""
         self._configure()

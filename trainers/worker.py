@@ -1,9 +1,9 @@
 """The training process of one host: `python -m trainers.worker`, started and watched by a host agent.
 
 It first gets a *preparation* (one JSON line on standard input), does all that needs no device, and waits as a warm standby. Its
-*orders* (the next line) make it a member of a generation, or of a rehearsal, which compiles for a gang of another size. Later
-lines ask it to stop or to save. Everything it has to tell goes as JSON lines to the file descriptor named by EVENT_FD. When its
-standard input ends, its agent is gone, and it goes too.
+*orders* (the next line) make it a member of a generation, or of a precompilation, which compiles for a gang of another size.
+Later lines ask it to stop or to save. Everything it has to tell goes as JSON lines to the file descriptor named by EVENT_FD.
+When its standard input ends, its agent is gone, and it goes too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
         pipe.send({"t": time.time(), "ev": "warm"})
         orders = next_message()
         os.environ.update(orders.get("env") or {})  # before JAX looks at its devices: which slices there are is known only now
-        (rehearse if orders["cmd"] == "rehearse" else run)(prepared, orders, pipe)
+        (precompile if orders["cmd"] == "precompile" else run)(prepared, orders, pipe)
     except BaseException as error:  # the process's boundary: recorded for the driver, then it ends
         pipe.send(exception_event(error))
         traceback.print_exc()
@@ -131,14 +131,14 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
     leave()
 
 
-def rehearse(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
+def precompile(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
     """Compiles and keeps what a gang of this size would run, if the trainer can: no state is made, nothing trained."""
     from trainers import runtime
 
     host = runtime.Runtime(pipe.send, program_key=orders["program_key"])
     runtime.install(host)
     trainer = join(prepared, orders)
-    if compile_ahead := getattr(trainer, "rehearse", None):
+    if compile_ahead := getattr(trainer, "precompile", None):
         compile_ahead()
     host.emit("done", step=0)
     leave()

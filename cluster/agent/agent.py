@@ -24,7 +24,7 @@ from cluster.agent.event_log import Event, EventLog
 from cluster.agent.hang_monitor import Watch
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
 from cluster.agent.machine import place
-from cluster.agent.precompile import Rehearsal
+from cluster.agent.precompile import Precompilation
 from cluster.agent.process_record import ProcessRecord, note, post_mortem
 from cluster.agent.standby import Standby
 from cluster.agent.watchdog import WatchdogConfig
@@ -85,7 +85,7 @@ class HostAgent:
         copies, host = log_dir.rstrip("/"), os.path.basename(log_dir.rstrip("/"))
         self._logs = Logs(local_log_dir, run_name or "agents", host, copies, self._take_note)
         self._standby = Standby(module, full_env, self._logs, self._changed, self._on_event, self._on_exit)
-        self._rehearsal = Rehearsal(module, full_env, self._logs)
+        self._precompilation = Precompilation(module, full_env, self._logs)
         threading.Thread(target=self._keep_watch, name="watchdog", daemon=True).start()
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
         if sources := preemption.sources(notice_file, metadata):
@@ -174,7 +174,7 @@ class HostAgent:
         none is warm within `import_s`. But for the halt, all are told as events of the generation too.
         """
         self._lease.renew(driver_term)
-        self._rehearsal.stop()
+        self._precompilation.stop()
         try:
             life = self._take_standby(orders)
         except RuntimeError as error:
@@ -184,11 +184,11 @@ class HostAgent:
             life.child.send(orders)  # if it died just now, its exit event says so
         return {"pid": life.child.pid, **self._log_of(life), "next_port": machine.free_port()}
 
-    def rehearse(self, orders: dict[str, Any], timeout_s: float, *, driver_term: int = 0) -> str | None:
+    def precompile(self, orders: dict[str, Any], timeout_s: float, *, driver_term: int = 0) -> str | None:
         """Has a process of its own compile what its place in another gang would run; waits for it. What went wrong, or None.
 
-        `orders` are those of a `go`, as far as they say how to join, with "cmd": "rehearse". The next `go`, `halt` or `shutdown`
-        ends it.
+        `orders` are those of a `go`, as far as they say how to join, with "cmd": "precompile". The next `go`, `halt` or
+        `shutdown` ends it.
         """
         self._lease.renew(driver_term)
         with self._changed:
@@ -196,7 +196,7 @@ class HostAgent:
         if preparation is None:
             return "no preparation has come"
         try:
-            return self._rehearsal.run(preparation, orders, timeout_s)
+            return self._precompilation.run(preparation, orders, timeout_s)
         except OSError as error:
             return f"cannot start a process: {error}"
 
@@ -242,7 +242,7 @@ class HostAgent:
         `take_stacks`. With a `cursor`, the answer has the `events` from there to the end, and the next `cursor`, as a poll has.
         """
         self._lease.renew(driver_term)
-        self._rehearsal.stop()
+        self._precompilation.stop()
         with self._changed:
             watch, orders = self._watch, self._orders
             life = self._dying() or self._watched()
@@ -276,7 +276,7 @@ class HostAgent:
             self._changed.notify_all()
         for life in lives:
             life.child.kill()
-        self._rehearsal.close()
+        self._precompilation.close()
         for life in lives:
             life.child.wait_gone(CLOSE_WAIT_S)
         self._logs.close(CLOSE_TIMEOUT_S)

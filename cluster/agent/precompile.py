@@ -17,7 +17,7 @@ STOP_TIMEOUT_S = 60.0
 """For a process that was killed to be gone."""
 
 
-class Rehearsal:
+class Precompilation:
     """At most one such process on a host. Any thread may call."""
 
     def __init__(self, module: str, env: Mapping[str, str], logs: Logs):
@@ -56,7 +56,7 @@ class Rehearsal:
 
     def _start(self, preparation: dict[str, Any], orders: dict[str, Any]) -> tuple[ProcessRecord | None, threading.Event]:
         ended = threading.Event()
-        log_path, _ = self._logs.new(f"rehearsals-{os.getpid()}.log")
+        log_path, _ = self._logs.new(f"precompilations-{os.getpid()}.log")
         with self._lock:
             if self._closed:
                 return None, ended

@@ -1,8 +1,8 @@
 """Breaks parts of a real run and scores what comes of it: `python -m orchestrator.chaos CONFIG [key=value ...]`.
 
-The run trains as always, while faults strike by a seeded schedule. Afterwards a reference run goes undisturbed along the lineage
-of the first: on as many hosts at each batch, without the batches that were left out. Both must end in the same parameters and
-samples, bit for bit; each fault must have been noticed and named rightly; nothing may be left behind. Ends with a table and a
+The run trains as always, while faults come by a seeded schedule. Afterwards a reference run goes undisturbed along the
+lineage of the first: on as many hosts at each batch, without the batches that were left out. Both must end in the same
+parameters and samples, bit for bit; each fault must have been noticed and named rightly; nothing may be left behind. Ends with a table and a
 JSON file. Exit status 1 if anything is not as it should be.
 """
 
@@ -25,7 +25,7 @@ from rich.console import Console
 from cluster.hosts.config import HostsConfig, devices_per_host, hosts_at_a_time, num_hosts
 from orchestrator.chaos import faults
 from orchestrator.chaos.faults import KINDS
-from orchestrator.chaos.injectors import Fault, Scene, Strike, noticed
+from orchestrator.chaos.injectors import Fault, Injection, Testbed, noticed
 from orchestrator.chaos.score import Disturbed, Score, score, show, unfinished_files
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.config.yaml_source import shown_override
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="how many faults in all, each kind equally often (default: each once)")
     parser.add_argument("--seed", type=int, default=0, help="of order, hosts and moments (default: 0)")
     parser.add_argument("--hosts", help="4, or 2-4 for a gang that may shrink and grow")
-    parser.add_argument("--spread-s", type=float, default=1.0, help="faults strike up to so long after the run is ready for them")
+    parser.add_argument("--spread-s", type=float, default=1.0, help="a fault comes up to so long after the run is ready for it")
     parser.add_argument("--full-speed", action="store_true", help="do not slow the steps down while faults are to come")
     parser.add_argument("--json", help="where to write the score (default: chaos.json in the folder NAME-chaos of the storage)")
     arguments = parser.parse_intermixed_args(argv)
@@ -135,34 +135,34 @@ def disturb(
     arguments: argparse.Namespace, overrides: Sequence[str], config: JobConfig, planned: Sequence[Fault], folder: Path
 ) -> Disturbed:
     kinds = {fault.kind for fault in planned}
-    strikes: list[Strike] = []
+    injections: list[Injection] = []
     trouble, began_s = None, time.time()
-    with ExitStack() as ground:
-        scene, run_dir = build_scene(ground, arguments.config, overrides, config, kinds, folder)
-        run = scene.run
+    with ExitStack() as resources:
+        testbed, run_dir = build_testbed(resources, arguments.config, overrides, config, kinds, folder)
+        run = testbed.run
         max_steps = None if arguments.full_speed else config.training.max_num_steps
         try:
-            strike_all(scene, planned, max_steps, strikes)
+            inject_all(testbed, planned, max_steps, injections)
             run.finish()
         except RunError as error:
             trouble = str(error)
         finally:
             left = run.clean_up()
-        if scene.cluster:
-            left += scene.cluster.left_behind()
+        if testbed.cluster:
+            left += testbed.cluster.left_behind()
         left += unfinished_files(run.run_dir)
-        if any(strike.kind == "tracking" and strike.healed_at_s > run.ended_at_s() for strike in strikes):
+        if any(injection.kind == "tracking" and injection.healed_at_s > run.ended_at_s() for injection in injections):
             run.ship_the_rest()
         if run_dir != Path(config.run_dir):
             shutil.copytree(run_dir, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
-        tracked = config.tracking.mlflow or scene.mlflow is not None
+        tracked = config.tracking.mlflow or testbed.mlflow is not None
         not_shipped = left_over(str(run.run_dir / TRACKING)) if tracked else None
-        if scene.mlflow and (ended := scene.mlflow.why_it_ended()):
+        if testbed.mlflow and (ended := testbed.mlflow.why_it_ended()):
             trouble = trouble or ended
         summary = unfinished(run) if trouble else run.summary()
-        if scene.cluster and summary["status"] != "finished":
-            scene.cluster.keep_logs(folder / "ray")
-        return Disturbed(strikes, summary, left, not_shipped, trouble, began_s, time.time())
+        if testbed.cluster and summary["status"] != "finished":
+            testbed.cluster.keep_logs(folder / "ray")
+        return Disturbed(injections, summary, left, not_shipped, trouble, began_s, time.time())
 
 
 def unfinished(run: Run) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def unfinished(run: Run) -> dict[str, Any]:
     return {"status": "ended by chaos", "incidents": run.incidents(), "goodput": {}, "wall_s": 0.0}
 
 
-def build_scene(
-    ground: ExitStack, config_path: str, overrides: Sequence[str], config: JobConfig, kinds: Collection[str], folder: Path
-) -> tuple[Scene, Path]:
+def build_testbed(
+    resources: ExitStack, config_path: str, overrides: Sequence[str], config: JobConfig, kinds: Collection[str], folder: Path
+) -> tuple[Testbed, Path]:
     """(the run, started on whatever these kinds need; its folder)"""
     folder.mkdir(parents=True, exist_ok=True)
     own = [*overrides, *faults.overrides_for(kinds)]
@@ -184,89 +184,89 @@ def build_scene(
         own.append(f"hosts.env.GANGWAY_PROGRAMS={programs}")
     freezable = faults.need(kinds, "freezable")
     if freezable or faults.need(kinds, "disk"):
-        disk = ground.enter_context(small_disk(disk_bytes(config), freezable=freezable))
+        disk = resources.enter_context(small_disk(disk_bytes(config), freezable=freezable))
         own.append(f"storage={disk.folder}")
         run_dir = disk.folder / config.training.name
     if faults.need(kinds, "network"):
-        joined = ground.enter_context(network())
+        joined = resources.enter_context(network())
     if faults.need(kinds, "mlflow"):
         # The driver that follows a killed one may be on a node with a network of its own, where 127.0.0.1 is another place.
-        server = ground.enter_context(mlflow_server(folder, joined.head_ip if joined else "127.0.0.1"))
+        server = resources.enter_context(mlflow_server(folder, joined.head_ip if joined else "127.0.0.1"))
         own += ["tracking.mlflow=true", f"tracking.uri={server.uri}"]
     if faults.need(kinds, "supervisor"):
         own.append("driver.supervise=true")
     if on_a_cluster(kinds):
         slices_of = config.hosts if config.hosts.kind == "tpu" else None
-        made_cluster = ground.enter_context(local_cluster(joined, slices_of))
+        made_cluster = resources.enter_context(local_cluster(joined, slices_of))
         env = {"RAY_ADDRESS": made_cluster.address, **made_cluster.authentication}
     run = Run(config_path, own, str(run_dir), folder, env)
-    ground.callback(run.clean_up)
+    resources.callback(run.clean_up)
     run.start()
     if made_cluster:
         # Not before the driver has its place on the head: what follows may be lost.
         run.wait((run_dir / "lease.json").exists, "the driver")
         for _ in range(num_hosts(config.hosts) // hosts_at_a_time(config.hosts) + config.hosts.spares + 1):
             made_cluster.add_machines()
-    return Scene(run, made_cluster, disk, server, programs), run_dir
+    return Testbed(run, made_cluster, disk, server, programs), run_dir
 
 
 def disk_bytes(config: JobConfig) -> int:
     return max(SMALLEST_DISK_BYTES, CHECKPOINTS_ON_A_DISK * (report.check(config).checkpoint_bytes or 0))
 
 
-def strike_all(scene: Scene, planned: Sequence[Fault], max_steps: int | None, strikes: list[Strike]) -> None:
-    """Strikes one after the other, each when the one before is overcome, and notes it; fewer if the run ends before.
+def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None, injections: list[Injection]) -> None:
+    """Injects one after the other, each when the one before is overcome, and notes it; fewer if the run ends before.
 
     Raises RunError if the run does not overcome one.
     """
-    run, overcome, left, struck = scene.run, Overcome(scene, strikes), deque(planned), list[Fault]()
+    run, overcome, left, injected = testbed.run, Overcome(testbed, injections), deque(planned), list[Fault]()
     while left:
         run.pace(pace_s(max_steps, run.state().get("checkpoint_step") or 0, len(left)))
         if not run.wait(lambda: overcome() and run.standbys_are_warm(), "the run to be ready for a fault"):
             return
-        if strikes and lost_to_a_resize(strikes[-1], run.incidents()):
-            left.appendleft(struck.pop())
-            strikes.pop()
+        if injections and lost_to_a_resize(injections[-1], run.incidents()):
+            left.appendleft(injected.pop())
+            injections.pop()
         fault = left.popleft()
         if "fresh" in KINDS[fault.kind].needs:
             wait_for_fresh_checkpoint(run)
         else:
             time.sleep(fault.delay_s)
         if run.running():
-            strikes.append(faults.strike(scene, fault))
-            struck.append(fault)
+            injections.append(faults.inject(testbed, fault))
+            injected.append(fault)
     run.wait(overcome, "the last fault to be overcome")
     run.pace(None)
 
 
-def lost_to_a_resize(strike: Strike, incidents: Sequence[Mapping[str, Any]]) -> bool:
+def lost_to_a_resize(injection: Injection, incidents: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the gang changed its size before the fault could show: the process that was to show it was ended, in good order."""
-    kind = KINDS[strike.kind]
-    since = {incident["kind"] for incident in incidents[strike.incidents_before :]}
+    kind = KINDS[injection.kind]
+    since = {incident["kind"] for incident in incidents[injection.incidents_before :]}
     return kind.must_show and "resize" not in kind.named and since == {"resize"}
 
 
 class Overcome:
     """Whether the last fault has shown, nothing is being recovered from, and a checkpoint was completed since.
 
-    By this process's clock alone: that of a machine of the run may be what was struck.
+    By this process's clock alone: that of a machine of the run may be what was injected.
     """
 
-    def __init__(self, scene: Scene, strikes: Sequence[Strike]):
-        self.scene, self.strikes = scene, strikes
+    def __init__(self, testbed: Testbed, injections: Sequence[Injection]):
+        self.testbed, self.injections = testbed, injections
         self._num_incidents = 0
         self._calm_since_s = 0.0
 
     def __call__(self) -> bool:
-        run, incidents = self.scene.run, self.scene.run.incidents()
+        run, incidents = self.testbed.run, self.testbed.run.incidents()
         # Of several that follow each other without a step between, only the last one comes to a step.
         recovering = bool(incidents) and incidents[-1]["resumed_step"] is None
         if recovering or len(incidents) != self._num_incidents:
             self._num_incidents, self._calm_since_s = len(incidents), time.time()
-        if not self.strikes:
+        if not self.injections:
             return bool(run.checkpoints())
-        last = self.strikes[-1]
-        if recovering or (KINDS[last.kind].must_show and not noticed(self.scene, last)):
+        last = self.injections[-1]
+        if recovering or (KINDS[last.kind].must_show and not noticed(self.testbed, last)):
             return False
         return run.saved_after(max(last.healed_at_s, self._calm_since_s))
 

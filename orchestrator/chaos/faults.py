@@ -10,35 +10,35 @@ from dataclasses import dataclass, replace
 import psutil
 
 from orchestrator.chaos import injectors as by
-from orchestrator.chaos.injectors import Details, Fault, Scene, Strike
+from orchestrator.chaos.injectors import Details, Fault, Injection, Testbed
 from orchestrator.testbed.live_run import RunError
 
 
-def nothing(scene: Scene, strike: Strike) -> None: ...
+def nothing(testbed: Testbed, injection: Injection) -> None: ...
 
 
-def at_once(scene: Scene, strike: Strike) -> bool:
+def at_once(testbed: Testbed, injection: Injection) -> bool:
     return True
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`strike` does what `about` says. Then, when `until` holds, it is healed, if it does not end by itself."""
+    """`inject` does what `about` says. Then, when `until` holds, it is healed, if it does not end by itself."""
 
     about: str
-    strike: Callable[[Scene, Fault], Details]
+    inject: Callable[[Testbed, Fault], Details]
     named: tuple[str, ...] = ()
     """Kinds of incident that name it rightly; none: nothing that is worth an incident has happened."""
     must_show: bool = True
     """Whether there has to be an incident."""
     names_host: bool = False
-    """Whether the incident must name the host that was struck."""
+    """Whether the incident must name the host that was hit."""
     then: tuple[str, ...] = ()
     """Kinds of incident of which at least one must follow, and no other may; none: what follows is not looked at."""
     never: tuple[str, ...] = ()
     """Kinds of incident that must not be among those that follow: what they would name is not broken."""
-    until: Callable[[Scene, Strike], bool] = at_once
-    heal: Callable[[Scene, Strike], None] = nothing
+    until: Callable[[Testbed, Injection], bool] = at_once
+    heal: Callable[[Testbed, Injection], None] = nothing
     needs: str = ""
     """cluster, slices (a cluster of TPU slices), network, disk, freezable (a disk too), mlflow, supervisor, programs (a folder of
     its own for executables); and `fresh`: a checkpoint that was completed just now, and one before it."""
@@ -215,20 +215,20 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-def strike(scene: Scene, fault: Fault) -> Strike:
-    """Strikes, waits until it shows, and heals. Raises RunError if it cannot strike."""
+def inject(testbed: Testbed, fault: Fault) -> Injection:
+    """Injects a fault, waits until it shows, and heals it. Raises RunError if it cannot be injected."""
     kind, at_s = KINDS[fault.kind], time.time()
     # A gang that may shrink has fewer hosts by now than were dealt to.
-    fault = replace(fault, host=fault.host % max(1, len(scene.run.members())))
-    before, oldest = len(scene.run.incidents()), next(iter(scene.run.checkpoints()), None)
+    fault = replace(fault, host=fault.host % max(1, len(testbed.run.members())))
+    before, oldest = len(testbed.run.incidents()), next(iter(testbed.run.checkpoints()), None)
     try:
-        details = kind.strike(scene, fault)
+        details = kind.inject(testbed, fault)
     except (psutil.NoSuchProcess, ProcessLookupError) as error:
-        raise RunError(f"{fault.kind}: what was to be struck on host {fault.host} was gone already: {error}") from error
-    made = Strike(fault.kind, details.pop("host", fault.host), details.pop("at_s", at_s), at_s, details, before)
+        raise RunError(f"{fault.kind}: what was to be injected on host {fault.host} was gone already: {error}") from error
+    made = Injection(fault.kind, details.pop("host", fault.host), details.pop("at_s", at_s), at_s, details, before)
     made.oldest_checkpoint = int(oldest.name) if oldest else 0
-    scene.run.wait(lambda: kind.until(scene, made), f"{fault.kind} to show")
-    kind.heal(scene, made)
+    testbed.run.wait(lambda: kind.until(testbed, made), f"{fault.kind} to show")
+    kind.heal(testbed, made)
     made.healed_at_s = time.time()
     return made
 
@@ -242,7 +242,7 @@ def schedule(kinds: Sequence[str], count: int, hosts: int, seed: int, spread_s: 
 
 
 def overrides_for(kinds: Collection[str]) -> list[str]:
-    """What a run that these shall strike needs in its configuration."""
+    """What a run that is to have these faults needs in its configuration."""
     own = [override for kind in KINDS if kind in kinds for override in KINDS[kind].overrides]
     return list(dict.fromkeys(own))
 

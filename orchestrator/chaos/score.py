@@ -1,4 +1,4 @@
-"""What came of a disturbed run: its strikes and its own incidents set beside each other, and compared with its reference run."""
+"""What came of a disturbed run: its injections and its own incidents side by side, compared with its reference run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.chaos.faults import KINDS
-from orchestrator.chaos.injectors import Fault, Strike
+from orchestrator.chaos.injectors import Fault, Injection
 from orchestrator.run_state.goodput import check_sum
 
 LEDGER_TOLERANCE = 1e-3
@@ -32,7 +32,7 @@ Incident = Mapping[str, Any]
 class Disturbed:
     """What a run under faults has left."""
 
-    strikes: Sequence[Strike]
+    injections: Sequence[Injection]
     summary: Mapping[str, Any]
     left_behind: Sequence[str]
     not_shipped: str | None
@@ -41,14 +41,14 @@ class Disturbed:
     """Why it was ended before its time."""
     began_s: float
     ended_s: float
-    """By a clock that nothing has struck."""
+    """By a clock that no fault has set."""
 
 
 @dataclass
 class Outcome:
-    """A strike, the incidents that followed it up to the next one, and what is wrong with them."""
+    """An injection, the incidents that followed it up to the next one, and what is wrong with them."""
 
-    strike: Strike
+    injection: Injection
     incidents: list[Incident]
     wrong: str | None
 
@@ -66,7 +66,7 @@ class Score:
     """Kinds that could not be tried here, and why."""
     checks: dict[str, bool]
     unprovoked: list[Incident]
-    """Incidents before the first strike."""
+    """Incidents before the first injection."""
     left_behind: list[str]
     summary: dict[str, Any] = field(default_factory=dict)
     reference: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Score:
         found: dict[str, list[float]] = {}
         for outcome in self.outcomes:
             if outcome.recovery_s is not None:
-                found.setdefault(outcome.strike.kind, []).append(outcome.recovery_s)
+                found.setdefault(outcome.injection.kind, []).append(outcome.recovery_s)
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -93,14 +93,16 @@ class Score:
 
 
 def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Disturbed, reference: Mapping[str, Any]) -> Score:
-    summary, strikes = run.summary, run.strikes
-    before, matched = match(strikes, summary["incidents"])
-    outcomes = [Outcome(strike, found, what_is_wrong(strike, found)) for strike, found in zip(strikes, matched, strict=True)]
+    summary, injections = run.summary, run.injections
+    before, matched = match(injections, summary["incidents"])
+    outcomes = [
+        Outcome(injection, found, what_is_wrong(injection, found)) for injection, found in zip(injections, matched, strict=True)
+    ]
     checks = {
         "finished": summary["status"] == reference["status"] == "finished",
         "final parameters equal to the reference run's, bit for bit": same(summary, reference, "params_digest"),
         "the same samples, each once": same(summary, reference, "samples_digest"),
-        f"{len(strikes)} of {len(planned)} faults struck": len(strikes) == len(planned),
+        f"{len(injections)} of {len(planned)} faults injected": len(injections) == len(planned),
         "each was noticed, and named with its host": all(outcome.wrong is None for outcome in outcomes),
         "the ledger's categories sum to the wall clock": not check_sum(summary["goodput"], summary["wall_s"], LEDGER_TOLERANCE),
         "no time is told that is not within the run": not times_outside(run),
@@ -127,23 +129,23 @@ def same(summary: Mapping[str, Any], reference: Mapping[str, Any], digest: str) 
     return summary.get(digest) is not None and summary[digest] == reference.get(digest)
 
 
-def match(strikes: Sequence[Strike], incidents: Sequence[Incident]) -> tuple[list[Incident], list[list[Incident]]]:
-    """(those that nothing of ours explains, those of each strike): an incident belongs to the last strike before it was known."""
-    bounds = [*(strike.incidents_before for strike in strikes), len(incidents)]
+def match(injections: Sequence[Injection], incidents: Sequence[Incident]) -> tuple[list[Incident], list[list[Incident]]]:
+    """(those that no injection explains, those of each injection): an incident belongs to the last injection before it."""
+    bounds = [*(injection.incidents_before for injection in injections), len(incidents)]
     return [*incidents[: bounds[0]]], [[*incidents[start:end]] for start, end in pairwise(bounds)]
 
 
-def what_is_wrong(strike: Strike, incidents: Sequence[Incident]) -> str | None:
-    """With how the run took the strike; None if nothing is."""
-    named = KINDS[strike.kind].named
+def what_is_wrong(injection: Injection, incidents: Sequence[Incident]) -> str | None:
+    """With how the run took the injection; None if nothing is wrong."""
+    named = KINDS[injection.kind].named
     of_it = [incident for incident in incidents if incident["kind"] not in OF_ITSELF or incident["kind"] in named]
-    return next(_problems(strike, of_it), None)
+    return next(_problems(injection, of_it), None)
 
 
-def _problems(strike: Strike, incidents: Sequence[Incident]) -> Iterator[str]:
-    kind = KINDS[strike.kind]
-    if strike.problem:
-        yield strike.problem
+def _problems(injection: Injection, incidents: Sequence[Incident]) -> Iterator[str]:
+    kind = KINDS[injection.kind]
+    if injection.problem:
+        yield injection.problem
     if not incidents:
         if kind.must_show:
             yield "not noticed"
@@ -151,15 +153,15 @@ def _problems(strike: Strike, incidents: Sequence[Incident]) -> Iterator[str]:
     first, kinds_after = incidents[0], {incident["kind"] for incident in incidents[1:]}
     if first["kind"] not in kind.named:
         yield f"named {first['kind']}, expected {' or '.join(kind.named) or 'nothing'}"
-    if kind.names_host and first["host"] != strike.host:
-        yield f"named host {first['host']}, struck was host {strike.host}"
+    if kind.names_host and first["host"] != injection.host:
+        yield f"named host {first['host']}, the fault was on host {injection.host}"
     if kind.then and (not kinds_after or not kinds_after <= {*kind.then}):
         yield f"followed by {', '.join(sorted(kinds_after)) or 'nothing'}, expected {' or '.join(kind.then)}"
     if wrongly := sorted(kinds_after & {*kind.never}):
         yield f"followed by {', '.join(wrongly)}, which is not what happened"
     for incident in incidents:
-        if incident["resumed_step"] is not None and incident["resumed_step"] < strike.oldest_checkpoint:
-            yield f"went on from step {incident['resumed_step']}, with a checkpoint of step {strike.oldest_checkpoint}"
+        if incident["resumed_step"] is not None and incident["resumed_step"] < injection.oldest_checkpoint:
+            yield f"went on from step {incident['resumed_step']}, with a checkpoint of step {injection.oldest_checkpoint}"
 
 
 def unfinished_files(run_dir: Path) -> list[str]:
@@ -212,8 +214,8 @@ def _table(score: Score) -> Table:
 
 
 def _row(outcome: Outcome) -> list[str]:
-    strike, incidents = outcome.strike, outcome.incidents
-    about = [strike.kind, str(strike.host), outcome.wrong or " ".join(incident["kind"] for incident in incidents)]
+    injection, incidents = outcome.injection, outcome.incidents
+    about = [injection.kind, str(injection.host), outcome.wrong or " ".join(incident["kind"] for incident in incidents)]
     if not incidents:
         return [*about, "", "", "", ""]
     phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in incidents[0]["recovery_s"].items())

@@ -55,7 +55,7 @@ class DriverConfig(Section):
     replay: str | None = None
     """A JSON file with another run's `lineage` and `skipped_batches` (its summary will do): trains along it, on as many hosts at
     each batch. For comparing runs (`verify`, `chaos`)."""
-    rehearse: bool | None = None
+    precompile: bool | None = None
     """Whether hosts compile ahead, beside the training, for the gang that there will be if a host is lost, or comes back: each
     with another process, that has the data open and no state. Default: CPU hosts do. On GPUs what training leaves of their memory
     must be enough to compile in; the processes of TPUs have them to themselves."""
@@ -192,8 +192,8 @@ def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
                 config.training.check_devices(count * per_host)
             except ValueError as error:
                 yield f"{error} (hosts: {count} x {per_host} devices)"
-    if config.driver.rehearse and config.hosts.kind == "tpu":
-        yield "driver.rehearse = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
+    if config.driver.precompile and config.hosts.kind == "tpu":
+        yield "driver.precompile = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
     if (
         not wrong & {"storage", "name"}
         and not documents.is_url(config.run_dir)

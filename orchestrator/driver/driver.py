@@ -37,7 +37,7 @@ from orchestrator.driver.halt import (
 )
 from orchestrator.driver.membership import Change, NoHosts, Roster
 from orchestrator.driver.poller import Watch
-from orchestrator.driver.precompile import Rehearsals
+from orchestrator.driver.precompile import Precompilations
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.stop_requests import Stops
 from orchestrator.events import BoardLike
@@ -86,7 +86,7 @@ class Driver:
         self.lineage = self._lineage_to_replay()
         self._roster: Roster | None = None
         self._stops: Stops
-        self._rehearsals: Rehearsals
+        self._precompilations: Precompilations
         self._told_storage_problem: str | None = None
 
     def run(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Driver:
         self._roster = Roster(self.config, gang, self.monotonic)
         about = (self.config, self.launch, self.board, self.intake, self._roster, self.clock, self.monotonic)
         self._stops = Stops(*about)
-        self._rehearsals = Rehearsals(self.config, self.launch, self.intake, self._roster, self.monotonic)
+        self._precompilations = Precompilations(self.config, self.launch, self.intake, self._roster, self.monotonic)
 
     def _about_agents(self) -> dict[str, Any]:
         return {
@@ -323,9 +323,9 @@ class Driver:
         self._check_lease()
         free = self.lineage is None
         if free:
-            self._rehearsals.check_stop(generation)
+            self._precompilations.check_stop(generation)
         # It trains on while a larger gang's programs are compiled, instead of stopping for that.
-        self._stops.check_stop(generation, may_grow=free and not self._rehearsals.busy)
+        self._stops.check_stop(generation, may_grow=free and not self._precompilations.busy)
         if (problem := self.launch.storage_problem) and problem != self._told_storage_problem:
             self.intake.note(problem, "warning")
         self._told_storage_problem = problem

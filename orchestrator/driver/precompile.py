@@ -17,21 +17,21 @@ from orchestrator.policies import elasticity
 from orchestrator.run_state.launch import Launch
 
 
-class Rehearsals:
+class Precompilations:
     """One at a time, while the gang trains. What goes wrong costs nobody anything but that a later start compiles."""
 
     def __init__(
         self, config: JobConfig, launch: Launch, intake: Intake, roster: Roster, clock: Callable[[], float] = time.monotonic
     ):
         self.config, self.launch, self.intake, self.roster, self.clock = config, launch, intake, roster, clock
-        wanted = config.driver.rehearse
+        wanted = config.driver.precompile
         self._wanted = config.hosts.kind == "cpu" if wanted is None else wanted
         self._ready: set[tuple[int, str]] = set()
         """(number of hosts, machine) that has the programs of such a gang, as far as this driver knows."""
         self._given_up: set[int] = set()
-        """Numbers of hosts that could not be rehearsed in this generation."""
+        """Numbers of hosts that could not be precompiled in this generation."""
         self._cast: list[Slot] = []
-        """Who rehearses now, in rank order; and what they have answered, to whom."""
+        """Who precompiles now, in rank order; and what they have answered, to whom."""
         self._answers: dict[int, Answer] = {}
         self._mailbox: Mailbox | None = None
         self._deadline_s = 0.0
@@ -65,7 +65,7 @@ class Rehearsals:
         present = [slot.number for slot in gang.members]
         others = [slot.number for slot in self.roster.idle()]
         allowed = [count for count in self.roster.allowed() if count not in self._given_up]
-        found = elasticity.next_rehearsal(
+        found = elasticity.next_precompilation(
             present, others, allowed=allowed, is_ready=lambda count, number: (count, slots[number].node_id) in self._ready
         )
         if found is not None:
@@ -76,7 +76,7 @@ class Rehearsals:
         lead = cast[0].description
         assert lead is not None
         common = {
-            "cmd": "rehearse",
+            "cmd": "precompile",
             "num_hosts": len(cast),
             "coordinator": with_port(lead["host_ip"], lead["next_port"]),
             "program_key": self.launch.launch_id,
@@ -86,7 +86,7 @@ class Rehearsals:
         self._answers, self._mailbox = {}, gang.mailbox()
         for host, slot in enumerate(cast):
             orders = {**common, "host": host, **gang.orders(host)}
-            self._mailbox.expect(host, gang.ask(slot, "rehearse", orders, timeout_s))
+            self._mailbox.expect(host, gang.ask(slot, "precompile", orders, timeout_s))
 
     def _collect(self, mailbox: Mailbox) -> None:
         self._answers |= {answer.tag: answer for answer in mailbox.take(0.0)}

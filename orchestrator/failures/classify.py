@@ -205,7 +205,8 @@ def _hang_summary(blamed: hang_analysis.Blame, state: str | None, overdue: Mappi
         line = blamed.line or "where, its stacks do not tell"
         return f"host {blamed.host} hangs in {overdue['phase']}: {line}{frozen} {times}"
     places = "; ".join(f"hosts {', '.join(map(str, group['hosts']))} at {group['line']}" for group in blamed.groups)
-    return f"the hosts hang in {overdue['phase']} and none stands out: {places or 'their stacks do not tell where'} {times}"
+    where = f"the hosts hang in {overdue['phase']} and no single host could be identified"
+    return f"{where}: {places or 'their stacks do not tell where'} {times}"
 
 
 def _preempted(failure: Failure, known: Mapping[int, PostMortem]) -> Failure:

@@ -122,7 +122,7 @@ class HostStacks:
 @dataclass(frozen=True)
 class Blame:
     host: int | None
-    """None if no host stands out."""
+    """None if could not identify one host."""
     line: str | None
     """Where it stands; if all stand at one place, that place."""
     why: str
@@ -205,7 +205,7 @@ def _accused(hosts: Sequence[HostStacks], places: Mapping[int, Standing]) -> tup
     host, why = _odd_one_out({host: places[host] for host in suspects}, batches)
     if host is None and suspects != set(places):
         return min(suspects), f"{_hosts(suspects)} wait for no other host"
-    return host, why or "no host stands out"
+    return host, why or "could not identify one host"
 
 
 def _saving(threads: Sequence[Thread], main: Thread | None, phase: str) -> list[Thread]:

@@ -78,7 +78,7 @@ def choose_members(
     return Members(slots, tuple(slot for slot in slots if slot in flagged))
 
 
-def next_rehearsal(
+def next_precompilation(
     present: Sequence[int], others: Sequence[int], *, allowed: Sequence[int], is_ready: Callable[[int, int], bool]
 ) -> tuple[int, ...] | None:
     """The gang whose programs should be compiled next, ahead of need: its slots, in rank order; None if all is compiled.

@@ -26,8 +26,8 @@ CATEGORY_NAMES = {
     "checkpoint": "checkpoint stalls",
     "detection": "noticing failures",
     "recovery": "restarting",
-    "replay": "steps done again",
-    "idle": "waiting on purpose",
+    "replay": "replayed steps",
+    "idle": "restart back-off",
     "finish": "finishing",
 }
 PLANNED = ("resize", "preemption", "straggler")

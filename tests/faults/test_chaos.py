@@ -36,9 +36,9 @@ def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
     status = chaos.main([TINY, *overrides, "--faults", "agent,driver,nan,flip,network", "--seed", str(random_seed())])
     score = json.loads((tmp_path / "tiny-chaos" / "chaos.json").read_text())
     assert status == 0, score["checks"]
-    struck = {outcome["strike"]["kind"]: outcome["strike"] for outcome in score["outcomes"]}
-    assert sorted(struck) == ["agent", "driver", "flip", "nan"]
-    assert score["summary"]["skipped_batches"] == [struck["nan"]["details"]["batch_index"]]
+    injected = {outcome["injection"]["kind"]: outcome["injection"] for outcome in score["outcomes"]}
+    assert sorted(injected) == ["agent", "driver", "flip", "nan"]
+    assert score["summary"]["skipped_batches"] == [injected["nan"]["details"]["batch_index"]]
     assert sum(score["summary"]["goodput"].values()) == pytest.approx(score["summary"]["wall_s"], rel=1e-3)
     assert all(kind in score["recovery_s"] for kind in ("agent", "driver", "flip"))
     assert score["skipped_kinds"] == {"network": "no network namespaces here: not permitted"}

@@ -74,18 +74,18 @@ def test_a_replay_of_the_lineage_gives_the_same_bits(three_then_two, tmp_path):
     assert harness.result(again[0])["params_digest"] == harness.result(two[0])["params_digest"]
 
 
-def test_what_a_rehearsal_compiled_is_not_compiled_again(tmp_path):
+def test_what_a_precompilation_compiled_is_not_compiled_again(tmp_path):
     made, programs = eight(tmp_path, checkpoint={}), tmp_path / "programs"
     about = {"hosts": 2, "devices_per_host": 2, "env": {"GANGWAY_PROGRAMS": str(programs)}, "program_key": "launch"}
-    harness.run(made, tmp_path / "rehearsal", cmd="rehearse", **about)
-    rehearsed = written(programs)
+    harness.run(made, tmp_path / "precompilation", cmd="precompile", **about)
+    precompiled = written(programs)
     # An executable and the note of what it was made from; one for both hosts, whichever place they have.
-    assert sorted(name.partition("-")[0] for name in rehearsed) == ["fingerprints"] * 2 + ["train_step"] * 2
+    assert sorted(name.partition("-")[0] for name in precompiled) == ["fingerprints"] * 2 + ["train_step"] * 2
     assert not Path(made.storage, made.name).exists()
     orders = {"skip_batches": [1], "stop_at": 4, "fence": str(tmp_path / "none")}
     trained = harness.run(made, tmp_path / "run", **about, **orders)
-    assert rehearsed.items() <= written(programs).items()
-    assert [name for name in written(programs).keys() - rehearsed.keys() if not name.startswith("eval_step")] == []
+    assert precompiled.items() <= written(programs).items()
+    assert [name for name in written(programs).keys() - precompiled.keys() if not name.startswith("eval_step")] == []
     untouched = harness.run(eight(tmp_path / "other", checkpoint={}), tmp_path / "plain", hosts=2, devices_per_host=2, **orders)
     assert harness.result(trained[0])["params_digest"] == harness.result(untouched[0])["params_digest"]
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from cluster.agent import agent as agent_module
-from cluster.agent import precompile as rehearsal_module
+from cluster.agent import precompile as precompile_module
 from cluster.agent import preemption
 from cluster.agent import standby as standby_module
 from cluster.agent.agent import HostAgent
@@ -716,29 +716,31 @@ def test_a_process_that_dies_while_it_is_profiled_is_an_answer(start):
     assert "the training process has ended" in answers[0]["problem"]
 
 
-# ---------------------------------------------------------------------- rehearsals
+# ---------------------------------------------------------------------- precompilations
 
 
-def rehearsing(agent):
-    """The process of a rehearsal, once it has its orders."""
+def precompiling(agent):
+    """The process of a precompilation, once it has its orders."""
 
     def find():
         known = {state(agent)["pid"], state(agent)["standby_pid"]}
         return [
             child
             for child in psutil.Process().children()
-            if child.pid not in known and "echo_worker" in " ".join(child.cmdline()) and child.nice() == rehearsal_module.NICENESS
+            if child.pid not in known
+            and "echo_worker" in " ".join(child.cmdline())
+            and child.nice() == precompile_module.NICENESS
         ]
 
     (process,) = wait_until(find)
     return process
 
 
-def test_a_rehearsal_runs_beside_the_training_and_ends(start):
+def test_a_precompilation_runs_beside_the_training_and_ends(start):
     agent = start({"tag": "a"})
     agent.go({"generation": 0})
     before = events_until(agent, "first_step")
-    assert agent.rehearse({"cmd": "rehearse", "then": "done"}, LONG_S) is None
+    assert agent.precompile({"cmd": "precompile", "then": "done"}, LONG_S) is None
     assert state(agent)["alive"]
     assert agent.poll(0, 0)["events"] == before  # nothing of it is told as the generation's
 
@@ -747,40 +749,40 @@ def test_a_rehearsal_runs_beside_the_training_and_ends(start):
     ("orders", "problem"),
     [({"then": "raise"}, "ValueError: boom"), ({"then": "exit"}, "it ended in the phase import; see ")],
 )
-def test_a_rehearsal_that_fails_says_why_and_hurts_nobody(start, orders, problem):
+def test_a_precompilation_that_fails_says_why_and_hurts_nobody(start, orders, problem):
     agent = start({})
     agent.go({"generation": 0})
-    assert agent.rehearse({"cmd": "rehearse", **orders}, LONG_S).startswith(problem)
+    assert agent.precompile({"cmd": "precompile", **orders}, LONG_S).startswith(problem)
     assert state(agent)["alive"]
 
 
-def test_a_rehearsal_has_its_time(start):
+def test_a_precompilation_has_its_time(start):
     agent = start({})
-    assert agent.rehearse({"cmd": "rehearse"}, 0.5).startswith("not done within 0.5 s (phase ")  # it may not have begun
+    assert agent.precompile({"cmd": "precompile"}, 0.5).startswith("not done within 0.5 s (phase ")  # it may not have begun
 
 
-def test_a_rehearsal_makes_its_folder_of_logs(start, tmp_path):
+def test_a_precompilation_makes_its_folder_of_logs(start, tmp_path):
     agent = start({})
     wait_for_standby(agent)
     shutil.rmtree(tmp_path / "local")
-    assert agent.rehearse({"cmd": "rehearse", "then": "done"}, LONG_S) is None
-    assert list((tmp_path / "local").rglob("rehearsals-*.log"))
+    assert agent.precompile({"cmd": "precompile", "then": "done"}, LONG_S) is None
+    assert list((tmp_path / "local").rglob("precompilations-*.log"))
 
 
-def test_a_rehearsal_needs_a_preparation(start):
-    assert start().rehearse({"cmd": "rehearse"}, LONG_S) == "no preparation has come"
+def test_a_precompilation_needs_a_preparation(start):
+    assert start().precompile({"cmd": "precompile"}, LONG_S) == "no preparation has come"
 
 
-@pytest.mark.parametrize("end", ["halt", "shutdown", "go", "rehearse"])
-def test_whatever_needs_the_machine_ends_a_rehearsal(start, end):
+@pytest.mark.parametrize("end", ["halt", "shutdown", "go", "precompile"])
+def test_whatever_needs_the_machine_ends_a_precompilation(start, end):
     agent = start({})
     wait_for_standby(agent)
-    thread, answers = in_background(lambda: agent.rehearse({"cmd": "rehearse"}, LONG_S))
-    process = rehearsing(agent)
-    arguments = {"go": [{"generation": 0}], "rehearse": [{"cmd": "rehearse", "then": "done"}, LONG_S]}.get(end, [])
+    thread, answers = in_background(lambda: agent.precompile({"cmd": "precompile"}, LONG_S))
+    process = precompiling(agent)
+    arguments = {"go": [{"generation": 0}], "precompile": [{"cmd": "precompile", "then": "done"}, LONG_S]}.get(end, [])
     getattr(agent, end)(*arguments)
     thread.join(LONG_S)
     assert answers == ["it was stopped"]
     assert wait_until(lambda: is_gone(process.pid))
     if end == "shutdown":
-        assert agent.rehearse({"cmd": "rehearse", "then": "done"}, LONG_S) == "this host does not train"
+        assert agent.precompile({"cmd": "precompile", "then": "done"}, LONG_S) == "this host does not train"

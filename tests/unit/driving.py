@@ -118,7 +118,7 @@ def config(hosts: int = 2, spares: int = 0, **driver: Any):
             "global_batch_size": 8 * hosts,
             "max_num_steps": 1000,
             "hosts": {"count": hosts, "spares": spares},
-            "driver": {"rehearse": False, **driver},
+            "driver": {"precompile": False, **driver},
             "tracking": {"mlflow": False},
         }
     )

@@ -14,15 +14,15 @@ from orchestrator.chaos import command as chaos
 from orchestrator.chaos import faults as chaos_faults
 from orchestrator.chaos import injectors
 from orchestrator.chaos.faults import KINDS, overrides_for, schedule
-from orchestrator.chaos.injectors import Fault, Scene, Strike, flipped, pick_file
+from orchestrator.chaos.injectors import Fault, Injection, Testbed, flipped, pick_file
 from orchestrator.chaos.score import Disturbed, match, score, times_outside, unfinished_files, what_is_wrong
 from orchestrator.testbed import clock as chaos_clock
 from orchestrator.testbed.local_cluster import Cluster
 from orchestrator.verify import command as verify
 
 
-def strike(kind, incidents_before=0, host=1, **more):
-    return Strike(kind, host, 0.0, 0.0, {}, incidents_before, **more)
+def injection(kind, incidents_before=0, host=1, **more):
+    return Injection(kind, host, 0.0, 0.0, {}, incidents_before, **more)
 
 
 def incident(kind, host=1, first_step=0.4, resumed_step=20):
@@ -36,9 +36,9 @@ def summary(**changes):
     return {**plain, "goodput": {"step": 60.0, "start": 40.0}, "wall_s": 100.0, **changes}
 
 
-def scored(strikes, incidents, reference=None, left=(), not_shipped=None, **changes):
-    planned = [Fault(s.kind, s.host, 0.0, 0) for s in strikes]
-    run = Disturbed(strikes, summary(incidents=incidents, **changes), left, not_shipped, None, 0.0, 110.0)
+def scored(injections, incidents, reference=None, left=(), not_shipped=None, **changes):
+    planned = [Fault(s.kind, s.host, 0.0, 0) for s in injections]
+    run = Disturbed(injections, summary(incidents=incidents, **changes), left, not_shipped, None, 0.0, 110.0)
     return score(planned, {}, run, reference or summary())
 
 
@@ -64,10 +64,10 @@ def test_hang_like_kinds_bring_a_small_limit_of_the_watchdog():
     assert overrides_for({"hang", "freeze"}) == ["driver.watchdog.step_floor_s=4", "driver.watchdog.save_s=6"]
 
 
-def test_an_incident_belongs_to_the_last_strike_before_it_was_known():
-    strikes = [strike("process", 1), strike("slow", 2), strike("driver", 2)]
+def test_an_incident_belongs_to_the_last_injection_before_it_was_known():
+    injections = [injection("process", 1), injection("slow", 2), injection("driver", 2)]
     before, first, late = incident("process_crash"), incident("process_crash"), incident("driver_lost", host=None)
-    assert match(strikes, [before, first, late]) == ([before], [[first], [], [late]])
+    assert match(injections, [before, first, late]) == ([before], [[first], [], [late]])
     assert match([], [before]) == ([before], [])
 
 
@@ -77,7 +77,7 @@ def test_an_incident_belongs_to_the_last_strike_before_it_was_known():
         ("process", [incident("process_crash")], None),
         ("process", [], "not noticed"),
         ("process", [incident("host_lost")], "named host_lost, expected process_crash"),
-        ("process", [incident("process_crash", host=0)], "named host 0, struck was host 1"),
+        ("process", [incident("process_crash", host=0)], "named host 0, the fault was on host 1"),
         ("driver", [incident("driver_lost", host=None)], None),
         ("tracking", [], None),
         ("tracking", [incident("driver_lost")], "named driver_lost, expected nothing"),
@@ -104,27 +104,27 @@ def test_an_incident_belongs_to_the_last_strike_before_it_was_known():
         ),
     ],
 )
-def test_what_is_wrong_with_how_a_strike_was_taken(kind, found, wrong):
-    assert what_is_wrong(strike(kind), found) == wrong
+def test_what_is_wrong_with_how_an_injection_was_taken(kind, found, wrong):
+    assert what_is_wrong(injection(kind), found) == wrong
 
 
 def test_no_run_may_start_again_from_before_its_checkpoints():
-    struck = strike("process", oldest_checkpoint=20)
-    assert what_is_wrong(struck, [incident("process_crash", resumed_step=20)]) is None
-    wrong = what_is_wrong(struck, [incident("process_crash", resumed_step=0)])
+    injected = injection("process", oldest_checkpoint=20)
+    assert what_is_wrong(injected, [incident("process_crash", resumed_step=20)]) is None
+    wrong = what_is_wrong(injected, [incident("process_crash", resumed_step=0)])
     assert wrong == "went on from step 0, with a checkpoint of step 20"
 
 
 def test_a_score_passes_only_if_everything_is_as_it_should_be():
-    struck, shown = [strike("process")], [incident("process_crash")]
-    assert scored(struck, shown).passed
-    assert failed(scored(struck, shown, status="failed")) == ["finished"]
-    assert failed(scored(struck, shown, params_digest="q")) == ["final parameters equal to the reference run's, bit for bit"]
-    assert failed(scored(struck, shown, summary(samples_digest="t"))) == ["the same samples, each once"]
-    assert failed(scored(struck, shown, wall_s=101.0)) == ["the ledger's categories sum to the wall clock"]
-    assert failed(scored(struck, shown, left=["process 12: python"])) == ["nothing left behind"]
-    assert failed(scored(struck, shown, not_shipped="3 entries are left")) == ["all metrics have arrived: 3 entries are left"]
-    assert failed(scored(struck, [])) == ["each was noticed, and named with its host"]
+    injected, shown = [injection("process")], [incident("process_crash")]
+    assert scored(injected, shown).passed
+    assert failed(scored(injected, shown, status="failed")) == ["finished"]
+    assert failed(scored(injected, shown, params_digest="q")) == ["final parameters equal to the reference run's, bit for bit"]
+    assert failed(scored(injected, shown, summary(samples_digest="t"))) == ["the same samples, each once"]
+    assert failed(scored(injected, shown, wall_s=101.0)) == ["the ledger's categories sum to the wall clock"]
+    assert failed(scored(injected, shown, left=["process 12: python"])) == ["nothing left behind"]
+    assert failed(scored(injected, shown, not_shipped="3 entries are left")) == ["all metrics have arrived: 3 entries are left"]
+    assert failed(scored(injected, [])) == ["each was noticed, and named with its host"]
 
 
 @pytest.mark.parametrize(
@@ -161,16 +161,16 @@ def test_digests_that_are_missing_are_not_equal():
     assert "the same samples, each once" in failed(scored([], [], summary(samples_digest=None), samples_digest=None))
 
 
-def test_faults_that_did_not_strike_are_missed():
+def test_faults_that_did_not_injection_are_missed():
     planned = [Fault("process", 0, 0.0, 0)] * 2
-    run = Disturbed([strike("process")], summary(incidents=[incident("process_crash")]), [], None, None, 0.0, 110.0)
+    run = Disturbed([injection("process")], summary(incidents=[incident("process_crash")]), [], None, None, 0.0, 110.0)
     result = score(planned, {}, run, summary())
-    assert failed(result) == ["1 of 2 faults struck"]
+    assert failed(result) == ["1 of 2 faults injected"]
 
 
 def test_a_run_that_had_to_be_ended_is_scored_all_the_same():
     cut_short = {"status": "ended by chaos", "incidents": [], "goodput": {}, "wall_s": 0.0}
-    run = Disturbed([strike("process")], cut_short, [], None, "waited 240 s for the run to be ready for a fault", 0.0, 9.0)
+    run = Disturbed([injection("process")], cut_short, [], None, "waited 240 s for the run to be ready for a fault", 0.0, 9.0)
     result = score([Fault("process", 0, 0.0, 0)], {}, run, chaos.NO_REFERENCE)
     assert "waited 240 s for the run to be ready for a fault" in failed(result)
     assert "finished" in failed(result)
@@ -178,8 +178,8 @@ def test_a_run_that_had_to_be_ended_is_scored_all_the_same():
 
 
 def test_recovery_is_told_by_kind():
-    strikes = [strike("process"), strike("process", 1), strike("tracking", 2)]
-    result = scored(strikes, [incident("process_crash"), incident("process_crash", first_step=0.9)])
+    injections = [injection("process"), injection("process", 1), injection("tracking", 2)]
+    result = scored(injections, [incident("process_crash"), incident("process_crash", first_step=0.9)])
     assert result.recovery_by_kind() == {"process": [pytest.approx(0.5), pytest.approx(1.0)]}
     assert result.to_dict()["median_recovery_s"] == {"process": pytest.approx(0.75)}
 
@@ -265,13 +265,13 @@ class Shrunk:
         return condition()
 
 
-def test_a_fault_that_was_dealt_to_a_host_that_is_no_more_strikes_one_that_is(monkeypatch):
-    struck = []
+def test_a_fault_that_was_dealt_to_a_host_that_is_no_more_injections_one_that_is(monkeypatch):
+    injected = []
     monkeypatch.setitem(
-        chaos_faults.KINDS, "process", chaos_faults.Kind("", lambda scene, fault: struck.append(fault.host) or {})
+        chaos_faults.KINDS, "process", chaos_faults.Kind("", lambda testbed, fault: injected.append(fault.host) or {})
     )
-    made = chaos_faults.strike(Scene(Shrunk()), Fault("process", 3, 0.0, 0))
-    assert (struck, made.host) == ([0], 0)
+    made = chaos_faults.inject(Testbed(Shrunk()), Fault("process", 3, 0.0, 0))
+    assert (injected, made.host) == ([0], 0)
     assert (made.incidents_before, made.oldest_checkpoint) == (1, 20)
 
 
@@ -294,9 +294,9 @@ class Reported:
 def test_a_fault_is_overcome_when_it_has_shown_a_step_has_followed_and_then_a_checkpoint(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 100.0)
     run = Reported(incident("process_crash"))
-    overcome = chaos.Overcome(Scene(run), strikes := [])
+    overcome = chaos.Overcome(Testbed(run), injections := [])
     assert overcome()
-    strikes.append(strike("vanish", 1))
+    injections.append(injection("vanish", 1))
     run.saved_at_s = 200.0
     assert not overcome()  # nothing has shown
     run.known += [incident("process_crash", resumed_step=None), incident("storage_error", resumed_step=None)]
@@ -323,43 +323,43 @@ class Disk:
 def test_a_run_whose_storage_hangs_must_take_a_step_meanwhile(taken, problem):
     disk = Disk()
     run = SimpleNamespace(order=lambda host, kind, **settings: "1-slow", taken=lambda order: taken if disk.frozen else {})
-    scene = Scene(run, disk=disk)
-    made = Strike("storage_hang", 0, 0.0, 0.0, injectors.freeze_storage(scene, Fault("storage_hang", 0, 0.0, 0)))
+    testbed = Testbed(run, disk=disk)
+    made = Injection("storage_hang", 0, 0.0, 0.0, injectors.freeze_storage(testbed, Fault("storage_hang", 0, 0.0, 0)))
     assert disk.frozen
-    injectors.thaw_storage(scene, made)
+    injectors.thaw_storage(testbed, made)
     assert not disk.frozen
     assert what_is_wrong(made, []) == problem
 
 
-def test_each_kept_train_step_is_damaged_and_the_strike_shows_when_that_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(injectors, "kill_process", lambda scene, fault: {})
+def test_each_kept_train_step_is_damaged_and_the_injection_shows_when_that_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(injectors, "kill_process", lambda testbed, fault: {})
     names = ("train_step-1.xla", "train_step-2.xla", "train_step-1.json", "eval_step-1.xla")
     for name in names:
         (tmp_path / name).write_bytes(bytes(100))
     console = ["host 0: train_step-1.xla could not be loaded (OSError): compiling again"]
-    scene = Scene(SimpleNamespace(console=lambda: "\n".join(console)), programs=tmp_path)
-    made = Strike("program", 0, 0.0, 0.0, injectors.flip_programs(scene, Fault("program", 0, 0.0, 0)))
+    testbed = Testbed(SimpleNamespace(console=lambda: "\n".join(console)), programs=tmp_path)
+    made = Injection("program", 0, 0.0, 0.0, injectors.flip_programs(testbed, Fault("program", 0, 0.0, 0)))
     changed = [sum(byte != 0 for byte in (tmp_path / name).read_bytes()) for name in names]
     assert changed == [1, 1, 0, 0]
-    assert not injectors.a_program_was_refused(scene, made)
+    assert not injectors.a_program_was_refused(testbed, made)
     console.append("host 1: train_step-2.xla could not be loaded (DamagedProgramError: ...): compiling again")
-    assert injectors.a_program_was_refused(scene, made)
+    assert injectors.a_program_was_refused(testbed, made)
     for name in names[:2]:
         (tmp_path / name).unlink()
     with pytest.raises(injectors.RunError, match="no host has kept its train step"):
-        injectors.flip_programs(scene, Fault("program", 0, 0.0, 0))
+        injectors.flip_programs(testbed, Fault("program", 0, 0.0, 0))
 
 
 def test_checkpoints_that_were_taken_away_come_back_over_what_was_written_in_their_place(tmp_path, monkeypatch):
-    monkeypatch.setattr(injectors, "kill_process", lambda scene, fault: {})
+    monkeypatch.setattr(injectors, "kill_process", lambda testbed, fault: {})
     run = SimpleNamespace(run_dir=tmp_path)
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     for number, salt in enumerate((0, 1)):
-        details = injectors.take_checkpoints_away(Scene(run), Fault("vanish", 0, 0.0, salt))
+        details = injectors.take_checkpoints_away(Testbed(run), Fault("vanish", 0, 0.0, salt))
         assert (tmp_path / "checkpoints").exists() == details["empty"] == bool(salt)
         (tmp_path / "checkpoints" / "0").mkdir(parents=True)
-        made = Strike("vanish", 0, 0.0, 0.0, details, number)
-        injectors.bring_checkpoints_back(Scene(run), made)
+        made = Injection("vanish", 0, 0.0, 0.0, details, number)
+        injectors.bring_checkpoints_back(Testbed(run), made)
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["20"]
         assert made.details["written_meanwhile"] == ["0"]
 
@@ -384,6 +384,6 @@ def test_rays_logs_are_kept_by_node(tmp_path):
         ("stall", ["resize"], False),  # Nothing has to show of it.
     ],
 )
-def test_a_fault_whose_process_ended_with_a_resize_strikes_again(kind, since, lost):
+def test_a_fault_whose_process_ended_with_a_resize_injections_again(kind, since, lost):
     incidents = [incident("resize"), *(incident(name) for name in since)]
-    assert chaos.lost_to_a_resize(strike(kind, incidents_before=1), incidents) is lost
+    assert chaos.lost_to_a_resize(injection(kind, incidents_before=1), incidents) is lost

@@ -335,11 +335,11 @@ def test_a_batch_that_does_not_divide_into_micro_batches(write):
 
 
 def test_tpus_cannot_be_compiled_for_beside_their_process(write):
-    path = write(SMALL + "hosts: {kind: tpu, accelerator: v4, topology: 2x2x2}\ndriver: {rehearse: true}\nmesh: {data: -1}\n")
+    path = write(SMALL + "hosts: {kind: tpu, accelerator: v4, topology: 2x2x2}\ndriver: {precompile: true}\nmesh: {data: -1}\n")
     assert problem(path) == (
-        "driver.rehearse = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
+        "driver.precompile = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
     )
-    assert load(path, ["driver.rehearse=null"]).driver.rehearse is None
+    assert load(path, ["driver.precompile=null"]).driver.precompile is None
 
 
 def test_a_storage_path_with_a_file_in_the_way(write, tmp_path):

@@ -45,9 +45,9 @@ def lines_of_a_run(hosts):
         """Of the newest generation."""
         return max(world.jobs.values(), key=lambda job: job.generation).processes[host]
 
-    world.at(4.0, lambda: process(hosts // 2).agent.end_process(told=True))
-    world.at(8.0, lambda: process(hosts // 3).agent.die())  # noqa: PLW0108 - at that time
-    world.at(14.0, lambda: world.die_at.add(world.num_effects + 1))
+    world.at(4.37, lambda: process(hosts // 2).agent.end_process(told=True))
+    world.at(8.41, lambda: process(hosts // 3).agent.die())  # noqa: PLW0108 - at that time
+    world.at(14.23, lambda: world.die_at.add(world.num_effects + 1))
     tracing = sys.gettrace()
     with simulated.patched():
         try:

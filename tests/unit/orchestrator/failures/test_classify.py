@@ -317,7 +317,8 @@ def test_a_hang_in_which_nobody_stands_out_tells_where_all_are():
     failure = classify([overdue(0, stacks=WAITS), overdue(1, stacks=WAITS)])
     assert failure.host is None
     assert failure.summary == (
-        "the hosts hang in train and none stands out: hosts 0, 1 at read (trainers/loop/inflight.py:37) (waited 3.0 s, limit 3 s)"
+        "the hosts hang in train and no single host could be identified: "
+        "hosts 0, 1 at read (trainers/loop/inflight.py:37) (waited 3.0 s, limit 3 s)"
     )
 
 

@@ -66,7 +66,7 @@ REAL = {
     "alone in an exchange, two hosts, nothing else known": (
         sample("alone_in_a_barrier", (0, 1)),
         "train",
-        (None, None, "no host stands out"),
+        (None, None, "could not identify one host"),
     ),
     "a save that never ends": (
         sample("stuck_save"),
@@ -96,7 +96,7 @@ REAL = {
     "all wait in the same place": (
         sample("sleep_in_a_callback", (0, 2)),
         "train",
-        (None, "read (trainers/loop/inflight.py:37)", "no host stands out"),
+        (None, "read (trainers/loop/inflight.py:37)", "could not identify one host"),
     ),
 }
 
@@ -165,24 +165,24 @@ MADE_UP = {
         "waits for no other host",
     ),
     "the only one without a stack": (hosts(DEVICE, "no stacks of process 7", DEVICE), 1, "it alone shows no stack"),
-    "one was not looked at, the others wait": (hosts(DEVICE, None, DEVICE), None, "no host stands out"),
+    "one was not looked at, the others wait": (hosts(DEVICE, None, DEVICE), None, "could not identify one host"),
     "one was looked at, and is busy": (hosts(None, BUSY, None), 1, "waits for no other host"),
     "two are busy, one of them elsewhere": (hosts(DEVICE, BUSY, SPIN, DEVICE), 1, "hosts 1, 2 wait for no other host"),
     "two are busy, one is behind": (hosts(DEVICE, BUSY, BUSY, batches=(9, 9, 7)), 2, "furthest behind: at batch 7"),
-    "all are busy at the same place": (hosts(BUSY, BUSY, BUSY), None, "no host stands out"),
+    "all are busy at the same place": (hosts(BUSY, BUSY, BUSY), None, "could not identify one host"),
     "all are busy, one elsewhere": (hosts(BUSY, SPIN, BUSY), 1, "it alone stands there"),
-    "two busy hosts, each elsewhere": (hosts(BUSY, SPIN), None, "no host stands out"),
+    "two busy hosts, each elsewhere": (hosts(BUSY, SPIN), None, "could not identify one host"),
     "all wait, one is behind": (
         hosts(DEVICE, DEVICE, DEVICE, batches=(9, 7, 9)),
         1,
         "furthest behind: at batch 7, the others at 9",
     ),
-    "all wait, two are behind": (hosts(DEVICE, DEVICE, DEVICE, batches=(7, 7, 9)), None, "no host stands out"),
-    "all wait, each for something else": (hosts(DEVICE, AGREE), None, "no host stands out"),
+    "all wait, two are behind": (hosts(DEVICE, DEVICE, DEVICE, batches=(7, 7, 9)), None, "could not identify one host"),
+    "all wait, each for something else": (hosts(DEVICE, AGREE), None, "could not identify one host"),
     "a single host": (hosts(BUSY), 0, "waits for no other host"),
-    "a single host in the device": (hosts(DEVICE), None, "no host stands out"),
-    "nothing is known": (hosts(None, None), None, "no host stands out"),
-    "there are no hosts": ([], None, "no host stands out"),
+    "a single host in the device": (hosts(DEVICE), None, "could not identify one host"),
+    "nothing is known": (hosts(None, None), None, "could not identify one host"),
+    "there are no hosts": ([], None, "could not identify one host"),
 }
 
 

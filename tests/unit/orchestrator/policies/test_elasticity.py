@@ -9,7 +9,7 @@ from orchestrator.policies.elasticity import (
     Stay,
     allowed_counts,
     choose_members,
-    next_rehearsal,
+    next_precompilation,
     should_grow,
 )
 
@@ -115,7 +115,7 @@ def test_policy_rejects_negative_seconds(name):
         ElasticityPolicy(**{name: -1})
 
 
-REHEARSALS = {
+PRECOMPILATIONS = {
     "one host less": ([0, 1, 2], [], [2, 3], {3: [0, 1, 2]}, (0, 1)),
     "whoever is left, also if it is the last": ([0, 1, 2], [], [2, 3], {3: [0, 1, 2], 2: [0, 1]}, (2, 0)),
     "all is compiled": ([0, 1, 2], [], [2, 3], {3: [0, 1, 2], 2: [0, 1, 2]}, None),
@@ -126,22 +126,22 @@ REHEARSALS = {
     "a spare of one host": ([0], [5], [1], {1: [0]}, (5,)),
     "a larger gang before all": ([0, 1], [5, 7], [1, 2, 3, 4], {2: [0, 1]}, (0, 1, 5, 7)),
     "and then what there is for its smaller ones": ([0, 1], [5], [1, 2, 3], {3: [0, 1, 5], 2: [0, 1, 5]}, (0,)),
-    "one that could not be rehearsed is left out": ([0, 1, 2], [3], [2], {}, (0, 1)),
+    "one that could not be precompiled is left out": ([0, 1, 2], [3], [2], {}, (0, 1)),
 }
 
 
-@pytest.mark.parametrize("name", REHEARSALS)
-def test_next_rehearsal(name):
-    present, others, allowed, ready, expected = REHEARSALS[name]
-    found = next_rehearsal(present, others, allowed=allowed, is_ready=lambda count, slot: slot in ready.get(count, ()))
+@pytest.mark.parametrize("name", PRECOMPILATIONS)
+def test_next_precompilation(name):
+    present, others, allowed, ready, expected = PRECOMPILATIONS[name]
+    found = next_precompilation(present, others, allowed=allowed, is_ready=lambda count, slot: slot in ready.get(count, ()))
     assert found == expected
 
 
 @given(slots.filter(bool), slots, st.lists(st.integers(1, 8), unique=True))
-def test_rehearsals_come_to_an_end_and_then_any_loss_is_prepared_for(present, others, allowed):
+def test_precompilations_come_to_an_end_and_then_any_loss_is_prepared_for(present, others, allowed):
     others, ready = [slot for slot in others if slot not in present], {(len(present), slot) for slot in present}
     about = {"allowed": sorted(allowed), "is_ready": lambda count, slot: (count, slot) in ready}
-    while (cast := next_rehearsal(present, others, **about)) is not None:
+    while (cast := next_precompilation(present, others, **about)) is not None:
         assert not {(len(cast), slot) for slot in cast} <= ready
         ready |= {(len(cast), slot) for slot in cast}
     for lost in present:

@@ -1,4 +1,4 @@
-"""Which rehearsals the driver asks for, and what it makes of the answers: real calls of Ray, on agents that rehearse nothing."""
+"""Which precompilations the driver asks for, and what it makes of the answers: real calls of Ray, agents that only answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ray
 from cluster.gang.calls import Mailbox
 from orchestrator.config.job import build
 from orchestrator.driver.generation import Generation
-from orchestrator.driver.precompile import Rehearsals
+from orchestrator.driver.precompile import Precompilations
 from tests.programs.processes import wait_until
 
 LIMITS = {"import_s": 1.0, "join_s": 2.0, "compile_s": 3.0}
@@ -27,7 +27,7 @@ def local_ray():
 
 @ray.remote(num_cpus=0, max_concurrency=2)
 class Agent:
-    def rehearse(self, answer):
+    def precompile(self, answer):
         if answer == "never":
             import time
 
@@ -74,7 +74,7 @@ class Stage:
         roster = SimpleNamespace(gang=self, idle=lambda: [], allowed=lambda: [1, 2, 3])
         intake = SimpleNamespace(note=lambda *said: self.notes.append(said))
         launch = SimpleNamespace(launch_id="launch")
-        self.rehearsals = Rehearsals(config, launch, intake, roster, lambda: self.now_s)
+        self.precompilations = Precompilations(config, launch, intake, roster, lambda: self.now_s)
 
     def orders(self, host):
         return {"slice": 0}
@@ -88,15 +88,15 @@ class Stage:
     def check_stop(self, number=0):
         generation = Generation(number, 3)
         generation.first_step_at_s = dict.fromkeys(range(3), 0.0)
-        self.rehearsals.check_stop(generation)
-        return not self.rehearsals.busy
+        self.precompilations.check_stop(generation)
+        return not self.precompilations.busy
 
 
-def test_every_machine_rehearses_once_for_the_next_smaller_gang():
+def test_every_machine_precompiles_once_for_the_next_smaller_gang():
     stage = Stage()
     stage.check_stop()
     assert [number for number, _ in stage.asked] == [0, 1]
-    about = {"cmd": "rehearse", "num_hosts": 2, "coordinator": "10.0.0.1:7", "program_key": "launch", "slice": 0}
+    about = {"cmd": "precompile", "num_hosts": 2, "coordinator": "10.0.0.1:7", "program_key": "launch", "slice": 0}
     assert [orders for _, orders in stage.asked] == [{**about, "host": 0}, {**about, "host": 1}]
     assert wait_until(stage.check_stop)
     stage.check_stop()
@@ -109,7 +109,7 @@ def test_every_machine_rehearses_once_for_the_next_smaller_gang():
 
 def test_not_before_all_train_and_not_while_one_is_silent():
     stage = Stage()
-    stage.rehearsals.check_stop(Generation(0, 3))
+    stage.precompilations.check_stop(Generation(0, 3))
     stage.slots[1].available = False
     stage.check_stop()
     assert stage.asked == []
