@@ -239,9 +239,11 @@ class HostAgent:
 
         `exit` is None in the answer if the process was alive and died of this; `pid` is None if there was none. `state` is what
         the kernel said of it before; `stacks` were taken when it had been without progress for nearly too long, or by
-        `take_stacks`. With a `cursor`, the answer has the `events` from there to the end, and the next `cursor`, as a poll has.
+        `take_stacks`. `clock_s` is the wall clock of this machine when it was asked. With a `cursor`, the answer has the `events`
+        from there to the end, and the next `cursor`, as a poll has.
         """
         self._lease.renew(driver_term)
+        asked_at_s = time.time()
         self._precompilation.stop()
         with self._changed:
             watch, orders = self._watch, self._orders
@@ -252,7 +254,8 @@ class HostAgent:
             self._changed.notify_all()
         gone = life is None or life.kill(timeout_s)
         with self._changed:
-            about = {"generation": orders["generation"] if orders else None, "notice": self._notice, "gone": gone}
+            generation = orders["generation"] if orders else None
+            about = {"generation": generation, "notice": self._notice, "gone": gone, "clock_s": asked_at_s}
             if life is not None and not gone:
                 about |= {"dying_s": life.dying_s(), "dying_state": stack_dump.process_state(life.child.pid)}
             if cursor is not None:

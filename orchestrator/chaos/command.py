@@ -2,8 +2,8 @@
 
 The run trains as always, while faults come by a seeded schedule. Afterwards a reference run goes undisturbed along the
 lineage of the first: on as many hosts at each batch, without the batches that were left out. Both must end in the same
-parameters and samples, bit for bit; each fault must have been noticed and named rightly; nothing may be left behind. Ends with a table and a
-JSON file. Exit status 1 if anything is not as it should be.
+parameters and samples, bit for bit; each fault must have been noticed and named rightly; nothing may be left behind. Ends
+with a table and a JSON file. Exit status 1 if anything is not as it should be.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Driver:
     def _train(self) -> dict[str, Any]:
         generation = self._adopt() or self._first_generation()
         while True:
-            end = Watch(self.roster.gang, generation, self.intake, self.monotonic).run(self._attend)
+            end = Watch(self.roster.gang, generation, self.intake, self.monotonic).run(self._between_polls)
             if isinstance(end, Finished):
                 return self._result(end)
             detected_s = self.clock()
@@ -318,14 +318,14 @@ class Driver:
 
     # ------------------------------------------------------------------ while it trains
 
-    def _attend(self, generation: Generation) -> None:
+    def _between_polls(self, generation: Generation) -> None:
         """What the driver looks at between its polls."""
         self._check_lease()
         free = self.lineage is None
         if free:
-            self._precompilations.check_stop(generation)
+            self._precompilations.poll(generation)
         # It trains on while a larger gang's programs are compiled, instead of stopping for that.
-        self._stops.check_stop(generation, may_grow=free and not self._precompilations.busy)
+        self._stops.poll(generation, may_grow=free and not self._precompilations.busy)
         if (problem := self.launch.storage_problem) and problem != self._told_storage_problem:
             self.intake.note(problem, "warning")
         self._told_storage_problem = problem
@@ -334,9 +334,11 @@ class Driver:
 
     def _halt(self, generation: Generation) -> Findings:
         """Kills what is left of the generation, and finds out what happened."""
-        answers = Halt(self.roster.gang, generation, self.monotonic).run(self.launch.seen, self._wait_for_deaths)
+        halt = Halt(self.roster.gang, generation, self.monotonic)
+        answers = halt.run(self.launch.seen, self._wait_for_deaths)
+        asked_at_s = self.clock() - (self.monotonic() - halt.began_s)
         self.intake.catch_up(generation, late_events(answers))
-        return find_cause(generation, answers)
+        return find_cause(generation, answers, asked_at_s)
 
     def _wait_for_deaths(self, hosts: Sequence[int]) -> None:
         self._check_lease()
@@ -370,7 +372,7 @@ class Driver:
     def _failed(self, generation: Generation, findings: Findings, detected_s: float) -> Incident:
         """The incident of a generation that failed, after any back-off. Raises TrainingFailed to give up."""
         launch, failure = self.launch, findings.failure
-        # A host's clock may be wrong by any amount.
+        # A host's clock may have been set since.
         failed_at_s = min(max(failure.failed_at_s or detected_s, generation.began_at_s), detected_s)
         launch.high_water_step = max(launch.high_water_step, findings.last_step)
         launch.goodput.switch("detection", failed_at_s)

@@ -42,6 +42,8 @@ class Halt:
 
     def __init__(self, gang: Gang, generation: Generation, clock: Callable[[], float] = time.monotonic):
         self._gang, self._generation, self._clock = gang, generation, clock
+        self.began_s = clock()
+        """When the hosts were asked to halt."""
 
     def run(self, cursors: Mapping[int, int], waiting: Callable[[list[int]], None]) -> dict[int, Any]:
         """Each host's answer to `halt`, with its events since its cursor; none from a host whose agent is gone or silent.
@@ -50,10 +52,10 @@ class Halt:
         """
         if self._generation.overdue:
             self._ask(range(self._generation.num_hosts), lambda host: self._gang.call(host, "take_stacks"))
-        began_s = self._clock()
+        self.began_s = self._clock()
         answers = self._ask(range(self._generation.num_hosts), lambda host: self._call_halt(host, cursors))
         while dying := [host for host, answer in answers.items() if not answer.get("gone", True)]:
-            if self._clock() - began_s > DYING_TIMEOUT_S:
+            if self._clock() - self.began_s > DYING_TIMEOUT_S:
                 for host in dying:
                     self._generation.lose_agent(host)
                     del answers[host]
@@ -77,10 +79,13 @@ class Halt:
         return ask_hosts(self._gang, generation, call, limits_s, self._clock)
 
 
-def find_cause(generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> Findings:
-    """What happened to a generation. `answers`: of those hosts that answered to `halt`."""
+def find_cause(generation: Generation, answers: Mapping[int, Mapping[str, Any]], asked_at_s: float) -> Findings:
+    """What happened to a generation. `answers`: of those hosts that answered to `halt`; `asked_at_s`: when they were asked, by
+    the driver's clock, which tells the time of every failure."""
     dead = [
-        classify.read_post_mortem(host, answers.get(host), done=host in generation.done, notice=generation.notices.get(host))
+        classify.read_post_mortem(
+            host, answers.get(host), asked_at_s, done=host in generation.done, notice=generation.notices.get(host)
+        )
         for host in range(generation.num_hosts)
     ]
     return Findings(

@@ -54,8 +54,8 @@ class Watch:
         self._num_asked = 0
         self._next_round_s = 0.0
 
-    def run(self, check_stop: Callable[[Generation], None]) -> End:
-        """Until all hosts are done or one has failed. Calls `check_stop` every round: it may raise to end the watch."""
+    def run(self, between: Callable[[Generation], None]) -> End:
+        """Until all hosts are done or one has failed. Calls `between` every round: it may raise to end the watch."""
         for host in range(self.generation.num_hosts):
             self._ask(host, 0)
         while (end := self.generation.end) is None:
@@ -65,7 +65,7 @@ class Watch:
             if (now_s := self.clock()) >= self._next_round_s:
                 self._next_round_s = now_s + ROUND_S
                 self._judge_silence(now_s)
-                check_stop(self.generation)
+                between(self.generation)
         self.generation.suspect({host for host, late_s in self._late(self.clock()) if late_s > SUSPICION_S})
         return end
 

@@ -42,7 +42,7 @@ class Precompilations:
     def busy(self) -> bool:
         return self._mailbox is not None
 
-    def check_stop(self, generation: Generation) -> None:
+    def poll(self, generation: Generation) -> None:
         """Called every round of the watch. Never waits."""
         if not self._wanted or not generation.training:
             return

@@ -44,7 +44,7 @@ class Stops:
         self._recorded: int | None = None
         """The version of the gang that its next driver would find."""
 
-    def check_stop(self, generation: Generation, *, may_grow: bool) -> None:
+    def poll(self, generation: Generation, *, may_grow: bool) -> None:
         """Called every round of the watch. Raises TrainingFailed if a request cannot be met."""
         self._heed_request(generation)
         self._heed_notices(generation)

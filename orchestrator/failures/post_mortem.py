@@ -63,10 +63,15 @@ class PostMortem:
 
 
 def read_post_mortem(
-    host: int, halted: Mapping[str, Any] | None, done: bool = False, notice: Mapping[str, Any] | None = None
+    host: int,
+    halted: Mapping[str, Any] | None,
+    asked_at_s: float,
+    *,
+    done: bool = False,
+    notice: Mapping[str, Any] | None = None,
 ) -> PostMortem:
-    """From what an agent's `halt()` returned; None stands for an agent that did not answer. `notice`: one that the driver got
-    elsewhere (its node is being drained)."""
+    """From what an agent's `halt()` returned; None stands for an agent that did not answer. `asked_at_s`: when it was asked, by
+    the driver's clock. `notice`: one that the driver got elsewhere (its node is being drained)."""
     if halted is None:
         return PostMortem(host=host, agent_lost=True, done=done, notice=notice)
     exited, exception, heartbeat = (halted.get(key) or {} for key in ("exit", "exception", "last_heartbeat"))
@@ -79,7 +84,7 @@ def read_post_mortem(
         done=done,
         exception=exception or None,
         last_step=exception.get("step", heartbeat.get("step")),
-        failed_at_s=exception.get("t", exited.get("t", stuck_at_s)),
+        failed_at_s=_by_the_drivers_clock(exception.get("t", exited.get("t", stuck_at_s)), halted, asked_at_s),
         log_tail=tuple(exited.get("log_tail", ())),
         stacks=halted.get("stacks") or (overdue or {}).get("stacks"),
         state=halted.get("state") or (overdue or {}).get("state"),
@@ -87,6 +92,11 @@ def read_post_mortem(
         notice=halted.get("notice") or notice,
         batch_index=halted.get("batch_index", heartbeat.get("batch_index")),
     )
+
+
+def _by_the_drivers_clock(at_s: float | None, halted: Mapping[str, Any], asked_at_s: float) -> float | None:
+    """A time that the host told. Hosts' clocks differ, and the earliest of several failures is the cause."""
+    return None if at_s is None else at_s + asked_at_s - halted["clock_s"]
 
 
 def describe(dead: PostMortem, agent_lost: bool) -> dict[str, Any]:

@@ -163,6 +163,8 @@ class Agent:
         self.world, self.slot, self.number = world, slot, number
         self.name, self.node_id = f"agent-{number}", f"node-{number}"
         self.alive = True
+        self.ahead_s = 0.0
+        """How far its machine's wall clock is ahead."""
         self.lost = False
         """It died, or was given up, before its driver had released the gang."""
         self.driver_term = 0
@@ -176,6 +178,9 @@ class Agent:
         self.process: Process | None = None
         self._waiting: list[tuple[int, Call]] = []
         world.at(world.lease_s, self._look_at_lease)
+
+    def clock(self) -> float:
+        return self.world.clock() + self.ahead_s
 
     # ------------------------------------------------------------------ as it is called
 
@@ -276,7 +281,7 @@ class Agent:
         if process is None or not process.step:
             return None
         about = {"step": process.step, "batch_index": process.step, "busy_s": 0.01 * process.step}
-        return {"t": self.world.clock(), "ev": "heartbeat", "generation": process.generation, **about}
+        return {"t": self.clock(), "ev": "heartbeat", "generation": process.generation, **about}
 
     def _take_stacks(self) -> None: ...
 
@@ -290,6 +295,7 @@ class Agent:
         self.end_process(told=False)
         return {
             "gone": True,
+            "clock_s": self.clock(),
             "exit": exited,
             "exception": exception,
             "overdue": overdue,
@@ -307,7 +313,7 @@ class Agent:
     def tell(self, event: dict[str, Any]) -> None:
         if event["ev"] in ("exit", "overdue"):
             self.world.trouble_told_s.append(self.world.now_s)
-        self.log.append({"t": self.world.clock(), "generation": self.orders["generation"] if self.orders else None, **event})
+        self.log.append({"t": self.clock(), "generation": self.orders["generation"] if self.orders else None, **event})
         if not self.reachable():
             return
         waiting, self._waiting = self._waiting, []

@@ -64,6 +64,23 @@ def test_a_frozen_process_is_a_hang(world):
     assert finished(launched, world) == ["hang"]
 
 
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_a_failure_is_timed_by_the_drivers_clock_whatever_the_hosts_say(world, ahead_s):
+    """A clock that was an hour behind had counted the whole generation as time to notice the failure."""
+    launched = Launched(world)
+    failed_at_s = []
+
+    def crash():
+        agent = process_of(world, 1).agent
+        agent.ahead_s = ahead_s
+        failed_at_s.append(world.clock())
+        agent.end_process(told=True)
+
+    world.at(6.3, crash)
+    assert finished(launched, world) == ["process_crash"]
+    assert launched.launch.incidents[0].failed_at_s == pytest.approx(failed_at_s[0], abs=0.2)
+
+
 def away(world, host, seconds, unavailable=False):
     agent = process_of(world, host).agent
     agent.out_of_reach_s, agent.unavailable = (world.now_s, world.now_s + seconds), unavailable

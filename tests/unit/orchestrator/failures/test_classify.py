@@ -269,22 +269,24 @@ def test_read_post_mortem_of_a_process_that_died():
         "exit": {"code": None, "signal": 9, "log_tail": ["bye"], "t": 12.0, "pid": 1},
         "last_heartbeat": {"step": 41},
         "exception": None,
+        "clock_s": 12.5,
     }
-    dead = read_post_mortem(1, halted)
-    assert dead == PostMortem(host=1, signal=9, last_step=41, failed_at_s=12.0, log_tail=("bye",))
+    dead = read_post_mortem(1, halted, 1000.0)
+    assert dead == PostMortem(host=1, signal=9, last_step=41, failed_at_s=999.5, log_tail=("bye",))
     assert dead.exited
     assert dead.failed
 
 
 def test_read_post_mortem_of_an_exception_prefers_its_step_and_time():
     halted = {"exit": {"code": 1, "signal": None, "t": 13.0}, "last_heartbeat": {"step": 41}, "exception": raised("user", t=12.0)}
-    dead = read_post_mortem(0, halted)
-    assert (dead.last_step, dead.failed_at_s, dead.exit_code) == (7, 12.0, 1)
+    halted["clock_s"] = 3615.0
+    dead = read_post_mortem(0, halted, 15.0)
+    assert (dead.last_step, dead.failed_at_s, dead.exit_code) == (7, -3588.0, 1)
 
 
 def test_read_post_mortem_of_a_process_we_killed_and_of_a_lost_agent():
-    assert not read_post_mortem(0, {"exit": None, "last_heartbeat": {"step": 3}, "exception": None}).failed
-    assert read_post_mortem(0, None).agent_lost
+    assert not read_post_mortem(0, {"exit": None, "last_heartbeat": {"step": 3}, "exception": None}, 0.0).failed
+    assert read_post_mortem(0, None, 0.0).agent_lost
 
 
 def test_a_hang_names_the_host_that_the_others_wait_for_and_its_line():
@@ -364,15 +366,15 @@ def test_a_failure_began_with_the_first_that_failed():
 
 def test_read_post_mortem_of_a_process_that_hung():
     event = {"t": 20.0, "ev": "overdue", "phase": "train", "limit_s": 3.0, "waited_s": 3.5, "stacks": "late", "state": "S"}
-    halted = {"exit": None, "exception": None, "last_heartbeat": {"step": 41}, "overdue": event, "notice": None}
-    dead = read_post_mortem(2, {**halted, "stacks": None, "state": None, "batch_index": 43})
+    halted = {"exit": None, "exception": None, "last_heartbeat": {"step": 41}, "overdue": event, "notice": None, "clock_s": 20.0}
+    dead = read_post_mortem(2, {**halted, "stacks": None, "state": None, "batch_index": 43}, 20.0)
     assert (dead.last_step, dead.failed_at_s, dead.batch_index) == (41, 16.5, 43)
     assert (dead.stacks, dead.state, dead.hangs) == ("late", "S", True)
-    assert read_post_mortem(2, {**halted, "stacks": "early", "state": "T (stopped)"}).stacks == "early"
+    assert read_post_mortem(2, {**halted, "stacks": "early", "state": "T (stopped)"}, 20.0).stacks == "early"
 
 
 def test_a_notice_comes_from_the_agent_or_from_elsewhere():
     own = {"reason": "SIGTERM"}
-    assert read_post_mortem(0, {"notice": own}, notice=NOTICE).notice == own
-    assert read_post_mortem(0, {"notice": None}, notice=NOTICE).notice == NOTICE
-    assert read_post_mortem(0, None, notice=NOTICE).notice == NOTICE
+    assert read_post_mortem(0, {"notice": own}, 0.0, notice=NOTICE).notice == own
+    assert read_post_mortem(0, {"notice": None}, 0.0, notice=NOTICE).notice == NOTICE
+    assert read_post_mortem(0, None, 0.0, notice=NOTICE).notice == NOTICE
