@@ -15,9 +15,9 @@ from tests.strikes import Folder, Striking, step
 
 LIMIT_S = 3.0
 STUCK_AT = {
-    "hang": ("hang_for_ever", "faults.py"),
-    "skip_collective": ("skip_collective", "faults.py"),
-    "stuck_save": ("write_for_ever", "faults.py"),
+    "hang": ("hang_for_ever", "fault_injection.py"),
+    "skip_collective": ("skip_collective", "fault_injection.py"),
+    "stuck_save": ("write_for_ever", "fault_injection.py"),
 }
 
 
