@@ -45,10 +45,10 @@ from orchestrator.failures.classify import Failure, FailureKind
 from orchestrator.failures.history import PastFailure, past_failure
 from orchestrator.policies.restart import GiveUp, decide
 from orchestrator.reporting import text
-from orchestrator.run_state import lineage
+from orchestrator.run_state import replay
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import Launch
-from orchestrator.run_state.lineage import Lineage, ReplayError, Stretch
+from orchestrator.run_state.replay import ReplayError, ReplayPlan, Segment
 from orchestrator.tracking.prometheus import Gauges
 from trainers.recorders.dispatch import Recorders
 from trainers.runtime.stop_reason import StopReason
@@ -83,7 +83,7 @@ class Driver:
         self.config, self.launch, self.board, self.gangs = config, launch, board, gangs
         self.clock, self.monotonic, self.sleep = clock, monotonic, sleep
         self.intake = Intake(launch, board, reporter, recorders, Gauges(config.training.name), config.driver.stragglers, clock)
-        self.lineage = self._lineage_to_replay()
+        self.replay_plan = self._replay_plan()
         self._roster: Roster | None = None
         self._stops: Stops
         self._precompilations: Precompilations
@@ -96,7 +96,7 @@ class Driver:
             result = self._train()
         except (Superseded, StaleDriver) as error:
             self.launch.stop()
-            if not self.launch.lease.succeeded_by(self.launch.launch_id):
+            if not self.launch.lease.superseded_by(self.launch.launch_id):
                 self._release()
             raise Superseded(f"another driver has taken the run in {self.launch.run_dir}; this one leaves") from error
         except TrainingFailed:
@@ -226,7 +226,7 @@ class Driver:
             return self.roster.form(
                 lost,
                 avoid=avoid,
-                wanted=self._stretch().num_hosts,
+                wanted=self._segment().num_hosts,
                 waiting=self._wait_for_machines,
                 check_stop=partial(self._check_stop, "the run waits for machines"),
             )
@@ -261,7 +261,7 @@ class Driver:
         generation = Generation(
             launch.next_generation(), len(gang.members), high_water_step=launch.high_water_step, began_at_s=self.clock()
         )
-        address, stretch = self._coordinator(), self._stretch()
+        address, stretch = self._coordinator(), self._segment()
         common = {
             "cmd": "go",
             "generation": generation.number,
@@ -305,14 +305,14 @@ class Driver:
             raise answer.error
         return with_port(answer.value["host_ip"], answer.value["next_port"])
 
-    def _stretch(self) -> Stretch:
+    def _segment(self) -> Segment:
         """What the next generation is to do: anything, or its part of the lineage that is replayed."""
-        return self.lineage.stretch_at(self.launch.checkpoint_step or 0) if self.lineage else Stretch()
+        return self.replay_plan.segment_at(self.launch.checkpoint_step or 0) if self.replay_plan else Segment()
 
-    def _lineage_to_replay(self) -> Lineage | None:
+    def _replay_plan(self) -> ReplayPlan | None:
         path = self.config.driver.replay
         try:
-            return lineage.read(path) if path else None
+            return replay.read(path) if path else None
         except ReplayError as error:
             raise TrainingFailed(str(error)) from error
 
@@ -321,7 +321,7 @@ class Driver:
     def _between_polls(self, generation: Generation) -> None:
         """What the driver looks at between its polls."""
         self._check_lease()
-        free = self.lineage is None
+        free = self.replay_plan is None
         if free:
             self._precompilations.poll(generation)
         # It trains on while a larger gang's programs are compiled, instead of stopping for that.

@@ -182,7 +182,7 @@ class Lease:
         """The document that exists once the run has a newer driver: whoever works for this one must commit nothing then."""
         return _term_path(self._run_dir, self.driver_term + 1)
 
-    def succeeded_by(self, launch_id: str) -> bool:
+    def superseded_by(self, launch_id: str) -> bool:
         """Whether the latest driver after this one is of that launch. False while there is none."""
         successor, driver_term = _latest(self._run_dir)
         return successor is not None and driver_term > self.driver_term and successor.launch_id == launch_id

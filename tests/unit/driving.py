@@ -30,7 +30,7 @@ class FakeLease:
     def superseded(self) -> bool:
         return self._world.driver_term > self.driver_term
 
-    def succeeded_by(self, launch_id: str) -> bool:
+    def superseded_by(self, launch_id: str) -> bool:
         return self.superseded()
 
     def release(self) -> None: ...

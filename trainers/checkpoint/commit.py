@@ -41,7 +41,7 @@ class Exchange:
         self._prefix = f"checkpoint/{name}"
         self._client: Any = distributed.global_state.client
 
-    def together(self, topic: str, work: Callable[[], Any], lead: Callable[[list[Any]], Any], *, parts: bool = False) -> Any:
+    def all_or_none(self, topic: str, work: Callable[[], Any], lead: Callable[[list[Any]], Any], *, parts: bool = False) -> Any:
         """Every host does `work`; host 0, once all have, does `lead` with the (JSON-able) results; all get what that returned, or
         with `parts`, each host its own part of that, which is a list.
 
@@ -106,8 +106,8 @@ class Commit:
         """All hosts must call this. Raises CommitError on all or on none; nothing but `final` is left."""
         exchange = self.exchange
         try:
-            mine = exchange.together("written", self._write, self._describe, parts=True)
-            exchange.together("digested", lambda: self._digests(mine), self._finish)
+            mine = exchange.all_or_none("written", self._write, self._describe, parts=True)
+            exchange.all_or_none("digested", lambda: self._digests(mine), self._finish)
         except CommitError:
             if exchange.host == 0:
                 # No host writes any more: each has told its part, or has been waited for long enough.

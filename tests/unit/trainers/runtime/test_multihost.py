@@ -157,7 +157,7 @@ def test_a_missing_host_0_is_named(monkeypatch):
 def save(coordinator, host, num_hosts, work, lead, **how):
     made = Exchange("4.saving-1")
     made.host, made.num_hosts, made._client = host, num_hosts, coordinator.client(host)
-    return made.together("topic", lambda: work(host), lead, **how)
+    return made.all_or_none("topic", lambda: work(host), lead, **how)
 
 
 @pytest.mark.parametrize("num_hosts", [1, 3, 64])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from orchestrator.run_state import lineage
-from orchestrator.run_state.lineage import Lineage, ReplayError, Stretch
+from orchestrator.run_state import replay
+from orchestrator.run_state.replay import ReplayError, ReplayPlan, Segment
 
 
 def stretches(*starts):
@@ -15,20 +15,20 @@ def stretches(*starts):
 @pytest.mark.parametrize(
     ("batch_index", "expected"),
     [
-        pytest.param(0, Stretch(3, 20, (7,)), id="the first stretch ends where the second begins"),
-        pytest.param(19, Stretch(3, 20, (7,)), id="a run that is resumed within a stretch goes on with it"),
-        pytest.param(20, Stretch(2, 40, (7,)), id="at a boundary the next stretch has begun"),
-        pytest.param(55, Stretch(3, None, (7,)), id="the last stretch has no end"),
+        pytest.param(0, Segment(3, 20, (7,)), id="the first stretch ends where the second begins"),
+        pytest.param(19, Segment(3, 20, (7,)), id="a run that is resumed within a stretch goes on with it"),
+        pytest.param(20, Segment(2, 40, (7,)), id="at a boundary the next stretch has begun"),
+        pytest.param(55, Segment(3, None, (7,)), id="the last stretch has no end"),
     ],
 )
 def test_what_a_generation_is_to_do(batch_index, expected):
-    assert lineage.parse(stretches((0, 3), (20, 2), (40, 3)), [7]).stretch_at(batch_index) == expected
+    assert replay.parse(stretches((0, 3), (20, 2), (40, 3)), [7]).segment_at(batch_index) == expected
 
 
 def test_a_summary_is_a_lineage(tmp_path):
     path = tmp_path / "summary.json"
     path.write_text(json.dumps({"status": "finished", "lineage": stretches((0, 2)), "skipped_batches": [9, 3]}))
-    assert lineage.read(str(path)) == Lineage(((0, 2),), (3, 9))
+    assert replay.read(str(path)) == ReplayPlan(((0, 2),), (3, 9))
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,9 @@ def test_what_is_no_lineage_is_refused_by_name(tmp_path, document):
     path = tmp_path / "lineage.json"
     path.write_text(json.dumps(document))
     with pytest.raises(ReplayError, match=r"driver.replay: .*lineage.json holds no lineage"):
-        lineage.read(str(path))
+        replay.read(str(path))
 
 
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ReplayError, match=r"there is no file .*nothing.json; expected a JSON file with `lineage`"):
-        lineage.read(str(tmp_path / "nothing.json"))
+        replay.read(str(tmp_path / "nothing.json"))

@@ -14,7 +14,7 @@ class ReplayError(Exception):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """What one generation is to do."""
 
     num_hosts: int | None = None
@@ -25,19 +25,19 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Lineage:
+class ReplayPlan:
     starts: tuple[tuple[int, int], ...]
     """(batch index, hosts from there on), in order; the first at 0."""
     skip_batches: tuple[int, ...] = ()
 
-    def stretch_at(self, batch_index: int) -> Stretch:
+    def segment_at(self, batch_index: int) -> Segment:
         """Of a generation that goes on from `batch_index`."""
         current = max(index for index, (start, _) in enumerate(self.starts) if start <= batch_index)
         following = self.starts[current + 1 :]
-        return Stretch(self.starts[current][1], following[0][0] if following else None, self.skip_batches)
+        return Segment(self.starts[current][1], following[0][0] if following else None, self.skip_batches)
 
 
-def read(path: str) -> Lineage:
+def read(path: str) -> ReplayPlan:
     """From a JSON file with `lineage` and `skipped_batches`, such as a run's summary. Raises ReplayError."""
     document = documents.read_json(path)
     if document is None:
@@ -50,8 +50,8 @@ def read(path: str) -> Lineage:
         raise ReplayError(f"driver.replay: {path} holds no lineage ({type(error).__name__}: {error})") from error
 
 
-def parse(stretches: Sequence[Mapping[str, Any]], skipped: Sequence[int]) -> Lineage:
+def parse(stretches: Sequence[Mapping[str, Any]], skipped: Sequence[int]) -> ReplayPlan:
     starts = tuple((int(stretch["batch_index"]), int(stretch["num_hosts"])) for stretch in stretches)
     if not starts or starts[0][0] != 0 or list(starts) != sorted(starts):
         raise ValueError(f"stretches start at {[start for start, _ in starts]}: expected ascending batch indices from 0 on")
-    return Lineage(starts, tuple(sorted(int(batch) for batch in skipped)))
+    return ReplayPlan(starts, tuple(sorted(int(batch) for batch in skipped)))
