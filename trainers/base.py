@@ -202,7 +202,7 @@ class BaseTrainer(Builder):
             layout=self.step_layout,
             loader=loader,
             end_of_data=EndOfData(getattr(loader, "ends", None)),
-            empty_bag=self._no_sums,
+            empty_sums=self._no_sums,
             publisher=publisher,
             flags=Flags(self._mesh),
             host_requests=HostRequests(limits, arguments.checkpoint.save_minutes, lambda: manager.failing),

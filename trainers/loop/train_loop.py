@@ -56,7 +56,7 @@ class Loop:
     train_step: Callable[[TrainState, MetricSums, Any, jax.Array], StepOutput]
     layout: Layout
     loader: StepAddressedLoader
-    empty_bag: Callable[[], MetricSums]
+    empty_sums: Callable[[], MetricSums]
     publisher: Publisher
     flags: Flags
     host_requests: HostRequests
@@ -112,14 +112,14 @@ class Loop:
         self.window, self.agreed = Window(info.global_step), Agreed()
         self.end_of_data.start(info.batch_index)
         host.step = host.batch_index = info.batch_index
-        metric_sums = self.empty_bag()
+        metric_sums = self.empty_sums()
         self.publisher.start(info.global_step)
         self.last_evaluated_step = self.evaluated_step()
         while (reason := self._stop_reason()) is None:
             # Also where a run goes on that was stopped here before it could evaluate.
             if self.due.evaluate(info.global_step) and info.global_step != self.last_evaluated_step:
                 self._finish_steps(state, metric_sums)
-                metric_sums = self.empty_bag()
+                metric_sums = self.empty_sums()
                 # Before a save at this step, whose meta tells of it: so it is not repeated, and the checkpoint has a score.
                 state = self._evaluate(state)
                 continue  # it may have ended training
@@ -135,7 +135,7 @@ class Loop:
             state = self.hooks.on_step_start(state, info.batch_index)
             flags = self._flags()
             with self.busy.waiting():  # where devices compute on the dispatching thread
-                state, metric_sums, reduced, measured, shapes = self.train_step(state, metric_sums, batch, flags)
+                state, metric_sums, reduced, measured, bins = self.train_step(state, metric_sums, batch, flags)
             self.window.push(info.batch_index, reduced)
             info.global_step += 1
             info.epoch = self.due.epochs.at(info.batch_index)
@@ -149,12 +149,12 @@ class Loop:
             self.publisher.collect(self.window.completed_step)
             state = self._end_step(state, batch, measured)
             if self.publisher.due(info.global_step):
-                shapes = shapes if distributions.due(info.batch_index - 1, self.distributions) else None
-                self.publisher.cut(info.global_step, metric_sums, self.seconds.take(), self.replaced.take(), shapes)
-                metric_sums = self.empty_bag()
+                bins = bins if distributions.due(info.batch_index - 1, self.distributions) else None
+                self.publisher.cut(info.global_step, metric_sums, self.seconds.take(), self.replaced.take(), bins)
+                metric_sums = self.empty_sums()
             if self.due.preview(info.global_step):
                 self._finish_steps(state, metric_sums)
-                metric_sums = self.empty_bag()
+                metric_sums = self.empty_sums()
                 self._preview(state)
         self._finish_steps(state, metric_sums)
         return state, reason

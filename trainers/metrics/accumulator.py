@@ -1,4 +1,4 @@
-"""The bag: metrics summed on the device by the steps of an interval, one small array, fetched once."""
+"""Metric sums: metrics summed on the device by the steps of an interval, one small array, fetched once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS = {Sum: Kind.SUM, Max: Kind.MAX, Min: Kind.MIN, Last: Kind.LAST}
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of the metrics in a bag, and how each is combined."""
+    """The names of the metrics in the sums, and how each is combined."""
 
     names: tuple[str, ...]
     kinds: tuple[Kind, ...]
@@ -68,7 +68,7 @@ class Layout:
         return np.zeros((len(self), 2), np.float32)
 
     def pairs(self, values: Mapping[str, Any]) -> MetricSums:
-        """The bag of one batch. A name that `values` lacks gets weight 0."""
+        """The sums of one batch. A name that `values` lacks gets weight 0."""
         return jnp.stack([_pair(values.get(name, (0.0, 0.0))) for name in self.names])
 
     def combine(self, metric_sums: MetricSums, new: MetricSums, *, steps: bool = True) -> MetricSums:

@@ -96,7 +96,7 @@ class BusyTime:
 
 @dataclass(frozen=True)
 class Interval:
-    """A bag on its way to the host, and the host's knowledge of the steps it covers."""
+    """Metric sums on their way to the host, and the host's knowledge of the steps it covers."""
 
     metric_sums: MetricSums
     first_step: int
@@ -118,7 +118,7 @@ class Throughput:
 
 
 class Publisher:
-    """Collects the bag of each interval of `every_steps`; hands its numbers to `publish(step, metrics, seconds, distributions)`.
+    """Collects the metric sums of each interval of `every_steps`; hands its numbers to `publish(step, metrics, seconds, distributions)`.
 
     `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop
     knows that the interval's last step is complete, so nothing waits for the device.

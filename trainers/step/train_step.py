@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,9 +54,9 @@ class StepOutput(NamedTuple):
     reduced: jax.Array
     """int32[len(REDUCED)]: what all hosts get of this step."""
     measured: MetricSums
-    """What this step added to the bag."""
+    """What this step added to the metric sums."""
     distributions: jax.Array | None = None
-    """Of `distributions.measure`; None if they are off."""
+    """Of `histograms.measure`; None if they are off."""
 
 
 class Sums(NamedTuple):
@@ -79,14 +79,15 @@ def make_train_step(
     on_micro_step: MicroStepHook | None = None,
     param_groups: Sequence[ParameterGroup] = (),
 ) -> Callable[[TrainState, MetricSums, Batch, jax.Array], StepOutput]:
-    """The function (state, bag, batch, flags) -> StepOutput. `layout` is that of the loss's metrics and STEP_METRICS.
+    """The function (state, metric_sums, batch, flags) -> StepOutput. `layout` is that of the loss's metrics and STEP_METRICS.
 
     `batch` leaves are [accumulation_steps, micro_batch, ...]. Gradients are sums over targets, divided once by the number of
     targets of the whole global batch: exact for ragged targets at any accumulation and on any number of hosts.
     `flags` is int32[num_devices, len(FLAGS)], a host's in the rows of its devices; every host gets `reduced` (REDUCED), so that
     all take the same decision at the same step without a collective of their own.
-    With any verdict but APPLIED all of the state but `batch_index` stays as it was, whatever was computed: to skip a batch on
-    order is, bit for bit, to find it bad. Such a batch is counted in the bag, and adds nothing else to it. Only an overflow of
+    With any status but APPLIED all of the state but `batch_index` stays as it was, whatever was computed: to skip a batch on
+    order is, bit for bit, to find it bad. Such a batch is counted in the metric sums, and adds
+    nothing else to them. Only an overflow of
     float16 also changes the scale of the loss.
     Of frozen parameters (`param_groups`) there are no gradients; `optimizer` is one that `groups.freezing` gives.
     """
@@ -100,7 +101,7 @@ def make_train_step(
         # Of the gradients as they are before they are clipped, like the norm of all.
         norms = parameter_norms(gradients) if arguments.metrics.per_parameter_grad_norm else {}
         whole = groups.with_zeros(gradients, state.params)
-        shapes = distributions.measure(state.params, whole, state.batch_index, arguments.distributions)
+        measured_arrays = distributions.measure(state.params, whole, state.batch_index, arguments.distributions)
         clipped = clip(gradients, norm, arguments.optimizer.max_grad_norm)
         updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
         finite, overflowed = jnp.isfinite(mean_loss), overflow(state.scaler, norm, arguments.loss_scale)
@@ -111,20 +112,8 @@ def make_train_step(
         applied, scaler = verdict == UpdateStatus.APPLIED, update_scaler(state.scaler, verdict, arguments.loss_scale)
         totals = count_samples(state.totals, state.batch_index, batch, sums.num_tokens, arguments.micro_batch_size)
         loss_stats = update_stats(state.loss_stats, mean_loss, arguments.anomalies.spike_decay)
-        own = {
-            "grad_norm": norm,
-            "learning_rate": schedule(state.step),
-            "skipped_batches": 0.0,
-            "mean_loss": loss_stats["mean"],
-            "tokens": sums.num_tokens,
-            "samples": jnp.sum(batch["weight"] > 0),
-            **norms,
-        }
-        totalled = {f"total_{name}": count(totals[name]) for name in ("tokens", "samples")}
-        scale_used = {"loss_scale": (state.scaler["scale"], 1.0)} if scaler else {}
-        pairs = layout.pairs({name: (value, 1.0) for name, value in own.items()} | totalled | scale_used)
-        measured, new_sums = add_sums(state.sums, layout, sums.metric_sums + pairs)
-        measured = jnp.where(applied, measured, layout.pairs({"skipped_batches": (1.0, 1.0), **scale_used}))
+        scalars = {"grad_norm": norm, "learning_rate": schedule(state.step), "mean_loss": loss_stats["mean"], **norms}
+        step_metrics, new_sums = measure_step(layout, state, sums, batch, totals, scalars, applied)
         new_state = TrainState(
             step=state.step + 1,
             batch_index=state.batch_index,
@@ -136,13 +125,33 @@ def make_train_step(
             scaler=dict(state.scaler),
         )
         kept = dataclasses.replace(keep_unless(applied, new_state, state), batch_index=state.batch_index + 1, scaler=scaler)
-        return StepOutput(kept, layout.combine(metric_sums, measured), reduced, measured, shapes)
+        return StepOutput(kept, layout.combine(metric_sums, step_metrics), reduced, step_metrics, measured_arrays)
 
     return train_step
 
 
+def measure_step(
+    layout: Layout,
+    state: TrainState,
+    sums: Sums,
+    batch: Batch,
+    totals: Mapping[str, jax.Array],
+    scalars: Mapping[str, jax.Array],
+    applied: jax.Array,
+) -> tuple[MetricSums, dict[str, Any]]:
+    """The metrics of one step, and the sums that its state keeps (`totals` are those after it). Of an update that was not
+    applied, the metrics say only that it was not."""
+    counts = {"skipped_batches": 0.0, "tokens": sums.num_tokens, "samples": jnp.sum(batch["weight"] > 0)}
+    totalled = {f"total_{name}": count(totals[name]) for name in ("tokens", "samples")}
+    scale_used = {"loss_scale": (state.scaler["scale"], 1.0)} if state.scaler else {}
+    pairs = layout.pairs({name: (value, 1.0) for name, value in {**scalars, **counts}.items()} | totalled | scale_used)
+    step_metrics, new_sums = add_sums(state.sums, layout, sums.metric_sums + pairs)
+    left_out = layout.pairs({"skipped_batches": (1.0, 1.0), **scale_used})
+    return jnp.where(applied, step_metrics, left_out), new_sums
+
+
 def make_eval_step(loss_function: LossFunction, layout: Layout) -> Callable[[TrainState, MetricSums, Batch], MetricSums]:
-    """The function (state, bag, batch) -> bag, of the loss's metrics alone. Nothing is donated but the bag."""
+    """The function (state, metric_sums, batch) -> metric_sums, of the loss's metrics alone. Nothing but the sums is donated."""
 
     def eval_step(state: TrainState, metric_sums: MetricSums, batch: Batch) -> MetricSums:
         params = parameters_to_evaluate(state.opt_state, state.params)

@@ -74,7 +74,7 @@ class World:
             train_step=self.step,
             layout=LAYOUT,
             loader=SimpleNamespace(batch=self.batch, global_batch_size=1),
-            empty_bag=lambda: None,
+            empty_sums=lambda: None,
             publisher=Publisher(every_steps, Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
             flags=SimpleNamespace(array=lambda *flags: flags),
             host_requests=host_requests(limits) if host_requests else HostRequests(limits, None, clock=lambda: 0.0),
