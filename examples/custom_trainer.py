@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from trainers import protocol, runtime
@@ -17,7 +16,7 @@ def points(arguments):
 
 
 def loss(line, rows):
-    return jnp.mean((line["slope"] * rows[:, 0] + line["offset"] - rows[:, 1]) ** 2)
+    return jax.numpy.mean((line["slope"] * rows[:, 0] + line["offset"] - rows[:, 1]) ** 2)
 
 
 class LineTrainer:
