@@ -85,7 +85,7 @@ class Stage:
         self.asked.append((slot.number, orders))
         return getattr(slot.agent, method).remote(self.answers.get(slot.number))
 
-    def check_stop(self, number=0):
+    def poll(self, number=0):
         generation = Generation(number, 3)
         generation.first_step_at_s = dict.fromkeys(range(3), 0.0)
         self.precompilations.poll(generation)
@@ -98,10 +98,10 @@ def test_every_machine_precompiles_once_for_the_next_smaller_gang():
     assert [number for number, _ in stage.asked] == [0, 1]
     about = {"cmd": "precompile", "num_hosts": 2, "coordinator": "10.0.0.1:7", "program_key": "launch", "slice": 0}
     assert [orders for _, orders in stage.asked] == [{**about, "host": 0}, {**about, "host": 1}]
-    assert wait_until(stage.check_stop)
+    assert wait_until(stage.poll)
     stage.poll()
     assert [number for number, _ in stage.asked[2:]] == [2, 0]
-    assert wait_until(stage.check_stop)
+    assert wait_until(stage.poll)
     assert stage.poll()
     assert len(stage.asked) == 4
     assert stage.notes == [("compiled ahead for 2 hosts",)] * 2
@@ -118,12 +118,12 @@ def test_not_before_all_train_and_not_while_one_is_silent():
 def test_what_goes_wrong_is_said_and_not_tried_again_by_this_generation():
     stage = Stage(answers={1: "OutOfMemory: 3 GB"})
     stage.poll()
-    assert wait_until(stage.check_stop)
+    assert wait_until(stage.poll)
     assert stage.notes == [("could not compile ahead for 2 hosts (host 1 of them: OutOfMemory: 3 GB)", "warning")]
     stage.answers.clear()
     stage.poll()
     assert [number for number, _ in stage.asked[2:]] == [0]  # for one host
-    assert wait_until(stage.check_stop)
+    assert wait_until(stage.poll)
     stage.asked.clear()
     stage.poll(number=1)
     assert [number for number, _ in stage.asked] == [0, 1]
@@ -143,5 +143,5 @@ def test_an_agent_that_dies_is_a_problem_like_any_other():
     stage = Stage(answers={0: "never"})
     stage.poll()
     ray.kill(stage.slots[0].agent)
-    assert wait_until(stage.check_stop)
+    assert wait_until(stage.poll)
     assert "could not compile ahead for 2 hosts (host 0 of them: " in stage.notes[0][0]
