@@ -118,7 +118,8 @@ class Throughput:
 
 
 class Publisher:
-    """Collects the metric sums of each interval of `every_steps`; hands its numbers to `publish(step, metrics, seconds, distributions)`.
+    """Collects the metric sums of each interval of `every_steps`, and hands its numbers to `publish(step, metrics, seconds,
+    distributions)`.
 
     `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop
     knows that the interval's last step is complete, so nothing waits for the device.
