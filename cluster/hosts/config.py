@@ -20,11 +20,6 @@ POD_TYPE_LABEL = "ray.io/tpu-pod-type"
 NODE_ID_LABEL = "ray.io/node-id"
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
     """The hosts of a run and how to get them (configuration section `hosts`)."""
