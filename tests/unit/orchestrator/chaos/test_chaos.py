@@ -161,7 +161,7 @@ def test_digests_that_are_missing_are_not_equal():
     assert "the same samples, each once" in failed(scored([], [], summary(samples_digest=None), samples_digest=None))
 
 
-def test_faults_that_did_not_injection_are_missed():
+def test_faults_that_were_not_injected_are_missed():
     planned = [Fault("process", 0, 0.0, 0)] * 2
     run = Disturbed([injection("process")], summary(incidents=[incident("process_crash")]), [], None, None, 0.0, 110.0)
     result = score(planned, {}, run, summary())
@@ -265,7 +265,7 @@ class Shrunk:
         return condition()
 
 
-def test_a_fault_that_was_dealt_to_a_host_that_is_no_more_injections_one_that_is(monkeypatch):
+def test_a_fault_that_was_dealt_to_a_host_that_is_no_more_comes_to_one_that_is(monkeypatch):
     injected = []
     monkeypatch.setitem(
         chaos_faults.KINDS, "process", chaos_faults.Kind("", lambda testbed, fault: injected.append(fault.host) or {})
@@ -384,6 +384,6 @@ def test_rays_logs_are_kept_by_node(tmp_path):
         ("stall", ["resize"], False),  # Nothing has to show of it.
     ],
 )
-def test_a_fault_whose_process_ended_with_a_resize_injections_again(kind, since, lost):
+def test_a_fault_whose_process_ended_with_a_resize_is_injected_again(kind, since, lost):
     incidents = [incident("resize"), *(incident(name) for name in since)]
     assert chaos.lost_to_a_resize(injection(kind, incidents_before=1), incidents) is lost
