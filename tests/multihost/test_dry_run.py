@@ -55,8 +55,8 @@ def test_it_refuses_what_cannot_run(config, override, message):
 
 def test_planning_touches_no_device(config):
     program = (
-        "import sys; from jax._src import xla_bridge; from trainers import plan, run\n"
-        "problems, facts = plan.plan(run.read(sys.argv[1]), 2)\n"
+        "import sys; from jax._src import xla_bridge; from trainers import run; from trainers.planning import estimate\n"
+        "problems, facts = estimate.plan(run.read(sys.argv[1]), 2)\n"
         "assert problems == [] and facts['parameters'], problems\n"
         "assert not xla_bridge.backends_are_initialized()"
     )
