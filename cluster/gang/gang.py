@@ -183,15 +183,13 @@ class Gang:
 
         Between generations: members whose agents die are replaced.
         """
-        available = self.refresh(members=True)
+        available: list[Slot] = []
 
         def enough() -> bool:
-            nonlocal available
-            available = self.refresh(members=True)
+            available[:] = self.refresh(members=True)
             return len(available) >= count
 
-        if len(available) < count:
-            wait_until(enough, timeout_s, check_stop)
+        wait_until(enough, timeout_s, check_stop)
         return available
 
     def lose(self, *slots: Slot, avoid_nodes: Sequence[str] = (), fill: bool = True) -> None:

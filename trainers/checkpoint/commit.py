@@ -115,9 +115,12 @@ class Commit:
             raise
 
     def _write(self) -> None:
-        # Every host makes it: only this thread may wait for the storage.
-        (self.work / manifest.STATE_FOLDER).mkdir(parents=True, exist_ok=True)
-        self.write(self.work / manifest.STATE_FOLDER)
+        # Every host makes them: only this thread may wait for the storage. Never their parent: if that is gone, the storage is,
+        # and a new one would lie on whatever disk is below the mount point.
+        folder = self.work / manifest.STATE_FOLDER
+        for made in (self.work, folder):
+            made.mkdir(exist_ok=True)
+        self.write(folder)
 
     def _describe(self, _: list[None]) -> list[list[str]]:
         """The names of the files of which each host is to find the digests."""

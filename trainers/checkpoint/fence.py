@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 RETRIES = 3
 RETRY_S = 0.5
-_EPOCH = re.compile(r"(\d+)\.json")
+_TERM = re.compile(r"(\d+)\.json")
 _CLAIM = re.compile(r"claimed-(\d+)-(\d+)")
 
 
@@ -51,9 +51,9 @@ def next_driver(path: Path) -> Path | None:
     """`path`, or the document of a later driver beside it. Raises OSError, also where the folder is gone: so is the storage.
 
     The folder is listed: clients of a file server remember for longer that a name was absent than what a folder holds."""
-    own = _EPOCH.fullmatch(path.name)
+    own = _TERM.fullmatch(path.name)
     for name in sorted(os.listdir(path.parent)):
-        number = _EPOCH.fullmatch(name)
+        number = _TERM.fullmatch(name)
         if name == path.name or (own and number and int(number[1]) >= int(own[1])):
             return path.with_name(name)
     return None

@@ -84,6 +84,17 @@ def test_a_first_save_that_hangs_before_the_folder_is_there_is_made_good(tmp_pat
     assert manager.saved == [2]
 
 
+def test_a_folder_that_goes_after_the_storage_has_answered_is_not_made_anew(tmp_path, monkeypatch):
+    """An unmounted share: what is made below the mount point lies on another disk."""
+    folder = tmp_path / "checkpoints"
+    manager = checkpointing.manager(folder)
+    manager.save_now(1)
+    monkeypatch.setattr(layout, "obstacle", lambda *_: folder.rename(tmp_path / "away") and "")
+    manager.save_now(2)
+    assert [step for step, _ in manager.failed] == [2]
+    assert not folder.exists()
+
+
 def test_training_goes_on_while_the_storage_hangs_and_waits_for_it_at_its_end(tmp_path, monkeypatch):
     made = trainer(tmp_path, max_num_steps=6, checkpoint={"save_steps": 2, "storage_patience_s": 0.05})
     hanging, taken = Hanging(), []
