@@ -183,13 +183,15 @@ class Gang:
 
         Between generations: members whose agents die are replaced.
         """
-        available: list[Slot] = []
+        available = self.refresh(members=True)
 
         def enough() -> bool:
-            available[:] = self.refresh(members=True)
+            nonlocal available
+            available = self.refresh(members=True)
             return len(available) >= count
 
-        wait_until(enough, timeout_s, check_stop)
+        if len(available) < count:
+            wait_until(enough, timeout_s, check_stop)
         return available
 
     def lose(self, *slots: Slot, avoid_nodes: Sequence[str] = (), fill: bool = True) -> None:
