@@ -7,9 +7,11 @@ IN_VENV := $(VENV)/bin/python
 CONFIG ?= configs/quickstart.yaml
 WORKERS ?= 0
 SEEDS ?= 1 2 3
+SEED ?= 1
+COUNT ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help env install quickstart test soak lint format lock clean
+.PHONY: help env install quickstart test soak mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -50,6 +52,9 @@ soak: env  ## Every kind of fault at a real job, one run for each of SEEDS (ARGS
 	@set -e; for seed in $(SEEDS); do \
 		$(IN_VENV) -m orchestrator.chaos configs/tiny.yaml --faults all --seed $$seed \
 			max_num_steps=3000 checkpoint.save_steps=20 storage=build/soak/$$seed $(ARGS); done
+
+mutants: env  ## Do the tests hold? COUNT faults in each module, drawn by SEED (ARGS="trainers/step"); hours
+	@$(IN_VENV) -m benchmarks.mutants --count $(COUNT) --seed $(SEED) $(ARGS)
 
 lint: env  ## Check style, format and types
 	@$(IN_VENV) -m ruff check .

@@ -66,9 +66,9 @@ class StopAfterWarmUp(Callback):
 
 
 def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
-    """Everything the loop does: reading, wishes, publishing every few steps."""
+    """Everything the loop does: reading, requests, publishing every few steps."""
     first = int(state.batch_index)
-    loop = trainer._build_loop(first, time.monotonic())
+    loop = trainer._build_loop(trainer._build_resume(), trainer._build_saver(), first, time.monotonic())
     loop.host_requests.limits = dataclasses.replace(loop.host_requests.limits, max_steps=first + steps)
     loop.resumed_step = -1  # the first step of a generation is waited for; these are not the first
     start = time.perf_counter()

@@ -43,8 +43,8 @@ class LineTrainer:
     def evaluate(self, state, metric_calculator=None):
         return {"eval_loss": float(loss(state[0], self.dataset_eval))}
 
-    def eval(self, state):
-        yield self.evaluate(state)
+    def eval(self, model_state):
+        yield self.evaluate(model_state)
 
     def save_pretrained(self, ckpt_path, state=None):
         if jax.process_index() == 0:

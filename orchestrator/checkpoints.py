@@ -1,6 +1,6 @@
-"""`python -m orchestrator.checkpoints RUN_DIR|CONFIG`: the checkpoints of a run, and whether they are what was saved.
+"""`python -m orchestrator.checkpoints RUN_DIR|CONFIG`: lists the checkpoints of a run, and whether they are intact.
 
-Reads files only, and may be used while the run goes on; with --accept-loss it writes down that what is there is all there is.
+It only reads files, and may be used while the run goes on. With --accept-loss it records that there are no newer checkpoints.
 Exit status: 0; 1 when a checkpoint is damaged; 2 when there is no such run, or it is in use and a loss is to be accepted.
 """
 
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def accept_loss(folder: Path) -> None:
-    """Makes the records of the run say that the newest checkpoint in `folder` is the newest there ever was. Raises RunInUse."""
+    """Records that the newest checkpoint in `folder` is the newest one that was ever committed. Raises RunInUse."""
+    # Not while a driver lives: it would write its own record over this one.
     wait_until_free(str(folder.parent), waiting=lambda message: print(message, file=sys.stderr))
     newest = max(layout.steps(folder), default=None)
     document = documents.read_json(folder.parent / STATE)
@@ -87,15 +88,16 @@ def accept_loss(folder: Path) -> None:
         run = document.get("committed", {}).get("run", run)
         record = {"committed": asdict(Committed(run, newest)), "checkpoint_step": newest}
         documents.write_json(folder.parent / STATE, document | record)
-    for place in (folder.parent, folder):
-        if place.is_dir():
-            committed.write(place, Committed(run, newest))
+    # In both folders: a start believes the newer of the two records.
+    for location in (folder.parent, folder):
+        if location.is_dir():
+            committed.write(location, Committed(run, newest))
 
 
 def inspect(folder: Path, *, verify: bool) -> Iterator[Row]:
-    """Oldest first. One that is deleted meanwhile is left out."""
+    """Yields a row per checkpoint, oldest first. One that is deleted meanwhile is left out."""
     for step in layout.steps(folder):
-        row = _look_at(folder / str(step), step, verify)
+        row = _inspect_one(folder / str(step), step, verify)
         if (folder / str(step)).exists():
             yield row
     for path in layout.on_the_way(folder):
@@ -104,7 +106,7 @@ def inspect(folder: Path, *, verify: bool) -> Iterator[Row]:
             yield Row(int(number), str(path), "unfinished", ["being saved, or what a save that was cut short has left"])
 
 
-def _look_at(path: Path, step: int, verify: bool) -> Row:
+def _inspect_one(path: Path, step: int, verify: bool) -> Row:
     try:
         content = manifest.read(path)
     except manifest.UnfinishedError as error:
@@ -141,7 +143,7 @@ def show(folder: Path, rows: Sequence[Row], console: Console) -> None:
 def _cells(row: Row) -> list[str]:
     when = "" if row.committed_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.committed_s))
     size = "" if row.num_bytes is None else f"{row.num_bytes / 1e6:,.1f} MB"
-    lineage = " ".join(f"{stretch['num_hosts']}x{stretch['num_devices']}@{stretch['batch_index']}" for stretch in row.lineage)
+    lineage = " ".join(f"{segment['num_hosts']}x{segment['num_devices']}@{segment['batch_index']}" for segment in row.lineage)
     skipped = str(len(row.skipped_batches)) if row.skipped_batches else ""
     state = row.state if not row.why else f"{row.state}: {'; '.join(row.why[:3])}{' ...' if len(row.why) > 3 else ''}"
     return [str(row.step), when, size, str(row.num_hosts or ""), lineage, skipped, state]

@@ -1,7 +1,7 @@
-"""`python -m orchestrator.profile RUN_DIR|CONFIG`: has a run that goes on record what its hosts and devices do in the next steps.
+"""`python -m orchestrator.profile RUN_DIR|CONFIG`: profiles the next steps of a running run.
 
 To be used on a machine of the run's Ray cluster. The files are for XProf and TensorBoard.
-Exit status: 0; 1 when a host could not; 2 when there is no such run, or it does not go on.
+Exit status: 0; 1 when a host could not be profiled; 2 when there is no such run, or it is not running.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
 STEPS = 3
 TIMEOUT_S = 120.0
 CALL_GRACE_S = 15.0
-"""For the agents to answer beyond the time that they wait."""
+"""How long to wait for the agents beyond the time that they wait themselves."""
 
 Outcome = dict[str, Any]
-"""Of a host: `host`, `path`, `problem`."""
+"""The result of one host: `host`, `path`, `problem`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = TIMEOUT_S) -> list[Outcome]:
-    """What came of it on each of these hosts. Raises NoRunError if the run does not go on."""
+    """Profiles these hosts; returns the outcome of each. Raises NoRunError if the run is not running."""
     gang = read_gang(run_dir)
     if gang is None:
         raise NoRunError(f"the run in {run_dir} does not go on now: there is no gang of it")
@@ -60,14 +60,16 @@ def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = 
     agents = find_agents(gang["gang"]["slots"])
     if not agents:
         raise NoRunError(f"the run in {run_dir} does not go on now: none of its agents is in the Ray cluster {gang['address']}")
+    # The answer is found by this id: profiles that nobody asked for here are events too.
     order = {"cmd": "profile", "id": uuid.uuid4().hex[:12], "steps": steps}
     answers = ask(agents, order, hosts, timeout_s)
     silent = [{"host": host, "path": None, "problem": "no training process of this host answers"} for host in hosts]
-    return sorted([*answers, *(one for one in silent if one["host"] not in {answer["host"] for answer in answers})], key=_host)
+    answered = {answer["host"] for answer in answers}
+    return sorted([*answers, *(outcome for outcome in silent if outcome["host"] not in answered)], key=_host)
 
 
 def connect(address: str) -> None:
-    """To the cluster that the run is in. Raises NoRunError."""
+    """Connects to the Ray cluster of the run. Raises NoRunError."""
     try:
         ray_cluster.join(address)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -81,12 +83,13 @@ def find_agents(slots: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def ask(agents: Sequence[Any], order: dict[str, Any], hosts: Sequence[int], timeout_s: float) -> list[Outcome]:
-    """The answers of those agents that have one of these hosts. An agent that dies answers nothing."""
+    """Returns the answers of the agents of these hosts. An agent that dies gives no answer."""
     import ray
 
-    asked = [agent.profile.remote(order, list(hosts), timeout_s) for agent in agents]
+    # All agents are asked: only an agent itself knows which host of the gang it is.
+    calls = [agent.profile.remote(order, list(hosts), timeout_s) for agent in agents]
     answers = []
-    for ref in ray.wait(asked, num_returns=len(asked), timeout=timeout_s + CALL_GRACE_S)[0]:
+    for ref in ray.wait(calls, num_returns=len(calls), timeout=timeout_s + CALL_GRACE_S)[0]:
         try:
             answers.append(ray.get(ref))
         except ray.exceptions.RayActorError:

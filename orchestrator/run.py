@@ -17,21 +17,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from orchestrator.board import Board, BoardLike, start_remote_board
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.driver.main import drive, keep_private
 from orchestrator.driver.ray_cluster import connect, disconnect
 from orchestrator.driver.ray_train import fit
-from orchestrator.events import Board, BoardLike, start_remote_board
-from orchestrator.planning import report as plan
+from orchestrator.planning import report
 from orchestrator.reporting.console import make_console, watch
-from orchestrator.run_state import outcome
 from orchestrator.run_state.lease import RunInUse, check_free
+from orchestrator.run_state.outcome import read_outcome
 from trainers.config.masking import masked
 from trainers.storage import documents
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
-"""`ray job stop` kills that long after its SIGTERM."""
+"""How long after SIGTERM `ray job stop` sends SIGKILL."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,13 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load(arguments.config, arguments.overrides)
         if arguments.dry_run:
-            print(plan.render(config, plan.check(config)))
+            print(report.render(config, report.check(config)))
             return EXIT_FINISHED
         return launch(config)
     except (ConfigError, RunInUse, documents.StorageError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
-    except plan.PlanError as error:
+    except report.PlanError as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_FAILED
 
@@ -59,27 +59,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def launch(config: JobConfig) -> int:
-    """Checks, takes a Ray cluster, runs the driver, and shows what happens. Returns the exit status."""
+    """Checks the configuration, connects to Ray, runs the driver, and shows its events. Returns the exit status."""
     started_at_s = time.time()
+    # Before anything is written.
     keep_private(config)
     run_dir = config.run_dir
+    # All of this before Ray is started: a wrong configuration is reported within a second.
     documents.check_writable(run_dir)
     check_free(run_dir)
-    report = plan.check(config)
+    plan = report.check(config)
     launch_id = uuid.uuid4().hex[:12]
     supervised = connect(config)
     board = start_remote_board() if supervised else Board()
-    for event in report.events(config):
+    for event in plan.events(config):
         board.post(event)
     message = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir, "started_at_s": started_at_s}
     ended = ThreadEnd()
+    # Off the main thread: there Ray Train would take SIGINT for itself.
     driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
     driver.start()
     with relay_signals(board, run_dir, launch_id):
         watch(board, make_console(sys.stdout), lambda: not driver.is_alive())
     driver.join()
+    # In order: otherwise Ray's own processes would be left behind.
     disconnect()
-    return exit_status(outcome.read(run_dir, launch_id), ended.error)
+    # By the file: Ray wraps the exceptions of a worker, and their types are lost.
+    return exit_status(read_outcome(run_dir, launch_id), ended.error)
 
 
 def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> None:
@@ -90,7 +95,7 @@ def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> 
 
 
 class ThreadEnd:
-    """What the driver's thread ended with."""
+    """The exception with which the driver's thread ended."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -124,7 +129,7 @@ class relay_signals:
             raise KeyboardInterrupt
         self.asked_at_s = time.monotonic()
         reason = "interrupted" if number == signal.SIGINT else "terminated"
-        # Not in the handler itself: the board may be an actor, and Ray's calls are not re-entrant.
+        # In another thread: the board may be an actor, and Ray's calls must not be made in a signal handler.
         threading.Thread(target=self.board.request_stop, args=(reason,), daemon=True).start()
         if number == signal.SIGTERM:
             late = threading.Timer(JOB_STOP_GRACE_S - 0.5, self._too_late)
@@ -132,8 +137,8 @@ class relay_signals:
             late.start()
 
     def _too_late(self) -> None:
-        if outcome.read(self.run_dir, self.launch_id) is not None:
-            return  # saved and told: only Ray is still being shut down
+        if read_outcome(self.run_dir, self.launch_id) is not None:
+            return  # the run is saved and its outcome written: only Ray is still shutting down
         print(
             f"SIGTERM: the state could not be saved within {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed now, "
             f"the next launch goes on from the newest checkpoint in {self.run_dir}/checkpoints",
@@ -142,15 +147,15 @@ class relay_signals:
         )
 
 
-def exit_status(verdict: dict[str, Any] | None, error: BaseException | None) -> int:
-    if verdict is None:
-        print(f"error: the driver ended without a verdict: {masked(repr(error))}", file=sys.stderr)
+def exit_status(outcome: dict[str, Any] | None, error: BaseException | None) -> int:
+    if outcome is None:
+        print(f"error: the driver ended without an outcome: {masked(repr(error))}", file=sys.stderr)
         return EXIT_FAILED
-    if verdict["status"] == "failed":
-        print(f"\nerror: {verdict['error']}", file=sys.stderr)
-    elif verdict["status"] == "stopped":
-        print(f"stopped ({verdict['error'] or verdict['stop_reason']}); run the same command again to go on", file=sys.stderr)
-    return {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED}.get(verdict["status"], EXIT_FAILED)
+    if outcome["status"] == "failed":
+        print(f"\nerror: {outcome['error']}", file=sys.stderr)
+    elif outcome["status"] == "stopped":
+        print(f"stopped ({outcome['error'] or outcome['stop_reason']}); run the same command again to go on", file=sys.stderr)
+    return {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED}.get(outcome["status"], EXIT_FAILED)
 
 
 if __name__ == "__main__":

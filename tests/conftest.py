@@ -10,7 +10,12 @@ from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE
 NUM_DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count={NUM_DEVICES}")
+FLAGS = (
+    f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+    # Default 40 s: on a machine that does much else, XLA would abort the process while some devices wait for the others.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300",
+)
+os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # of all Rays that the tests start

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.events import Board
+from orchestrator.board import Board
 
 
 class Folder:
@@ -62,7 +62,7 @@ class Striking(Board):
         return not self._strikes
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in self.take(0, 0.0)[1] if event["ev"] == kind]
+        return [event for event in self.read(0, 0.0)[1] if event["ev"] == kind]
 
 
 def step(at_least: int) -> Callable[[dict[str, Any]], bool]:

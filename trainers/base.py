@@ -1,52 +1,50 @@
-"""The trainer most users want, and the one to subclass.
+"""The trainer that most users want, and the one to subclass.
 
-What it is made of is in `builder.py`; what may change its course, in `hooks.py`.
+Its parts are built in `builder.py`; `loop/hooks.py` has the methods that may change the course of training.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import time
+import functools
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 
 from trainers import runtime
 from trainers.builder import Builder
 from trainers.callbacks import Callback
-from trainers.checkpoint.standalone import save_to
-from trainers.config.masking import masked
+from trainers.checkpoint import assets
+from trainers.checkpoint.standalone import load_from, save_to
 from trainers.config.section import parse_duration_s
 from trainers.diagnostics import memory, nonfinite
-from trainers.errors import NotConfiguredError, OutOfMemoryError, SaveFailedError, UsageError
+from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
-from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit
-from trainers.loop.anomalies import Decision
+from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit, lacks_data
+from trainers.loop import init_from
+from trainers.loop.beginning import Beginning, FromSettings, Given, given_parameters
+from trainers.loop.evaluator import Evaluator, Observed
 from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
-from trainers.loop.restore import Resume, known_lineage
+from trainers.loop.metrics_reporter import MetricsReporter
+from trainers.loop.previewer import Previewer
+from trainers.loop.restore import Resume, initial_lineage
 from trainers.loop.results import describe
+from trainers.loop.saver import Saver
+from trainers.loop.time_used import TimeUsed
 from trainers.loop.train_loop import Loop
 from trainers.loop.triggers import Due, EndOfData, Epochs
 from trainers.metrics import histograms
 from trainers.metrics.accumulator import MetricSums
 from trainers.metrics.peak_flops import peak_flops_per_s
-from trainers.metrics.publisher import Publisher, Seconds, Throughput, device_memory
+from trainers.metrics.publisher import Publisher, Seconds, Throughput
 from trainers.parallel import mesh as meshes
-from trainers.protocol import TrainerOutput
+from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
 from trainers.runtime import multihost
+from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import TrainState, num_parameters, with_shardings
-
-
-@dataclasses.dataclass(frozen=True)
-class LastEvaluation:
-    step: int
-    metrics: dict[str, float]
-    """As published."""
 
 
 class BaseTrainer(Builder):
@@ -57,12 +55,17 @@ class BaseTrainer(Builder):
     """
 
     _loop: Loop | None = None
-    _last_evaluation: LastEvaluation | None = None
-    _latest_metrics: dict[str, float] = {}  # noqa: RUF012 - replaced, never written into
-    """Of the last publish, if need be the last before the checkpoint that was restored."""
+    _saver: Saver | None = None
+    _is_training = False
 
     def train(self, model_parameters: Any = None, state: TrainState | None = None) -> TrainState:
-        """Starts or resumes; returns the final state and sets `output`. Raises on any failure; a stop is not one."""
+        """Starts or resumes training. Returns the final state and sets `output`. Raises on any failure; a stop is not one.
+
+        What is given is where the run begins: a state, or parameters (in nested dicts, also of NumPy arrays, as
+        `trainers.export.from_safetensors` returns them) with a new optimizer state. A run that has a checkpoint goes on from
+        that, and says so.
+        """
+        self._is_training = True
         try:
             return self._train(model_parameters, state)
         except BaseException as raised:
@@ -70,7 +73,10 @@ class BaseTrainer(Builder):
             self.callbacks.call(Callback.on_exception, self.info, error=error)
             if error is raised:
                 raise
+            # `from`: the runtime's own error stays visible below the advice.
             raise error from raised
+        finally:
+            self._is_training = False
 
     def evaluate(
         self,
@@ -79,34 +85,69 @@ class BaseTrainer(Builder):
         *,
         unit: str | None = None,
     ) -> dict[str, float]:
-        """Means over the whole held-out set of a validation unit (default: the first), or over its `max_batches`, each example
-        counted once.
+        """Returns means over the whole held-out set of a validation unit (default: the first), or over its `max_batches`, each
+        example counted once: `loss`, the parts of the loss, and `perplexity`, without the name of the unit.
 
-        `metric_calculator` gets the means and returns further metrics. Empty if there is no held-out data.
+        The hooks and callbacks of an evaluation are called as in training. A hook may donate the state that is given.
+        `metric_calculator` gets the means and returns further metrics; metrics of single predictions come from
+        `build_evaluation_metrics`. Raises UsageError if there is no held-out data.
         """
-        state, chosen = self._current(state), self._unit(unit)
-        metrics = {} if chosen is None else chosen.evaluate(state)
-        if metric_calculator is not None:
-            metrics.update(metric_calculator(metrics))
+
+        def measure(state: TrainState) -> dict[str, float]:
+            metrics = {} if chosen is None else self.calculate_metrics(chosen.evaluate(state), name)
+            return metrics if metric_calculator is None else {**metrics, **metric_calculator(metrics)}
+
+        name, chosen = self._unit(unit)
+        given = self._current(state)
+        # In training the evaluator calls the hooks, whatever a subclass makes of this method.
+        if self._observed.active:
+            return measure(given)
+        self._at(given)
+        returned, metrics = self._observed.evaluate(given, name, measure)
+        self._keep(given, returned)
         return metrics
 
-    def eval(self, state: TrainState | None = None, *, unit: str | None = None) -> Iterator[dict[str, float]]:
-        """Yields the metrics of each held-out batch."""
-        state, chosen = self._current(state), self._unit(unit)
-        if chosen is not None:
-            yield from chosen.eval(state)
+    def eval(self, model_state: TrainState | None = None, *, unit: str | None = None) -> Iterator[dict[str, float]]:
+        """Yields the metrics of each held-out batch. `on_evaluation_end` and the callbacks get those of all batches at the end.
+        Raises UsageError if there is no held-out data."""
+        name, chosen = self._unit(unit)
+        given = self._current(model_state)
+
+        def batches() -> Iterator[dict[str, float]]:
+            if chosen is None:
+                return
+            self._at(given)
+            state = self._observed.begin(given, name)
+            metrics = yield from chosen.eval(state)
+            state, _ = self._observed.end(state, name, self.calculate_metrics(metrics, name))
+            self._keep(given, state)
+
+        return batches()
 
     def save_pretrained(self, ckpt_path: str, state: TrainState | None = None) -> str:
-        """Writes parameters, optimizer state, arguments and all else of `state` (None: the current one), and the model's assets,
-        to the folder `ckpt_path`, which must not exist. Returns the path; `trainers.checkpoint.standalone.load_from` and
+        """Writes parameters, optimizer state, arguments and everything else of `state` (None: the current one), and the model's
+        assets, to the folder `ckpt_path`, which must not exist. Returns the path. `load_pretrained` and
         `trainers.checkpoint.assets.read` read it back."""
         state = self._current(state)
-        save_to(ckpt_path, state, self._meta(), self.build_model_assets)
+        if self._saver is None:  # not after `train`: data loaders would be built again, to read nothing
+            self._configure()
+            self._saver = self._build_saver(TimeUsed())
+        # Of the state that is given, which need not be the current one.
+        save_to(ckpt_path, state, self._saver.meta(int(state.batch_index)), self.model_assets)
         return ckpt_path
 
+    def load_pretrained(self, path: str) -> TrainState:
+        """Returns the state that `save_pretrained` or a run's checkpoint has, with this trainer's shardings. `path` may also be a
+        run's folder, which stands for its newest whole checkpoint. All hosts must call this. Raises CheckpointError if the
+        state is damaged or of another model, and CheckpointUnavailableError if it cannot be read."""
+        self.prepare()
+        state = self._configured(self._model, "the state", "configure_model").state
+        loaded, _ = load_from(init_from.found(path), with_shardings(state, self._state_shardings))
+        return loaded
+
     def precompile(self) -> None:
-        """Optional, instead of `train`, in a process that does nothing else: compiles and keeps what the start of a gang of this
-        size needs. All its hosts must call this."""
+        """Optional, instead of `train`, in a process that does nothing else: compiles and keeps the programs that the start of
+        a gang of this size needs. All its hosts must call this."""
         self._configure()
         self._compile(with_shardings(self._model_state, self._state_shardings))
 
@@ -114,67 +155,111 @@ class BaseTrainer(Builder):
 
     def _train(self, model_parameters: Any, state: TrainState | None) -> TrainState:
         host = runtime.current()
-        started_s = time.monotonic()
+        time_used = TimeUsed(host.time_used_s)
         self._configure()
+        if (
+            not self.validation_units
+            and type(self).evaluate is BaseTrainer.evaluate
+            and (problem := lacks_data(self.arguments.evaluation))
+        ):
+            self._note_from_host0(problem)
         host.phase("restore")
-        self.lineage = known_lineage(self._run_folder, host.skip_batches)
-        self._resume = self._build_resume()
-        self._load_ahead()
-        state = self._starting_state(model_parameters, state)
+        # Before the restore: a checkpoint that was trained on a skipped batch must be refused.
+        self.lineage = initial_lineage(self._run_folder, host.skip_batches)
+        resume = self._build_resume(self._beginning(model_parameters, state))
+        self._saver = self._build_saver(time_used)
+        # Loads on another thread while this one reads the checkpoint.
+        self._load_ahead(resume.abstract)
+        state = resume.newest()
+        self._keep_assets()
+        self._saver.restore(resume.meta)
+        time_used.resume(resume.meta)
         host.phase("compile")
+        # After the restore: the kept executables were loaded meanwhile (`_load_ahead`).
         self._compile(state)
-        self._loop = loop = self._build_loop(int(state.batch_index), started_s)
+        self._loop = loop = self._build_loop(resume, self._saver, int(state.batch_index))
         self.callbacks.call(Callback.on_train_begin, self.info)
         state = self.on_training_start(state)
         host.phase("train")
         state, reason = loop.run(state)
-        state = self._finish(self.on_training_end(state), reason)
+        state = self._finish(loop, self.on_training_end(state), reason)
         self.callbacks.call(Callback.on_train_end, self.info)
+        self._saver.manager.close()  # only now: a callback may have read an old checkpoint until here
         return state
 
-    def _starting_state(self, model_parameters: Any, state: TrainState | None) -> TrainState:
-        """1. the state given; 2. the parameters given, with a new optimizer state; 3. the newest whole checkpoint; 4. step 0."""
-        places, resume = self._state_shardings, self._resume
+    def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
+        """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
+        new optimizer state; 3. the parameters that `init_from` names; 4. the seed."""
+        arguments, shardings = self.arguments, self._state_shardings
+        shapes = with_shardings(self._model_state, shardings).params
+        # Only a rollback comes back to the beginning within this process.
+        keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
+        if arguments.init_from is not None and (state is not None or model_parameters is not None):
+            self._note_from_host0("init_from is not used: train was given a state or parameters")
         if state is not None:
-            state = resume.begin_with(jax.device_put(state, places))
-        elif model_parameters is not None:
-            fresh = jax.jit(self._fresh_state, out_shardings=places)
-            state = resume.begin_with(fresh(jax.device_put(model_parameters, places.params)))
-        else:
-            state = resume.newest()
-        self._take_up()
-        return state
+            # To this trainer's shardings: the given state may lie on other devices.
+            return Given("the given state", lambda: jax.device_put(state, shardings), lambda placed: placed, keep=keep)
+        # Jitted with the shardings of the state: every device makes its own part only.
+        if model_parameters is not None:
+            fresh = jax.jit(self._fresh_state, out_shardings=shardings)
+            return Given("model_parameters", lambda: given_parameters(model_parameters, shapes), fresh, keep=keep)
+        # Nothing is compiled here: a run that finds a checkpoint never calls it.
+        first = jax.jit(self._initial_state, out_shardings=shardings)
+        return FromSettings(arguments.init_from, self._run_folder, shapes, first)
 
-    def _build_resume(self) -> Resume:
-        places = self._state_shardings
+    def _keep_assets(self) -> None:
+        """Writes the model's assets to the run's folder. Raises UsageError, on all hosts, if one of them cannot be written."""
+        problem = ""
+        if jax.process_index() == 0:
+            try:
+                assets.keep(self._run_folder, self.model_assets)
+            except UsageError as error:
+                problem = str(error)
+            except OSError as error:  # training is worth more, and the next start tries again
+                runtime.current().note(f"the model's assets could not be written: {error}; the next start tries again")
+        if problem := multihost.from_host0("assets", problem):
+            raise UsageError(problem)
+
+    def _build_resume(self, beginning: Beginning) -> Resume:
         return Resume(
             self._run_folder,
             self.functions.checkpoint_manager,
-            with_shardings(self._model_state, places),
-            jax.jit(self._initial_state, out_shardings=places),
+            with_shardings(self._model_state, self._state_shardings),
+            beginning,
             {"num_hosts": jax.process_count(), "num_devices": self._mesh.devices.size, "mesh": dict(self._mesh.shape)},
             self.lineage,
         )
 
-    def _go_back(self, decision: Decision) -> tuple[TrainState, int]:
-        found = self._resume.go_back(decision)
-        self._take_up()
-        return found
+    def _build_saver(self, time_used: TimeUsed) -> Saver:
+        """Builds the saver with what a checkpoint records beside the state: the published metrics, and the evaluations."""
+        return Saver(
+            self.functions.checkpoint_manager,
+            self.arguments,
+            self.info,
+            self.lineage,
+            MetricsReporter(self.callbacks, self.info, self._epochs, self._mesh.local_devices, self._histogram_names()),
+            Evaluator(
+                self.evaluate,
+                tuple(self.validation_units),
+                self._observed,
+                ScoreKeeper(self.arguments.evaluation.score, self.build_early_stopper()),
+                lambda name: getattr(self.validation_units.get(name), "rates", {}),
+            ),
+            self.callbacks,
+            self._saved,
+            time_used,
+        )
 
-    def _take_up(self) -> None:
-        """What the restored checkpoint knew; at the beginning of the run, nothing."""
-        meta = self._resume.meta
-        self._latest_metrics = meta.get("metrics", {})
-        self._last_evaluation = LastEvaluation(**meta["evaluation"]) if meta.get("evaluation") else None
-        self._score.go_back(meta.get("scores"))
+    def _histogram_names(self) -> list[str]:
+        return histograms.chosen(self._model_state.params, self.arguments.distributions)
 
-    def _load_ahead(self) -> None:
-        """Kept programs are loaded while the state is restored; those first that this needs."""
-        self.functions.checkpoint_manager.load_ahead(self._resume.abstract)
-        self.functions.train_step_fn.load_ahead(*self._step_arguments(self._resume.abstract))
+    def _load_ahead(self, abstract: TrainState) -> None:
+        """Loads kept programs while the state is restored; first those that restoring itself needs."""
+        self.functions.checkpoint_manager.load_ahead(abstract)
+        self.functions.train_step_fn.load_ahead(*self._step_arguments(abstract))
 
     def _compile(self, state: TrainState) -> None:
-        """Compiles (or loads) the train step and what saving needs, so that no step has to wait for it."""
+        """Compiles (or loads) the train step and the programs for saving, so that no step has to wait for them."""
         self.functions.checkpoint_manager.prepare(state)
         self.functions.train_step_fn.prepare(*self._step_arguments(state))
 
@@ -183,24 +268,27 @@ class BaseTrainer(Builder):
 
     def _step_batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (self.arguments.accumulation_steps, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size))
-        return self._batch_shapes(shape, sharding=meshes.micro_batches(self._mesh))
+        model = TrainerConfigureModelOutput(self.model, self._model_state)
+        return self._batch_shapes(shape, model, meshes.micro_batches(self._mesh))
 
-    def _build_loop(self, step: int, started_s: float) -> Loop:
-        arguments = self.arguments
+    def _build_loop(self, resume: Resume, saver: Saver, step: int) -> Loop:
+        arguments, time_used = self.arguments, saver.time_used
+        limit_s = None if arguments.time_limit is None else parse_duration_s(arguments.time_limit)
         loader, manager = self.dataloaders.dataloader_train, self.functions.checkpoint_manager
-        epochs = arguments.max_num_data_epochs
         limits = Limits(
             max_steps=arguments.max_num_steps,
-            max_batches=None if epochs is None else -(-epochs * len(self.dataset_train or ()) // arguments.global_batch_size),
+            max_batches=None if arguments.max_num_data_epochs is None else self._batches_of_epochs or 0,
             stop_at=runtime.current().stop_at,
-            deadline_s=None if arguments.time_limit is None else started_s + parse_duration_s(arguments.time_limit),
+            time_is_up=limit_s is not None and time_used.before_s >= limit_s,
+            deadline_s=None if limit_s is None else time_used.deadline_s(limit_s),
         )
         self.info.global_step = step
-        publisher = Publisher(arguments.publish_every_steps, self._throughput(), self.step_layout, self._publish)
+        publisher = Publisher(arguments.publish_every_steps, self._throughput(), self.step_layout, saver.reporter.report)
         return Loop(
             train_step=self.functions.train_step_fn,
             layout=self.step_layout,
             loader=loader,
+            # A user's own loader need not know where its data ends.
             end_of_data=EndOfData(getattr(loader, "ends", None)),
             empty_sums=self._no_sums,
             publisher=publisher,
@@ -210,153 +298,106 @@ class BaseTrainer(Builder):
             anomalies=arguments.anomalies,
             distributions=arguments.distributions,
             lineage=self.lineage,
-            save=self._save,
-            evaluate=self._evaluate_and_publish,
-            evaluated_step=lambda: None if self._last_evaluation is None else self._last_evaluation.step,
-            stop_early=lambda: self._score.wants_stop,
-            preview=self._preview_and_tell,
+            saver=saver,
+            evaluator=saver.evaluator,
+            previewer=Previewer(self.previews, self.parameters_to_evaluate, self.info),
+            resume=resume,
             diagnose=self._diagnose,
-            go_back=self._go_back,
+            prepare_batch=None if self._prepare_batch is None else functools.partial(self._prepare_batch, training=True),
             callbacks=self.callbacks,
             hooks=self,
             seconds=Seconds(),
             info=self.info,
             resumed_step=step,
-            saved=self._saved,
         )
 
-    def _finish(self, state: TrainState, reason: StopReason) -> TrainState:
-        host, manager, step = runtime.current(), self.functions.checkpoint_manager, self.info.global_step
-        wanted = self.arguments.checkpoint.save_at_end or not reason.finished
-        if reason.finished and (self._last_evaluation is None or self._last_evaluation.step != step):
+    def _finish(self, loop: Loop, state: TrainState, reason: StopReason) -> TrainState:
+        """Evaluates if training is complete, saves, and sets `output`."""
+        host, saver, evaluator = runtime.current(), loop.saver, loop.evaluator
+        # A run that is stopped continues later: without this checkpoint the steps since the last one would be lost.
+        must_save = self.arguments.checkpoint.save_at_end or not reason.finished
+        # Not twice: the loop may have evaluated at this very step.
+        if reason.finished and evaluator.evaluated_step != self.info.global_step:
             host.phase("evaluate")
-            state = self._evaluate_and_publish(state)
-        if wanted:
+            state = evaluator.evaluate(state)
+        if must_save:
             host.phase("save")
-            self._save(state, patient=True)  # tells of the evaluation, so that no later start repeats it
+            saver.save(state, patient=True)  # after the evaluation, whose record keeps a later start from repeating it
+        if loop.due.save_model(self.info.global_step):
+            host.phase("save")
+            saver.save_model(state, patient=True)
         host.phase("finish")
-        manager.wait()
-        self.callbacks.tell_saved(self.info, self._saved)
-        if wanted and not multihost.every_host("saved at the end", manager.last_saved_step == step):
-            raise SaveFailedError(f"training is over, but the checkpoint of its last step, {step}, could not be saved")
-        saved = multihost.from_host0("last checkpoint", manager.last_saved_step)
-        path = None if saved is None else manager.path(saved)
-        metrics = self._final_metrics(state)
+        with self.info.showing(state):
+            saved = saver.finish(must_have_last=must_save)
+        metrics = {
+            **describe(state, saver.manager.fingerprint(state)),
+            "train_loss": saver.reporter.latest.get("loss"),
+            **self.lineage.meta(self.info.batch_index),
+            **evaluator.final_metrics(),
+        }
         if reason.finished:
-            metrics["sample"] = next((shown["prompt"] + shown["text"] for shown in self._preview(state)), None)
+            metrics["sample"] = next((preview["prompt"] + preview["text"] for preview in loop.previewer.generate(state)), None)
+        # The state is saved by now: an error below costs no training.
+        path = None if saved is None else saver.manager.path(saved)
+        # Kept: `evaluate` and `save_pretrained` then need no state from the caller.
         self._state = state
         self.output = TrainerOutput(state, self._mesh, path, None if saved is None else str(saved), reason, metrics)
         self.dataloaders.dataloader_train.close()
-        self._dataloaders = self._validation_units = None  # made anew if this trainer goes on
+        self._dataloaders = self._validation_units = None  # built again if this trainer is used again
         return state
 
-    def _final_metrics(self, state: TrainState) -> dict[str, Any]:
-        metrics = describe(state, self.functions.checkpoint_manager.fingerprint(state))
-        metrics["train_loss"] = self._latest_metrics.get("loss")
-        metrics.update(self.lineage.meta(self.info.batch_index))
-        if self._last_evaluation is not None:
-            metrics.update(self._last_evaluation.metrics)
-        if self._score.scores.best is not None:
-            metrics.update({"best_score": self._score.scores.best, "best_score_step": self._score.scores.best_step})
-        return metrics
-
     def _out_of_memory(self, error: BaseException) -> BaseException:
-        """The error that says what to do about `error`; itself, if it came before the state's shapes were known."""
+        """Returns an error that says what to do; `error` itself, if it came before the state's shapes were known."""
         if self._functions is None:
             return error
         program = getattr(self.functions.train_step_fn, "compiled", None)
         shapes = with_shardings(self._model_state, self._state_shardings)
         used = memory.usage(shapes, self._step_batch_shapes(), program)
         message = memory.advice(error, used, self.arguments, dict(self._mesh.shape))
-        return OutOfMemoryError(message, deterministic=self._loop is None or not self._loop.first_step_told)
+        return OutOfMemoryError(message, deterministic=self._loop is None or not self._loop.first_step_reported)
 
     def _diagnose(self, state: TrainState, batch: Any, step: int) -> str:
-        """All hosts must call this."""
+        """Returns where the loss or gradient of a batch stopped being finite, or why that was not found. All hosts must call
+        this."""
+
+        if self.has_own_step:
+            return "where it began was not looked for: the train step is the user's own"
 
         def objective(params: Any, micro_batch: Any, updates: Any) -> jax.Array:
             return self.loss_function(params, micro_batch, updates).loss_sum
 
-        where, problem = nonfinite.find(objective, self._mesh, state.params, batch, state.step)
-        return f"{where}, with the parameters of step {step}" if where else f"where it began was not found: {problem}"
+        try:
+            origin = nonfinite.find(objective, self._mesh, state.params, batch, state.step)
+        except StageError as error:
+            return f"where it began was not found: {error}"
+        return f"{origin}, with the parameters of step {step}"
 
-    def _preview(self, state: TrainState) -> list[dict[str, str]]:
-        """What the model makes of the prompts, if its task can. A look at what was learnt, never a reason to fail."""
-        host = runtime.current()
-        if self.previews is None:
-            return []
-        host.phase("preview")
-        previews, problem = self.previews(self.parameters_to_evaluate(state), self.info.global_step)
-        if problem and jax.process_index() == 0:
-            host.note(f"no previews at step {self.info.global_step}: {problem}")
-        return previews
+    @cached_property
+    def _observed(self) -> Observed:
+        return Observed(self, self.callbacks, self.info)
 
-    def _preview_and_tell(self, state: TrainState) -> None:
-        previews = self._preview(state)
-        if previews and jax.process_index() == 0:
-            runtime.current().emit("preview", step=self.info.global_step, previews=previews)
-
-    def _save(self, state: TrainState, *, patient: bool = False) -> None:
-        step, manager = self.info.batch_index, self.functions.checkpoint_manager
-        manager.wait_for_save()
-        if step == manager.last_saved_step:
-            return  # `saving` would be told, and never `saved`
-        runtime.current().emit("saving", step=step)
-        manager.save(step, state, self._meta(), patient=patient)
-
-    def _meta(self) -> dict[str, Any]:
-        return {
-            "batch_index": self.info.batch_index,
-            "seed": self.arguments.seed,
-            **self.lineage.meta(self.info.batch_index),
-            "metrics": self._latest_metrics,
-            "evaluation": None if self._last_evaluation is None else dataclasses.asdict(self._last_evaluation),
-            "scores": self._score.meta(),
-            "arguments": masked(dataclasses.asdict(self.arguments)),
-        }
-
-    def _evaluate_and_publish(self, state: TrainState) -> TrainState:
-        """All units. Returns the state, which a hook may replace."""
-        step, metrics = self.info.global_step, {}
-        for name in tuple(self.validation_units) or (DEFAULT_UNIT,):  # who overrides `evaluate` may need no unit
-            state, own = self._evaluate_unit(state, name)
-            metrics.update({f"{name}_{metric}": value for metric, value in own.items()})
-        if not metrics:
-            return state
-        metrics.update(self._score.add(step, metrics))
-        self._last_evaluation = LastEvaluation(step, metrics)
-        if jax.process_index() == 0:
-            runtime.current().emit("metrics", step=step, metrics=metrics, seconds={}, kind="eval")
-        return state
-
-    def _evaluate_unit(self, state: TrainState, name: str) -> tuple[TrainState, dict[str, float]]:
-        self.callbacks.call(Callback.on_evaluate_begin, self.info, unit=name)
-        state = self.on_evaluation_start(state)
-        first = name == next(iter(self.validation_units), name)
-        # The first is what `evaluate(state)` is of: so an override of it need not know of units.
-        metrics = self.evaluate(state) if first else self.evaluate(state, unit=name)
-        if metrics:
-            state, metrics = self.on_evaluation_end(state, metrics)
-            self.callbacks.call(Callback.on_evaluate, self.info, unit=name, metrics=metrics)
-        return state, metrics
-
-    def _unit(self, name: str | None) -> ValidationUnit | None:
+    def _unit(self, name: str | None) -> tuple[str, ValidationUnit | None]:
+        """Returns a unit and its name; None in a training without held-out data."""
         self._configure()
         units = self.validation_units
         if name is not None and name not in units:
             raise UsageError(f"unit = {name!r}: expected one of {', '.join(units) or 'no unit, for there is no held-out data'}")
-        return units.get(name or next(iter(units), ""))
+        # A training may do without: its evaluations measure nothing.
+        if not units and not self._observed.active:
+            raise UsageError(f"evaluation: {NO_DATA}, or give dataset_eval")
+        chosen = name or next(iter(units), DEFAULT_UNIT)
+        return chosen, units.get(chosen)
 
-    def _publish(self, step: int, metrics: dict[str, float], seconds: dict[str, float], measured: np.ndarray | None) -> None:
-        if self._epochs.num_samples:
-            metrics["epoch"] = self._epochs.at(step)
-        metrics |= device_memory(self._mesh.local_devices)
-        self._latest_metrics = metrics
-        own: dict[str, Any] = {"step": step, "metrics": metrics, "seconds": seconds}
-        if measured is not None:
-            own["distributions"] = histograms.read(measured, self._chosen_parameters)
-        self.callbacks.call(Callback.on_publish, self.info, **own)
-        if jax.process_index() == 0:
-            runtime.current().emit("metrics", **own)
+    def _at(self, state: TrainState) -> None:
+        """Tells hooks and callbacks at which step the state is that is evaluated."""
+        if not self._is_training:  # then it is known, and the state may still be computed
+            self.info.global_step = int(state.batch_index)
+            self.info.epoch = self._epochs.at(self.info.global_step)
+
+    def _keep(self, given: TrainState, returned: TrainState) -> None:
+        """Keeps the current state, if that was evaluated, as the hooks returned it."""
+        if given is self._state:
+            self._state = returned
 
     def _current(self, state: TrainState | None) -> TrainState:
         state = state or self._state
@@ -378,14 +419,7 @@ class BaseTrainer(Builder):
         flops = self.task.flops_per_token(num_parameters(self._model_state.params))
         peak = self.arguments.metrics.peak_flops_per_s
         kinds = {device.device_kind for device in self._mesh.devices.flat}
+        # A mesh of several kinds of devices has no single peak, and so no MFU.
         if peak is None and len(kinds) == 1:
             peak = peak_flops_per_s(kinds.pop(), self.arguments.dtype)
         return Throughput(flops, self._mesh.devices.size, peak)
-
-    @cached_property
-    def _score(self) -> ScoreKeeper:
-        return ScoreKeeper(self.arguments.evaluation.score)
-
-    @cached_property
-    def _chosen_parameters(self) -> list[str]:
-        return histograms.chosen(self._model_state.params, self.arguments.distributions)

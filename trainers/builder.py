@@ -1,11 +1,14 @@
-"""What a trainer is made of, and how: the part of `BaseTrainer` to replace piece by piece. Touches no device by itself."""
+"""Builds the parts of a trainer: the part of `BaseTrainer` to replace piece by piece. Touches no device by itself."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,21 +17,21 @@ import optax
 from jax.sharding import Mesh
 
 from trainers import runtime
+from trainers.batches import BatchBuilder
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
-from trainers.checkpoint.committed import Committed
-from trainers.checkpoint.fence import WriterTerm
-from trainers.checkpoint.manager import CheckpointManager
-from trainers.checkpoint.retention import Retention
+from trainers.checkpoint import assets, readers
+from trainers.checkpoint.of_run import manager_of
 from trainers.config import ParameterGroup, UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
-from trainers.data.collate import Collated, CollateInfo, Preprocess, Transform, preprocessed, stack
 from trainers.data.loader import RandomAccess, StepAddressedLoader
-from trainers.data.sources.iterable import random_access
+from trainers.data.sources.iterable import num_examples, random_access
+from trainers.data.sources.sequence import held_out_examples
 from trainers.errors import NotConfiguredError, UsageError
 from trainers.evaluation.previews import Previews, can_generate
+from trainers.evaluation.unit_builder import UnitBuilder
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
-from trainers.loop.hooks import Hooks
+from trainers.loop.hook_names import check_hook_names
 from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.optim import param_groups, pruning
@@ -36,6 +39,9 @@ from trainers.optim.optimizers import build_grouped, parameters_to_evaluate
 from trainers.optim.schedules import build_schedule
 from trainers.parallel import mesh as meshes
 from trainers.protocol import (
+    Batch,
+    CheckpointManagerProtocol,
+    EvaluationMetrics,
     Task,
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -44,14 +50,24 @@ from trainers.protocol import (
 )
 from trainers.runtime import distributed
 from trainers.runtime.executables import Program, ProgramStore
-from trainers.step.loss import LossFunction
+from trainers.step import adapted
+from trainers.step.loss import LossFunction, takes_training
 from trainers.step.loss_scale import initial_scaler
-from trainers.step.state import ModelParts, TrainState, abstract_model, initial_parameters, state_from_parameters, state_shardings
-from trainers.step.train_step import StepOutput, make_eval_step, make_train_step, step_metrics
+from trainers.step.state import (
+    ModelParts,
+    TrainState,
+    abstract_model,
+    initial_parameters,
+    state_from_parameters,
+    state_shardings,
+    with_loaded,
+)
+from trainers.step.train_step import EVALUATION_COUNTS, StepOutput, make_train_step, step_metrics
 
 
-class Builder(Hooks):
-    """A subclass may replace each `configure_*`, `build_*` and property alone. Building one touches no device."""
+class Builder(BatchBuilder):
+    """Builds each part of a trainer. A subclass may replace every `configure_*`, `build_*` and property by itself. Building
+    touches no device."""
 
     def __init__(
         self,
@@ -61,11 +77,12 @@ class Builder(Hooks):
         *,
         callbacks: tuple[Callback, ...] = (),
     ):
+        check_hook_names(type(self))
         self.arguments = arguments
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval
         self.callbacks = CallbackList()
-        for callback in (Profiler(arguments.profile, f"{self._run_folder}/profile"), *callbacks):
+        for callback in (Profiler(arguments.profile, os.path.join(self._run_folder, arguments.profile.folder)), *callbacks):
             self.callbacks.add(callback)
         self.output: TrainerOutput | None = None
         self.info = RunInfo(max_steps=arguments.max_num_steps)
@@ -76,47 +93,48 @@ class Builder(Hooks):
         self._validation_units: Mapping[str, ValidationUnit] | None = None
         self._layout: Layout | None = None
         self._state: TrainState | None = None
+        self.has_own_step = False
         self._saved: collections.deque[tuple[int, str]] = collections.deque()
+        if self.overrides("prepare_batch"):
+            # Its programs need not depend on the step's, nor on each other.
+            distributed.let_cpus_run_one_program_at_a_time()
+        # Before the datasets are wrapped: a subclass sets here what its transforms need.
         self.post_init()
+        self.model_assets = assets.named(self.build_model_assets())
+        """What `build_model_assets` has returned, by name."""
         if dataset_train is not None:
-            self.dataset_train = self.collated(random_access(dataset_train, arguments, self._tell_from_host0))
+            self.dataset_train = self.collated(random_access(dataset_train, arguments, self._note_from_host0))
         if dataset_eval is not None:
-            self.dataset_eval = self.collated(dataset_eval)
+            self.dataset_eval = self.collated(held_out_examples(dataset_eval, num_examples(dataset_train) or 0))
 
     # ------------------------------------------------------------------ what a subclass may replace
 
     def post_init(self) -> None:
-        """Called before anything is built of the data; no device may be touched."""
+        """Called before anything is built from the data; must not touch a device."""
 
-    def build_model_assets(self) -> Mapping[str, Any]:
-        """What `save_pretrained` writes beside the arrays, by name, such as a tokenizer: text, bytes, what JSON can hold, or an
-        object with `save_pretrained(folder)` or `save(folder)`. Called on host 0, in a thread."""
-        return {}
-
-    def build_data_transform(self) -> Transform | None:
-        """What each example goes through before it becomes a row; None: nothing. For training and held-out data."""
-        return None
-
-    def build_data_collate_info(self) -> Mapping[str, CollateInfo]:
-        """By the name of a leaf: how it is cut and filled up, where its length varies from example to example."""
+    def build_model_assets(self) -> Mapping[str, Any] | Sequence[Any]:
+        """Returns what belongs to the model beside its arrays, such as a tokenizer, by name or as a list: text, bytes, JSON
+        values, or objects with `save_pretrained(folder)` or `save(folder)`. Called once on every host, before
+        `build_data_transform`; must not touch a device. The run's folder, `save_pretrained` and every export get it."""
         return {}
 
     def configure_model(self) -> TrainerConfigureModelOutput:
-        """(the model taken apart, the state's shapes): no device is touched."""
+        """Returns (the parts of the model, the shapes of the state). Touches no device. May be called by hand: `model` is there
+        from then on."""
         parts, params, self._axes = abstract_model(self.task, self.arguments.seed)
-        # Without data only its shapes are of interest.
-        layout = self._layout_of(parts, params) if self.dataset_train is not None else Layout((), ())
-        self._layout = layout  # tracing the loss takes a while: once
+        # Without data (as in an export) only the shapes of the state are needed.
+        layout = self._step_layout_of(parts, params) if self.dataset_train is not None else Layout((), ())
+        self._layout = layout  # kept: tracing the loss takes a while
         param_groups.check(self.param_groups, params)
         pruning.check(self.arguments.pruning, param_groups.trainable(self.param_groups, params))
-        scaler = initial_scaler(self.arguments)
-        state = jax.eval_shape(lambda params: state_from_parameters(params, self._update_rule, layout, scaler), params)
-        return TrainerConfigureModelOutput(parts, state)
+        self._model = TrainerConfigureModelOutput(parts, self._abstract_state(params, layout))
+        return self._model
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
-        """The jitted train and eval steps (state donated, shardings pinned in and out), the mesh, the checkpoint manager."""
-        host, everywhere = runtime.current(), meshes.replicated(self._mesh)
-        places, batch_place = self._state_shardings, meshes.micro_batches(self._mesh)
+        """Returns the jitted train and eval steps (state donated, shardings pinned in and out), the mesh, and the checkpoint
+        manager. May be called by hand: `functions` is there from then on, and `model`."""
+        self.prepare()
+        host = runtime.current()
         on_micro_step = self.on_micro_step if self.overrides("on_micro_step") else None
         step = make_train_step(
             self.loss_function,
@@ -126,36 +144,51 @@ class Builder(Hooks):
             self.arguments,
             on_micro_step,
             self.param_groups,
+            self.forward_backward if self.overrides("forward_backward") else None,
         )
-        train_step = jax.jit(
-            step,
-            in_shardings=(places, everywhere, batch_place, meshes.one_per_device(self._mesh)),
-            out_shardings=StepOutput(places, everywhere, everywhere, everywhere, everywhere),  # type: ignore[arg-type]
-            donate_argnums=(0, 1),
-        )
-        eval_step = self._jit_eval_step(self.loss_function, self.loss_layout)
-        return TrainerConfigureFunctionOutput(
-            Program("train_step", train_step, self._programs, host.note),
+        eval_step = self._unit_builder.jit(self.eval_loss_function, self.loss_layout)
+        self._functions = TrainerConfigureFunctionOutput(
+            Program("train_step", self._jit_train_step(step), self._programs, host.note),
             Program("eval_step", eval_step, self._programs, host.note),
             self._mesh,
-            self._build_checkpoint_manager(),
+            self.build_checkpoint_manager(),
         )
+        return self._functions
+
+    def build_checkpoint_manager(self) -> CheckpointManagerProtocol:
+        """Returns what saves and restores the state of the run."""
+        return manager_of(self.arguments, self._run_folder, self._mesh, self._programs, self._report_saved)
 
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput:
         if self.dataset_train is None:
             raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
         size, mesh = self.arguments.global_batch_size, self._mesh
         steps, preprocess = self.arguments.accumulation_steps, self._preprocess
-        train = StepAddressedLoader(self.dataset_train, size, mesh, accumulation_steps=steps, preprocess=preprocess)
+        train = StepAddressedLoader(
+            self.dataset_train, size, mesh, accumulation_steps=steps, preprocess=preprocess, read=self._reader(self.dataset_train)
+        )
         held_out = self._held_out_loader(self.dataset_eval) if self.dataset_eval is not None and len(self.dataset_eval) else None
-        return TrainerConfigureDataloaderOutput(train, held_out)
+        self._dataloaders = TrainerConfigureDataloaderOutput(train, held_out)
+        return self._dataloaders
 
     def build_validation_units(self) -> Mapping[str, ValidationUnit]:
-        """In the order in which they are evaluated, by the names that begin the names of their metrics. Default: those of
-        `evaluation.units`, or one of the held-out data."""
+        """Returns the validation units in the order of their evaluation. Their names begin the names of their metrics. Default:
+        those of `evaluation.units`, or one for the held-out data."""
         config, loader = self.arguments.evaluation, self.dataloaders.dataloader_eval
         units = config.units or ({} if loader is None else {DEFAULT_UNIT: UnitConfig()})
         return {name: self._build_unit(name, unit) for name, unit in units.items()}
+
+    def build_evaluation_metrics(self, unit_name: str) -> EvaluationMetrics | None:
+        """Returns new metrics of the task's predictions for one evaluation of a unit; None: there are none. Default: those of
+        `evaluation.units.NAME.metrics`, which get the arguments."""
+        unit = self.arguments.evaluation.units.get(unit_name)
+        return None if unit is None or unit.metrics is None else load_object(unit.metrics)(self.arguments)
+
+    def build_early_stopper(self) -> Callable[[int, float], bool] | None:
+        """Returns a function (step, score) -> whether to stop, which host 0 asks after each evaluation; None: there is none.
+        Default: `evaluation.score.early_stopper`. It is used only with `evaluation.score`."""
+        score = self.arguments.evaluation.score
+        return None if score is None or score.early_stopper is None else load_object(score.early_stopper)
 
     @cached_property
     def task(self) -> Task:
@@ -163,20 +196,30 @@ class Builder(Hooks):
 
     @cached_property
     def scheduler(self) -> optax.Schedule:
-        """Learning rate by step."""
+        """The learning rate by step."""
         config = self.arguments.optimizer
-        return build_schedule(config.schedule, config.learning_rate, self.arguments.max_num_steps)
+        return build_schedule(config.schedule, config.learning_rate, self.arguments.max_num_steps or self._batches_of_epochs)
+
+    @property
+    def _batches_of_epochs(self) -> int | None:
+        """The number of batches in `max_num_data_epochs`; None without it, or if the data has no length."""
+        epochs, num_samples = self.arguments.max_num_data_epochs, len(self.dataset_train or ())
+        if epochs is None or not num_samples:
+            return None
+        # Rounded up: the last samples of the epochs count, though their batch also has some of the next epoch.
+        return math.ceil(epochs * num_samples / self.arguments.global_batch_size)
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
         return build_grouped(self.arguments.optimizer, self.scheduler, self.param_groups)
 
     def freeze_module(self) -> tuple[str, ...]:
-        """Patterns of parameters that are not trained, before all groups: `optimizer.groups` may freeze others."""
+        """Returns patterns of parameters to freeze. They come before all groups; `optimizer.groups` may freeze others."""
         return ()
 
-    def build_param_groups(self) -> tuple[ParameterGroup, ...]:
-        """What is trained in a way of its own, or not at all. The first group that takes a parameter has it."""
+    def build_param_groups(self) -> Sequence[ParameterGroup | Mapping[str, Any]]:
+        """Returns the groups of parameters with their own settings, and frozen ones. The first group that matches counts. A dict
+        with the fields of `ParameterGroup` will do."""
         return self.arguments.optimizer.groups
 
     # ------------------------------------------------------------------ what there is, once configured
@@ -203,6 +246,16 @@ class Builder(Hooks):
         return self._configured(self._validation_units, "validation_units", "train")
 
     @property
+    def mesh(self) -> Mesh:
+        """The devices of the run. Touches them."""
+        return self._mesh
+
+    @property
+    def state_shardings(self) -> TrainState:
+        """The sharding of each array of the state."""
+        return self._state_shardings
+
+    @property
     def dtype(self) -> Any:
         return jax.numpy.dtype(self.arguments.dtype)
 
@@ -215,21 +268,30 @@ class Builder(Hooks):
         return self._loss_function_of(self.model)
 
     @cached_property
+    def eval_loss_function(self) -> LossFunction:
+        """The loss with the model in evaluation mode."""
+        return dataclasses.replace(self.loss_function, training=False)
+
+    @cached_property
     def loss_layout(self) -> Layout:
-        """Of the metrics of the task's loss."""
-        names = len(self.step_layout) - len(step_metrics(self._model_state.params, self.arguments))
+        """The layout of the metrics of the task's loss in an evaluation."""
+        if takes_training(self.task):  # its parts may be others than in training
+            model = TrainerConfigureModelOutput(self.model, self._model_state)
+            return self._traced(self.eval_loss_function, model.state.params, self._rows(model))
+        names = len(self.step_layout) - len(step_metrics(self._model_state.params, self.arguments, self.param_groups))
         step = self.step_layout
-        return dataclasses.replace(step, names=step.names[:names], kinds=step.kinds[:names])
+        # The metrics of the loss come first.
+        return dataclasses.replace(step, names=step.names[:names], kinds=step.kinds[:names], means=())
 
     @cached_property
     def step_layout(self) -> Layout:
-        """Of the metrics of a train step: those of the loss, and those of the step."""
+        """The layout of the metrics of a train step: those of the loss, then those of the step."""
         model = self._configured(self._model, "step_layout", "configure_model")
-        return self._layout or self._layout_of(self.model, model.state.params)
+        return self._layout or self._step_layout_of(self.model, model.state.params)
 
     @cached_property
     def previews(self) -> Previews | None:
-        """None: nothing to show, or the task cannot."""
+        """The previews; None if there are no prompts, or the task cannot generate."""
         config, task = self.arguments.previews, self.task
         if can_generate(task) and config.prompts:
             return Previews.of(task, self.model.merge, config, self._mesh, self.arguments.seed, self._programs)
@@ -239,27 +301,26 @@ class Builder(Hooks):
 
     @cached_property
     def param_groups(self) -> tuple[ParameterGroup, ...]:
-        return (*(ParameterGroup(pattern=pattern, frozen=True) for pattern in self.freeze_module()), *self.build_param_groups())
+        frozen = (ParameterGroup(pattern=pattern, frozen=True) for pattern in self.freeze_module())
+        return (*frozen, *map(param_groups.as_group, self.build_param_groups()))
 
     @cached_property
     def _update_rule(self) -> optax.GradientTransformation:
-        """The optimizer, of what is trained."""
+        """The optimizer with pruning, for the parameters that are not frozen."""
+        # Freezing is the outermost: neither pruning nor the optimizer ever sees a frozen parameter.
         return param_groups.freezing(pruning.pruning(self.arguments.pruning, self.optimizer), self.param_groups)
 
     def parameters_to_evaluate(self, state: TrainState) -> Any:
-        """What is evaluated, shown and exported: the parameters, or the averages that the optimizer keeps of them."""
+        """Returns the parameters that are evaluated, previewed and exported: those of the state, or the averages that the
+        optimizer keeps."""
         return parameters_to_evaluate(state.opt_state, state.params)
 
     def validation_unit(self, name: str, loader: Any, task: Task | None = None, max_batches: int | None = None) -> ValidationUnit:
-        """For `build_validation_units`: what `loader` reads (see `ValidationUnit`), measured by the loss of `task` (default: the
-        one that is trained) on the parameters that are trained. All hosts must call this."""
-        function = self.loss_function if task is None else dataclasses.replace(self.loss_function, task=task)
-        first = next(iter(loader.epoch()), None)
-        if first is None:
-            raise UsageError(f"the validation unit {name!r} has no examples: give it some, or leave it out")
-        layout = self._traced(function, self._model_state.params, shapes_of_rows(first))
-        program = Program(f"eval_step_{name}", self._jit_eval_step(function, layout), self._programs, runtime.current().note)
-        return ValidationUnit(loader, program, layout, self._mesh, max_batches or self.arguments.evaluation.max_batches)
+        """Returns a unit for `build_validation_units`: the data that `loader` reads (see `ValidationUnit`), measured by the
+        loss of `task` (default: the one that is trained) with the parameters that are trained. All hosts must call this."""
+        function = self.eval_loss_function if task is None else dataclasses.replace(self.eval_loss_function, task=task)
+        limit = max_batches or self.arguments.evaluation.max_batches
+        return self._unit_builder.unit(name, loader, function, limit, self.build_evaluation_metrics)
 
     def add_callback(self, callback: Callback) -> None:
         self.callbacks.add(callback)
@@ -270,129 +331,138 @@ class Builder(Hooks):
         self.prepare()
         if self._functions is None:
             self._functions = self.configure_functions()
+        self._functions = self._with_adapted_steps(self._functions)
         if self._dataloaders is None:
-            self._dataloaders = self.configure_dataloaders()
+            self._dataloaders = self._as_loaders(self.configure_dataloaders())
         if self._validation_units is None:
             self._validation_units = self.build_validation_units()
         _ = self.previews
 
     def prepare(self) -> None:
-        """All that can be done before a device may be touched. Optional: `train` does what was not done."""
+        """Does everything that needs no device. Optional: `train` does what was not done."""
         if self._model is None:
             self._model = self.configure_model()
         _ = self.loss_layout, self._unit_datasets
 
     @cached_property
     def _unit_datasets(self) -> dict[str, RandomAccess]:
-        """Of the validation units that have one of their own."""
+        """The datasets of the validation units that have their own."""
         units = self.arguments.evaluation.units
-        own = {name: load_object(unit.dataset)(self.arguments) for name, unit in units.items() if unit.dataset is not None}
-        return {name: self.collated(dataset) for name, dataset in own.items()}
+        with_dataset = {name: unit.dataset for name, unit in units.items() if unit.dataset is not None}
+        # The ids of their samples are their own: no training sample is among them.
+        made = {name: load_object(path)(self.arguments) for name, path in with_dataset.items()}
+        return {name: self.collated(held_out_examples(examples, 0)) for name, examples in made.items()}
 
     def _build_unit(self, name: str, config: UnitConfig) -> ValidationUnit:
         max_batches = config.max_batches or self.arguments.evaluation.max_batches
         loader = self.dataloaders.dataloader_eval
         if config.dataset is not None:
-            loader = self._held_out_loader(self._unit_datasets[name])
+            loader = self._held_out_loader(self._unit_datasets[name], config.batch_size)
         elif loader is None:
             raise UsageError(f"evaluation.units.{name}: there is no held-out data; set its dataset, or data.eval_fraction")
-        elif config.task is None:
-            return ValidationUnit(loader, self.functions.eval_step_fn, self.loss_layout, self._mesh, max_batches)
+        elif config.batch_size is not None:
+            # With a program of its own below: one for several shapes would be compiled again at each change.
+            loader = self._held_out_loader(self._eval_dataset(name), config.batch_size)
+        elif config.task is None and self.build_evaluation_metrics(name) is None:
+            step, layout = self.functions.eval_step_fn, self.loss_layout
+            return self._unit_builder.around(loader, step, layout, self.eval_loss_function, max_batches, name)
         task = None if config.task is None else load_object(config.task)(self.arguments)
         return self.validation_unit(name, loader, task, max_batches)
 
-    def _held_out_loader(self, dataset: RandomAccess) -> StepAddressedLoader:
-        # One micro-batch of the same size as in training, so that whatever fits in memory there fits here.
-        rows = self.arguments.micro_batch_size
-        return StepAddressedLoader(dataset, rows, self._mesh, num_examples=len(dataset), preprocess=self._preprocess)
+    def _eval_dataset(self, unit: str) -> RandomAccess:
+        if self.dataset_eval is None:
+            raise UsageError(f"evaluation.units.{unit}.batch_size: there is no dataset_eval to read; set the unit's dataset")
+        return self.dataset_eval
 
-    def _jit_eval_step(self, function: LossFunction, layout: Layout) -> Any:
-        everywhere = meshes.replicated(self._mesh)
+    @cached_property
+    def _unit_builder(self) -> UnitBuilder:
+        params = self._model_state.params
+
+        def layout_of(function: LossFunction, batch: Batch) -> Layout:
+            shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+            rows = shapes_of_rows(self._prepared_shapes(shapes, self._configured(self._model, "model", "configure_model")))
+            return self._traced(function, params, rows)
+
+        return UnitBuilder(self._mesh, params, self._state_shardings, self._programs, layout_of, self._prepare_held_out)
+
+    def _with_adapted_steps(self, functions: TrainerConfigureFunctionOutput) -> TrainerConfigureFunctionOutput:
+        """Returns the functions, with steps (state, batch) of a user's own as those that the loop calls."""
+        train, evaluate = functions.train_step_fn, functions.eval_step_fn
+        if hasattr(train, "prepare") and hasattr(evaluate, "prepare"):
+            return functions
+        state, note = self._model_state, runtime.current().note
+        model = TrainerConfigureModelOutput(self.model, state)
+        if not hasattr(train, "prepare"):
+            adapted.check_settings(self.arguments)
+            shapes = self._batch_shapes((1, meshes.padded_rows(self._mesh, self.arguments.global_batch_size)), model)
+            layout = vars(self)["step_layout"] = adapted.train_layout(train, state, shapes)
+            self.has_own_step = True
+            step = adapted.adapted_train_step(train, layout, self.arguments, self.scheduler, self.task.tokens_per_example)
+            train = Program("train_step", self._jit_train_step(step), self._programs, note)
+        if not hasattr(evaluate, "prepare"):
+            rows = self._batch_shapes((1, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size)), model)
+            layout = vars(self)["loss_layout"] = adapted.eval_layout(evaluate, state, rows)
+            step = self._unit_builder.jit_step(adapted.adapted_eval_step(evaluate, layout.with_others(EVALUATION_COUNTS)))
+            evaluate = Program("eval_step", step, self._programs, note)
+        return functions._replace(train_step_fn=train, eval_step_fn=evaluate)
+
+    def _jit_train_step(self, step: Any) -> Any:
+        shardings, replicated = self._state_shardings, meshes.replicated(self._mesh)
+        batch_sharding = meshes.micro_batches(self._mesh)
         return jax.jit(
-            make_eval_step(function, layout),
-            in_shardings=(self._state_shardings, everywhere, meshes.micro_batches(self._mesh)),
-            out_shardings=everywhere,
-            donate_argnums=1,
+            step,
+            in_shardings=(shardings, replicated, batch_sharding, meshes.one_per_device(self._mesh)),
+            # Pinned: XLA may choose other shardings for outputs, and the next step would be compiled again for them.
+            out_shardings=StepOutput(shardings, replicated, replicated, replicated, replicated),  # type: ignore[arg-type]
+            # State and sums are donated: so the step needs room for one state and not for two.
+            donate_argnums=(0, 1),
         )
 
+    def _abstract_state(self, params: Any, layout: Layout) -> TrainState:
+        """Returns the shapes of a state. Shapes alone: a standby does this, which must touch no device."""
+        scaler = initial_scaler(self.arguments)
+        return jax.eval_shape(lambda params: state_from_parameters(params, self._update_rule, layout, scaler), params)
+
     def _fresh_state(self, params: Any) -> TrainState:
-        """Traced: the state at step 0 with these parameters."""
+        """Returns the state at step 0 with these parameters. Traced."""
         return state_from_parameters(params, self._update_rule, self.step_layout, initial_scaler(self.arguments))
 
-    def _initial_state(self) -> TrainState:
-        """Traced: the state at step 0."""
-        return self._fresh_state(initial_parameters(self.task, self.arguments.seed))
+    def _initial_state(self, loaded: Mapping[str, jax.Array] = MappingProxyType({})) -> TrainState:
+        """Returns the state at step 0, with the parameters of `loaded`, by name, in place of its own. Traced."""
+        return self._fresh_state(with_loaded(initial_parameters(self.task, self.arguments.seed), loaded))
 
     def _loss_function_of(self, parts: ModelParts) -> LossFunction:
         return LossFunction(self.task, parts.merge, self.preforward, self.postforward, self.arguments.data.sources)
 
-    def _layout_of(self, parts: ModelParts, params: Any) -> Layout:
-        rows = self._batch_shapes((1, self.arguments.micro_batch_size))
-        return self._traced(self._loss_function_of(parts), params, shapes_of_rows(rows), **step_metrics(params, self.arguments))
+    def _step_layout_of(self, parts: ModelParts, params: Any) -> Layout:
+        rows = self._rows(TrainerConfigureModelOutput(parts, self._abstract_state(params, Layout((), ()))))
+        layout = self._traced(
+            self._loss_function_of(parts), params, rows, **step_metrics(params, self.arguments, self.param_groups)
+        )
+        return layout.with_means(self.arguments.metrics.running_means)
+
+    def _rows(self, model: TrainerConfigureModelOutput) -> Mapping[str, Any]:
+        """Returns the shapes of a micro-batch as they are passed to the loss."""
+        return shapes_of_rows(self._batch_shapes((1, self.arguments.micro_batch_size), model))
 
     def _traced(self, function: LossFunction, params: Any, rows: Mapping[str, Any], **others: Kind) -> Layout:
-        """Of the metrics of a loss, and others."""
+        """Returns the layout of the metrics of a loss, and of others."""
         step = jax.ShapeDtypeStruct((), np.int32)
         loss, terms = jax.eval_shape(function.with_terms, params, rows, step)
-        # What `postforward` makes of their total need not be their sum.
+        # `postforward` may change the total: then it need not be the sum of the terms.
         return dataclasses.replace(Layout.of(loss, **others), terms=() if self.overrides("postforward") else tuple(terms))
-
-    def _batch_shapes(self, rows: tuple[int, int], sharding: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
-        if self.dataset_train is None:
-            raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
-        row = stack([self.dataset_train[0]], [True])
-        if self._preprocess is not None:
-            row = preprocessed(row, 0, self._preprocess)
-        return {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding) for name, leaf in row.items()}
-
-    def collated(self, dataset: Any) -> RandomAccess:
-        """`dataset` with `build_data_transform` and `build_data_collate_info` applied to each example."""
-        transform, info = self.build_data_transform(), self.build_data_collate_info()
-        if transform is None and not info:
-            return dataset
-        return Collated(dataset, transform, info, self.arguments.data.truncation)
-
-    @property
-    def _preprocess(self) -> Preprocess | None:
-        return self.preprocess_batch if self.overrides("preprocess_batch") else None
-
-    def _tell_from_host0(self, message: str) -> None:
-        if jax.process_index() == 0:
-            runtime.current().note(message)
 
     def _zeros(self, layout: Layout) -> MetricSums:
         return meshes.put_everywhere(self._mesh, layout.zeros())
 
-    def _build_checkpoint_manager(self) -> CheckpointManager:
-        host, arguments = runtime.current(), self.arguments
-
-        def on_saved(step: int, path: str) -> None:
-            self._saved.append((step, path))
-            host.emit("saved", step=step, path=path)
-
-        manager = CheckpointManager(
-            f"{self._run_folder}/checkpoints",
-            Retention.of(arguments.checkpoint, arguments.evaluation.score),
-            self._mesh,
-            self._programs,
-            on_saved=on_saved,
-            on_failed=lambda step, error: host.emit("save_failed", step=step, error=error),
-            note=host.note,
-            ordered=Committed(host.run, host.committed_step),
-            term=WriterTerm(host.driver_term, host.generation),
-            storage_patience_s=arguments.checkpoint.storage_patience_s,
-        )
-        host.follow_fence(lambda path: setattr(manager, "fence", path))
-        return manager
+    def _report_saved(self, step: int, path: str) -> None:
+        """Called on the thread that saves: the queue hands the checkpoint to the callbacks, which run on the main thread."""
+        readers.begin(path)  # until `on_save` has returned: a callback may want to read it
+        self._saved.append((step, path))
 
     @property
     def _run_folder(self) -> str:
         return f"{self.arguments.storage}/{self.arguments.name}"
-
-    @cached_property
-    def _mesh(self) -> Mesh:
-        self.arguments.check_devices(jax.device_count())
-        return meshes.make_mesh(self.arguments.mesh)
 
     @cached_property
     def _state_shardings(self) -> TrainState:
@@ -401,9 +471,11 @@ class Builder(Hooks):
     @cached_property
     def _programs(self) -> ProgramStore:
         key, folder = runtime.current().program_key, distributed.program_folder()
-        about = (key, dataclasses.asdict(self.arguments), jax.process_count(), jax.__version__)
-        room = self.arguments.kept_programs_gb
-        return ProgramStore(folder if key else None, about, runtime.current().note, None if room is None else room * 1e9)
+        # All that a program is made from: one of other settings must not be found.
+        origin = (key, dataclasses.asdict(self.arguments), jax.process_count(), jax.__version__)
+        limit_gb = self.arguments.kept_programs_gb
+        max_bytes = None if limit_gb is None else limit_gb * 1e9
+        return ProgramStore(folder if key else None, origin, runtime.current().note, max_bytes)
 
     def _configured(self, value: Any, name: str, method: str) -> Any:
         if value is None:

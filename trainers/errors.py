@@ -1,18 +1,18 @@
-"""Errors of the training program, and what each says about trying again.
+"""The errors of the training program, and what each says about trying again.
 
-Three things can be said of an error, and `kind_of` says them:
+`kind_of` says three things of an error:
 
-- it is *deterministic*: trying again gives the same error (a wrong setting, a checkpoint of another model). The run ends.
-- it looks like a *mistake* (a TypeError, a path that is not there). Where nothing has been trained yet, it is believed at the
-  second time; in a run that has trained, it is more likely that something went away, and it is tried again like any other.
-- neither: it may go away by itself, or on another machine. What is *transient* is tried again for `driver.restart.retry_for_s`.
+- It may be *deterministic*: trying again gives the same error (a wrong setting, a checkpoint of another model). The run ends.
+- It may look like a *mistake* (a TypeError, a path that does not exist). If nothing has been trained yet, the run ends when it
+  happens a second time. In a run that has trained it is tried again like any other: more likely something went away.
+- Otherwise it may go away by itself, or on another machine. What is *transient* is tried again for `driver.restart.retry_for_s`.
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from trainers import foreign_errors
 from trainers.config.section import did_you_mean
@@ -23,41 +23,45 @@ class UsageError(Exception):
 
 
 class DataError(UsageError):
-    """The data was read, and does not fit: it is too short, or of another form."""
+    """The data was read, and does not fit: it is too short, or has another form."""
 
 
 class CheckpointError(UsageError):
-    """The checkpoint was read, and does not fit: it is of another model. Or a file that was to be made exists already."""
+    """The checkpoint was read, and does not fit: it is of another model. Or a file to be written exists already."""
 
 
 class TransientError(Exception):
-    """Something outside this program did not answer, or cannot be read just now: it may go away by itself.
+    """Something outside this program did not answer, or cannot be read at present. It may go away by itself.
 
     A user's code may raise it, or a subclass: the run then waits and tries again instead of giving up.
     """
 
 
 class DataUnavailableError(TransientError):
-    """The data cannot be read just now."""
+    """The data cannot be read at present."""
 
 
 class DataMissingError(DataUnavailableError):
-    """There is no data where it was looked for: a wrong path, or a mount that went away."""
+    """There is no data at the given path: the path is wrong, or a mount went away."""
 
 
 class CheckpointUnavailableError(TransientError):
-    """Checkpoints cannot be read just now, are missing where there should be some, or are damaged: an error of the storage.
+    """Checkpoints cannot be read at present, are missing where there should be some, or are damaged: an error of the storage.
 
-    Training never starts again from nothing because of it.
+    Training never starts again from step 0 because of it.
     """
 
 
+class CheckpointMissingError(CheckpointUnavailableError):
+    """There is nothing at the path of `init_from`: the path is wrong, or a mount went away."""
+
+
 class NotConfiguredError(UsageError):
-    """Something was asked for before the method that makes it was called."""
+    """A part was used before the method that builds it was called."""
 
 
 class SaveFailedError(Exception):
-    """The last state of a run is not in its storage: the run has not succeeded."""
+    """The last state of a run could not be saved: the run has not succeeded."""
 
 
 class NonFiniteLossError(Exception):
@@ -69,16 +73,16 @@ class LossScaleError(NonFiniteLossError):
 
 
 class OutOfMemoryError(Exception):
-    """A device has no room. The message says for what, and what to change first."""
+    """A device has no memory left. The message says what uses it, and what to change first."""
 
     def __init__(self, message: str, deterministic: bool):
         super().__init__(message)
         self.deterministic = deterministic
-        """Not a step was done: trying again gives the same error."""
+        """True if no step was completed: trying again gives the same error."""
 
 
 class LossSpikeError(Exception):
-    """A loss was far above what it had been; its update was not applied."""
+    """A loss was far above the losses before it; its update was not applied."""
 
 
 class DesyncError(Exception):
@@ -87,7 +91,7 @@ class DesyncError(Exception):
     def __init__(self, message: str, batch_indices: Sequence[int] | None):
         super().__init__(message)
         self.batch_indices = batch_indices
-        """Of each host; None if not all have said theirs."""
+        """The batch index of each host; None if not all hosts answered."""
 
 
 class CoordinatorError(Exception):
@@ -95,18 +99,25 @@ class CoordinatorError(Exception):
 
 
 def unknown_name(field: str, name: str, known: Sequence[str]) -> UsageError:
-    """The error for a name that is neither one of `known` nor a user's `package.module:function`."""
+    """Returns the error for a name that is neither one of `known` nor a user's `package.module:function`."""
     hint = did_you_mean(name.lower(), known)
     return UsageError(f"{field} = {name!r}: expected one of {', '.join(known)}, or package.module:function{hint}")
 
 
-def kind_of(error: BaseException) -> dict[str, Any]:
-    """`kind` of failure, and whether it is `deterministic`; `mistake` where it looks like one; of hosts out of step, the
-    `batch_indices`.
+class FailureKind(TypedDict):
+    """What an error says about trying again."""
 
-    Kinds: user, data, non_finite, loss_spike, desync, out_of_memory, storage, transient, device (of this host), runtime (JAX's
-    own, of unknown cause), collateral (another host's failure), link (this host's or another one's).
-    """
+    kind: str
+    """user, data, non_finite, loss_spike, desync, out_of_memory, storage, transient, device (of this host), runtime (JAX's own,
+    of unknown cause), collateral (another host's failure), link (this host's or another one's)."""
+    deterministic: bool
+    mistake: NotRequired[bool]
+    """Whether it looks like a mistake."""
+    batch_indices: NotRequired[Sequence[int] | None]
+    """The batch index of each host, if they are out of step."""
+
+
+def kind_of(error: BaseException) -> FailureKind:
     if isinstance(error, UsageError):
         return {"kind": "data" if isinstance(error, DataError) else "user", "deterministic": True}
     if isinstance(error, OutOfMemoryError):
@@ -114,11 +125,11 @@ def kind_of(error: BaseException) -> dict[str, Any]:
     if isinstance(error, DesyncError):
         return {"kind": "desync", "deterministic": False, "batch_indices": error.batch_indices}
     kind, mistake = _kind_and_mistake(error)
-    return {"kind": kind, "deterministic": False, **({"mistake": True} if mistake else {})}
+    return {"kind": kind, "deterministic": False, "mistake": True} if mistake else {"kind": kind, "deterministic": False}
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether it came from outside the program and may go away by itself: nothing is wrong with what was asked for."""
+    """Whether the error came from outside the program and may go away by itself: the request itself is not wrong."""
     kind = kind_of(error)
     return kind["kind"] in ("transient", "data", "storage") and not kind["deterministic"] and not kind.get("mistake")
 
@@ -126,13 +137,15 @@ def may_pass(error: BaseException) -> bool:
 def _kind_and_mistake(error: BaseException) -> tuple[str, bool]:
     for types, kind in KIND_OF_TYPE.items():
         if isinstance(error, types):
-            return kind, isinstance(error, DataMissingError)
+            return kind, isinstance(error, DataMissingError | CheckpointMissingError)
+    # Before the foreign errors, where any OSError with a number is transient.
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         return "storage", False
     if runtime := foreign_errors.runtime_kind(error):
         return runtime, False
     if outside := foreign_errors.outside(error):
         return "transient", outside == "mistake"
+    # What nothing above claims comes from the program: the user's, or this one.
     return "user", isinstance(error, PROGRAM_ERRORS)
 
 
@@ -146,7 +159,8 @@ KIND_OF_TYPE: dict[type[BaseException], str] = {
     CoordinatorError: "collateral",
     MemoryError: "out_of_memory",
 }
-"""The first that fits holds: subclasses come before their base."""
+"""The first type that fits counts: subclasses come before their base."""
+# No room, a quota used up, storage that is read-only, a disk that fails.
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 PROGRAM_ERRORS = (
     ArithmeticError,
@@ -160,4 +174,4 @@ PROGRAM_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What Python raises when a program is wrong. A RuntimeError, or a type of a library's own, may mean anything."""
+"""The types that Python raises when a program is wrong. A RuntimeError, or a type of a library, may mean anything."""

@@ -1,6 +1,6 @@
-"""What errors of other libraries mean: those of the runtime by their text, of networks and stores by their type or status.
+"""Classifies errors of other libraries: those of the runtime by their text, those of networks and stores by type or status.
 
-None of these libraries is imported for it: an error is known by the names of its classes, by its status, or by its words.
+None of these libraries is imported for it: an error is recognized by the names of its classes, its status, or its text.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ BROKEN_DEVICE = re.compile(
     r"|core halted unexpectedly|accelerator device halted|observed errors are: \[(hardware|network|power)"
     r"|fatal error received from hardware"
 )
-"""In a message, or among the last lines of a process that the runtime has aborted."""
+"""Searched in a message, or in the last lines of a process that the runtime has aborted."""
 NO_DEVICE = re.compile(
     r"unable to initialize backend|backend '\w+' failed to initialize|tpu initialization failed|tpu is already in use"
     r"|failed to get global tpu topology|no visible gpu devices|no supported devices found"
     r"|cuda_error_(no_device|device_unavailable|system_not_ready|unknown)"
 )
-"""In a message only: a machine without accelerators logs such lines in passing."""
+"""Searched in a message only: a machine without accelerators logs such lines without being broken."""
 LINK = re.compile(r"nccl.*unhandled system error", re.DOTALL)
-"""Of the links between devices: the fault of this host or of a peer, the message does not tell."""
+"""A fault of the links between devices, of this host or of another: the message does not say which."""
 LOST_PEER = re.compile(
     r"gloo|connection closed by peer|connection reset|coordination|heartbeat|nccl|deadline_exceeded"
     r"|failed to connect to all addresses"
@@ -41,15 +41,15 @@ LOST_PEER = re.compile(
 OTHER_LAUNCH = re.compile("different launch id")
 """A TPU was halted because the program of another host is not the one that it expected."""
 CALLBACK = re.compile(r"callback error")
-"""A Python function that the program calls from the device has raised."""
+"""A Python function that the program calls from the device has raised an error."""
 RUNTIME_STATUSES = frozenset({"INTERNAL", "UNKNOWN", "UNAVAILABLE", "ABORTED", "CANCELLED", "DATA_LOSS"})
-"""An error that is nobody's in particular: of the machine, or a fault in the runtime. All others are about the program."""
+"""The statuses of errors of the machine or the runtime. All others are errors of the program."""
 
 
 def runtime_kind(error: BaseException) -> RuntimeKind | None:
-    """The kind of an error that JAX has raised about a device or between hosts; None of any other error.
+    """Returns the kind of an error that JAX has raised about a device or between hosts; None for any other error.
 
-    JAX raises one type for all of these; only the message tells which.
+    JAX raises one type for all of these; only the message says which it is.
     """
     message = str(error).lower()
     if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
@@ -58,6 +58,7 @@ def runtime_kind(error: BaseException) -> RuntimeKind | None:
         if not is_about_backend:
             return None
     for kind, signs in RUNTIME_SIGNS:
+        # In lower case: libraries and drivers spell such texts differently.
         if signs.search(message):
             return kind
     return "runtime" if str(error).partition(":")[0] in RUNTIME_STATUSES else "user"
@@ -72,31 +73,33 @@ RUNTIME_SIGNS: tuple[tuple[RuntimeKind, re.Pattern[str]], ...] = (
     ("collateral", LOST_PEER),
     ("device", NO_DEVICE),
 )
-"""In the order in which they are looked for: the first that is found holds."""
+"""The patterns in the order in which they are searched: the first match counts."""
 
 
 def broken_device_in(lines: Any) -> str | None:
-    """The first of these lines that tells of a broken device; None if none does."""
+    """Returns the first of these lines that reports a broken device; None if none does."""
     return next((line for line in lines if BROKEN_DEVICE.search(line.lower())), None)
 
 
 def outside(error: BaseException) -> Outside | None:
-    """Whether the error came from outside the program: a network, a file system, a store. None if nothing says so.
+    """Returns whether the error came from outside the program: a network, a file system, a store. None if nothing says so.
 
-    `transient`: it may go away by itself. `mistake`: it may, and yet looks like a wrong path, name or permission. What the error
-    was raised from counts too.
+    `transient`: it may go away by itself. `mistake`: it may, but looks like a wrong path, name or permission. The errors that
+    it was raised from count too.
     """
-    return next((found for each in _chain(error) if (found := _outside(each)) is not None), None)
+    kinds = (_outside(cause) for cause in _chain(error))
+    return next((kind for kind in kinds if kind is not None), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it was raised from, or while they were handled."""
-    seen: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in seen:
-        seen.append(following)
-        yield following
-        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    """Yields the error, and those that it was raised from, or while they were handled."""
+    visited: list[BaseException] = []  # a chain may be circular
+    cause: BaseException | None = error
+    while cause is not None and cause not in visited:
+        visited.append(cause)
+        yield cause
+        # As Python prints a chain: an explicit cause takes the place of the context.
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def _outside(error: BaseException) -> Outside | None:
@@ -106,10 +109,11 @@ def _outside(error: BaseException) -> Outside | None:
     if status is not None:
         return "transient" if status in PASSING_STATUSES or (isinstance(status, int) and status >= 500) else "mistake"
     types = {(cls.__module__.partition(".")[0], cls.__name__) for cls in type(error).__mro__}
-    known = any(name in TRANSIENT_TYPES.get(module, ()) for module, name in types)
-    if known or isinstance(error, ConnectionError | TimeoutError):
+    listed = any(name in TRANSIENT_TYPES.get(module, ()) for module, name in types)
+    if listed or isinstance(error, ConnectionError | TimeoutError):
+        # Libraries also raise such types for a malformed URL, and derive them from ValueError.
         return "mistake" if isinstance(error, ValueError) else "transient"
-    # Without a number it is a library's own: a damaged image, say.
+    # An OSError without a number comes from a library and not from the system: a damaged image, say.
     return "transient" if isinstance(error, OSError) and error.errno is not None else None
 
 
@@ -127,21 +131,21 @@ TRANSIENT_TYPES: Mapping[str, frozenset[str]] = {
     "urllib": frozenset({"URLError"}),
     "urllib3": frozenset({"HTTPError"}),
 }
-"""By package: the classes, and all that inherit from them."""
+"""The classes by package; classes that inherit from them count too."""
 PASSING_STATUSES = frozenset(
     {408, 425, 429, "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL", "UNKNOWN"}
 )
 
 
 def _status(error: BaseException) -> int | str | None:
-    """The status of an HTTP or gRPC error, wherever its library keeps it."""
+    """Returns the status of an HTTP or gRPC error, wherever its library keeps it."""
     response = _attribute(error, "response")
     if isinstance(response, Mapping):  # boto
         return _http_status(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
     code = _attribute(error, "code")
     if callable(code) and any(cls.__module__.partition(".")[0] == "grpc" for cls in type(error).__mro__):
         return _attribute(code(), "name")
-    candidates = [code, *(_attribute(each, name) for each in (error, response) for name in ("status_code", "status"))]
+    candidates = [code, *(_attribute(source, name) for source in (error, response) for name in ("status_code", "status"))]
     return next((status for value in candidates if (status := _http_status(value)) is not None), None)
 
 
@@ -150,7 +154,7 @@ def _http_status(value: Any) -> int | None:
 
 
 def _attribute(of: Any, name: str) -> Any:
-    """None where there is none, or where asking for it raises: nothing may come between an error and its report."""
+    """Returns the attribute; None if there is none, or if reading it raises: nothing may prevent the report of an error."""
     try:
         return getattr(of, name, None)
     except Exception:  # a property of any library's

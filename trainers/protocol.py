@@ -1,29 +1,30 @@
-"""What a trainer is to whoever runs it, and what its parts hand to each other."""
+"""The protocols: what a trainer is to the program that runs it, and what its parts exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from trainers.config.arguments import TrainingArguments
 from trainers.runtime.stop_reason import StopReason
 
 METRIC = "metric/"
-"""Begins the names of the leaves of a batch that are metrics of its rows."""
-
+"""The prefix of the names of the leaves of a batch that are metrics of its rows."""
 
 Batch = Mapping[str, jax.Array]
 
 
 class Sum(NamedTuple):
-    """A part of a loss that is summed over micro-batches and steps. One whose name begins with `total_` goes on over restarts,
-    and is published as the sum since the run began."""
+    """A part of a loss that is summed over micro-batches and steps. If its name begins with `total_`, the sum continues over
+    restarts, and is published as the sum since the run began."""
 
     value: Any
     weight: Any = 1.0
-    """0: says nothing of this batch."""
+    """0: this batch has no value."""
 
 
 class Max(NamedTuple):
@@ -48,10 +49,10 @@ class Last(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """Sums over the examples of one (micro-)batch; the step divides once, by the global number of targets.
+    """The loss as sums over the examples of one (micro-)batch; the step divides once, by the global number of targets.
 
-    `parts` are further metrics by name: (sum, weight) pairs that are divided at publishing, or `Sum`, `Max`, `Min`, `Last`.
-    `num_tokens` counts what was trained on, padding excluded; default: the targets.
+    `parts` are further metrics by name: (sum, weight) pairs that are divided when they are published, or `Sum`, `Max`, `Min`,
+    `Last`. `num_tokens` counts the tokens trained on, without padding; default: the targets.
     """
 
     loss_sum: jax.Array
@@ -60,6 +61,18 @@ class Loss(NamedTuple):
     num_tokens: jax.Array | None = None
     rows: tuple[jax.Array, jax.Array] | None = None
     """(loss_sum, num_targets) of each row of the batch, for `data.sources`."""
+
+
+class PerExample(NamedTuple):
+    """The loss of each example of a (micro-)batch. The trainer adds the examples up by their weights, so that rows that only
+    fill up a batch do not count. An array of losses alone will do in its place."""
+
+    losses: jax.Array
+    """[B]: the loss of each example, summed over its targets."""
+    metrics: Mapping[str, jax.Array] = {}
+    """[B] each, summed over the targets of each example. They are published as means over the targets."""
+    num_targets: jax.Array | None = None
+    """[B]: how many targets each example has, such as tokens; None: one."""
 
 
 class TrainerConfigureModelOutput(NamedTuple):
@@ -90,48 +103,129 @@ class TrainerOutput(NamedTuple):
 
 @runtime_checkable
 class Task(Protocol):
-    """A unit of training: what is learnt, from what, by which loss. Named by `task` in the configuration."""
+    """The task to learn: a model, and its loss on a batch. Named by `task` in the configuration."""
 
     def build_model(self, rngs: Any) -> Any:
-        """A new Flax NNX module; called under `jax.eval_shape` and `jax.jit`."""
+        """Returns a new Flax NNX module. Called under `jax.eval_shape` and `jax.jit`."""
 
-    def loss(self, model: Any, batch: Batch) -> Loss | tuple[Any, Any] | Mapping[str, Any]:
-        """Pure and traced. `batch` leaves are [micro_batch, ...]; rows of weight 0 must not count.
+    def loss(self, model: Any, batch: Batch) -> PerExample | jax.Array | Loss | tuple[Any, Any] | Mapping[str, Any]:
+        """Returns the loss of each example. Pure and traced. `batch` leaves are [micro_batch, ...].
 
-        Also taken: (loss_sum, num_targets), where num_targets None means that the loss is a mean over the batch; and a dict of
-        such losses, or of parts, whose total drives the update (`trainers.step.loss.as_loss`). A task with a method
-        `set_step_nr(step)` is told the number of updates, a traced value, before each call.
+        It may also return the sums over the batch, as a `Loss`: then rows with `batch["weight"]` 0 must not count in them.
+
+        The model is in train mode in training (`model.train()`), and in evaluation mode in evaluations (`model.eval()`). If the
+        loss has a parameter `training`, it also gets True or False.
+
+        It may also return (loss_sum, num_targets), where num_targets None means that the loss is a mean over the batch; or a
+        dict of such losses, or of parts, whose total drives the update (`trainers.step.loss.as_loss`). If the task has a method
+        `set_step_nr(step)`, it is called before each loss with the number of updates, a traced value.
+
+        A task may have a method `predictions(model, batch)`, which returns arrays [rows, ...] in any pytree, for
+        `EvaluationMetrics`.
         """
 
     @property
     def tokens_per_example(self) -> int: ...
 
     def flops_per_token(self, num_parameters: int) -> float:
-        """Forward and backward."""
+        """Returns the floating-point operations for a token, forward and backward."""
+
+
+class EvaluationMetrics(Protocol):
+    """Metrics of the predictions of a task (`Task.predictions`), added up on the hosts: for what is no mean over targets, such as
+    a median. A new one is made for each evaluation of a unit."""
+
+    names: Sequence[str]
+    """The names that `compute` returns."""
+
+    def add(self, outputs: Any, batch: Mapping[str, np.ndarray]) -> None:
+        """Takes rows of this host: what `predictions` returned for them, and their rows of the batch, as NumPy arrays
+        [rows, ...]. Rows that only fill up a batch are left out. Every example comes once, on one host."""
+
+    def state(self) -> Any:
+        """Returns what this host has added up: JSON values and NumPy arrays, in lists and dicts."""
+
+    def merge(self, states: Sequence[Any]) -> None:
+        """Takes the states of all hosts, in the order of the hosts. Called on host 0, on a new object, before `compute`."""
+
+    def compute(self) -> Mapping[str, float]:
+        """Returns the metrics by name. They are published with the name of the unit before them."""
+
+
+@runtime_checkable
+class CheckpointManagerProtocol(Protocol):
+    """What the loop needs of a checkpoint manager, which `BaseTrainer.build_checkpoint_manager` returns. All hosts call the same
+    methods in the same order. `trainers.checkpoint.manager.CheckpointManager` describes each, and what must hold after failures.
+
+    With `checkpoint.model_every_steps` it also needs `save_model(step, state, meta, *, patient)`.
+    """
+
+    failing: bool
+    """Whether the last save failed: the loop then saves again soon."""
+    last_saved_step: int | None
+    """The step of the newest checkpoint that is complete, or was restored."""
+
+    def save(self, step: int, state: Any, meta: dict[str, Any], *, patient: bool = False) -> None:
+        """Starts a save, and returns when `state` may be donated. Does nothing at `last_saved_step`."""
+
+    def wait_for_save(self) -> None:
+        """Returns when no save is in progress."""
+
+    def wait(self) -> None:
+        """Returns when nothing is in progress, the deletion of old checkpoints included."""
+
+    def close(self) -> None:
+        """Called when training is over, after the last callback."""
+
+    def restore(self, abstract: Any, accept: Any = None, before: int | None = None) -> Any:
+        """Returns the newest checkpoint of a step up to `before` that `accept(meta)` does not refuse, with the shapes and
+        shardings of `abstract`: an object with `state`, `meta` and `skipped`. None: there is none."""
+
+    def path(self, step: int) -> str:
+        """Returns where the checkpoint of a step is."""
+
+    def fingerprint(self, state: Any) -> Any:
+        """Returns `trainers.checkpoint.array_fingerprints.fingerprints` of the state."""
+
+    def load_ahead(self, state: Any) -> None:
+        """Called before `restore` with the shapes of the state: what restoring needs may be loaded meanwhile."""
+
+    def prepare(self, state: Any) -> None:
+        """Called before the first step: compiles what saving needs."""
 
 
 @runtime_checkable
 class TrainerProtocol(Protocol):
-    """What the orchestrator needs of a trainer: built as `Class(arguments, dataset_train, dataset_eval, **kwargs)`.
+    """The interface that the orchestrator needs of a trainer, built as `Class(arguments, dataset_train, dataset_eval,
+    **kwargs)`.
 
-    All hosts call the same methods in the same order. What `trainers.runtime` offers (progress, stop requests, the
-    checkpoint to restore from) is optional: a trainer that calls none of it is watched for process exit only.
+    All hosts call the same methods in the same order. What `trainers.runtime` offers (progress, stop requests, the checkpoint
+    to restore from) is optional: of a trainer that calls none of it, the driver sees the end of its processes, silence longer
+    than `driver.watchdog.silent_s`, and the `time_limit`. A class may inherit from this one, and must then define all methods;
+    it need not inherit.
     """
 
     arguments: TrainingArguments
     output: TrainerOutput | None
 
+    @abstractmethod
     def train(self, model_parameters: Any = None, state: Any = None) -> Any:
-        """Starts or resumes; returns the final state and sets `output`."""
+        """Starts or resumes training. Returns the final state and sets `output`."""
 
+    @abstractmethod
     def evaluate(self, state: Any, metric_calculator: Any = None) -> dict[str, float]: ...
 
-    def eval(self, state: Any) -> Iterator[dict[str, float]]: ...
+    @abstractmethod
+    def eval(self, model_state: Any) -> Iterator[dict[str, float]]: ...
 
+    @abstractmethod
     def save_pretrained(self, ckpt_path: str, state: Any = None) -> str: ...
 
+    @abstractmethod
     def configure_model(self) -> TrainerConfigureModelOutput: ...
 
+    @abstractmethod
     def configure_dataloaders(self) -> TrainerConfigureDataloaderOutput: ...
 
+    @abstractmethod
     def configure_functions(self) -> TrainerConfigureFunctionOutput: ...

@@ -1,9 +1,9 @@
 """The training process of one host: `python -m trainers.worker`, started and watched by a host agent.
 
-It first gets a *preparation* (one JSON line on standard input), does all that needs no device, and waits as a warm standby. Its
-*orders* (the next line) make it a member of a generation, or of a precompilation, which compiles for a gang of another size.
-Later lines ask it to stop or to save. Everything it has to tell goes as JSON lines to the file descriptor named by EVENT_FD.
-When its standard input ends, its agent is gone, and it goes too.
+It first gets a *preparation* (one JSON line on standard input), does everything that needs no device, and waits as a warm
+standby. Its *orders* (the next line) make it a member of a generation, or of a precompilation, which compiles for a gang of
+another size. Later lines ask it to stop or to save. It sends its events as JSON lines to the file descriptor named by EVENT_FD.
+When its standard input ends, its agent is gone, and the process ends too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import time
 import traceback
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
+
+if TYPE_CHECKING:
+    from trainers.runtime.events import Event, ExceptionRaised, Result
 
 PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
@@ -29,16 +32,18 @@ FAILED_EXIT_CODE = 1
 
 
 class EventPipe:
-    """JSON lines to the agent; any thread may send."""
+    """Sends JSON lines to the agent; any thread may send."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._lock = threading.Lock()
 
-    def send(self, event: dict[str, Any]) -> None:
+    def send(self, event: Event) -> None:
+        # `default=str`: a value that JSON does not have must not keep an event from going out.
         line = json.dumps(event, default=str) + "\n"
         with self._lock:
             self._stream.write(line)
+            # At once: what is still in a buffer is lost when the process is killed.
             self._stream.flush()
 
 
@@ -48,11 +53,11 @@ class Prepared:
     arguments: TrainingArguments
     datasets: tuple[Any, Any]
     trainer: Any | None
-    """Built ahead only if its class says, by having `prepare`, that building it touches no device."""
+    """Built ahead only if its class has `prepare`, which means that building it touches no device."""
 
 
 def main() -> None:
-    # In order: stacks can be taken from here on, whatever hangs.
+    # First: from here on the agent can take stacks, whatever hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     let_trace(os.getppid())
     pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
@@ -60,7 +65,7 @@ def main() -> None:
         prepared = prepare(next_message())
         pipe.send({"t": time.time(), "ev": "warm"})
         orders = next_message()
-        os.environ.update(orders.get("env") or {})  # before JAX looks at its devices: which slices there are is known only now
+        os.environ.update(orders.get("env") or {})  # before JAX looks for devices; only the orders say which slices there are
         (precompile if orders["cmd"] == "precompile" else run)(prepared, orders, pipe)
     except BaseException as error:  # the process's boundary: recorded for the driver, then it ends
         pipe.send(exception_event(error))
@@ -70,8 +75,8 @@ def main() -> None:
 
 
 def let_trace(agent: int) -> None:
-    """Where the kernel lets none but ancestors look into a process (Yama), its agent may, and what the agent starts, such as
-    py-spy, which is no ancestor; nobody else may. Other kernels know no such thing, and refuse."""
+    """Allows the agent, and the processes that it starts, such as py-spy, to trace this process. A kernel with Yama allows that
+    only to ancestors, and py-spy is none. Kernels without Yama refuse the call, which does no harm."""
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
 
 
@@ -83,14 +88,15 @@ def next_message() -> dict[str, Any]:
 
 
 def finish(code: int) -> None:
-    """Ends the process without waiting for threads of libraries: what must be complete is complete by now."""
+    """Ends the process without waiting for threads of libraries: everything that must be complete is complete by now."""
+    # `os._exit` flushes nothing.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def prepare(message: dict[str, Any]) -> Prepared:
-    """All that needs no device: imports, configuration, data, shapes."""
+    """Does everything that needs no device: imports, configuration, data, shapes."""
     from trainers.runtime import distributed
 
     distributed.find_platforms()
@@ -118,21 +124,24 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
         committed_step=orders.get("committed_step"),
         driver_term=orders.get("driver_term") or 0,
         generation=orders.get("generation") or 0,
+        time_used_s=orders.get("time_used_s") or 0.0,
     )
     runtime.install(host)
+    # Before `join`: a stop or a notice that comes while the hosts wait for each other is not lost.
     listen(host)
     trainer = join(prepared, orders)
     if os.environ.get("GANGWAY_FAULTS"):
         from trainers.diagnostics import fault_injection
 
         fault_injection.install(trainer)
+    # Whatever it raises is recorded in `main`.
     trainer.train()
-    host.emit("done", step=host.step, **result(trainer))
+    host.emit({"ev": "done", "step": host.step, **result(trainer)})
     leave()
 
 
 def precompile(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
-    """Compiles and keeps what a gang of this size would run, if the trainer can: no state is made, nothing trained."""
+    """Compiles and keeps the programs of a gang of this size, if the trainer can. Creates no state and trains nothing."""
     from trainers import runtime
 
     host = runtime.Runtime(pipe.send, program_key=orders["program_key"])
@@ -140,18 +149,18 @@ def precompile(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> N
     trainer = join(prepared, orders)
     if compile_ahead := getattr(trainer, "precompile", None):
         compile_ahead()
-    host.emit("done", step=0)
+    host.emit({"ev": "done", "step": 0})
     leave()
 
 
 def join(prepared: Prepared, orders: dict[str, Any]) -> Any:
-    """The trainer, with this process in its place in the gang."""
+    """Joins the gang, and returns the trainer."""
     from trainers import runtime
     from trainers.runtime import distributed
 
     host = runtime.current()
     host.phase("join")
-    member = distributed.Membership(
+    member = distributed.JoinSpec(
         host=orders["host"],
         num_hosts=orders["num_hosts"],
         coordinator=orders["coordinator"],
@@ -160,29 +169,32 @@ def join(prepared: Prepared, orders: dict[str, Any]) -> Any:
     if folder := orders.get("cache_dir"):
         distributed.use_compile_cache(folder)
     distributed.join(member)
-    host.emit("joined")
+    host.emit({"ev": "joined"})
     return prepared.trainer or prepared.trainer_class(prepared.arguments, *prepared.datasets)
 
 
 def leave() -> None:
     from trainers.runtime import distributed, multihost
 
+    # All hosts have sent `done` before host 0, whose process is the coordinator, may leave.
     multihost.barrier("done")
     distributed.leave()
 
 
-def result(trainer: Any) -> dict[str, Any]:
+def result(trainer: Any) -> Result:
+    from trainers import runtime
+
     output = getattr(trainer, "output", None)
-    if output is None:
-        return {"stop_reason": "max_steps", "result": {}}
+    if output is None:  # it does not say why it has ended
+        return {"stop_reason": runtime.current().stop_reason or "max_steps", "result": {}}
     return {"stop_reason": str(output.stop_reason), "result": {**output.metrics, "checkpoint": output.checkpoint_path}}
 
 
 def listen(host: Any) -> None:
-    """Starts to take what comes from outside: signals, later orders. From here on heartbeats are told, and notices with them."""
+    """Starts to listen for signals and later orders, and to send heartbeats and notices."""
 
     def terminated(number: int, frame: FrameType | None) -> None:
-        host.notice("SIGTERM")  # nobody but the machine sends it: the agent gives orders
+        host.notice("SIGTERM")  # only the machine sends SIGTERM: the agent sends orders
 
     def interrupted(number: int, frame: FrameType | None) -> None:
         host.request_stop("interrupted")
@@ -194,7 +206,7 @@ def listen(host: Any) -> None:
 
 
 def read_commands(host: Any) -> None:
-    """Reads later orders. The end of input means that the agent is gone: nobody would ever stop this process."""
+    """Reads later orders. When the input ends, the agent is gone, and nobody else would ever stop this process."""
     for line in sys.stdin:
         message = json.loads(line)
         if message["cmd"] == "stop":
@@ -209,18 +221,21 @@ def read_commands(host: Any) -> None:
 
 
 def heartbeat_loop(host: Any) -> None:
-    """Tells how far the loop is, from a thread of its own: the loop never waits for a pipe."""
-    told = (0, 0)
+    """Reports the progress of the loop, from a thread of its own: the loop never waits for a pipe."""
+    reported = (0, 0, 0)
     while True:
+        # Sent from here: the signal handler that took it must not write to the pipe.
         if notice := host.take_notice():
-            host.emit("notice", **notice)
-        if (now := (host.step, host.batch_index)) != told:
-            host.emit("heartbeat", step=now[0], batch_index=now[1], busy_s=round(host.busy_s, 6))
-            told = now
+            host.emit({"ev": "notice", **notice})
+        # Only when something has changed: without heartbeats the agent sees that there is no progress.
+        if (now := (host.step, host.batch_index, host.evaluated_batches)) != reported:
+            progress = {"step": now[0], "batch_index": now[1], "evaluated_batches": now[2], "busy_s": round(host.busy_s, 6)}
+            host.emit({"ev": "heartbeat", **progress, "usage": host.usage})
+            reported = now
         time.sleep(HEARTBEAT_INTERVAL_S)
 
 
-def exception_event(error: BaseException) -> dict[str, Any]:
+def exception_event(error: BaseException) -> ExceptionRaised:
     from trainers import runtime
     from trainers.errors import kind_of
 

@@ -1,9 +1,9 @@
 """The host agent: starts, watches, stops and diagnoses one training process, and keeps a warm standby beside it.
 
-A Ray actor with no JAX inside (`gang.py` makes it one); a plain class otherwise. It knows nothing of training: it passes JSON
-lines between the driver and its process, says when the process ends or makes no progress, and goes on without a driver for as
-long as its lease lasts. Every public method may be called from any thread. All but `is_led` and `profile` take the
-`driver_term` of the driver that calls, renew its lease, and raise StaleDriver if a driver with a newer one has called before.
+It is a plain class without JAX, and `gang/slots.py` makes it a Ray actor. It knows nothing of training: it passes JSON lines
+between the driver and its process, and reports when the process ends or makes no progress. Without a driver it goes on until its
+lease ends. All public methods are thread-safe. All but `is_led` and `profile` take the `driver_term` of the calling driver, renew
+its lease, and raise StaleDriver if a driver with a newer term has called before.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.agent import machine, preemption, stack_dump
-from cluster.agent.child_process import Exit, child_env, import_path
+from cluster.agent import log_growth, machine, preemption, stack_dump
+from cluster.agent.child_process import ExitStatus, child_env, import_path
 from cluster.agent.driver_lease import Lease
-from cluster.agent.event_log import Event, EventLog
-from cluster.agent.hang_monitor import Watch
+from cluster.agent.event_log import EventLog
+from cluster.agent.events import Event, MachineNotice, MachineTakenAway, ProcessEvent, StartFailed
+from cluster.agent.hang_monitor import HangMonitor
+from cluster.agent.limits import WatchdogConfig
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
-from cluster.agent.machine import place
 from cluster.agent.precompile import Precompilation
 from cluster.agent.process_record import ProcessRecord, note, post_mortem
 from cluster.agent.standby import Standby
-from cluster.agent.watchdog import WatchdogConfig
 from cluster.hosts.process_env import PRIVATE_UMASK
 
 HALT_ANSWER_S = 1.0
-"""A halt answers after at most so long, also of a process that is still dying: no driver must take that for a lost host."""
+"""A halt answers after at most so long, even if the process is still dying: else the driver would take the host for lost."""
 CLOSE_WAIT_S = 60.0
-"""For processes to be gone when the agent ends."""
+"""How long an agent that ends waits for its processes to be gone."""
 LEASE_S = 120.0
 LOOK_S = 0.25
-"""How often a watch is looked at when it names no earlier time: its limits may shrink meanwhile."""
+"""How often the hang monitor is asked when it names no earlier time: its limits may shrink meanwhile."""
 LEASE_LOOK_S = 1.0
 STACKS_TIMEOUT_S = 5.0
-"""How long a driver that asks for stacks waits for them: to take them is a matter of a tenth of a second, on an idle machine."""
+"""How long `take_stacks` waits. Taking stacks needs a tenth of a second on an idle machine."""
+# A bound on memory: events are kept until the next generation, for a driver that adopts the gang.
 MAX_EVENTS = 10_000
 
 _log = logging.getLogger(__name__)
 
 
 class HostAgent:
-    """One per host. `env` holds the variables of its training processes beside those that the agent has itself.
+    """The agent of one host. `env` is added to the agent's own environment for its training processes.
 
-    What they print goes to a folder in `local_log_dir`, on the machine itself, and is copied to `log_dir`, a folder or a URL of
-    this host. `run_name` is that of the run whose machines it gives back when its lease ends; without one it only ends its
-    processes.
+    Their logs are written to a folder in `local_log_dir`, on a local disk, and copied to `log_dir`, a folder or URL for this
+    host. When the lease ends, the agent ends its processes; with a `run_name` it gives back the machines of that run as well.
     """
 
     def __init__(
@@ -67,36 +67,41 @@ class HostAgent:
         private_files: bool = False,
     ):
         if private_files:
-            os.umask(PRIVATE_UMASK)  # of its processes, too
+            os.umask(PRIVATE_UMASK)  # its processes inherit it
         self._run_name = run_name
+        # One lock for all state below: the calls of the driver, the readers of pipes and the watchdog are
+        # different threads.
         self._changed = threading.Condition()
         self._lease = Lease(lease_s)
         self._events = EventLog(MAX_EVENTS)
         self._orders: dict[str, Any] | None = None
-        """Of the newest generation."""
+        """The orders of the newest generation."""
         self._waiting = False
-        """Whether a `go` waits for a process to give them to."""
-        self._watch: Watch | None = None
+        """Whether a `start` waits for a process that can take the orders."""
+        self._hang_monitor: HangMonitor | None = None
         self._current: ProcessRecord | None = None
-        self._notice: Event | None = None
+        self._notice: MachineNotice | None = None
         self._closed = False
-        own = {name: os.path.expanduser(value) for name, value in env.items()}
-        full_env = child_env(os.environ, {**own, "PYTHONPATH": os.pathsep.join(import_path(sys.path))})
+        self._ended = threading.Event()
+        variables = {name: os.path.expanduser(value) for name, value in env.items()}  # `~` is the home on this machine
+        full_env = child_env(os.environ, {**variables, "PYTHONPATH": os.pathsep.join(import_path(sys.path))})
         copies, host = log_dir.rstrip("/"), os.path.basename(log_dir.rstrip("/"))
-        self._logs = Logs(local_log_dir, run_name or "agents", host, copies, self._take_note)
+        self._logs = Logs(local_log_dir, run_name or "agents", host, copies, self._on_note)
         self._standby = Standby(module, full_env, self._logs, self._changed, self._on_event, self._on_exit)
         self._precompilation = Precompilation(module, full_env, self._logs)
-        threading.Thread(target=self._keep_watch, name="watchdog", daemon=True).start()
+        threading.Thread(target=self._monitor_loop, name="watchdog", daemon=True).start()
         threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
+        arguments = (self._current_log, self._on_output, self._ended)
+        threading.Thread(target=log_growth.follow, args=arguments, name="growth of logs", daemon=True).start()
         if sources := preemption.sources(notice_file, metadata):
-            look = (sources, self._take_notice, self._take_note)
-            threading.Thread(target=preemption.keep_asking, args=look, name="notices", daemon=True).start()
+            callbacks = (sources, self._on_notice, self._on_note)
+            threading.Thread(target=preemption.poll_sources, args=callbacks, name="notices", daemon=True).start()
 
     def describe(self, *, driver_term: int = 0) -> dict[str, Any]:
-        """Where the agent is, and a port on its host for the coordinator of the next generation."""
+        """Returns where the agent runs, and a free port on its host for the coordinator of the next generation."""
         self._lease.renew(driver_term)
         return {
-            **place(),
+            **machine.ray_node(),
             "hostname": socket.gethostname(),
             "pid": os.getpid(),
             "log_dir": self._logs.folder,
@@ -104,14 +109,16 @@ class HostAgent:
             "next_port": machine.free_port(),
         }
 
-    def lead(self, driver_term: int) -> dict[str, Any]:
-        """Takes the lead from any driver with an older term: `describe`, and what the agent is at.
+    def take_over(self, driver_term: int) -> dict[str, Any]:
+        """Makes the driver with this term the agent's driver. Returns `describe` and the state of the agent.
 
-        `generation` and `orders` are those of the newest `go`, None before the first; `alive`: it has a process, or waits for
-        one. The events of the generation are to be had by `poll(first_event)`.
+        `generation` and `orders` are those of the newest `start`, None before the first. `alive`: it has a process, or waits for
+        one. `poll(first_event)` returns all events of the generation.
         """
+        # First: from here on a call of the former driver is refused (StaleDriver).
         about = self.describe(driver_term=driver_term)
         with self._changed:
+            # While a `start` waits, the current process is still that of the generation before.
             current = self._current if self._current and not self._waiting else None
             return {
                 **about,
@@ -124,38 +131,41 @@ class HostAgent:
             }
 
     def keep(self, *, driver_term: int = 0) -> None:
-        """Renews the lease, and nothing else."""
+        """Renews the lease and does nothing else."""
         self._lease.renew(driver_term)
 
     def is_led(self) -> bool:
-        """Whether the lease goes on."""
+        """Returns whether the agent has a driver: its lease has not ended."""
         return self._lease.left_s() > 0
 
     def profile(self, order: dict[str, Any], hosts: Sequence[int] | None, timeout_s: float) -> dict[str, Any]:
-        """Passes the order ({"cmd": "profile", "id", ...}) to the training process if it is one of these hosts (None: any), and
-        waits for what comes of it: `host` (None: it is none of them), `path`, `problem` (None: it is written).
+        """Passes the order ({"cmd": "profile", "id", ...}) to the training process if its host is one of `hosts` (None: any).
 
-        For anybody, whichever driver leads: it changes nothing that a driver goes by.
+        Waits for the result: `host` (None: it is none of `hosts`), `path`, `problem` (None: the profile is written). Anybody may
+        call this, not only the driver: it changes nothing that a driver relies on.
         """
         with self._changed:
-            life, host, cursor = self._current, (self._orders or {}).get("host"), self._events.next
-            asked = host is not None and life is not None and life.alive and not self._waiting
-            if not asked or (hosts is not None and host not in hosts):
+            # The cursor is read before the order is sent: a quick answer must not be missed.
+            process, host, cursor = self._current, (self._orders or {}).get("host"), self._events.next
+            can_profile = host is not None and process is not None and process.alive and not self._waiting
+            if not can_profile or (hosts is not None and host not in hosts):
                 return {"host": None, "path": None, "problem": None}
-        assert life is not None
-        life.child.send(order)
+        assert process is not None
+        # Outside the lock: a write to a process that does not read its input may block.
+        process.child.send(order)
         with self._changed:
-            self._changed.wait_for(lambda: self._answer(order["id"], cursor) or life.done or not life.alive, timeout_s)
+            self._changed.wait_for(lambda: self._answer(order["id"], cursor) or process.done or not process.alive, timeout_s)
             answer = self._answer(order["id"], cursor)
         if answer is None:
-            why = "the training process has ended" if life.done or not life.alive else f"no answer within {timeout_s:g} s"
-            phase = f" (it is in the phase {life.phase!r})" if life.phase != "train" else ""
+            why = "the training process has ended" if process.done or not process.alive else f"no answer within {timeout_s:g} s"
+            phase = f" (it is in the phase {process.phase!r})" if process.phase != "train" else ""
             answer = {"problem": f"{why}{phase}"}
         return {"host": host, "path": answer.get("path"), "problem": answer["problem"]}
 
     def _answer(self, request: str, cursor: int) -> Event | None:
-        told = self._events.since(cursor)
-        return next((event for event in told if event.get("ev") == "profile" and event.get("id") == request), None)
+        """Returns the process's event for the profile request with this id; None if it has not come."""
+        events = self._events.since(cursor)
+        return next((event for event in events if event.get("ev") == "profile" and event.get("id") == request), None)
 
     def prepare(self, preparation: dict[str, Any], *, driver_term: int = 0) -> None:
         """Starts the standby with this preparation; one that was started with another is replaced."""
@@ -163,32 +173,33 @@ class HostAgent:
         with self._changed:
             old = self._standby.prepare(preparation)
         if old is not None:
-            old.child.kill()
+            old.child.kill()  # outside the lock: its exit takes the lock in another thread
 
-    def go(self, orders: dict[str, Any], *, driver_term: int = 0) -> dict[str, Any]:
+    def start(self, orders: dict[str, Any], *, driver_term: int = 0) -> dict[str, Any]:
         """Makes the standby the current process as soon as it is warm, and gives it its orders.
 
-        `orders["limits"]` are those of the generation's watchdog (`WatchdogConfig` as a dict; default: its defaults). A standby
-        whose preparation failed becomes the current process too: its exception and its exit are then the events of this
-        generation. Raises RuntimeError while a process runs, if none can be started, or if `halt` comes first; TimeoutError if
-        none is warm within `import_s`. But for the halt, all are told as events of the generation too.
+        `orders["limits"]` are the limits of the generation's watchdog (`WatchdogConfig` as a dict; default: its defaults). A
+        standby whose preparation failed becomes the current process too: its exception and its exit are then events of this
+        generation. Raises RuntimeError if a process still runs, if none can be started, or if `halt` comes first. Raises
+        TimeoutError if none is warm within `import_s`. All of these but the halt are reported as events of the generation too.
         """
+        # First: a driver that has lost the run must not start a second gang here.
         self._lease.renew(driver_term)
-        self._precompilation.stop()
+        self._precompilation.stop()  # it takes cores, and perhaps device memory, that the start needs
         try:
-            life = self._take_standby(orders)
+            process = self._take_standby(orders)
         except RuntimeError as error:
-            self._tell_failed_go(orders, error)
+            self._report_failed_start(orders, error)
             raise
-        if life.alive:
-            life.child.send(orders)  # if it died just now, its exit event says so
-        return {"pid": life.child.pid, **self._log_of(life), "next_port": machine.free_port()}
+        if process.alive:
+            process.child.send(orders)  # if it died just now, its exit event says so
+        return {"pid": process.child.pid, **self._log_of(process), "next_port": machine.free_port()}
 
     def precompile(self, orders: dict[str, Any], timeout_s: float, *, driver_term: int = 0) -> str | None:
-        """Has a process of its own compile what its place in another gang would run; waits for it. What went wrong, or None.
+        """Compiles, in a separate process, the programs of one rank of another gang. Waits; returns what went wrong, or None.
 
-        `orders` are those of a `go`, as far as they say how to join, with "cmd": "precompile". The next `go`, `halt` or
-        `shutdown` ends it.
+        `orders` are like those of `start`, as far as they describe how to join, with "cmd": "precompile". The next `start`,
+        `halt` or `shutdown` ends the process.
         """
         self._lease.renew(driver_term)
         with self._changed:
@@ -201,202 +212,231 @@ class HostAgent:
             return f"cannot start a process: {error}"
 
     def order(self, message: dict[str, Any], *, driver_term: int = 0) -> bool:
-        """Passes a line to the current process; False if there is none to take it."""
+        """Passes a line to the current process. Returns False if there is no process that can take it."""
         self._lease.renew(driver_term)
         with self._changed:
-            life = self._current
-        return life is not None and life.alive and life.child.send(message)
+            process = self._current
+        return process is not None and process.alive and process.child.send(message)
 
     def poll(self, cursor: int = 0, wait_s: float = 0.0, *, driver_term: int = 0) -> dict[str, Any]:
-        """Events from `cursor` on, each with its number, `n`; waits for one at most `wait_s`. `cursor` in the answer is for the
-        next poll. Heartbeats are no events: the last one comes along.
+        """Returns the events from `cursor` on, each with its number `n`; waits for one at most `wait_s`.
+
+        The `cursor` in the answer is for the next poll. Heartbeats are not events: the answer has the newest one separately.
         """
         self._lease.renew(driver_term)
         with self._changed:
+            # Heartbeats do not end this wait: with thousands of hosts each long poll would become a short one.
             self._changed.wait_for(lambda: self._events.next > cursor, wait_s)
             return {
-                **self._told_since(cursor),
+                **self._events_since(cursor),
                 "heartbeat": self._current.heartbeat if self._current else None,
                 "host_state": self._host_state(),
             }
 
     def take_stacks(self, timeout_s: float = STACKS_TIMEOUT_S, *, driver_term: int = 0) -> None:
-        """To be called on all hosts before any is halted, when one of them hangs: `halt` then has the stacks of this one too,
-        though its own limits may not be near yet. Waits for them, if they take no longer than this.
+        """Takes the stacks of the process. To be called on all hosts when one of them hangs, before any is halted.
+
+        Then `halt` returns the stacks of this host too, even if its own limits are not near yet. Waits at most `timeout_s`.
         """
         self._lease.renew(driver_term)
         with self._changed:
-            if self._watch is not None:
-                self._watch.want_stacks(self._watched(), timeout_s)
+            if self._hang_monitor is not None:
+                self._hang_monitor.request_stacks(self._monitored(), timeout_s)
 
     def halt(self, timeout_s: float = HALT_ANSWER_S, *, cursor: int | None = None, driver_term: int = 0) -> dict[str, Any]:
-        """Kills the current process and its group, waits a little until it is gone, and says what is known of it. A `go` that
+        """Kills the current process and its group, waits a little until it is gone, and returns its post-mortem. A `start` that
         still waits for its process gives up.
 
-        A process with very much memory, or one that waits for a disk, takes longer to die than `timeout_s`: then `gone` is False
-        in the answer, `dying_s` the seconds since the first halt, `dying_state` what the kernel says of it now, and whoever asks
-        asks again. A `go` waits for its end.
+        A process with very much memory, or one that waits for a disk, may take longer to die than `timeout_s`. Then the answer
+        has `gone` = False, `dying_s` (seconds since the first halt) and `dying_state` (its state in the kernel now), and the
+        caller asks again. A `start` waits for its end.
 
-        `exit` is None in the answer if the process was alive and died of this; `pid` is None if there was none. `state` is what
-        the kernel said of it before; `stacks` were taken when it had been without progress for nearly too long, or by
-        `take_stacks`. `clock_s` is the wall clock of this machine when it was asked. With a `cursor`, the answer has the `events`
-        from there to the end, and the next `cursor`, as a poll has.
+        `exit` is None if the process was alive until this call; `pid` is None if there was none. `state` is its state in the
+        kernel before. The `stacks` were taken when it had been without progress for nearly too long, or by `take_stacks`.
+        `clock_s` is this machine's wall clock at the call. With a `cursor`, the answer has the `events` from there on, and the
+        next `cursor`, like that of `poll`.
         """
         self._lease.renew(driver_term)
+        # Read before the kill, which may take long: the driver converts the times of this host's clock with it.
         asked_at_s = time.time()
         self._precompilation.stop()
         with self._changed:
-            watch, orders = self._watch, self._orders
-            life = self._dying() or self._watched()
-            if life is self._standby.life and self._waiting and watch is not None and watch.overdue is None:
-                life = None  # a standby that may still become warm: the next generation wants it
+            hang_monitor, orders = self._hang_monitor, self._orders
+            # A process that an earlier halt did not see die comes first: it may still hold the devices.
+            process = self._dying() or self._monitored()
+            if process is self._standby.process and self._waiting and hang_monitor is not None and hang_monitor.overdue is None:
+                process = None  # a standby that may still become warm: the next generation needs it
+            # Ends a `start` that still waits: it must not take the standby after this halt.
             self._waiting = False
             self._changed.notify_all()
-        gone = life is None or life.kill(timeout_s)
+        # Outside the lock: the exit is recorded under it by another thread, and `kill` waits for that.
+        gone = process is None or process.kill(timeout_s)
         with self._changed:
             generation = orders["generation"] if orders else None
             about = {"generation": generation, "notice": self._notice, "gone": gone, "clock_s": asked_at_s}
-            if life is not None and not gone:
-                about |= {"dying_s": life.dying_s(), "dying_state": stack_dump.process_state(life.child.pid)}
+            if process is not None and not gone:
+                about |= {"dying_s": process.dying_s(), "dying_state": stack_dump.process_state(process.child.pid)}
             if cursor is not None:
-                about |= self._told_since(cursor)
+                about |= self._events_since(cursor)
             return {
-                **post_mortem(life),
-                **self._log_of(life),
+                **post_mortem(process),
+                **self._log_of(process),
                 **about,
-                **(watch.findings() if watch else {"stacks": None, "overdue": None}),
+                **(hang_monitor.findings() if hang_monitor else {"stacks": None, "overdue": None}),
             }
 
     def shutdown(self, *, driver_term: int = 0) -> None:
-        """Kills the current process and the standby; nothing is started any more."""
+        """Kills the current process and the standby. Nothing is started any more."""
         self._lease.renew(driver_term)
         self._close()
 
     def _close(self) -> None:
         with self._changed:
             self._closed, self._waiting = True, False
-            lives = [life for life in (self._current, self._standby.close()) if life is not None]
+            self._ended.set()
+            processes = [process for process in (self._current, self._standby.close()) if process is not None]
             self._changed.notify_all()
-        for life in lives:
-            life.child.kill()
+        # All are killed before any is waited for: one that dies slowly must not keep the others alive.
+        for process in processes:
+            process.child.kill()
         self._precompilation.close()
-        for life in lives:
-            life.child.wait_gone(CLOSE_WAIT_S)
+        for process in processes:
+            process.child.wait_gone(CLOSE_WAIT_S)
+        # Last: until here the processes may have printed something.
         self._logs.close(CLOSE_TIMEOUT_S)
 
     # ------------------------------------------------------------------ a generation
 
     def _take_standby(self, orders: dict[str, Any]) -> ProcessRecord:
+        """Waits until the standby is warm and makes it the current process of a new generation."""
         config = WatchdogConfig(**orders.get("limits") or {})
         with self._changed:
             self._check_free(orders)
             self._orders, self._waiting = orders, True
+            # The numbers of events go on, so a cursor of the last generation hides no event of this one.
             self._events.clear()
-            watch = self._watch = Watch(config, self._changed, self._tell)
-            if self._standby.life is None:
-                self._standby.want()
+            hang_monitor = self._hang_monitor = HangMonitor(config, self._changed, self._report)
+            if self._standby.process is None:
+                self._standby.request()
             try:
-                self._changed.wait_for(lambda: not self._waiting or watch.overdue is not None or self._ready())
+                # A standby that never gets warm ends this wait too: the monitor reports it as overdue after `import_s`.
+                self._changed.wait_for(lambda: not self._waiting or hang_monitor.overdue is not None or self._ready())
                 if not self._waiting:
                     raise Halted(f"generation {orders['generation']} was halted before its process was ready")
-                if dying := self._dying():  # it holds the devices
+                if dying := self._dying():  # it still holds the devices: another process could not open them
                     raise TimeoutError(f"generation {orders['generation']}: {dying.describe_dying()}")
-                settled, life = self._standby.settled(), self._standby.take()
+                settled, process = self._standby.settled(), self._standby.take()
             finally:
+                # After an error too: else every later start would be refused because this one still waits.
                 self._waiting = False
-            if life is not None:
-                self._begin(life, orders)
-        if life is None or not settled:
-            slow = self._standby.describe_slow(life, config.import_s)
+            if process is not None:
+                self._begin(process, orders)
+        if process is None or not settled:
+            slow = self._standby.describe_slow(process, config.import_s)
             raise TimeoutError(f"generation {orders['generation']}: {slow}")
-        return life
+        return process
 
     def _check_free(self, orders: dict[str, Any]) -> None:
-        what = f"go for generation {orders['generation']}"
+        start = f"start of generation {orders['generation']}"
         if self._waiting:
             assert self._orders is not None
-            raise RuntimeError(f"{what}: generation {self._orders['generation']} waits for its process; call halt first")
+            raise RuntimeError(f"{start}: generation {self._orders['generation']} waits for its process; call halt first")
         if self._current is not None and self._current.alive and not self._dying():
             running = f"process {self._current.child.pid} of generation {self._current.generation} still runs"
-            raise RuntimeError(f"{what}: {running}; call halt first")
+            raise RuntimeError(f"{start}: {running}; call halt first")
 
     def _ready(self) -> bool:
-        """Whether there is something to take, and nothing of an earlier generation that holds the devices."""
+        """Returns whether the standby can be taken, and no process of an earlier generation holds the devices."""
         return self._standby.settled() and not self._dying()
 
     def _dying(self) -> ProcessRecord | None:
-        """The process of the newest generation but one, if it was killed and is still there."""
+        """Returns the process of the previous generation if it was killed and still exists."""
         return self._current if self._current is not None and self._current.dying else None
 
-    def _begin(self, life: ProcessRecord, orders: dict[str, Any]) -> None:
-        self._current, life.generation = life, orders["generation"]
-        for event in life.early_events:
-            self._tell(event)
-        if not life.alive and self._watch is not None:
-            self._watch.end()
+    def _begin(self, process: ProcessRecord, orders: dict[str, Any]) -> None:
+        self._current, process.generation = process, orders["generation"]
+        for event in process.early_events:
+            self._report(event)
+        if not process.alive and self._hang_monitor is not None:
+            self._hang_monitor.end()
         self._changed.notify_all()
 
-    def _tell_failed_go(self, orders: dict[str, Any], error: RuntimeError) -> None:
+    def _report_failed_start(self, orders: dict[str, Any], error: RuntimeError) -> None:
+        # The driver asked for the halt: this is no failure of the host.
         if isinstance(error, Halted):
             return
-        event = {"t": time.time(), "ev": "exception", "type": type(error).__name__, "message": str(error), "kind": "crash"}
+        event: StartFailed = {
+            "t": time.time(),
+            "ev": "exception",
+            "type": type(error).__name__,
+            "message": str(error),
+            "kind": "crash",
+            "traceback": "",
+            "step": None,
+        }
         with self._changed:
-            self._events.append({**event, "traceback": "", "step": None, "generation": orders["generation"]})
+            # Not by `_report`: a start that was refused has not made its generation the newest one.
+            self._events.append({**event, "generation": orders["generation"]})
             self._changed.notify_all()
 
-    def _tell(self, event: Event) -> None:
+    def _report(self, event: Mapping[str, Any]) -> None:
         self._events.append({**event, "generation": self._orders["generation"] if self._orders else None})
         self._changed.notify_all()
 
-    def _on_event(self, life: ProcessRecord, event: Event) -> None:
-        kind = event.get("ev")
+    def _on_event(self, process: ProcessRecord, event: ProcessEvent) -> None:
+        kind = event["ev"]
         with self._changed:
-            life.note(event)
-            if life is self._current and self._waiting:  # it is dying while the next generation waits for its end
+            process.observe(event)
+            if process is self._current and self._waiting:  # of the previous generation, whose end `start` waits for
                 return
-            if life is not self._current:
-                if kind != "heartbeat":
-                    life.early_events.append(event)
+            if process is not self._current:
+                if kind != "heartbeat":  # kept for the generation that it will belong to
+                    process.early_events.append(event)
                     self._changed.notify_all()
                 return
-            if self._watch is not None:
-                self._watch.note(event)
+            if self._hang_monitor is not None:
+                # Heartbeats too: the step in them is the progress that the watchdog looks at.
+                self._hang_monitor.observe(event)
             if kind == "heartbeat":
                 return
-            self._tell(event)
-            if kind == "first_step" and self._standby.life is None:  # not before: it would slow the recovery down
-                self._standby.want()
+            self._report(event)
+            # Not before the first step: the start of a standby would slow the recovery down.
+            if kind == "first_step" and self._standby.process is None:
+                self._standby.request()
 
-    def _on_exit(self, life: ProcessRecord, how: Exit) -> None:
-        log_tail = life.child.log_tail()  # without the lock: a disk may hang
+    def _on_exit(self, process: ProcessRecord, how: ExitStatus) -> None:
+        log_tail = process.child.log_tail()  # before the lock is taken: a disk may hang
         self._logs.copy()
         with self._changed:
-            life.end(how, log_tail)
-            if life is self._current:
-                self._on_current_exit(life)
-            elif life is self._standby.life:
-                self._standby.ended(life)
+            process.end(how, log_tail)
+            if process is self._current:
+                self._on_current_exit(process)
+            elif process is self._standby.process:
+                self._standby.ended(process)
             self._changed.notify_all()
 
-    def _on_current_exit(self, life: ProcessRecord) -> None:
-        if self._watch is not None and not self._waiting:
-            self._watch.end()
-        if not life.halted and life.exit is not None:
-            self._tell(life.exit)
-        if not life.done and self._standby.life is None:
-            self._standby.want()
+    def _on_current_exit(self, process: ProcessRecord) -> None:
+        # While a `start` waits, the monitor is that of the next generation already.
+        if self._hang_monitor is not None and not self._waiting:
+            self._hang_monitor.end()
+        # A process that the agent killed did not fail.
+        if not process.halted and process.exit is not None:
+            self._report(process.exit)
+        # After a failure before the first step there is no standby yet. After `done`, none is needed.
+        if not process.done and self._standby.process is None:
+            self._standby.request()
 
-    # ------------------------------------------------------------------ what it does by itself
+    # ------------------------------------------------------------------ background threads
 
-    def _keep_watch(self) -> None:
+    def _monitor_loop(self) -> None:
         with self._changed:
             while not self._closed:
-                due_s = self._watch.act(self._watched()) if self._watch is not None else LOOK_S
+                due_s = self._hang_monitor.act(self._monitored()) if self._hang_monitor is not None else LOOK_S
                 self._changed.wait(min(due_s, LOOK_S))
 
-    def _watched(self) -> ProcessRecord | None:
-        """The process that is, or is about to be, the one of the newest generation."""
-        return self._standby.life if self._waiting else self._current
+    def _monitored(self) -> ProcessRecord | None:
+        """Returns the process that is, or is about to become, that of the newest generation."""
+        return self._standby.process if self._waiting else self._current
 
     def _keep_lease(self) -> None:
         while (left_s := self._lease.left_s()) > 0:
@@ -405,41 +445,52 @@ class HostAgent:
                     return
                 self._changed.wait(min(left_s, LEASE_LOOK_S))
         _log.warning("no driver has called for %g s: ending the processes, giving the machine back", self._lease.lease_s)
+        # First: removing the groups (below) ends this agent, and the last logs would not be copied.
         self._close()
         if self._run_name is not None:
             from cluster.placement import cleanup
 
-            cleanup.leave(self._run_name, self._lease.driver_term)
+            cleanup.exit_agent(self._run_name, self._lease.driver_term)
 
-    def _take_notice(self, found: preemption.Notice | None) -> None:
+    def _on_notice(self, notice: MachineTakenAway | None) -> None:
         with self._changed:
-            if found is None:
-                self._notice = None  # taken back: the next one is news again
+            if notice is None:
+                self._notice = None  # withdrawn: the next notice is reported again
             elif self._notice is None:
-                self._notice = {"t": time.time(), "ev": "notice", **found, "node": True}
-                self._tell(self._notice)
+                self._notice = {"t": time.time(), "ev": "notice", **notice, "node": True}
+                self._report(self._notice)
 
-    def _take_note(self, message: str) -> None:
+    def _current_log(self) -> str | None:
         with self._changed:
-            self._tell(note(message))
+            return self._current.child.log_path if self._current else None
 
-    # ------------------------------------------------------------------ what it says
+    def _on_output(self) -> None:
+        with self._changed:
+            if self._hang_monitor is not None:
+                self._hang_monitor.hear()
 
-    def _log_of(self, life: ProcessRecord | None) -> dict[str, Any]:
-        """Where the log of a process is: on this machine, and its copy."""
-        path = life.child.log_path if life else None
+    def _on_note(self, message: str) -> None:
+        with self._changed:
+            self._report(note(message))
+
+    # ------------------------------------------------------------------ parts of answers
+
+    def _log_of(self, process: ProcessRecord | None) -> dict[str, Any]:
+        """Returns the paths of a process's log: on this machine, and of its copy."""
+        path = process.child.log_path if process else None
         return {"log_path": path, "log_copy": self._logs.copy_of(path) if path else None}
 
-    def _told_since(self, cursor: int) -> dict[str, Any]:
+    def _events_since(self, cursor: int) -> dict[str, Any]:
         return {"cursor": self._events.next, "events": self._events.since(cursor)}
 
     def _host_state(self) -> dict[str, Any]:
-        current, standby = self._current, self._standby.life
+        current, standby = self._current, self._standby.process
         return {
             "t": time.time(),
             "pid": current.child.pid if current else None,
             "generation": current.generation if current else None,
             "alive": current is not None and current.alive,
+            "silence": self._hang_monitor.silence(current) if self._hang_monitor and current and not self._waiting else None,
             **self._log_of(current),
             "standby": self._standby.state(),
             "standby_pid": standby.child.pid if standby else None,
@@ -448,4 +499,4 @@ class HostAgent:
 
 
 class Halted(RuntimeError):
-    """The driver wants no process any more."""
+    """`halt` came while a `start` waited for its process."""

@@ -1,9 +1,11 @@
-"""One child process: started so that nothing of it survives its parent, watched until nothing of it is left.
+"""A child process that cannot outlive its parent, watched until its whole process group is gone.
 
-The child runs in a session of its own. Three things end it with its parent, each where the others do not reach:
-the kernel (`PR_SET_PDEATHSIG`), at once, but the child alone, and when the *thread* that started it ends, so that thread must
-live as long as the parent; a small guard in its process group, which kills the whole group, data workers included, when its
-pipe from the parent breaks; and the end of its standard input, which a well-behaved child takes as an order to leave.
+The child runs in a separate session. Three mechanisms end it with its parent, since none of them covers all cases:
+
+- the kernel (`PR_SET_PDEATHSIG`) kills it at once, but only the child itself, and already when the *thread* that started it ends:
+  that thread must live as long as the parent;
+- a small guard in its process group kills the whole group, data workers included, when the pipe from the parent breaks;
+- the end of its standard input, at which a well-behaved child exits.
 """
 
 from __future__ import annotations
@@ -19,20 +21,21 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import cluster
+from cluster.agent.events import ProcessEvent
 
 LOG_TAIL_LINES = 30
 _LOG_TAIL_BYTES = 16 * 1024
 _PIPE_GRACE_S = 5.0
-"""How long to wait for the rest of the pipe from a dead process: something that left its group may hold it open."""
+"""How long to read on from the pipe of a dead process: a descendant that has left the process group may hold the pipe open."""
 
 RAY_TOKEN = "RAY_AUTH_TOKEN"
-"""The variable with which any process may enter a Ray cluster that asks for a token."""
+"""Ray's variable for the token of a cluster: a process that has it may connect."""
 
 _PF_EXITING = 0x4
-"""The kernel's flag of a process on its way out (include/linux/sched.h)."""
+"""The kernel's flag of a process that is exiting (include/linux/sched.h)."""
 
 _LAUNCHER = """
 import ctypes, os, signal, sys
@@ -50,11 +53,12 @@ if os.getppid() != parent:
     os.killpg(0, signal.SIGKILL)
 os.execv(sys.executable, [sys.executable, "-u", "-m", module])
 """
-"""Becomes the child. Done here, not between fork and exec: the parent has threads, whose locks a fork copies locked."""
+"""A small program that forks the guard and then becomes the child. Not done in `preexec_fn`: the parent has threads, and a fork
+copies the locks that they hold."""
 
 
 @dataclass(frozen=True)
-class Exit:
+class ExitStatus:
     """How a process ended."""
 
     code: int | None
@@ -62,33 +66,34 @@ class Exit:
     signal: int | None
     at_s: float
     by_parent: bool
-    """It lived until `kill` was called: its end is no failure of its own."""
+    """It was alive until `kill` was called: its end is not a failure."""
 
 
-def child_env(inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The parent's environment with the child's own variables.
+def child_env(inherited: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of the parent with the `changes` for the child.
 
-    XLA's flags are joined (a later one wins). What the parent says of TPU slices is dropped: it may be of slices long gone,
-    and a process that believes it hangs. So is the token of the Ray cluster: a child that needs it must be given it.
+    XLA's flags are joined (a later one wins). The parent's variables about TPU slices are dropped: they may describe slices of an
+    earlier gang, with which the child would hang. The token of the Ray cluster is dropped too: training code must not have it.
     """
     kept = {name: value for name, value in inherited.items() if not name.startswith("MEGASCALE_") and name != RAY_TOKEN}
-    flags = " ".join(part for part in (kept.get("XLA_FLAGS"), own.get("XLA_FLAGS")) if part)
-    return {**kept, **own, **({"XLA_FLAGS": flags} if flags else {})}
+    flags = " ".join(part for part in (kept.get("XLA_FLAGS"), changes.get("XLA_FLAGS")) if part)
+    return {**kept, **changes, **({"XLA_FLAGS": flags} if flags else {})}
 
 
 def import_path(paths: list[str]) -> list[str]:
-    """Those of the parent's `sys.path` that a fresh Python does not have by itself: where the project and the user's code are."""
-    known = sysconfig.get_paths()
-    builtin = {os.path.realpath(known[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    wanted = [os.path.dirname(os.path.dirname(os.path.abspath(cluster.__file__)))]
+    """Returns the entries of the parent's `sys.path` that a new Python would not have: the project's and the user's code."""
+    standard = sysconfig.get_paths()
+    builtin = {os.path.realpath(standard[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    # The project first, whatever `sys.path` says: the child runs a module of it.
+    kept = [os.path.dirname(os.path.dirname(os.path.abspath(cluster.__file__)))]
     for path in paths:
         if os.path.isdir(path) and not any((os.path.realpath(path) + os.sep).startswith(prefix) for prefix in builtin):
-            wanted.append(os.path.abspath(path))
-    return list(dict.fromkeys(wanted))
+            kept.append(os.path.abspath(path))
+    return list(dict.fromkeys(kept))
 
 
 def log_tail(path: str, lines: int = LOG_TAIL_LINES) -> list[str]:
-    """The last lines of a log file; none if there is no such file; why not, if it cannot be read."""
+    """Returns the last lines of a log file: none if there is no file, an error message if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.path.getsize(path) - _LOG_TAIL_BYTES))
@@ -101,11 +106,14 @@ def log_tail(path: str, lines: int = LOG_TAIL_LINES) -> list[str]:
 
 def spawn(module: str, *, env: Mapping[str, str], first_line: dict[str, Any], log_path: str) -> ChildProcess:
     """Starts `python -m module` and sends it its first line. The calling thread must live as long as the child should."""
+    # Pipe ends that stay here are not inheritable: if another child held the guard's pipe too, it would never break.
     events, events_child = os.pipe()
     guard_child, guard = os.pipe()
     here = str(os.getpid())
+    # Isolated and without `site`: it starts fast, and runs none of the user's code.
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, here, str(guard_child), str(events_child), module]
     try:
+        # Appending matters: `logs.cut` empties the file under the writer, which then goes on at its beginning.
         with open(log_path, "ab") as log:
             popen = subprocess.Popen(
                 launcher,
@@ -114,13 +122,14 @@ def spawn(module: str, *, env: Mapping[str, str], first_line: dict[str, Any], lo
                 stderr=subprocess.STDOUT,
                 pass_fds=(events_child, guard_child),
                 env={**env, "EVENT_FD": str(events_child)},
-                start_new_session=True,
+                start_new_session=True,  # a group of its own for `killpg`; Ctrl-C in a terminal does not reach it
             )
     except OSError:
         os.close(events)
         os.close(guard)
         raise
     finally:
+        # Also after success: with this copy open, the reader would never see the end of the child's events.
         os.close(events_child)
         os.close(guard_child)
     child = ChildProcess(popen, os.fdopen(events, "rb"), guard, log_path)
@@ -129,7 +138,7 @@ def spawn(module: str, *, env: Mapping[str, str], first_line: dict[str, Any], lo
 
 
 class ChildProcess:
-    """A child between its start and its end. `spawn` makes one; nothing is read from it before `watch`."""
+    """A running child. `spawn` makes one; nothing is read from it before `watch`."""
 
     def __init__(self, popen: subprocess.Popen, events: BinaryIO, guard: int, log_path: str):
         self.pid = popen.pid
@@ -141,16 +150,17 @@ class ChildProcess:
         self._killed = False
         self._gone = threading.Event()
 
-    def watch(self, on_event: Callable[[dict[str, Any]], None], on_exit: Callable[[Exit], None]) -> None:
-        """Calls back for every event, then once for the exit, from threads of its own; never two at a time."""
+    def watch(self, on_event: Callable[[ProcessEvent], None], on_exit: Callable[[ExitStatus], None]) -> None:
+        """Calls `on_event` for every event, then `on_exit` once, from background threads; never two calls at a time."""
         reader = threading.Thread(target=self._read, args=(on_event,), name=f"events of {self.pid}", daemon=True)
         reader.start()
         threading.Thread(target=self._wait, args=(reader, on_exit), name=f"end of {self.pid}", daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> bool:
-        """Writes one line to the child; False if it is gone."""
+        """Writes one line to the child. Returns False if the child is gone."""
         assert self._popen.stdin is not None
         try:
+            # Two threads may send at once: their lines must not mix.
             with self._input:
                 self._popen.stdin.write(json.dumps(message).encode() + b"\n")
                 self._popen.stdin.flush()
@@ -165,39 +175,42 @@ class ChildProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL for the child and everything in its group; a stopped or frozen one ends too."""
+        """Sends SIGKILL to the child and its whole process group. This ends a stopped or frozen process too."""
         with self._signals:
-            if self._reaped:  # the id may be another process's by now
+            if self._reaped:  # the pid may belong to another process by now
                 return
             gone = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+            # A process that was dying already was not killed by us: its end is a failure.
             self._killed |= not gone and not _is_dying(self.pid)
             _kill_group(self.pid)
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """True once the child is gone and `on_exit` has returned."""
+        """Returns True once the child is gone and `on_exit` has returned."""
         return self._gone.wait(timeout_s)
 
     def log_tail(self) -> list[str]:
         """The last lines that the child printed."""
         return log_tail(self.log_path)
 
-    def _read(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+    def _read(self, on_event: Callable[[ProcessEvent], None]) -> None:
         for line in self._events:
             if line.endswith(b"\n"):  # else it was cut off by the death of the writer
                 on_event(_parse(line))
 
-    def _wait(self, reader: threading.Thread, on_exit: Callable[[Exit], None]) -> None:
-        # The dead child is left unreaped until its group is gone too: its id cannot be given to another process meanwhile.
+    def _wait(self, reader: threading.Thread, on_exit: Callable[[ExitStatus], None]) -> None:
+        # The dead child is reaped only after its group is killed: until then its pid cannot be given to another process.
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         at_s = time.time()
         with self._signals:
             _kill_group(self.pid)
             status = self._popen.wait()
             self._reaped = True
+        # Before `on_exit`: the last events (an exception, `done`) have to come before the exit.
         reader.join(_PIPE_GRACE_S)
         self._close()
+        # If it ended otherwise although it was killed, its own end came first and counts as a failure.
         code, number = (status, None) if status >= 0 else (None, -status)
-        on_exit(Exit(code=code, signal=number, at_s=at_s, by_parent=self._killed and number == signal.SIGKILL))
+        on_exit(ExitStatus(code=code, signal=number, at_s=at_s, by_parent=self._killed and number == signal.SIGKILL))
         self._gone.set()
 
     def _close(self) -> None:
@@ -207,20 +220,24 @@ class ChildProcess:
             self._popen.stdin.close()
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> ProcessEvent:
     try:
         event = json.loads(line)
     except ValueError:
         event = None
-    if not isinstance(event, dict):
-        return {"t": time.time(), "ev": "note", "message": f"not an event: {line[:200]!r}"}
-    return event
+    if not isinstance(event, dict) or not isinstance(event.get("ev"), str):
+        event = {"ev": "note", "message": f"not an event: {line[:200]!r}"}
+    return cast("ProcessEvent", {"t": time.time(), **event})
 
 
 def _is_dying(pid: int) -> bool:
-    """Whether somebody else has killed it: a process with much memory takes milliseconds to go, and is no zombie until then."""
+    """Returns whether the process is exiting already, or has a SIGKILL pending from somebody else.
+
+    A process with much memory needs milliseconds to exit, and is no zombie until then: `waitid` does not show it.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
+            # After the last `)`: the name of a process, in parentheses, may hold spaces and parentheses itself.
             flags = int(file.read().rpartition(b")")[2].split()[6])
         with open(f"/proc/{pid}/status") as file:
             pending = [int(line.split()[1], 16) for line in file if line.startswith(("SigPnd:", "ShdPnd:"))]

@@ -1,4 +1,4 @@
-"""Who may command an agent, and for how long it waits for a sign of life."""
+"""The lease that a driver holds on an agent: which driver may command it, and how long the agent lives without one."""
 
 from __future__ import annotations
 
@@ -8,28 +8,30 @@ from collections.abc import Callable
 
 
 class StaleDriver(Exception):
-    """A newer driver leads this agent; who sees this has lost the run, and must leave it alone."""
+    """The agent has a newer driver. The caller has lost the run and must not touch it any more."""
 
 
 class Lease:
-    """Held by the driver with the newest term; every call of it renews the lease. Any thread may call."""
+    """The driver with the newest term holds the lease; each of its calls renews it. Thread-safe."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic):
         self.lease_s, self._clock = lease_s, clock
         self.driver_term = 0
         self._lock = threading.Lock()
-        self._heard_at_s = clock()
+        # From the beginning: an agent that no driver ever calls has to end too.
+        self._renewed_at_s = clock()
 
     def renew(self, driver_term: int) -> None:
-        """Hears from the driver with this term. Raises StaleDriver if one with a newer term has been heard."""
+        """Renews the lease for the driver with this term. Raises StaleDriver if a driver with a newer term has called before."""
         with self._lock:
+            # An equal term passes: it is another call of the same driver.
             if driver_term < self.driver_term:
                 raise StaleDriver(
                     f"this driver's term is {driver_term}, and a driver with term {self.driver_term} leads this agent"
                 )
-            self.driver_term, self._heard_at_s = driver_term, self._clock()
+            self.driver_term, self._renewed_at_s = driver_term, self._clock()
 
     def left_s(self) -> float:
-        """Seconds until the lease ends; none or less: it has ended."""
+        """Returns the seconds until the lease ends; 0 or less if it has ended."""
         with self._lock:
-            return self._heard_at_s + self.lease_s - self._clock()
+            return self._renewed_at_s + self.lease_s - self._clock()

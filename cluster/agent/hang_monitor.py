@@ -1,4 +1,4 @@
-"""Acts on what a watchdog finds in one generation: takes stacks early, and tells that a limit has passed."""
+"""Acts on the alarms of a watchdog: takes stacks shortly before a limit passes, and reports that it has passed."""
 
 from __future__ import annotations
 
@@ -8,107 +8,140 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.agent import stack_dump
-from cluster.agent.event_log import Event
+from cluster.agent.events import AgentEvent, Overdue, Position, ProcessEvent
+from cluster.agent.limits import WatchdogConfig
+from cluster.agent.phases import SILENCE
 from cluster.agent.process_record import ProcessRecord
-from cluster.agent.watchdog import Alarm, Watchdog, WatchdogConfig
+from cluster.agent.watchdog import Alarm, Watchdog
 
 STACKS_GRACE_S = 0.5
-"""How long the news of a passed limit waits for stacks that are being taken, and for the end of the log."""
+"""How long the `overdue` event waits for stacks that are being taken, and for the end of the log."""
 
 
-class Watch:
-    """One process in one generation. Whoever calls holds `changed`, its owner's lock; `tell` is called with it held too."""
+class HangMonitor:
+    """Monitors one process in one generation. Callers hold `changed`, the lock of the owner; `report` is called with it held."""
 
-    def __init__(self, config: WatchdogConfig, changed: threading.Condition, tell: Callable[[Event], None]):
+    def __init__(self, config: WatchdogConfig, changed: threading.Condition, report: Callable[[AgentEvent], None]):
         self.stacks: str | None = None
-        """Taken when it became suspicious; None again when it went on after all."""
-        self.overdue: Event | None = None
-        """The first one."""
+        """Stacks, taken when the process became suspicious; None again if it made progress after all."""
+        self.overdue: Overdue | None = None
+        """The first `overdue` event of the generation."""
         self._watchdog = Watchdog(config, time.monotonic())
-        self._changed, self._tell = changed, tell
-        self._taking = self._wanted = self._ended = False
+        self._silent_limit_s = config.silent_s
+        self._last_sign_s = time.monotonic()
+        self._changed, self._report = changed, report
+        self._taking = self._stacks_requested = self._ended = False
 
-    def note(self, event: Event) -> None:
-        """Takes in an event of the process; heartbeats too."""
-        now_s = time.monotonic()
-        self._watchdog.note(event, now_s)
+    def observe(self, event: ProcessEvent) -> None:
+        """Passes an event of the process, heartbeats included, to the watchdog."""
+        now_s = self._last_sign_s = time.monotonic()
+        self._watchdog.observe(event, now_s)
         if not self._worth_keeping(now_s):
             self.stacks = None
 
-    def act(self, life: ProcessRecord | None) -> float:
-        """Does what is due for this process (None: it has not been started). Returns when to look again, in seconds from now."""
+    def hear(self) -> None:
+        """Records that the process has printed something."""
+        self._last_sign_s = time.monotonic()
+
+    def silence(self, process: ProcessRecord) -> Overdue | None:
+        """Returns an `overdue` event if the process has been silent for longer than it may, where nothing else has a limit.
+
+        Not reported: only the driver knows whether the other hosts are silent too.
+        """
+        waited_s = time.monotonic() - self._last_sign_s
+        if self._silent_limit_s is None or waited_s < self._silent_limit_s or self._ended or self._watchdog.limited:
+            return None
+        return {
+            "t": time.time(),
+            "ev": "overdue",
+            "phase": SILENCE,
+            "limit_s": self._silent_limit_s,
+            "waited_s": waited_s,
+            "stacks": None,
+            "state": None,
+            "log_tail": [],
+            **process.position(),
+        }
+
+    def act(self, process: ProcessRecord | None) -> float:
+        """Handles the alarms for this process (None: it has not been started). Returns in how many seconds to call again."""
         if self._ended:
             return float("inf")
         for alarm in self._watchdog.look(time.monotonic()):
             if not alarm.overdue:
-                self._take_stacks(life)
+                self._take_stacks(process)
             else:
-                self._tell_overdue(alarm, life)
+                self._report_overdue(alarm, process)
         return self._watchdog.next_look_s(time.monotonic())
 
-    def want_stacks(self, life: ProcessRecord | None, timeout_s: float) -> None:
-        """Another host hangs: takes them, if that has not been done, though here nothing may be suspicious. Waits for them."""
-        self._wanted = True
+    def request_stacks(self, process: ProcessRecord | None, timeout_s: float) -> None:
+        """Takes stacks because another host hangs, unless they have been taken, even if this host is not suspicious. Waits."""
+        # Before the stacks are taken: those of a host that is not suspicious would be dropped.
+        self._stacks_requested = True
         if self.stacks is None and not self._ended:
-            self._take_stacks(life)
+            self._take_stacks(process)
         self._wait_for_stacks(timeout_s)
 
     def findings(self) -> dict[str, Any]:
         return {"stacks": self.stacks, "overdue": self.overdue}
 
     def end(self) -> None:
-        """The process is gone."""
+        """Stops monitoring: the process is gone."""
         self._ended = True
 
-    def _take_stacks(self, life: ProcessRecord | None) -> None:
-        if life is not None and not self._taking:
+    def _take_stacks(self, process: ProcessRecord | None) -> None:
+        if process is not None and not self._taking:
             self._taking = True
-            # On a thread of its own: reading a process may take seconds, and nothing must wait for that.
-            threading.Thread(target=self._read_stacks, args=(life,), name=f"stacks of {life.child.pid}", daemon=True).start()
+            # In a separate thread: reading the stacks may take seconds, and the agent's lock is held here.
+            threading.Thread(
+                target=self._read_stacks, args=(process,), name=f"stacks of {process.child.pid}", daemon=True
+            ).start()
 
-    def _read_stacks(self, life: ProcessRecord) -> None:
-        text = stack_dump.stacks(life.child)
+    def _read_stacks(self, process: ProcessRecord) -> None:
+        text = stack_dump.stacks(process.child)
         with self._changed:
             self._taking = False
+            # It may have gone on meanwhile: stacks from then would blame a healthy line.
             if self._worth_keeping(time.monotonic()):
                 self.stacks = text
             self._changed.notify_all()
 
     def _worth_keeping(self, now_s: float) -> bool:
-        """Whether stacks say where it is, and not where it was before it went on."""
-        return self._wanted or self.overdue is not None or self._watchdog.suspicious(now_s)
+        """Returns whether stacks show where the process is now: it has made no progress since they were taken."""
+        return self._stacks_requested or self.overdue is not None or self._watchdog.suspicious(now_s)
 
     def _wait_for_stacks(self, timeout_s: float) -> None:
         self._changed.wait_for(lambda: not self._taking, timeout_s)
 
-    def _log_tail(self, life: ProcessRecord | None) -> list[str]:
-        """The end of its log, if it can be read in time: the lock is not held meanwhile, for a disk may hang."""
-        if life is None:
+    def _log_tail(self, process: ProcessRecord | None) -> list[str]:
+        """Returns the end of the log if it can be read in time. A separate thread reads it without the lock: a disk may hang."""
+        if process is None:
             return []
-        found: list[list[str]] = []
+        tails: list[list[str]] = []
 
         def read() -> None:
-            found.append(life.child.log_tail())
+            tails.append(process.child.log_tail())
             with self._changed:
                 self._changed.notify_all()
 
-        threading.Thread(target=read, name=f"log of {life.child.pid}", daemon=True).start()
-        self._changed.wait_for(lambda: bool(found), STACKS_GRACE_S)
-        return found[0] if found else ["(its log could not be read in time)"]
+        threading.Thread(target=read, name=f"log of {process.child.pid}", daemon=True).start()
+        self._changed.wait_for(lambda: bool(tails), STACKS_GRACE_S)
+        return tails[0] if tails else ["(its log could not be read in time)"]
 
-    def _tell_overdue(self, alarm: Alarm, life: ProcessRecord | None) -> None:
+    def _report_overdue(self, alarm: Alarm, process: ProcessRecord | None) -> None:
         self._wait_for_stacks(STACKS_GRACE_S)
-        log_tail = self._log_tail(life)
-        event = {
+        log_tail = self._log_tail(process)
+        position: Position = process.position() if process else {"step": None, "batch_index": None}
+        event: Overdue = {
             "t": time.time(),
             "ev": "overdue",
             "phase": alarm.phase,
             "limit_s": alarm.limit_s,
             "waited_s": alarm.waited_s,
             "stacks": self.stacks,
-            "state": stack_dump.process_state(life.child.pid) if life else None,
+            "state": stack_dump.process_state(process.child.pid) if process else None,
             "log_tail": log_tail,
-            **(life.position() if life else {"step": None, "batch_index": None}),
+            **position,
         }
         self.overdue = self.overdue or event
-        self._tell(event)
+        self._report(event)

@@ -1,7 +1,7 @@
-"""What the processes of one host print: files on a disk of the machine itself, and copies of them in the run's folder.
+"""The logs of one host's processes: files on a local disk of the machine, and copies of them in the run's folder.
 
-The run's folder may be on shared storage, and that may hang. One thread alone touches it, and nobody waits for that thread but
-`close`, and that not for long. What could not be copied is copied later, by the next agent of the host on this machine at last.
+The run's folder may be on shared storage that hangs. Only one thread touches it. Only `close` waits for that thread, and not for
+long. What could not be copied is copied later, at the latest by the next agent of the host on this machine.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from contextlib import suppress
 
 LOG_DIR = "~/.cache/gangway/logs"
 MAX_FILES, MAX_BYTES = 100, 1 << 28
-"""That are kept of one host, on its machine and in the run's folder each: the newest."""
+"""How much is kept per host, on its machine and in the run's folder each: the newest files."""
 MAX_LOG_BYTES = 1 << 26
-"""A process that prints more than this has its log cut: the end of what was there stays beside it, as `NAME.1`."""
+"""A larger log is emptied, and its end is kept as `NAME.1`."""
 COPIED_BYTES = 1 << 22
-"""Of the end of each log."""
+"""How many bytes are copied: the end of each log."""
 COPY_EVERY_S = 30.0
-"""While a process runs; at its end at once."""
+"""How often logs are copied while a process runs; at its end they are copied at once."""
 TIDY_EVERY_S = 30.0
 CLOSE_TIMEOUT_S = 2.0
-"""For the last copies."""
+"""How long `close` waits for the last copies."""
 KEPT_RUN_DAYS = 30
-"""A machine forgets the logs of a run that nothing was done for so long."""
+"""Logs of a run that was not active on a machine for so long are deleted there."""
 
 
 class Logs:
-    """The logs of one host of a run. Any thread may call.
+    """The logs of one host of a run. Thread-safe.
 
-    They are written in `ROOT/RUN/HOST`, a local folder, and copied to `copies`, a folder or a URL. `on_trouble` is told when
-    they cannot be copied, once until they can be again.
+    They are written to `ROOT/RUN/HOST`, a local folder, and copied to `copies`, a folder or a URL. `on_trouble` is called when
+    they cannot be copied: once, until copying works again.
     """
 
     def __init__(self, root: str, run_name: str, host: str, copies: str, on_trouble: Callable[[str], None]):
@@ -42,14 +42,15 @@ class Logs:
         self.folder, self.copies = os.path.join(self._run_folder, host), copies
         self._on_trouble = on_trouble
         self._sizes: dict[str, int] = {}
-        """Of each log when it was last copied: it only grows, so that one of the same size is the same."""
+        """The size of each log at its last copy. A log only grows: the same size means that nothing is new."""
         self._in_trouble = False
-        self._wanted, self._closing, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._copy_requested, self._closing, self._closed = threading.Event(), threading.Event(), threading.Event()
         threading.Thread(target=self._keep_tidy, name="logs", daemon=True).start()
         threading.Thread(target=self._keep_copying, name="copies of logs", daemon=True).start()
 
     def new(self, name: str) -> tuple[str, str | None]:
-        """A file for what a child prints, and what went wrong: nothing stops for want of a log."""
+        """Creates the log of a child. Returns its path, and a problem or None. Without a log the child still runs: its output is
+        dropped."""
         path = os.path.join(self.folder, name)
         try:
             os.makedirs(self.folder, exist_ok=True)
@@ -59,17 +60,17 @@ class Logs:
         return path, None
 
     def copy_of(self, path: str) -> str | None:
-        """Where a log is copied to."""
+        """Returns the path or URL to which a log is copied."""
         return None if path == os.devnull else f"{self.copies}/{os.path.basename(path)}"
 
     def copy(self) -> None:
-        """Has all that is new copied soon. Never waits."""
-        self._wanted.set()
+        """Asks the thread to copy what is new. Never waits."""
+        self._copy_requested.set()
 
     def close(self, timeout_s: float) -> bool:
-        """The same, for the last time; False if that was not done in time."""
+        """Copies what is new for the last time. Returns False if that was not done in time."""
         self._closing.set()
-        self._wanted.set()
+        self._copy_requested.set()
         return self._closed.wait(timeout_s)
 
     # ------------------------------------------------------------------ on the machine
@@ -77,8 +78,8 @@ class Logs:
     def _keep_tidy(self) -> None:
         _forget_old(os.path.dirname(self._run_folder))
         while not self._closing.wait(TIDY_EVERY_S):
-            with suppress(OSError):  # of the local disk: whoever opens the next log says so
-                os.utime(self._run_folder)
+            with suppress(OSError):  # a broken local disk is reported when the next log is opened
+                os.utime(self._run_folder)  # the age of the folder decides when `_forget_old` deletes it
                 for path in _files(self.folder):
                     cut(path)
                 keep_newest(self.folder)
@@ -87,14 +88,15 @@ class Logs:
 
     def _keep_copying(self) -> None:
         while not self._closed.is_set():
-            self._wanted.wait(COPY_EVERY_S)
-            self._wanted.clear()
+            self._copy_requested.wait(COPY_EVERY_S)
+            self._copy_requested.clear()  # before the copying: a request that comes meanwhile must not be lost
+            # Read before the copying: what is printed until `close` is called is copied in the last round.
             last = self._closing.is_set()
             try:
                 self._copy_all()
                 self._in_trouble = False
-            except Exception as error:
-                self._tell(error)
+            except Exception as error:  # fsspec raises many kinds; the thread must go on
+                self._warn(error)
             if last:
                 self._closed.set()
 
@@ -104,22 +106,22 @@ class Logs:
             keep_newest(self.copies)
 
     def _copy(self, path: str) -> bool:
-        """Whether there was something new."""
+        """Copies one log. Returns whether there was something new."""
         try:
             size = os.path.getsize(path)
             if size == self._sizes.get(path):
                 return False
             payload = _end_of(path, size)
-        except FileNotFoundError:  # meanwhile it was one too many
+        except FileNotFoundError:  # `keep_newest` has just deleted it
             return False
         copy = f"{self.copies}/{os.path.basename(path)}"
-        is_new = path in self._sizes or _size(copy) != len(payload)  # else an agent before this one has copied it
+        is_new = path in self._sizes or _size(copy) != len(payload)  # an earlier agent may have copied it
         if is_new:
             _write(copy, payload)
         self._sizes[path] = size
         return is_new
 
-    def _tell(self, error: Exception) -> None:
+    def _warn(self, error: Exception) -> None:
         if not self._in_trouble:
             self._in_trouble = True
             why, where = f"{type(error).__name__}: {error}", f"{self.folder} on {socket.gethostname()}"
@@ -127,25 +129,28 @@ class Logs:
 
 
 def cut(path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
-    """Empties a log that has grown too large, and keeps its end beside it. Whoever writes goes on at the beginning."""
+    """Empties a log that has grown too large, and keeps its end as `PATH.1`. The writer appends, so it goes on at the
+    beginning."""
     size = os.path.getsize(path)
     if size <= max_bytes or path.endswith(".1"):
         return
     with open(path, "rb") as log, open(f"{path}.1", "wb") as kept:
         log.seek(size - min(size, COPIED_BYTES))
         shutil.copyfileobj(log, kept)
+    # What is printed between the copy above and this line is lost: the writer cannot be stopped for it.
     os.truncate(path, 0)
 
 
 def keep_newest(folder: str, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> None:
-    """Deletes the oldest files of a folder, so that there are at most so many, of so many bytes together."""
-    found = []
+    """Deletes the oldest files of a folder, until at most `max_files` of at most `max_bytes` together are left."""
+    files = []
     for path in _files(folder):
         with suppress(FileNotFoundError):
-            about = os.stat(path)
-            found.append((about.st_mtime_ns, about.st_size, path))
+            status = os.stat(path)
+            files.append((status.st_mtime_ns, status.st_size, path))
     total_bytes = 0
-    for number, (_, size, path) in enumerate(sorted(found, reverse=True)):
+    # The newest file stays, however large: it is probably the log of the running process.
+    for number, (_, size, path) in enumerate(sorted(files, reverse=True)):
         total_bytes += size
         if number >= max_files or (number > 0 and total_bytes > max_bytes):
             with suppress(FileNotFoundError):
@@ -161,8 +166,8 @@ def _forget_old(root: str) -> None:
 
 
 def _files(folder: str) -> Iterator[str]:
-    with suppress(FileNotFoundError), os.scandir(folder) as found:
-        yield from sorted(entry.path for entry in found if entry.is_file(follow_symlinks=False))
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        yield from sorted(entry.path for entry in entries if entry.is_file(follow_symlinks=False))
 
 
 def _end_of(path: str, size: int) -> bytes:
@@ -186,7 +191,7 @@ def _size(path: str) -> int | None:
 
 
 def _write(path: str, payload: bytes) -> None:
-    """Replaces the file at once: a reader finds the old one or the new one."""
+    """Replaces the file atomically: a reader sees the old content or the new one."""
     if _is_url(path):
         import fsspec
 
@@ -199,6 +204,7 @@ def _write(path: str, payload: bytes) -> None:
     try:
         with open(part, "wb") as file:
             file.write(payload)
+        # Renamed at the end: a copy that was cut off by a crash never has the final name.
         os.replace(part, path)
     except OSError:
         with suppress(OSError):

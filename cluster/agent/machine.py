@@ -1,4 +1,4 @@
-"""Ports for coordinators."""
+"""The machine of an agent: free ports for coordinators, and the Ray node."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 import ray
 
 FIRST_PORT, LAST_PORT = 20_100, 32_700
-"""Above the ports of Ray's workers, below those that Linux gives to outgoing connections: a port chosen for the next
-generation is used minutes or days later, and must not be some connection's own end by then."""
+"""Above the ports of Ray's workers, below those that Linux gives to outgoing connections. A port is chosen now and used minutes
+or days later, by the next generation: no outgoing connection may have taken it by then."""
 
 
 def free_port(rng: random.Random | None = None) -> int:
-    """A port that nothing listens on now. Raises OSError if a hundred tries find none."""
+    """Returns a port on which nothing listens now. Raises OSError if a hundred tries find none."""
     rng = rng or random.Random()
     for _ in range(100):
+        # At random: nothing holds the port until it is used, and several agents of a machine must not choose
+        # the same one.
         port = rng.randint(FIRST_PORT, LAST_PORT)
         if _is_free(port):
             return port
@@ -24,7 +26,7 @@ def free_port(rng: random.Random | None = None) -> int:
 
 
 def with_port(address: str, port: int) -> str:
-    """`10.0.0.1:80`, `[fd00::1]:80`"""
+    """Joins address and port: `10.0.0.1:80`, `[fd00::1]:80`."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -37,8 +39,8 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def place() -> dict[str, Any]:
-    """Where Ray has put this process; a process without Ray is on the machine's own."""
+def ray_node() -> dict[str, Any]:
+    """Returns the Ray node of this process: address, id and labels. Without Ray it is the loopback address."""
     if not ray.is_initialized():
         return {"host_ip": "127.0.0.1", "node_id": None, "labels": {}}
     context = ray.get_runtime_context()

@@ -1,4 +1,4 @@
-"""The phases of a training process, in one table: what each is called, how long it may take, what its time counts as."""
+"""The phases of a training process, in one table: name, time limit, goodput category, label on the console."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Phase:
-    """One thing that a training process is at. It says so itself: `trainers.runtime.current().phase(name)`."""
+    """One phase of a training process. The process reports it: `trainers.runtime.current().phase(name)`."""
 
     category: str
-    """What its seconds are in the goodput ledger (`orchestrator/run_state/goodput.py`)."""
+    """The category of its seconds in the goodput ledger (`orchestrator/run_state/goodput.py`)."""
     label: str
-    """What the console says of a run whose least advanced host is in it."""
+    """The state that the console shows while the least advanced host is in it."""
     limit: str | None = None
-    """The field of `WatchdogConfig` that says how long it may go without progress; None: by the steps."""
+    """The field of `WatchdogConfig` with its limit; None: the limit follows from the step times."""
     before_first_step: bool = False
 
 
@@ -31,7 +31,10 @@ PHASES: Mapping[str, Phase] = {
     "save": Phase("checkpoint", "saving", "save_s"),
     "finish": Phase("finish", "finishing", "finish_s"),
 }
-"""In the order in which a start comes to them. A gang is in the phase of the host that is least advanced."""
+"""In the order of a start. A gang is in the phase of its least advanced host."""
 
 FIRST_STEP = "first_step"
-"""What the watchdog calls `train` before the first step has ended: its limit is `first_step_s`."""
+"""The watchdog's name for `train` before the end of the first step, with the limit `first_step_s`."""
+
+SILENCE = "silence"
+"""What a trainer is in that reports nothing, with the limit `silent_s`."""

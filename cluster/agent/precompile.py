@@ -1,4 +1,4 @@
-"""A process beside the training process that compiles ahead of need what another gang would run, and ends."""
+"""A process beside the training process that compiles the programs of another gang ahead of need, and ends."""
 
 from __future__ import annotations
 
@@ -7,77 +7,78 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.agent.child_process import Exit, spawn
+from cluster.agent.child_process import ExitStatus, spawn
 from cluster.agent.logs import Logs
 from cluster.agent.process_record import ProcessRecord
 
 NICENESS = 10
-"""The training comes first; but where it takes all cores, this still comes to an end (a tenth of a core at least)."""
+"""Training has priority. Even where it uses all cores, a process with this niceness still gets a tenth of a core."""
 STOP_TIMEOUT_S = 60.0
-"""For a process that was killed to be gone."""
+"""How long to wait for a killed process to be gone."""
 
 
 class Precompilation:
-    """At most one such process on a host. Any thread may call."""
+    """Runs at most one such process on a host. Thread-safe."""
 
     def __init__(self, module: str, env: Mapping[str, str], logs: Logs):
         self._module, self._env, self._logs = module, env, logs
         self._turn, self._lock = threading.Lock(), threading.Lock()
-        self._life: ProcessRecord | None = None
+        self._process: ProcessRecord | None = None
         self._closed = False
 
     def run(self, preparation: dict[str, Any], orders: dict[str, Any], timeout_s: float) -> str | None:
-        """Waits for its end; returns what went wrong, None if all is compiled. One that still runs is ended first."""
+        """Runs the process and waits for its end. Returns what went wrong; None if all is compiled. Ends an earlier run first."""
         self.stop()
         with self._turn:
-            life, ended = self._start(preparation, orders)
-            if life is None:
+            process, ended = self._start(preparation, orders)
+            if process is None:
                 return "this host does not train"
             in_time = ended.wait(timeout_s)
             self.stop()
-            life.child.wait_gone(STOP_TIMEOUT_S)
+            process.child.wait_gone(STOP_TIMEOUT_S)
             with self._lock:
-                self._life = None
-        return None if life.done else _problem(life, in_time, timeout_s)
+                self._process = None
+        return None if process.done else _problem(process, in_time, timeout_s)
 
     def stop(self) -> None:
-        """Ends the one that runs, without waiting for that: its machine is needed for something else."""
+        """Kills the running process without waiting: the machine is needed for something else."""
         with self._lock:
-            if self._life is not None:
-                self._life.child.kill()
+            if self._process is not None:
+                self._process.child.kill()
 
     def close(self) -> None:
-        """The same, and no other begins; returns when it is gone."""
+        """Kills the running process, lets no other begin, and returns when it is gone."""
         with self._lock:
             self._closed = True
         self.stop()
-        with self._turn:
+        with self._turn:  # `run` holds it until its process is gone
             pass
 
     def _start(self, preparation: dict[str, Any], orders: dict[str, Any]) -> tuple[ProcessRecord | None, threading.Event]:
         ended = threading.Event()
         log_path, _ = self._logs.new(f"precompilations-{os.getpid()}.log")
-        with self._lock:
+        with self._lock:  # also around the spawn: `stop` must not miss a process that has just been started
             if self._closed:
                 return None, ended
-            life = self._life = ProcessRecord(spawn(self._module, env=self._env, first_line=preparation, log_path=log_path))
-        os.setpriority(os.PRIO_PROCESS, life.child.pid, NICENESS)
-        life.child.send(orders)
+            process = self._process = ProcessRecord(spawn(self._module, env=self._env, first_line=preparation, log_path=log_path))
+        # At once: on Linux a thread gets its niceness from the thread that starts it, so later is too late for some.
+        os.setpriority(os.PRIO_PROCESS, process.child.pid, NICENESS)
+        process.child.send(orders)
 
-        def on_exit(how: Exit) -> None:
-            life.end(how, life.child.log_tail())
+        def on_exit(how: ExitStatus) -> None:
+            process.end(how, process.child.log_tail())
             self._logs.copy()
             ended.set()
 
-        life.child.watch(life.note, on_exit)
-        return life, ended
+        process.child.watch(process.observe, on_exit)
+        return process, ended
 
 
-def _problem(life: ProcessRecord, in_time: bool, timeout_s: float) -> str:
+def _problem(process: ProcessRecord, in_time: bool, timeout_s: float) -> str:
     if not in_time:
-        return f"not done within {timeout_s:g} s (phase {life.phase})"
-    if life.halted:
+        return f"not done within {timeout_s:g} s (phase {process.phase})"
+    if process.halted:
         return "it was stopped"
-    if life.exception is not None:
-        return f"{life.exception['type']}: {life.exception['message']}"
-    return f"it ended in the phase {life.phase}; see {life.child.log_path}"
+    if process.exception is not None:
+        return f"{process.exception['type']}: {process.exception['message']}"
+    return f"it ended in the phase {process.phase}; see {process.child.log_path}"

@@ -8,73 +8,77 @@ import os
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
-Notice = dict[str, Any]
-"""`reason`, and `deadline_s`: seconds that are left, None if nobody says."""
-Source = Callable[[], Notice | None]
-"""Asks once. Raises OSError if there is no answer."""
+from cluster.agent.events import MachineTakenAway
+
+Source = Callable[[], MachineTakenAway | None]
+"""A function that asks one source once. It raises OSError if there is no answer."""
 
 INTERVAL_S = 1.0
 METADATA_URL = "http://metadata.google.internal"
 METADATA_URL_VARIABLE = "GANGWAY_METADATA_URL"
 METADATA_TIMEOUT_S = 2.0
 PREEMPTION_DEADLINE_S = 30.0
-"""What Google Cloud leaves a preempted machine: https://cloud.google.com/compute/docs/instances/preemptible."""
+"""The time that Google Cloud gives a preempted machine: https://cloud.google.com/compute/docs/instances/preemptible."""
 
 
 def sources(notice_file: str | None, metadata: str | None) -> list[Source]:
-    """Where a machine's notices come from. `metadata`: `gce`, or none."""
-    found: list[Source] = []
+    """Returns the sources of a machine's notices. `metadata`: `gce`, or none."""
+    result: list[Source] = []
     if notice_file:
         path = os.path.expanduser(notice_file)
-        found.append(lambda: read_notice_file(path))
+        result.append(lambda: read_notice_file(path))
     if metadata == "gce":
         url = os.environ.get(METADATA_URL_VARIABLE, METADATA_URL)
-        found.append(lambda: ask_gce(url))
-    return found
+        result.append(lambda: ask_gce(url))
+    return result
 
 
-def keep_asking(
-    sources: Sequence[Source], on_answer: Callable[[Notice | None], None], on_trouble: Callable[[str], None]
+def poll_sources(
+    sources: Sequence[Source], on_answer: Callable[[MachineTakenAway | None], None], on_trouble: Callable[[str], None]
 ) -> NoReturn:
-    """Asks all sources again and again. A source that does not answer is told of once."""
+    """Asks all sources again and again, and never returns. A source that does not answer is reported once; its last answer
+    stays."""
     silent: set[int] = set()
+    answers: dict[int, MachineTakenAway | None] = {}
     while True:
-        found = None
         for number, source in enumerate(sources):
             try:
-                found = found or source()
+                answers[number] = source()
             except OSError as error:
+                # Not an answer of None, which would withdraw a notice, and report it as a new one a second later.
                 if number not in silent:
                     silent.add(number)
                     on_trouble(f"this machine cannot learn whether it is about to be taken away: {error}")
-        on_answer(found)
+        # None too: a notice file that was removed withdraws its notice.
+        on_answer(next(filter(None, answers.values()), None))
         time.sleep(INTERVAL_S)
 
 
-def read_notice_file(path: str) -> Notice | None:
-    """A notice if the file is there, whatever it holds; JSON in it may say more."""
+def read_notice_file(path: str) -> MachineTakenAway | None:
+    """Returns a notice if the file exists, whatever it holds. JSON in it may give the reason and the deadline."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
     except FileNotFoundError:
         return None
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except ValueError:
-        said = {"reason": text.strip()}
-    said = said if isinstance(said, dict) else {}
-    deadline_s = said.get("deadline_s")
+        # An empty file, or plain text, counts too: whoever writes it may have no time for JSON.
+        content = {"reason": text.strip()}
+    content = content if isinstance(content, dict) else {}
+    deadline_s = content.get("deadline_s")
     return {
-        "reason": str(said.get("reason") or f"{path} exists"),
+        "reason": str(content.get("reason") or f"{path} exists"),
         "deadline_s": float(deadline_s) if isinstance(deadline_s, int | float) else None,
     }
 
 
-def ask_gce(base_url: str) -> Notice | None:
-    """What Google Cloud says of this machine: https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice.
-    Live migration is none: the machine stays."""
+def ask_gce(base_url: str) -> MachineTakenAway | None:
+    """Asks Google Cloud about this machine: https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice.
+    A live migration gives no notice: the machine stays."""
     if _metadata(base_url, "preempted") == "TRUE":
         return {"reason": "the machine is preempted", "deadline_s": PREEMPTION_DEADLINE_S}
     if _metadata(base_url, "maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
@@ -83,7 +87,7 @@ def ask_gce(base_url: str) -> Notice | None:
 
 
 def draining_nodes() -> dict[str, float | None]:
-    """The machines that Ray is told to empty, by node id, and the seconds that are left (None: nobody says). Takes about 1 ms."""
+    """Returns the nodes that Ray is draining, by node id, with the seconds that are left (None: not known). Takes about 1 ms."""
     from ray._private.state import state  # as in Ray Train: there is no public way to ask
 
     now_s = time.time()
@@ -92,10 +96,10 @@ def draining_nodes() -> dict[str, float | None]:
 
 def _metadata(base_url: str, name: str) -> str:
     request = urllib.request.Request(f"{base_url}/computeMetadata/v1/instance/{name}", headers={"Metadata-Flavor": "Google"})
-    # Never through a proxy: the server answers for the machine that asks.
+    # Never through a proxy: the server answers about the machine that asks.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=METADATA_TIMEOUT_S) as answer:
             return answer.read().decode(errors="replace").strip()
-    except http.client.HTTPException as error:  # what answers is no such server
+    except http.client.HTTPException as error:  # something else than a metadata server answers
         raise OSError(f"{request.full_url}: {error!r}") from error

@@ -1,4 +1,4 @@
-"""What a process is doing, seen from outside."""
+"""The state and the Python stacks of a process, read from outside."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ _FAULTHANDLER_TIMEOUT_S = 2.0
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says a process is doing: `D (disk sleep)` cannot be killed. `gone` if there is no such process."""
+    """Returns the state of a process in the kernel; `gone` if there is no such process. `D (disk sleep)` cannot be killed."""
     return _status(pid).get("State", "gone")
 
 
 def stacks(child: ChildProcess) -> str:
-    """Python stacks of all threads: from py-spy, which reads a process that cannot answer; else from the process itself."""
-    dump, trouble = _py_spy(child.pid)
+    """Returns the Python stacks of all threads: from py-spy, which can read a frozen process, else from the process itself."""
+    dump, problem = _py_spy(child.pid)
     if dump:
         return dump
     state = process_state(child.pid)
     if state.startswith(STOPPED):
-        return f"no stacks of process {child.pid}, which is {state} and cannot answer: py-spy: {trouble}"
-    own = _faulthandler(child)
-    return own or f"no stacks of process {child.pid} ({state}): py-spy: {trouble}; it has no handler for SIGUSR1 that answers"
+        return f"no stacks of process {child.pid}, which is {state} and cannot answer: py-spy: {problem}"
+    dump = _faulthandler(child)
+    return dump or f"no stacks of process {child.pid} ({state}): py-spy: {problem}; it has no handler for SIGUSR1 that answers"
 
 
 def _py_spy(pid: int) -> tuple[str, str]:
-    """(stacks, what went wrong): one of them is empty."""
-    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    program = beside if os.path.exists(beside) else shutil.which("py-spy")
+    """Returns (stacks, what went wrong): one of them is empty."""
+    in_venv = os.path.join(os.path.dirname(sys.executable), "py-spy")  # a virtual environment need not be in PATH
+    program = in_venv if os.path.exists(in_venv) else shutil.which("py-spy")
     if program is None:
         return "", "not installed"
+    # Nonblocking: otherwise py-spy would pause the process while it reads.
     command = [program, "dump", "--full-filenames", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_TIMEOUT_S, check=False)
@@ -49,7 +50,8 @@ def _py_spy(pid: int) -> tuple[str, str]:
 
 
 def _faulthandler(child: ChildProcess) -> str:
-    """What a handler for SIGUSR1 writes to the log. Without a handler the signal would kill the process: it is not sent."""
+    """Returns what faulthandler writes to the log on SIGUSR1. Without a handler the signal would kill the process: it is not
+    sent."""
     caught = int(_status(child.pid).get("SigCgt", "0"), 16)
     if not caught >> (signal.SIGUSR1 - 1) & 1:
         return ""
@@ -59,7 +61,7 @@ def _faulthandler(child: ChildProcess) -> str:
     while time.monotonic() < deadline:
         time.sleep(0.05)
         size, before = os.path.getsize(child.log_path), size
-        if size == before > start:
+        if size == before > start:  # it has grown, and grows no more
             break
     with open(child.log_path, "rb") as log:
         log.seek(start)

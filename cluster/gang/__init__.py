@@ -1,1 +1,1 @@
-"""One agent on each machine: reserved, led, repaired, adopted by the next driver."""
+"""The gang: one agent on each machine. It is reserved, commanded, repaired, and adopted by the next driver."""

@@ -1,4 +1,4 @@
-"""How a driver comes to its gang: it reserves one, or adopts that of the driver before."""
+"""How a driver gets its gang: it reserves a new one, or adopts the gang of the previous driver."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def reserve(
     timeout_s: float | None = None,
     check_stop: CheckStop = do_nothing,
 ) -> Gang:
-    """Takes the machines of the gang and starts an agent on each: at least `min_hosts`, all of those or none.
+    """Reserves the machines of the gang and starts an agent on each: at least `min_hosts`, all of those or none.
 
-    More slots, up to `num_hosts` and for spares, are asked for at once; after at most `config.wait_for_max_s` the gang begins
-    with what there is of them. `run_name` must be unique among the cluster's runs. `log_dir` is a folder that the
-    machines share, or a URL: the logs are copied there. `~` in `cache_dir` is the machine's. Raises GangTimeout, with nothing
-    left reserved, if the machines are not there within `timeout_s` (default: the configuration's); and likewise what `check_stop`
-    raises, which is called at least once a second.
+    More slots, up to `num_hosts` and for spares, are asked for at the same time. After at most `config.wait_for_max_s` the gang
+    begins with those that are there. `run_name` must be unique among the runs of the cluster. The logs are copied to `log_dir`, a
+    folder that the machines share, or a URL. `~` in `cache_dir` is expanded on each machine. Raises GangTimeout if the machines
+    are not there within `timeout_s` (default: the configuration's), and what `check_stop` raises, which is called at least once a
+    second. After an exception nothing is left reserved.
     """
     maker = AgentMaker(
         config, run_name, driver_term=driver_term, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module
@@ -49,7 +49,7 @@ def reserve(
     gang = KINDS[config.kind](maker, avoid_nodes)
     try:
         gang.take_hosts(config.start_timeout_s if timeout_s is None else timeout_s, check_stop)
-    except BaseException:  # an interrupt too must leave nothing behind
+    except BaseException:  # an interrupt, too, must leave nothing reserved
         gang.release()
         raise
     return gang
@@ -67,11 +67,12 @@ def adopt(
     module: str = TRAINING_MODULE,
     check_stop: CheckStop = do_nothing,
 ) -> Gang:
-    """Takes the lead of the agents that another driver's gang had when it wrote `record`, and removes what else the run has in
-    the cluster. Slots that are no members and do not answer become pending ones; `leads` says what each member is at.
+    """Takes over the agents of another driver's gang, as `record` describes it, and removes what else the run has in the cluster.
 
-    Raises AdoptError unless all hosts of the newest generation answer: `clear` and `reserve` then. Raises StaleDriver if a driver
-    with a newer term leads them. What `check_stop` raises ends the wait; the gang is as it was, but has heard of this driver.
+    Slots that are not members and do not answer become pending. `Gang.leads` has the state of each member. Raises AdoptError
+    unless all hosts of the newest generation answer: then call `clear` and `reserve`. Raises StaleDriver if a driver with a newer
+    term commands the agents. What `check_stop` raises ends the wait; the gang goes on, but its agents obey this driver from now
+    on.
     """
     maker = AgentMaker(
         config, run_name, driver_term=driver_term, lease_s=lease_s, log_dir=log_dir, cache_dir=cache_dir, module=module

@@ -1,6 +1,6 @@
-"""Which agents make up the gang that a driver has left: what the agents say themselves. Pure.
+"""Decides which agents are the gang of a driver that has ended, from what the agents report. Pure.
 
-The record that the driver wrote may be of the generation before: it may have ended between its orders and the record of them.
+The agents decide and not the driver's record: the driver may have ended after it gave new orders and before it recorded them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class AdoptError(Exception):
-    """What an earlier driver left is not a gang that could go on; the message says why."""
+    """The agents of an earlier driver are not a complete gang; the message says why."""
 
 
 def newest_generation(leads: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The slots of the newest generation's hosts, in host order. `leads`: what the agent on each slot said (`HostAgent.lead`).
+    """Returns the slots of the newest generation's hosts, in host order. `leads`: the answers of `HostAgent.take_over`, by slot.
 
     Raises AdoptError if the agent of one of its hosts is not among them.
     """

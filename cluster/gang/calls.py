@@ -1,4 +1,4 @@
-"""Calls to agents and their answers, without Ray's own words: whoever asks many agents waits for none of them in turn."""
+"""Calls to agents and their answers, independent of Ray's types. All agents are asked at once, and none is waited for in turn."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import ray
 
 ROUND_S = 0.2
 UNREACHABLE_RETRY_S = 1.0
-"""How long after Ray could not reach an agent it is asked again."""
-LONGEST_ROUND_S = 1.0
-"""A round of a loop that takes longer was a stall of this process: for its length nobody else can be blamed."""
+"""How long to wait before an agent that Ray could not reach is asked again."""
+MAX_ROUND_S = 1.0
+"""A longer round of a loop means that this process stalled. The excess does not count against the agents."""
 
 
 class AgentGone(Exception):
@@ -32,42 +32,44 @@ GONE_ERRORS = (
     ray.exceptions.ActorPlacementGroupRemoved,
     ray.exceptions.ActorUnschedulableError,
 )
-"""What Ray raises of an agent that is dead, or will never live; but for ActorUnavailableError, which is one of the first kind."""
+"""What Ray raises for an agent that is dead or will never start. ActorUnavailableError is a RayActorError too, but such an agent
+may come back: it has to be excluded first."""
 
 
 @dataclass(frozen=True)
 class Answer:
     tag: Any
-    """What the asker called the question."""
+    """The name that the caller gave to the call."""
     value: Any = None
     error: Exception | None = None
     """AgentGone, NoAnswer, or what the agent's method raised."""
 
 
 class Mailbox:
-    """The answers to calls, in the order in which they arrive. One thread takes them."""
+    """Collects the answers to calls in the order in which they arrive. Only one thread may collect them."""
 
     def __init__(self) -> None:
+        # A SimpleQueue: callbacks run in a thread of Ray, and its `put` never blocks.
         self._answers: SimpleQueue[Answer] = SimpleQueue()
 
     def expect(self, tag: Any, call: Any) -> None:
-        """Has the answer to `call` (a reference that `Gang.call` returned) arrive here as `tag`."""
+        """Delivers the answer to `call` (a reference that `Gang.call` returned) to this mailbox, as `tag`."""
         call.future().add_done_callback(lambda done: self._answers.put(_answer(tag, done)))
 
-    def take(self, timeout_s: float) -> list[Answer]:
-        """All answers that are there. Waits for the first, at most `timeout_s`."""
-        taken: list[Answer] = []
+    def collect(self, timeout_s: float) -> list[Answer]:
+        """Returns all answers that have arrived. Waits for the first one, at most `timeout_s`."""
+        answers: list[Answer] = []
         try:
-            taken.append(self._answers.get(timeout=timeout_s) if timeout_s > 0 else self._answers.get_nowait())
+            answers.append(self._answers.get(timeout=timeout_s) if timeout_s > 0 else self._answers.get_nowait())
             while True:
-                taken.append(self._answers.get_nowait())
+                answers.append(self._answers.get_nowait())
         except Empty:
-            return taken
+            return answers
 
 
 class AwakeClock:
-    """Seconds in which the process that reads it was awake. To be read in every round of a loop: a longer pause between two
-    readings (the process was stopped, or stuck) counts as one round."""
+    """Counts the seconds in which this process was awake. Read it in every round of a loop: a longer pause between two readings
+    (the process was stopped, or stuck) counts as `MAX_ROUND_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -75,7 +77,7 @@ class AwakeClock:
 
     def __call__(self) -> float:
         now_s = self._clock()
-        self._awake_s += min(now_s - self._read_at_s, LONGEST_ROUND_S)
+        self._awake_s += min(now_s - self._read_at_s, MAX_ROUND_S)
         self._read_at_s = now_s
         return self._awake_s
 
@@ -83,33 +85,37 @@ class AwakeClock:
 def gather(
     mailbox: Mailbox, ask: Callable[[Any], Any], timeouts_s: Mapping[Any, float], clock: Callable[[], float] = time.monotonic
 ) -> dict[Any, Answer]:
-    """One answer for each tag of `timeouts_s`, to the call that `ask(tag)` makes; NoAnswer for those that have none in that time.
+    """Makes the call `ask(tag)` for each tag of `timeouts_s`; returns one answer for each, NoAnswer where none came in time.
 
-    An agent that could not be reached is asked again. A stall of this process is not held against the agents.
+    An agent that could not be reached is asked again. A stall of this process does not count against the agents.
     """
     awake_s = AwakeClock(clock)
-    found: dict[Any, Answer] = {}
+    final_answers: dict[Any, Answer] = {}
     to_ask = deque((tag, 0.0) for tag in timeouts_s)
-    """Whom to ask, and from when on: in this order."""
-    patience = sorted(timeouts_s, key=timeouts_s.__getitem__)
-    while len(found) < len(timeouts_s):
+    """Tags to ask, each with the earliest time, in order of these times."""
+    by_timeout = sorted(timeouts_s, key=timeouts_s.__getitem__)
+    while len(final_answers) < len(timeouts_s):
         now_s = awake_s()
         while to_ask and to_ask[0][1] <= now_s:
-            if (tag := to_ask.popleft()[0]) not in found:
+            if (tag := to_ask.popleft()[0]) not in final_answers:
+                # A call for each at once, none is waited for: a frozen agent must not delay the others.
                 mailbox.expect(tag, ask(tag))
-        while patience[-1] in found:
-            patience.pop()
-        left_s = timeouts_s[patience[-1]] - now_s
-        answers = mailbox.take(min(ROUND_S, max(0.0, left_s)))
+        # The call with the longest timeout that has no answer yet decides how long to wait. The list is sorted once: with
+        # thousands of hosts a `max` in every round would be slow.
+        while by_timeout[-1] in final_answers:
+            by_timeout.pop()
+        left_s = timeouts_s[by_timeout[-1]] - now_s
+        answers = mailbox.collect(min(ROUND_S, max(0.0, left_s)))
         for answer in answers:
             if isinstance(answer.error, NoAnswer):
                 to_ask.append((answer.tag, awake_s() + UNREACHABLE_RETRY_S))
             else:
-                found.setdefault(answer.tag, answer)
+                final_answers.setdefault(answer.tag, answer)
+        # Not before the mailbox is empty: an answer may have come while this process stalled.
         if left_s <= 0 and not answers:
             break
     silent = {tag: Answer(tag, error=NoAnswer(f"no answer in {limit_s:g} s")) for tag, limit_s in timeouts_s.items()}
-    return silent | found
+    return silent | final_answers
 
 
 def _answer(tag: Any, done: Future[Any]) -> Answer:
@@ -118,6 +124,7 @@ def _answer(tag: Any, done: Future[Any]) -> Answer:
 
 
 def _translated(error: BaseException) -> Exception:
+    # First: it is a RayActorError as well, and the agent may live.
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return NoAnswer(str(error))
     if isinstance(error, GONE_ERRORS):

@@ -1,9 +1,9 @@
 """The gang: one host agent on each machine of a run.
 
-Hosts sit on slots. The hosts that a run cannot do without share one placement group, all of them or none; each further slot, for
-a host that may come later or for a spare, has a group of its own, so that a missing one holds nothing up. TPU hosts sit on whole
-slices (`slice_gang.py`). Agents and groups outlive their driver: the next one adopts them, or clears them away, or they leave by
-themselves when their lease ends.
+Each host occupies a slot. The `min_hosts` hosts share one placement group: Ray reserves all of them or none. Each further slot,
+for a host that may come later or for a spare, has a separate group, so that a missing machine delays nothing. TPU hosts occupy
+whole slices (`slice_gang.py`). Agents and groups outlive their driver: the next driver adopts them or removes them, or the
+agents end by themselves when their leases run out.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from cluster.placement.cleanup import clear, find_agent
 from cluster.placement.waits import CheckStop, do_nothing, wait_answers, wait_until
 
 AGENT_START_TIMEOUT_S = 60.0
-"""For a Ray actor to answer once its place is reserved."""
+"""How long an agent may take to answer once its bundle is reserved."""
 ADOPT_TIMEOUT_S = 10.0
-"""For the agents of a gang that is to be adopted."""
+"""How long the agents of a gang that is to be adopted may take to answer."""
 PROBE_INTERVAL_S = 2.0
-"""How often agents that nobody polls are asked whether they are there. Less often if there are very many."""
+"""How often agents that nobody polls are asked for a sign of life. Less often if there are very many."""
 PROBES_PER_S = 200
 REPLACEMENT_INTERVAL_S = 2.0
 """How often an agent that has died is replaced."""
 PROBE_TIMEOUT_S = 10.0
-"""For an agent that had answered before; later it counts as not available."""
+"""An agent that had answered before and is silent for so long counts as not available."""
 RELEASE_TIMEOUT_S = 5.0
 STEWARD = -1
-"""The steward's place among the slots whose leases are kept."""
+"""The number of the steward among the slots whose leases are renewed."""
 FAILURE_LOOK_S = 0.5
 """How often a start that waits for all agents looks whether one of them has died."""
 
 
 class GangTimeout(Exception):
-    """The machines of the gang were not to be had in time; the message says what is missing."""
+    """The machines of the gang were not available in time; the message says what is missing."""
 
 
 class Gang:
-    """The slots of a run and who sits there. Made by `reserve` or `adopt`. Not for several threads at a time.
+    """The slots of a run and their agents. Made by `reserve` or `adopt`. Not thread-safe.
 
-    A thread of its own keeps the leases of all agents, until `release`, or until the driver has given no sign of life for very
-    long: it calls `refresh` about once a second.
+    A background thread renews the leases of all agents until `release`. It stops earlier if the driver, which calls `refresh`
+    about once a second, gives no sign of life for very long.
     """
 
     def __init__(self, maker: AgentMaker, avoid_nodes: Sequence[str] = ()):
@@ -68,14 +68,14 @@ class Gang:
         self.members: list[Slot] = []
         """In host order: `members[i]` is JAX's process i."""
         self.leads: list[dict[str, Any]] = []
-        """After `adopt`: what the agent of each member said when this driver took the lead (`HostAgent.lead`)."""
+        """After `adopt`: the answer of each member's agent to `HostAgent.take_over`."""
         self._maker, self._avoid_nodes = maker, tuple(avoid_nodes)
-        self._places = Bundles(self.config, self.run_name, self.driver_term)
+        self._bundles = Bundles(self.config, self.run_name, self.driver_term)
         self._preparation: dict[str, Any] | None = None
         self.version = 0
-        """Changes with each change of `record()`."""
+        """Increases with each change of `record()`."""
         self._keeper = LeaseKeeper(maker.lease_s, maker.keep)
-        weakref.finalize(self, self._keeper.stop)  # a gang that nobody has any more is left to its leases
+        weakref.finalize(self, self._keeper.stop)  # without this, a gang that was dropped unreleased would never end
         self._steward_name, self._steward = "", None
         self._probe_interval_s = PROBE_INTERVAL_S
 
@@ -86,20 +86,20 @@ class Gang:
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
-        """What each member's agent last said of itself, in host order: host_ip, node_id, pid, ..."""
+        """Each member's last answer to `HostAgent.describe`, in host order: host_ip, node_id, pid, ..."""
         return [slot.description or {} for slot in self.members]
 
     def slice_of(self, host: int) -> int:
-        """The TPU slice that a host belongs to; 0 elsewhere."""
+        """Returns the number of the TPU slice that a host belongs to; 0 for other kinds of hosts."""
         return 0
 
     def orders(self, host: int) -> dict[str, Any]:
-        """What the machines add to the orders of a host's training process."""
+        """Returns the part of a host's start orders that depends on its machine."""
         config = self.config
         return {
             "local_device_ids": list(range(devices_per_host(config))) if config.kind == "gpu" else None,
             "slice": self.slice_of(host),
-            # By rank, not by slot: whoever takes a host's place finds the programs of that place compiled.
+            # By rank, not by slot: a spare that replaces a host finds the compiled programs of that rank.
             "cache_dir": compile_cache_dir(config, host, self._maker.cache_dir) if config.kind == "cpu" else None,
         }
 
@@ -124,9 +124,9 @@ class Gang:
         return ray.get_runtime_context().gcs_address
 
     def prepare(self, preparation: dict[str, Any]) -> None:
-        """Starts the standbys of all agents, those of later included, without waiting for any.
+        """Starts the standbys of all agents, including agents that come later. Waits for none.
 
-        A `go` that follows at once waits for a first preparation, but may still take a standby made with an earlier one.
+        A `start` that follows at once waits for the first preparation, but may still take a standby of an earlier one.
         """
         self._preparation = preparation
         for slot in self.slots:
@@ -134,18 +134,18 @@ class Gang:
                 self.ask(slot, "prepare", preparation)
 
     def record(self) -> dict[str, Any]:
-        """What another driver needs to adopt this gang, JSON-able. `version` says when it has changed."""
+        """Returns what another driver needs to adopt this gang, JSON-able. `version` tells whether it has changed."""
         return {
             "hosts": dataclasses.asdict(self.config),
             "slots": [slot.record() for slot in self.slots],
             "members": [slot.number for slot in self.members],
-            **self._places.record(),
+            **self._bundles.record(),
         }
 
-    # ------------------------------------------------------------------ who sits where
+    # ------------------------------------------------------------------ members and slots
 
     def set_members(self, slots: Iterable[Slot]) -> None:
-        """Makes these the gang, in this order. Raises ValueError if one is not available, or comes twice."""
+        """Makes these slots the gang, in this order. Raises ValueError if one is not available, or occurs twice."""
         slots = list(slots)
         for slot in slots:
             if not slot.available:
@@ -158,30 +158,33 @@ class Gang:
         self.version += 1
 
     def refresh(self, *, members: bool = False) -> list[Slot]:
-        """The slots that are available now. Never waits.
+        """Returns the slots that are available now. Never waits.
 
-        One whose agent has died gets a new one. Members are left to whoever polls them, unless they were lost; with `members`,
-        as between generations, they are asked and replaced too. Raises StaleDriver if a newer driver leads the agents.
+        A slot whose agent has died gets a new one. Members are not asked, since the driver polls them, unless they were lost.
+        With `members`, as between generations, they are asked and replaced too. Raises StaleDriver if the agents have a newer
+        driver.
         """
-        self._keeper.heard()
-        followed = set() if members else {slot for slot in self.members if not slot.lost}
-        asked = {slot.probe: slot for slot in self.slots if slot.probe is not None}
-        came = ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else ()
-        dead = [asked[ref] for ref in came if not self._take_answer(asked[ref], ref)]
-        self._replace([slot for slot in dead if slot not in followed])
-        self._part([asked[ref] for ref in came])
-        waiting = [slot for slot in self.slots if not slot.available or slot not in followed]
+        # First: it raises StaleDriver before anything of a newer driver is touched.
+        self._keeper.driver_alive()
+        polled = set() if members else {slot for slot in self.members if not slot.lost}
+        probed = {slot.probe: slot for slot in self.slots if slot.probe is not None}
+        ready = ray.wait(list(probed), num_returns=len(probed), timeout=0)[0] if probed else ()
+        dead_slots = [probed[ref] for ref in ready if not self._handle_answer(probed[ref], ref)]
+        # Only the driver decides about a member that it polls: an agent replaced here would hide its failure.
+        self._replace([slot for slot in dead_slots if slot not in polled])
+        self._separate([probed[ref] for ref in ready])
+        waiting = [slot for slot in self.slots if not slot.available or slot not in polled]
         self._probe_interval_s = max(PROBE_INTERVAL_S, len(waiting) / PROBES_PER_S)
         for slot in waiting:
             self._probe(slot)
-        self._go_where_room_is([slot for slot in waiting if slot not in followed])
+        self._move_to_free_bundles([slot for slot in waiting if slot not in polled])
         return [slot for slot in self.slots if slot.available]
 
     def wait_available(self, count: int, timeout_s: float, check_stop: CheckStop = do_nothing) -> list[Slot]:
-        """Waits until so many slots are available, members included, at most `timeout_s`; returns those that are. Calls
-        `check_stop` at least once a second: it may raise to end the wait.
+        """Waits until `count` slots are available, members included, at most `timeout_s`; returns the available ones.
 
-        Between generations: members whose agents die are replaced.
+        To be called between generations: members whose agents die are replaced. `check_stop` is called at least once a second and
+        may raise to end the wait.
         """
         available = self.refresh(members=True)
 
@@ -195,89 +198,97 @@ class Gang:
         return available
 
     def lose(self, *slots: Slot, avoid_nodes: Sequence[str] = (), fill: bool = True) -> None:
-        """Ends the agents of these slots, whatever is left of them, and asks for new ones (without `fill`: `fill_unassigned`
-        will); until that answers, a slot is pending.
+        """Kills the agents of these slots, and asks for new ones (without `fill`: `fill_unassigned` does that later). A slot is
+        pending until its new agent answers.
 
-        It sits in the same place; if that is on one of the machines to avoid, or its machine is gone, in one that was left and
-        has a machine, or in a group of its own that avoids them. Called without machines to avoid, it may come back to one that
-        it had to avoid. Other groups that were removed meanwhile (agents do that when their leases end) are asked for anew.
+        The slot keeps its bundle unless that is on a machine to avoid, or its machine is gone. Then it gets an unassigned bundle
+        that has a machine, or a new group that avoids these machines. Without `avoid_nodes`, it may return to a machine that it
+        had to avoid before. Groups that were removed meanwhile (by agents whose leases ended) are asked for again,
+        those of spares too: their agents are dead, whether or not they have been asked since.
         """
         view = View()
-        gone = {slot.place.group for slot in slots if view.is_gone(slot.place.group)}
+        spares = set(self.slots) - set(self.members)
+        gone = {slot.bundle.group for slot in {*slots, *spares} if view.is_gone(slot.bundle.group)}
         for slot in slots:
-            self._leave(slot)
-            if slot.place.group not in gone:
+            self._end_agent(slot)
+            if slot.bundle.group not in gone:
                 self._move(slot, avoid_nodes, view)
             slot.avoid_nodes = tuple(avoid_nodes)
         if gone:
-            self._hire_steward()  # the one before has left with the groups
+            self._hire_steward()  # the old one ended when the groups were removed
         for group in gone:
-            self._ask_anew(group)
+            self._ask_again_for(group)
         if fill:
             self.fill_unassigned()
 
-    def _leave(self, slot: Slot) -> None:
+    def _end_agent(self, slot: Slot) -> None:
+        """Kills the slot's agent, if it has one, and marks the slot as lost and unassigned."""
+        # First: the lease of an agent that is to go must not be renewed.
         self._keeper.drop(slot.number)
         if slot.agent is not None:
             ray.kill(slot.agent)
         slot.description, slot.probe, slot.lost, slot.unassigned = None, None, True, True
         self.version += 1
 
-    def _ask_anew(self, gone: PlacementGroup) -> None:
-        """All who sat in a group that was removed are to sit in another one: none of their agents can live."""
-        sat = [slot for slot in self.slots if slot.place.group == gone]
-        for slot in sat:
+    def _ask_again_for(self, gone: PlacementGroup) -> None:
+        """Asks for a new group for the slots of a group that was removed: Ray has killed all their agents."""
+        affected = [slot for slot in self.slots if slot.bundle.group == gone]
+        for slot in affected:
             if not slot.unassigned:
-                self._leave(slot)
-        if all(slot.place.alone for slot in sat):
-            self._places.groups.remove(gone)
-            for slot in sat:
-                slot.place = self._places.ask_for_one(slot.number, ())
+                self._end_agent(slot)
+        if all(slot.bundle.alone for slot in affected):
+            self._bundles.groups.remove(gone)
+            for slot in affected:
+                slot.bundle = self._bundles.ask_for_bundle(slot.number, ())
         else:
-            group = self._places.ask_anew(gone)
-            for slot in sat:
-                slot.place = dataclasses.replace(slot.place, group=group)
+            group = self._bundles.ask_anew(gone)
+            for slot in affected:
+                slot.bundle = dataclasses.replace(slot.bundle, group=group)
 
     def _move(self, slot: Slot, avoid_nodes: Sequence[str], view: View) -> None:
-        node_id = view.node_id(slot.place)
-        moving_helps = avoid_nodes or slot.avoid_nodes or self._places.unassigned
-        elsewhere = node_id in avoid_nodes or (node_id is None and moving_helps)
-        if elsewhere:
-            slot.place = self._places.exchange(slot.place, slot.number, avoid_nodes, view)
+        node_id = view.node_id(slot.bundle)
+        # Without any of these, a new bundle would only wait for the same machine again.
+        moving_helps = avoid_nodes or slot.avoid_nodes or self._bundles.unassigned
+        if node_id in avoid_nodes or (node_id is None and moving_helps):
+            slot.bundle = self._bundles.exchange(slot.bundle, slot.number, avoid_nodes, view)
 
     def fill_unassigned(self) -> None:
-        """Asks for an agent on every slot that has been left without one."""
+        """Asks for an agent on every slot that is unassigned and has a bundle."""
         for slot in self.slots:
-            if slot.unassigned and self._places.hold(slot.place):
+            if slot.unassigned and self._bundles.hold(slot.bundle):
                 self._fill(slot)
 
     def missing(self) -> str:
-        """Why hosts are missing: what was asked for, and what the cluster has."""
+        """Explains why hosts are missing: what was asked for, and what the cluster has."""
         return explain_missing(self.config, living_nodes())
 
     def clear_avoided_nodes(self) -> bool:
-        """Lets slots without an agent come back to the machines that they were to avoid. False if there are none."""
-        kept_away = [slot for slot in self.slots if not slot.available and slot.avoid_nodes]
-        if kept_away:
-            self.lose(*kept_away)
-        return bool(kept_away)
+        """Lets slots without an agent return to the machines that they had to avoid. Returns False if there are no such slots."""
+        restricted = [slot for slot in self.slots if not slot.available and slot.avoid_nodes]
+        if restricted:
+            self.lose(*restricted)
+        return bool(restricted)
 
     def release(self) -> None:
-        """Ends all agents, and with them their processes, and gives the machines back; not if a newer driver leads them."""
+        """Ends all agents with their processes, and gives the machines back. Does nothing if the agents have a newer driver."""
+        # First: if this process gets stuck below, the leases end and the agents give the machines back.
         self._keeper.stop()
         try:
             self._end_agents()
         except StaleDriver:
-            self._places.forget()
+            self._bundles.forget()
         else:
-            self._places.give_all_back()
+            self._bundles.give_all_back()
+            # After the groups: if this process dies before, the steward removes the rest.
             if self._steward is not None:
                 ray.kill(self._steward)
         self.slots, self.members = [], []
 
     def _end_agents(self) -> None:
-        asked = [self.ask(slot, "shutdown") for slot in self.slots if slot.available]
-        for ref in ray.wait(asked, num_returns=len(asked), timeout=RELEASE_TIMEOUT_S)[0] if asked else ():
+        # `shutdown` first: it copies the last logs, and raises StaleDriver before anything of a newer driver is killed.
+        calls = [self.ask(slot, "shutdown") for slot in self.slots if slot.available]
+        # Bounded: an agent that does not answer loses its machine with its group in any case.
+        for ref in ray.wait(calls, num_returns=len(calls), timeout=RELEASE_TIMEOUT_S)[0] if calls else ():
             with suppress(ray.exceptions.RayActorError):  # gone before
                 ray.get(ref)
         for slot in self.slots:
@@ -288,89 +299,94 @@ class Gang:
     # ------------------------------------------------------------------ taking machines
 
     def _hire_steward(self) -> None:
-        """To be there before the first group: from then on whatever the run holds is given back, whoever dies."""
+        """Starts a steward, before the first group: from then on the groups are given back, whichever process dies."""
         former = self._steward
         self._steward_name, self._steward = self._maker.hire_steward()
         self._keeper.keep(STEWARD, self._steward)
+        # Only now: between two stewards there must be no moment without one.
         if former is not None:
             ray.kill(former)
 
     def take_hosts(self, timeout_s: float, check_stop: CheckStop) -> None:
-        """Called once, by `gangs.reserve`. Raises GangTimeout; what was taken until then is for `release`."""
-        check_stop, deadline_s = self._keeping(check_stop), time.monotonic() + timeout_s
+        """Reserves the machines and starts the agents. `acquire.reserve` calls it once. After GangTimeout, call `release`."""
+        check_stop, deadline_s = self._with_sign_of_life(check_stop), time.monotonic() + timeout_s
         self._hire_steward()
         try:
             base = self._take_base(deadline_s, check_stop)
         except TimeoutError as error:
-            raise self._explained(timeout_s) from error
-        begin = [*base, *self._take_further(base, check_stop)]
-        self._wait_for_answers(begin, max(deadline_s, time.monotonic() + AGENT_START_TIMEOUT_S), check_stop)
-        self.set_members(begin)
+            raise self._gang_timeout(timeout_s) from error
+        members = [*base, *self._take_further(base, check_stop)]
+        # The timeout is for machines: agents on the machine that came last still get their whole time to start.
+        self._wait_for_answers(members, max(deadline_s, time.monotonic() + AGENT_START_TIMEOUT_S), check_stop)
+        self.set_members(members)
 
     def _take_base(self, deadline_s: float, check_stop: CheckStop) -> list[Slot]:
-        """Slots for the hosts that the run cannot do without. Raises TimeoutError."""
-        return [self._add_slot(place) for place in self._places.take_base(deadline_s, self._avoid_nodes, check_stop)]
+        """Returns slots for the `min_hosts` hosts. Raises TimeoutError."""
+        return [self._add_slot(bundle) for bundle in self._bundles.take_base(deadline_s, self._avoid_nodes, check_stop)]
 
     def _take_further(self, base: Sequence[Slot], check_stop: CheckStop) -> list[Slot]:
-        """Adds slots for more hosts and for spares; returns those of which the gang may begin with."""
+        """Adds slots for more hosts and for spares; returns those with which the gang may begin."""
         further = num_hosts(self.config) - len(base)
-        nodes = placement_groups.node_ids(base[0].place.group).values() if self._spread() else ()
+        # Machines of the base are avoided here, since each of these groups is separate: STRICT_SPREAD holds within a group only.
+        nodes = placement_groups.node_ids(base[0].bundle.group).values() if self._spread() else ()
         avoid = [*self._avoid_nodes, *nodes]
-        optional = [self._add_slot(self._places.ask_for_one(len(self.slots), avoid)) for _ in range(further + self.config.spares)]
+        count = further + self.config.spares
+        optional = [self._add_slot(self._bundles.ask_for_bundle(len(self.slots), avoid)) for _ in range(count)]
         return self._placed(optional, further, check_stop)
 
-    def _keeping(self, check_stop: CheckStop) -> CheckStop:
-        """For a wait in which nobody calls `refresh`."""
+    def _with_sign_of_life(self, check_stop: CheckStop) -> CheckStop:
+        """Returns a `check_stop` for a wait in which nobody calls `refresh`: it also tells the lease keeper that the driver
+        lives."""
 
-        def attend_and_keep() -> None:
-            self._keeper.heard()
+        def check_stop_and_keep() -> None:
+            self._keeper.driver_alive()
             check_stop()
 
-        return attend_and_keep
+        return check_stop_and_keep
 
     def _placed(self, slots: Sequence[Slot], count: int, check_stop: CheckStop) -> list[Slot]:
-        """At most `count` of these slots for which Ray finds room while the start waits for them."""
+        """Returns at most `count` of these slots: those for which Ray finds room within `hosts.wait_for_max_s`."""
 
-        def found() -> list[Slot]:
-            return [slot for slot in slots if placement_groups.is_created(slot.place.group)]
+        def created() -> list[Slot]:
+            return [slot for slot in slots if placement_groups.is_created(slot.bundle.group)]
 
         if count:
-            wait_until(lambda: len(found()) >= count, self.config.wait_for_max_s, check_stop)
-        return found()[:count]
+            wait_until(lambda: len(created()) >= count, self.config.wait_for_max_s, check_stop)
+        return created()[:count]
 
-    def _explained(self, timeout_s: float) -> GangTimeout:
+    def _gang_timeout(self, timeout_s: float) -> GangTimeout:
         why = explain_missing(self.config, living_nodes(), self._avoid_nodes)
         return GangTimeout(f"the hosts of run {self.run_name!r} could not be had within {timeout_s:g} s: {why}")
 
     # ------------------------------------------------------------------ agents
 
-    def _add_slot(self, place: Bundle) -> Slot:
-        slot = Slot(len(self.slots), place, "", None)
+    def _add_slot(self, bundle: Bundle) -> Slot:
+        slot = Slot(len(self.slots), bundle, "", None)
         self._fill(slot)
         self.slots.append(slot)
         return slot
 
     def _fill(self, slot: Slot) -> None:
-        slot.name, slot.agent = self._maker.create(slot.place, slot.number)
+        slot.name, slot.agent = self._maker.create(slot.bundle, slot.number)
         slot.unassigned = False
         self.version += 1
-        self._ask_for_life(slot)
+        self._send_probe(slot)
         if self._preparation is not None:
             self.ask(slot, "prepare", self._preparation)
 
     def _wait_for_answers(self, slots: Sequence[Slot], deadline_s: float, check_stop: CheckStop) -> None:
-        """Raises GangTimeout if an agent has died, or does not answer in time."""
+        """Waits until all these slots are available. Raises GangTimeout if an agent has died, or does not answer in time."""
         while missing := {slot.probe: slot for slot in slots if not slot.available}:
             for ref in wait_answers(list(missing), min(deadline_s, time.monotonic() + FAILURE_LOOK_S), check_stop):
                 slot = missing[ref]
-                if not self._take_answer(slot, ref):
-                    raise GangTimeout(f"an agent of run {self.run_name!r} did not start: {slot.trouble}")
-                if slot.probe is None and not slot.available:
-                    self._ask_for_life(slot)
+                if not self._handle_answer(slot, ref):
+                    raise GangTimeout(f"an agent of run {self.run_name!r} did not start: {slot.death_message}")
+                if slot.probe is None and not slot.available:  # Ray could not reach it just now
+                    self._send_probe(slot)
             if time.monotonic() >= deadline_s and (silent := [slot.number for slot in slots if not slot.available]):
                 raise GangTimeout(f"agents of run {self.run_name!r} did not start: those of the slots {silent} do not answer")
 
-    def _ask_for_life(self, slot: Slot) -> None:
+    def _send_probe(self, slot: Slot) -> None:
         slot.probe, slot.next_probe_s = self.ask(slot, "describe"), time.monotonic() + self._probe_interval_s
 
     def _probe(self, slot: Slot) -> None:
@@ -378,53 +394,64 @@ class Gang:
         if slot.unassigned:
             return
         if slot.probe is None and now_s >= slot.next_probe_s:
-            self._ask_for_life(slot)
+            self._send_probe(slot)
         elif slot.available and now_s > slot.next_probe_s + PROBE_TIMEOUT_S:
             slot.description = None  # it will be available again if it ever answers
 
-    def _take_answer(self, slot: Slot, ref: Any) -> bool:
-        """False if the agent is dead."""
+    def _handle_answer(self, slot: Slot, ref: Any) -> bool:
+        """Takes the answer to a probe. Returns False if the agent is dead."""
         slot.probe = None
         try:
             slot.description = ray.get(ref)
-        except ray.exceptions.ActorUnavailableError:  # alive, and cut off just now: asked again
+        except ray.exceptions.ActorUnavailableError:  # before GONE_ERRORS: it is a RayActorError too, but the agent may live
             slot.description = None
             return True
         except GONE_ERRORS as error:
-            slot.description, slot.trouble = None, str(error)
+            slot.description, slot.death_message = None, str(error)
             return False
         self._keeper.keep(slot.number, slot.agent)
         return True
 
-    def _replace(self, dead: Sequence[Slot]) -> None:
-        """New agents for those that have died: at once, but not all the time, should none live there."""
+    def _replace(self, dead_slots: Sequence[Slot]) -> None:
+        """Asks for new agents for these slots: at once, but not too often, since agents may keep dying there."""
         now_s = time.monotonic()
-        due = [slot for slot in dead if now_s >= slot.next_replacement_s]
+        due = [slot for slot in dead_slots if now_s >= slot.next_replacement_s]
         for slot in due:
             slot.next_replacement_s = now_s + REPLACEMENT_INTERVAL_S
         if due:
             self.lose(*due)
 
-    def _part(self, answered: Sequence[Slot]) -> None:
-        """Of hosts that must not share a machine, one that has just come to the machine of another goes elsewhere."""
-        alone = [slot for slot in answered if slot.available and slot.place.alone] if self._spread() else []
-        taken = Counter(slot.node_id or "" for slot in self.slots if slot.available) if alone else Counter()
-        for slot in alone:
-            if taken[slot.node_id or ""] > 1:
-                taken[slot.node_id or ""] -= 1
-                self.lose(slot, avoid_nodes=list(taken))
+    def _separate(self, answered: Sequence[Slot]) -> None:
+        """Moves slots that have just come to the machine of another slot, where hosts must not share a machine.
 
-    def _go_where_room_is(self, slots: Sequence[Slot]) -> None:
-        """The groups of a run compete for a machine that comes: a place that was left may have got the one a slot waits for."""
+        Ray keeps apart only the bundles of one group, and each of these slots has a separate group.
+        """
+        movable = [slot for slot in answered if slot.available and slot.bundle.alone] if self._spread() else []
+        if not movable:
+            return
+        num_slots_on = Counter(slot.node_id or "" for slot in self.slots if slot.available)
+        for slot in movable:
+            if num_slots_on[slot.node_id or ""] > 1:
+                # Only all but one of the slots on the machine move.
+                num_slots_on[slot.node_id or ""] -= 1
+                # Away from every machine in use: elsewhere it would only meet another slot.
+                self.lose(slot, avoid_nodes=list(num_slots_on))
+
+    def _move_to_free_bundles(self, slots: Sequence[Slot]) -> None:
+        """Moves pending slots to unassigned bundles that have a machine.
+
+        The groups of a run compete for a new machine. An unassigned bundle may have got the machine that a slot waits for.
+        """
         now_s = time.monotonic()
         due = [slot for slot in slots if not slot.unassigned and not slot.available and now_s >= slot.next_search_s]
-        if not due or not self._places.unassigned:
+        if not due or not self._bundles.unassigned:
             return
-        view, taken = View(), {slot.node_id for slot in self.slots if slot.node_id is not None} if self._spread() else set()
+        view = View()
+        in_use = {slot.node_id for slot in self.slots if slot.node_id is not None} if self._spread() else set()
         for slot in due:
             slot.next_search_s = now_s + PROBE_INTERVAL_S
-            avoid = {*slot.avoid_nodes, *taken}
-            if view.node_id(slot.place) is None and self._places.unassigned_elsewhere(avoid, view) is not None:
+            avoid = {*slot.avoid_nodes, *in_use}
+            if view.node_id(slot.bundle) is None and self._bundles.unassigned_elsewhere(avoid, view) is not None:
                 self.lose(slot, avoid_nodes=tuple(avoid))
 
     def _spread(self) -> bool:
@@ -433,58 +460,62 @@ class Gang:
     # ------------------------------------------------------------------ adopting
 
     def take_over(self, record: Mapping[str, Any], check_stop: CheckStop) -> None:
-        """Called once, by `gangs.adopt`. Raises AdoptError, StaleDriver, and what `check_stop` raises."""
+        """Takes over the gang that `record` describes. `acquire.adopt` calls it once. Raises AdoptError, StaleDriver, and what
+        `check_stop` raises."""
         try:
             self._adopt(record, check_stop)
         except BaseException:
+            # Else the thread would keep the agents alive for a driver that gave them up.
             self._keeper.stop()
             raise
 
     def _adopt(self, record: Mapping[str, Any], check_stop: CheckStop) -> None:
         if record["hosts"] != dataclasses.asdict(self.config):
             raise AdoptError("the configuration of the hosts is another one now")
-        self._places.recall(record)
+        self._bundles.recall(record)
         self._hire_steward()
         living = placement_groups.living()
-        dead = []
+        vacant = []
         for about in record["slots"]:
             slot = Slot(about["number"], bundle_of(about), about["name"], None, avoid_nodes=tuple(about["avoid_nodes"]))
             self.slots.append(slot)
             slot.agent = find_agent(slot.name) if slot.name else None
             if slot.agent is None:
-                dead.append(slot)
+                vacant.append(slot)
             else:
-                slot.probe, slot.next_probe_s = slot.agent.lead.remote(self.driver_term), time.monotonic() + PROBE_INTERVAL_S
+                slot.probe, slot.next_probe_s = slot.agent.take_over.remote(self.driver_term), time.monotonic() + PROBE_INTERVAL_S
         by_number = {slot.number: slot for slot in self.slots}
         self._find_generation([by_number[number] for number in record["members"]], check_stop)
         names = {info["name"] for key, info in living.items() if key in record["groups"]}
+        # Only now: until the generation is found, anything may belong to it. This ends the former driver's steward too.
         clear(self.run_name, keep={*names, self._steward_name, *(slot.name for slot in self.slots)}, check_stop=check_stop)
-        self._fill_slot_anew(dead, living)
+        self._refill(vacant, living)
 
-    def _fill_slot_anew(self, dead: Sequence[Slot], living: Mapping[str, Any]) -> None:
-        """Asks for agents on these slots; the groups of some may not be among the living ones."""
-        for slot in dead:
-            if slot.place.group.id.hex() not in living:
-                slot.place = self._places.ask_for_one(slot.number, self._avoid_nodes)
+    def _refill(self, vacant: Sequence[Slot], living: Mapping[str, Any]) -> None:
+        """Asks for agents on these slots. Where the group of a slot is not among the living ones, it asks for a new one first."""
+        for slot in vacant:
+            if slot.bundle.group.id.hex() not in living:
+                slot.bundle = self._bundles.ask_for_bundle(slot.number, self._avoid_nodes)
             self._fill(slot)
 
     def _find_generation(self, recorded: Sequence[Slot], check_stop: CheckStop) -> None:
-        """Takes those as members who have the orders of the newest generation, whether or not they were recorded as such."""
-        for asked in (recorded, self.slots):  # a spare whose machine has not come yet would never answer
-            probes = [slot.probe for slot in asked if slot.probe is not None]
+        """Makes the slots with the orders of the newest generation the members, whether or not they were recorded as members."""
+        # First only the recorded members: a spare without a machine never answers, and waiting for it takes the whole timeout.
+        for candidates in (recorded, self.slots):
+            probes = [slot.probe for slot in candidates if slot.probe is not None]
             wait_answers(probes, time.monotonic() + ADOPT_TIMEOUT_S, check_stop)
             for slot in self.slots:
-                self._take_lead(slot)
+                self._take_over_slot(slot)
             by_number = {slot.number: slot for slot in self.slots}
             leads = {slot.number: slot.description for slot in self.slots if slot.description is not None}
             try:
                 self.members = [by_number[number] for number in newest_generation(leads)]
                 break
             except AdoptError:
-                if asked is self.slots:
+                if candidates is self.slots:
                     raise
         self.leads = [leads[slot.number] for slot in self.members]
 
-    def _take_lead(self, slot: Slot) -> None:
+    def _take_over_slot(self, slot: Slot) -> None:
         if slot.probe is not None and ray.wait([slot.probe], timeout=0)[0]:
-            self._take_answer(slot, slot.probe)
+            self._handle_answer(slot, slot.probe)

@@ -1,8 +1,8 @@
 """The gang of a TPU run: its slots come in whole slices.
 
-Slots are numbered slice by slice, and inside a slice by worker id; each slice of slots has a placement group of its own, so that
-one can be given back without the others. A slice that has lost a machine is left for another whole one as soon as there is one;
-until then it is waited for. Spare slices, and those beyond `hosts.min_slices`, are taken when they are there.
+Slots are numbered slice by slice, and inside a slice by worker id. Each slice has a separate placement group, so that it can be
+given back without the others. If a slice has lost a machine, its slots move to another whole slice as soon as there is one; until
+then the run waits for the machine. Spare slices, and those beyond `hosts.min_slices`, are taken when they are available.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from cluster.placement.waits import CheckStop, wait_until
 
 
 class SliceGang(Gang):
-    """As `Gang`. Only slots of slices whose agents are all there count as available."""
+    """A `Gang` whose slots count as available only if all agents of their slice answer."""
 
     _next_look_s = 0.0
-    """When to look again whether there are slices for slots that have none, or a broken one."""
+    """When to look again for slices, for slots that have none or a broken one."""
 
     def slice_of(self, host: int) -> int:
         return slice_of(self.config, host)
 
     def orders(self, host: int) -> dict[str, Any]:
-        """With what the processes of several slices need to find each other: host 0 is where they meet."""
+        """Adds the variables with which the processes of several slices find each other, at host 0."""
         address = self.descriptions[0].get("host_ip", "")
         num_slices = len(self.members) // hosts_per_slice(self.config)
         return {**super().orders(host), "env": megascale_env(self.slice_of(host), num_slices, address)}
@@ -43,9 +43,10 @@ class SliceGang(Gang):
         return [slot for slot in available if slot.number in whole]
 
     def lose(self, *slots: Slot, avoid_nodes: Sequence[str] = (), fill: bool = True) -> None:
-        """A slot keeps its place, for the machine may be well. If it is not, its slice moves as soon as there is another."""
+        """Kills the agents of these slots. The slots keep their bundles, since the machines may be fine. If one is not, its
+        whole slice moves as soon as there is another."""
         for slot in slots:
-            self._leave(slot)
+            self._end_agent(slot)
             slot.avoid_nodes = tuple(avoid_nodes)
         if fill:
             self.fill_unassigned()
@@ -53,9 +54,9 @@ class SliceGang(Gang):
     # ------------------------------------------------------------------ taking slices
 
     def _take_base(self, deadline_s: float, check_stop: CheckStop) -> list[Slot]:
-        first = tpu_slices.reserve(self.config, self._places, deadline_s, self._avoid_nodes, check_stop)
-        placed = [Bundle(group, worker, alone=False) for group in first for worker in range(hosts_per_slice(self.config))]
-        return [self._add_slot(place) for place in placed]
+        groups = tpu_slices.reserve(self.config, self._bundles, deadline_s, self._avoid_nodes, check_stop)
+        workers = range(hosts_per_slice(self.config))
+        return [self._add_slot(Bundle(group, worker, alone=False)) for group in groups for worker in workers]
 
     def _take_further(self, base: Sequence[Slot], check_stop: CheckStop) -> list[Slot]:
         per_slice, further = hosts_per_slice(self.config), max_slices(self.config) - min_slices(self.config)
@@ -63,56 +64,58 @@ class SliceGang(Gang):
             self.slots.append(Slot(len(self.slots), NOWHERE, "", None, unassigned=True, avoid_nodes=tuple(self._avoid_nodes)))
         self._look_for_slices(base)
 
-        def found() -> list[Slot]:
-            placed = [slot for slot in self.slots[len(base) :] if self._places.hold(slot.place)]
-            return [slot for slot in placed if placement_groups.is_created(slot.place.group)]
+        def created() -> list[Slot]:
+            placed = [slot for slot in self.slots[len(base) :] if self._bundles.hold(slot.bundle)]
+            return [slot for slot in placed if placement_groups.is_created(slot.bundle.group)]
 
         if further:
-            wait_until(lambda: len(found()) >= further * per_slice, self.config.wait_for_max_s, check_stop)
-        return found()[: further * per_slice]
+            wait_until(lambda: len(created()) >= further * per_slice, self.config.wait_for_max_s, check_stop)
+        return created()[: further * per_slice]
 
     def _slices(self) -> list[list[Slot]]:
         per_slice = hosts_per_slice(self.config)
         return [self.slots[first : first + per_slice] for first in range(0, len(self.slots), per_slice)]
 
     def _look_for_slices(self, training: Sequence[Slot]) -> None:
-        """Moves slots that have no slice, or a broken one, to slices that are whole and free. Those that train stay."""
+        """Moves slots that have no slice, or a broken one, to whole and free slices. The slots in `training` stay."""
         now_s = time.monotonic()
         if now_s < self._next_look_s or all(slot.available for slot in self.slots):
             return
         self._next_look_s = now_s + tpu_slices.LOOK_AGAIN_S
-        view, at_work = View(), set(training)
-        wanting = [slots for slots in self._slices() if at_work.isdisjoint(slots) and self._want_another(slots, view)]
-        if not wanting:
+        view, busy = View(), set(training)
+        to_move = [slots for slots in self._slices() if busy.isdisjoint(slots) and self._needs_slice(slots, view)]
+        if not to_move:
             return
         avoid = sorted({node for slot in self.slots for node in slot.avoid_nodes})
-        for slots, name in zip(wanting, whole_slices(self.config, living_nodes(), avoid), strict=False):
+        for slots, name in zip(to_move, whole_slices(self.config, living_nodes(), avoid), strict=False):
             self._move_slice(slots, name)
 
-    def _want_another(self, slots: Sequence[Slot], view: View) -> bool:
-        group = slots[0].place.group
-        if not self._places.hold(slots[0].place):
+    def _needs_slice(self, slots: Sequence[Slot], view: View) -> bool:
+        """Returns whether these slots, which share a slice, have to move to another one."""
+        group = slots[0].bundle.group
+        if not self._bundles.hold(slots[0].bundle):
             return True
-        if view.is_gone(group):  # agents do that when their leases end
-            self._places.drop(group)
-            self._hire_steward()
+        if view.is_gone(group):  # agents whose leases ended have removed it
+            self._bundles.drop(group)
+            self._hire_steward()  # the old one ended when the group was removed
             return True
-        return any(view.node_id(slot.place) in (None, *slot.avoid_nodes) for slot in slots)
+        return any(view.node_id(slot.bundle) in (None, *slot.avoid_nodes) for slot in slots)
 
     def _move_slice(self, slots: Sequence[Slot], name: str) -> None:
         for slot in slots:
             if not slot.unassigned:
-                self._leave(slot)
-        if self._places.hold(slots[0].place):
-            self._places.give_back(slots[0].place.group)
-        group = tpu_slices.ask_for(self.config, self._places, slots[0].number, name)
+                self._end_agent(slot)
+        if self._bundles.hold(slots[0].bundle):
+            self._bundles.give_back(slots[0].bundle.group)
+        group = tpu_slices.ask_for(self.config, self._bundles, slots[0].number, name)
         for worker, slot in enumerate(slots):
-            slot.place, slot.avoid_nodes = Bundle(group, worker, alone=False), ()
+            # The chosen slice has none of the machines to avoid.
+            slot.bundle, slot.avoid_nodes = Bundle(group, worker, alone=False), ()
             self._fill(slot)
 
-    def _fill_slot_anew(self, dead: Sequence[Slot], living: Mapping[str, Any]) -> None:
-        for slot in dead:
+    def _refill(self, vacant: Sequence[Slot], living: Mapping[str, Any]) -> None:
+        for slot in vacant:
             slot.unassigned = True
-            if self._places.hold(slot.place) and slot.place.group.id.hex() not in living:
-                self._places.drop(slot.place.group)
+            if self._bundles.hold(slot.bundle) and slot.bundle.group.id.hex() not in living:
+                self._bundles.drop(slot.bundle.group)
         self.fill_unassigned()

@@ -1,4 +1,4 @@
-"""Slots: room for one host of a run each, and the agents in them."""
+"""Slots: each has room for one host of a run, and the agent of that host."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.agent.agent import HostAgent
 from cluster.gang.steward import LEASE_GROUP, hire
-from cluster.hosts.config import HostsConfig, bundle
+from cluster.hosts.config import HostsConfig, bundle_resources
 from cluster.hosts.process_env import process_env
 from cluster.placement.bundles import Bundle
 from cluster.placement.cleanup import NAMESPACE, agent_name
 
 MAX_CONCURRENCY = 16
-"""Calls that an agent answers at a time; a long poll is one of them."""
+"""How many calls an agent answers at a time; each long poll takes one for its whole time."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """Room for one host, and the agent in it, which may not be there yet. The number stays when agent and place change."""
+    """Room for one host, and its agent, which may not run yet. The number stays when the agent or the bundle changes."""
 
     number: int
-    """It names the logs of what runs here."""
-    place: Bundle
+    """Part of the names of the logs of this slot."""
+    bundle: Bundle
     name: str
-    """Of the agent; every agent has another one."""
+    """Name of the agent; each new agent gets another one."""
     agent: Any
     """The handle of the Ray actor. Calls to one that has no machine yet wait."""
     description: dict[str, Any] | None = None
-    """What the agent last said of itself (`HostAgent.describe`); None as long as it has not answered."""
+    """The agent's last answer to `HostAgent.describe`; None until it has answered."""
     probe: Any = field(default=None, repr=False)
-    """A question to the agent that is still open."""
-    trouble: str = ""
-    """What Ray said of the death of its last agent."""
+    """The open call to the agent's `describe`, if any."""
+    death_message: str = ""
+    """Ray's message about the death of its last agent."""
     next_probe_s: float = 0.0
-    """Of `time.monotonic`, as the next two."""
+    """Earliest time of the next `describe`; on the clock `time.monotonic`, as the next two."""
     next_replacement_s: float = 0.0
-    """When its agent may be replaced again, should it be dead."""
+    """Earliest time at which a dead agent may be replaced again."""
     next_search_s: float = 0.0
-    """When to look whether another place has room for it, as long as no agent answers."""
+    """When to look for another bundle, as long as no agent answers."""
     lost: bool = False
-    """Whether the gang's owner has given its agent up: the one that is to come is nobody's member yet."""
+    """Whether the driver has given its agent up. Its next agent is not a member until `set_members` says so."""
     unassigned: bool = False
-    """Whether no agent was asked for since the last one was given up."""
+    """Whether the last agent was given up and no new one was asked for yet."""
     avoid_nodes: tuple[str, ...] = ()
-    """Where it shall not come to sit: what `Gang.lose` was last told."""
+    """Machines that it must not use, as `Gang.lose` was last called with."""
 
     @property
     def available(self) -> bool:
@@ -59,12 +59,12 @@ class Slot:
         return self.description["node_id"] if self.description else None
 
     def record(self) -> dict[str, Any]:
-        """What another driver needs to find it, JSON-able."""
-        return {"number": self.number, "name": self.name, "avoid_nodes": self.avoid_nodes, **self.place.record()}
+        """Returns what another driver needs to find the slot, JSON-able."""
+        return {"number": self.number, "name": self.name, "avoid_nodes": self.avoid_nodes, **self.bundle.record()}
 
 
 class AgentMaker:
-    """Makes the agents of one driver of a run."""
+    """Creates the agents of one driver of a run."""
 
     def __init__(
         self, config: HostsConfig, run_name: str, *, driver_term: int, lease_s: float, log_dir: str, cache_dir: str, module: str
@@ -74,12 +74,12 @@ class AgentMaker:
         self._counter = itertools.count()
 
     def hire_steward(self) -> tuple[str, Any]:
-        """Asks Ray for an actor that gives the run's groups back should nobody else; returns its name and its handle."""
+        """Asks Ray for the steward of this driver; returns its name and its handle."""
         return hire(self.run_name, self.driver_term, self.lease_s)
 
-    def create(self, place: Bundle, number: int) -> tuple[str, Any]:
-        """Asks Ray for an agent in this place; returns its name and its handle. It need not run yet: calls to it wait."""
-        need = bundle(self.config)
+    def create(self, bundle: Bundle, number: int) -> tuple[str, Any]:
+        """Asks Ray for an agent in this bundle; returns its name and its handle. It need not run yet: calls to it wait."""
+        need = bundle_resources(self.config)
         name = agent_name(self.run_name, number, self.driver_term, next(self._counter))
         options = {
             "name": name,
@@ -88,15 +88,16 @@ class AgentMaker:
             "num_cpus": need["CPU"],
             "num_gpus": need.get("GPU", 0),
             "resources": {"TPU": need["TPU"]} if "TPU" in need else None,
-            "max_restarts": 0,
+            "max_restarts": 0,  # a restarted agent would know nothing of its process; the gang asks for a new one
             "max_concurrency": MAX_CONCURRENCY,
             "enable_task_events": False,  # long polls would fill Ray's record of tasks
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(place.group, place.index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
         }
         remote: Any = ray.remote
         agent = remote(concurrency_groups={LEASE_GROUP: 1})(HostAgent).options(**options)
         return name, agent.remote(
             self.module,
+            # By slot this is only a default: on CPU the start orders name the cache of the rank.
             process_env(self.config, number, self.cache_dir),
             f"{self.log_dir}/host-{number:04d}",
             local_log_dir=self.config.log_dir,

@@ -1,1 +1,1 @@
-"""Which machines a run asks for, and what a cluster has room for. Pure functions."""
+"""The machines that a run asks for, and what a cluster has room for. Pure functions."""

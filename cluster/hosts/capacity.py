@@ -1,4 +1,4 @@
-"""What the machines of a cluster have room for: pure functions of the configuration and of what Ray says of its nodes."""
+"""How many hosts fit on the machines of a cluster. Pure functions of the configuration and of what Ray reports of its nodes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.hosts.config import (
     SLICE_NAME_LABEL,
     WORKER_ID_LABEL,
     HostsConfig,
-    bundle,
+    bundle_resources,
     hosts_per_slice,
     min_hosts,
     min_slices,
@@ -32,7 +32,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceState:
-    """What the cluster has of one TPU slice."""
+    """The machines of one TPU slice that are in the cluster, and whether they can be used."""
 
     name: str
     nodes: tuple[Node, ...]
@@ -41,10 +41,11 @@ class SliceState:
 
 
 def find_slices(config: HostsConfig, nodes: Sequence[Node]) -> list[SliceState]:
-    """The slices of the wanted type in the cluster, broken and busy ones included."""
+    """Returns the slices of the configured type in the cluster, broken and busy ones included."""
     by_name: dict[str, list[Node]] = {}
     for node in nodes:
         if node.labels.get(POD_TYPE_LABEL) == pod_type(config):
+            # A slice of one host has no name label: its node stands for it.
             name = node.labels.get(SLICE_NAME_LABEL) if hosts_per_slice(config) > 1 else node.node_id
             by_name.setdefault(name or f"(node {node.node_id} without the label {SLICE_NAME_LABEL})", []).append(node)
     return [_slice_state(config, name, members) for name, members in sorted(by_name.items())]
@@ -56,56 +57,61 @@ def _slice_state(config: HostsConfig, name: str, nodes: Sequence[Node]) -> Slice
         name=name,
         nodes=tuple(nodes),
         missing_workers=tuple(w for w in range(hosts_per_slice(config)) if str(w) not in present),
-        busy=any(not _fits(bundle(config), node.free) for node in nodes),
+        busy=any(not _fits(bundle_resources(config), node.free) for node in nodes),
     )
 
 
 def whole_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Collection[str] = ()) -> list[str]:
-    """Names of the slices that are complete and free, and hold none of the machines to avoid."""
-    return [s.name for s in find_slices(config, nodes) if _slice_trouble(s, avoid_nodes) == "free"]
+    """Returns the names of the slices that are complete, free, and have none of the machines to avoid."""
+    return [s.name for s in find_slices(config, nodes) if _slice_status(s, avoid_nodes) == "free"]
 
 
 def explain_missing(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str] = ()) -> str:
-    """Why the gang cannot be placed: what was asked for, and what the cluster has and has free."""
+    """Explains why the gang cannot be placed: what the run asks for, what the cluster has, and what of that is free."""
     if config.kind == "tpu":
         return _explain_missing_slices(config, nodes, avoid_nodes)
-    need, count, allowed = bundle(config), min_hosts(config), [n for n in nodes if n.node_id not in avoid_nodes]
+    need, count = bundle_resources(config), min_hosts(config)
+    allowed = [node for node in nodes if node.node_id not in avoid_nodes]
     lines = [f"asked for {_hosts(count)} with {_show(need)} each" + (", on different machines" if _spread(config) else "")]
     for name, per_host in need.items():
-        total, free = (sum(getattr(node, at).get(name, 0.0) for node in allowed) for at in ("total", "free"))
+        total = sum(node.total.get(name, 0.0) for node in allowed)
+        free = sum(node.free.get(name, 0.0) for node in allowed)
         short = "" if free >= per_host * count else f": {_number(per_host * count - free)} missing"
         lines.append(f"{name}: {_number(per_host * count)} needed, the cluster has {_number(total)}, {_number(free)} free{short}")
-    could, can = (_room(need, [getattr(n, at) for n in allowed], _spread(config)) for at in ("total", "free"))
+    # Sums may suffice where no single machine has room for a host: hosts are counted machine by machine.
+    when_idle = _room(need, [node.total for node in allowed], _spread(config))
+    now = _room(need, [node.free for node in allowed], _spread(config))
     avoided = f" ({len(nodes) - len(allowed)} more avoided)" if len(nodes) > len(allowed) else ""
-    lines.append(f"{len(allowed)} machine(s){avoided}: room for {_hosts(could)} when idle, for {_hosts(can)} now")
-    lines.append("wait for the machines that are in use, or ask for less" if could >= count else _advice(config, could))
+    lines.append(f"{len(allowed)} machine(s){avoided}: room for {_hosts(when_idle)} when idle, for {_hosts(now)} now")
+    lines.append("wait for the machines that are in use, or ask for less" if when_idle >= count else _advice(config, when_idle))
     return "; ".join(lines)
 
 
-def _advice(config: HostsConfig, could: int) -> str:
+def _advice(config: HostsConfig, room: int) -> str:
+    """Advice for a cluster with room for `room` hosts, fewer than the run needs."""
     name = "count" if config.min is None else "min"
-    less = f"set hosts.{name} to at most {could}" if could else "ask for less on each host"
+    less = f"set hosts.{name} to at most {room}" if room else "ask for less on each host"
     return f"add machines to the cluster, or {less}" + (", or hosts.cpus_per_host lower" if config.kind == "cpu" else "")
 
 
 def _explain_missing_slices(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Sequence[str]) -> str:
-    wanted = (
+    request = (
         f"asked for {min_slices(config)} slice(s) {config.topology} of {config.accelerator} (type {pod_type(config)}: "
-        f"{_hosts(hosts_per_slice(config))} with {_show(bundle(config))} each)"
+        f"{_hosts(hosts_per_slice(config))} with {_show(bundle_resources(config))} each)"
     )
-    found = find_slices(config, nodes)
-    if not found:
+    slices = find_slices(config, nodes)
+    if not slices:
         types = sorted({node.labels[POD_TYPE_LABEL] for node in nodes if POD_TYPE_LABEL in node.labels})
-        return (
-            f"{wanted}; the cluster has none; TPU types it has: {', '.join(types) or 'none'}; add such slices, or change topology"
-        )
-    ready = [s for s in found if _slice_trouble(s, avoid_nodes) == "free"]
-    states = ", ".join(f"{s.name}: {_slice_trouble(s, avoid_nodes)}" for s in found)
+        shown = ", ".join(types) or "none"
+        return f"{request}; the cluster has none; TPU types it has: {shown}; add such slices, or change topology"
+    ready = [s for s in slices if _slice_status(s, avoid_nodes) == "free"]
+    states = ", ".join(f"{s.name}: {_slice_status(s, avoid_nodes)}" for s in slices)
     missing = max(0, min_slices(config) - len(ready))
-    return f"{wanted}; the cluster has {len(found)} ({states}); {missing} slice(s) missing; wait for them, or ask for fewer"
+    return f"{request}; the cluster has {len(slices)} ({states}); {missing} slice(s) missing; wait for them, or ask for fewer"
 
 
-def _slice_trouble(state: SliceState, avoid_nodes: Collection[str]) -> str:
+def _slice_status(state: SliceState, avoid_nodes: Collection[str]) -> str:
+    """Says why a slice cannot be taken now; `free` if it can."""
     if state.missing_workers:
         return f"worker {', '.join(map(str, state.missing_workers))} missing"
     if any(node.node_id in avoid_nodes for node in state.nodes):
@@ -122,7 +128,7 @@ def _fits(need: Mapping[str, float], have: Mapping[str, float]) -> bool:
 
 
 def _room(need: Mapping[str, float], machines: Sequence[Mapping[str, float]], spread: bool) -> int:
-    """Hosts that fit on machines with these resources."""
+    """Returns how many hosts fit on machines with these resources."""
     each = [min(int(have.get(name, 0.0) / amount) for name, amount in need.items() if amount) for have in machines]
     return sum(min(room, 1) if spread else room for room in each)
 

@@ -1,4 +1,4 @@
-"""Which machines a run asks for, and what their training processes see: pure functions of the configuration.
+"""The machines that a run asks for, and the devices that their training processes see. Pure functions of the configuration.
 
 *Host*: one TPU VM, one GPU machine, or one CPU process standing for a host; host i of the gang is process i of JAX.
 A TPU run counts its hosts slice by slice, and inside a slice by the worker id that the machine has in it.
@@ -33,8 +33,8 @@ class HostsConfig:
     """CPU and GPU, with `max` and instead of `count`: the run goes on with any number of hosts from `min` to `max`."""
     max: int | None = None
     spares: int = 0
-    """Hosts (on TPU: whole slices) held ready beside the gang to take the place of one that is lost; a run starts without them if
-    there are none."""
+    """Hosts (on TPU: whole slices) held ready beside the gang. A spare replaces a host that is lost. A run starts without spares
+    if the cluster has none."""
     wait_for_max_s: float = 5.0
     """How long a start that has `min` hosts (`min_slices`) waits for more of them, up to `max` (`max_slices`)."""
     devices_per_host: int | None = None
@@ -53,23 +53,23 @@ class HostsConfig:
     spread: bool = False
     """CPU: each host on a machine of its own. GPU and TPU hosts always are."""
     start_timeout_s: float = 120.0
-    """How long a start waits for the machines of the gang (`count`, or `min`) before giving up and saying what is missing."""
+    """How long a start waits for the machines of the gang (`count`, or `min`). Then it gives up and says what is missing."""
     replacement_timeout_s: float | None = None
-    """The same for a run that was under way and has lost hosts, when too few are left and no spare is there. None: it waits for
-    machines as long as it takes, says so, and is stopped by a request."""
+    """The same for a run that has lost hosts, when too few are left and there is no spare. None: no limit. The run shows that it
+    waits, and a stop request ends the wait."""
     notice_file: str | None = None
-    """A file of each machine: when it is there, the machine is about to go away, and the run saves and leaves it. It may hold
-    JSON with `reason` and `deadline_s`."""
+    """A path on each machine. When a file appears there, the machine is about to be taken away: the run saves and goes on without
+    it. The file may hold JSON with `reason` and `deadline_s`."""
     metadata: Literal["none", "gce"] = "none"
-    """Where else a machine learns that it is about to be taken away: `gce` asks Google Cloud's metadata server."""
+    """Another source of preemption notices: `gce` asks Google Cloud's metadata server."""
     log_dir: str = "~/.cache/gangway/logs"
-    """A folder on a disk of each machine itself, where the training processes' logs are written: what hangs with a shared disk
-    would hang the watch over the processes too. The ends of the logs are copied to the run's folder."""
+    """A folder on a local disk of each machine, for the logs of the training processes. On a shared disk that hangs, the agent
+    would hang too. The ends of the logs are copied to the run's folder."""
     env: dict[str, str] = field(default_factory=dict, repr=False)
-    """More environment variables for the training processes; these win. Their values are never shown or stored."""
+    """More environment variables for the training processes. They override all others. Their values are never shown or stored."""
     private_files: bool = True
-    """Files that the run writes, on its hosts and in its storage, can be read by its user alone (0600, folders 0700). false: by
-    whom the umask of its processes allows, as a folder that a group shares needs it."""
+    """Whether only the user of the run can read the files that it writes, on its hosts and in its storage (0600, folders 0700).
+    false: the umask of the processes decides, which a folder that a group shares needs."""
 
     def __post_init__(self):
         if problems := list(_problems(self)):
@@ -77,7 +77,7 @@ class HostsConfig:
 
 
 def _problems(config: HostsConfig) -> Iterator[str]:
-    """Everything that is wrong, a line each."""
+    """Yields a line for each problem of the section."""
     for name in ("count", "min", "max", "spares", "devices_per_host", "slices", "min_slices", "max_slices"):
         value, least = getattr(config, name), 0 if name == "spares" else 1
         if value is not None and value < least:
@@ -100,7 +100,7 @@ def _elastic_problems(config: HostsConfig) -> Iterator[str]:
 
 
 def _range_problems(config: HostsConfig, fixed: str, low: str, high: str, *, given: bool) -> Iterator[str]:
-    """`given`: whether the fixed number was."""
+    """Yields what is wrong with a fixed number and a range. `given`: whether the fixed number was set."""
     least, most = getattr(config, low), getattr(config, high)
     if given and (least is not None or most is not None):
         yield f"{fixed} = {getattr(config, fixed)}, {low} = {least}, {high} = {most}: give either {fixed}, or {low} and {high}"
@@ -120,14 +120,15 @@ def _tpu_problems(config: HostsConfig) -> Iterator[str]:
     if not (config.accelerator and config.topology):
         yield "kind: tpu needs accelerator (such as v5e) and topology (such as 4x4)"
         return
-    wrong = []
+    problems = []
     for parse, text in ((generation, config.accelerator), (topology_dims, config.topology)):
         try:
             parse(text)
         except ValueError as error:
-            wrong.append(str(error))
-    yield from wrong
-    if not wrong and config.slices >= 1:
+            problems.append(str(error))
+    yield from problems
+    # The chips of a slice can be counted only if both could be parsed.
+    if not problems and config.slices >= 1:
         yield from _shape_problems(config)
 
 
@@ -197,10 +198,10 @@ def slots_of_slices(config: HostsConfig, numbers: Collection[int]) -> set[int]:
 
 
 def slots_of_whole_slices(config: HostsConfig, numbers: Collection[int]) -> set[int]:
-    """Those of these slots whose TPU slice is complete among them."""
-    size, there = hosts_at_a_time(config), set(numbers)
-    counts = Counter(number // size for number in there)
-    return {number for number in there if counts[number // size] == size}
+    """Returns the slots of which the whole TPU slice is among `numbers`."""
+    size, present = hosts_at_a_time(config), set(numbers)
+    counts = Counter(number // size for number in present)
+    return {number for number in present if counts[number // size] == size}
 
 
 def devices_per_host(config: HostsConfig) -> int:
@@ -226,8 +227,8 @@ def pod_type(config: HostsConfig) -> str:
     return f"{name}-{num_chips(config) * CORES_PER_CHIP.get(name, 2)}"
 
 
-def bundle(config: HostsConfig) -> dict[str, float]:
-    """What one host takes of its machine, in Ray's resources."""
+def bundle_resources(config: HostsConfig) -> dict[str, float]:
+    """Returns the Ray resources that one host takes of its machine."""
     resources: dict[str, float] = {"CPU": config.cpus_per_host}
     if config.kind == "gpu":
         resources["GPU"] = devices_per_host(config)

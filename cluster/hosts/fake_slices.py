@@ -1,7 +1,6 @@
-"""TPU slices that are not there: what Ray nodes of this machine say of themselves to be taken for their hosts.
+"""Fake TPU slices, for chaos and for tests: labels and resources that make Ray nodes of this machine look like TPU hosts.
 
-Ray tells TPU slices by the labels and resources of their nodes alone, so processes that use no TPU run on fake ones. For chaos
-and for tests.
+Ray recognises a TPU slice by the labels and resources of its nodes alone. So processes that use no TPU can run on fake slices.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class FakeNode:
 
 
 def slice_nodes(config: HostsConfig, name: str, num_cpus: float = 1) -> list[FakeNode]:
-    """The hosts of one TPU slice, by worker id."""
+    """Returns the nodes of one fake TPU slice, in the order of their worker ids."""
     return [_slice_node(config, name, worker, num_cpus) for worker in range(hosts_per_slice(config))]
 
 

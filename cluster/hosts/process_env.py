@@ -1,46 +1,52 @@
-"""The environment of the training processes: pure functions of the configuration."""
+"""The environment variables of the training processes. Pure functions of the configuration."""
 
 from __future__ import annotations
 
 from cluster.hosts.config import HostsConfig, devices_per_host
 
 CPU_THREADS_PER_DEVICE = 4
-"""XLA's own number is that of the machine's cores. Devices of one process wait for each other in its threads, in several
-collectives at a time: where there are fewer cores than that, all threads may come to wait for one that never gets its turn."""
+"""XLA would start one thread per core. The devices of one process wait for each other in these threads, in several collectives
+at a time. With too few threads all of them wait, the one that they wait for never runs, and the process hangs."""
+IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+"""With XLA's default, an executable that is loaded from a cache may run its collectives in another order on each host. Over gloo
+their data then mixes: a process aborts, or all hang (jaxlib 0.10.2, where a step accumulates gradients)."""
 MEGASCALE_PORT = 8081
 PRIVATE_UMASK = 0o077
-"""What a process makes with it is for its user alone."""
+"""With this umask, only the user of a process can read the files that it creates."""
 
 
 def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str]:
-    """Environment of the training process of `host`."""
-    own = {
+    """Returns the environment variables of the training process of `host`; those of `config.env` override ours."""
+    variables = {
         "JAX_PLATFORMS": {"cpu": "cpu", "gpu": "cuda,cpu", "tpu": "tpu,cpu"}[config.kind],
         "JAX_COMPILATION_CACHE_DIR": compile_cache_dir(config, host, cache_dir),
         "GANGWAY_PROGRAMS": f"{cache_dir}/programs",
+        # Without these two JAX keeps only what is large or slow to compile, and a restart would compile the rest again.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     flags = config.env.get("XLA_FLAGS", "")
     if config.kind == "cpu":
         devices = devices_per_host(config)
-        flags = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+        # Ours before the user's, which decide: of two settings of a flag, the last one counts.
+        flags = " ".join(part for part in (IN_ORDER, flags, f"--xla_force_host_platform_device_count={devices}") if part)
         if devices > 1:
-            own["NPROC"] = str(CPU_THREADS_PER_DEVICE * devices)
-    return {**own, **config.env, **({"XLA_FLAGS": flags} if flags else {})}
+            variables["NPROC"] = str(CPU_THREADS_PER_DEVICE * devices)
+    # XLA_FLAGS comes last: it holds the user's flags and ours.
+    return {**variables, **config.env, **({"XLA_FLAGS": flags} if flags else {})}
 
 
 def compile_cache_dir(config: HostsConfig, host: int, cache_dir: str) -> str:
-    """Where JAX, in the training process of `host`, caches what it compiles.
+    """Returns the folder of JAX's compilation cache for the training process of `host`.
 
-    On CPU each host has a folder of its own: the keys hold a fingerprint of the process's place, so a shared one is never hit.
+    On CPU each host has a folder to itself: the cache keys depend on the rank of the process, so a shared folder gives no hits.
     On TPU and GPU all hosts should read the same folder.
     """
     return f"{cache_dir}/host-{host:04d}" if config.kind == "cpu" else cache_dir
 
 
 def megascale_env(slice_id: int, num_slices: int, coordinator_ip: str, port: int = MEGASCALE_PORT) -> dict[str, str]:
-    """Tells a process of a run on several TPU slices where the others are; empty for one slice."""
+    """Returns the variables with which processes of several TPU slices find each other; empty for one slice."""
     if num_slices == 1:
         return {}
     return {

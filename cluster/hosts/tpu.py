@@ -1,4 +1,4 @@
-"""What is known of TPU generations: chips of a host, devices of a chip, names and topologies."""
+"""Facts about TPU generations: chips per host, devices per chip, names and topologies."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ ALIASES = {"v5e": "v5litepod", "v5lite": "v5litepod", "tpu7x": "v7x", "v7": "v7x
 
 
 def generation(accelerator: str) -> str:
-    """The TPU generation as Ray spells it: `TPU-V6E` is `v6e`, `v5e` is `v5litepod`. Raises ValueError for an unknown one."""
+    """Returns the TPU generation as Ray spells it: `TPU-V6E` is `v6e`, `v5e` is `v5litepod`. Raises ValueError for an unknown
+    one."""
     name = accelerator.lower().removeprefix("tpu-")
     name = ALIASES.get(name, name)
     if name not in CHIPS_PER_HOST:
-        known = sorted({*CHIPS_PER_HOST, "v5e"})
-        close = difflib.get_close_matches(name, known, n=1)
+        generations = sorted({*CHIPS_PER_HOST, "v5e"})
+        close = difflib.get_close_matches(name, generations, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ValueError(f"accelerator = {accelerator!r}: not a TPU generation; known: {', '.join(known)}{hint}")
+        raise ValueError(f"accelerator = {accelerator!r}: not a TPU generation; known: {', '.join(generations)}{hint}")
     return name
 
 
 def topology_dims(topology: str) -> tuple[int, ...]:
-    """`2x2x4` as (2, 2, 4). Raises ValueError when it is not of that form."""
+    """Parses `2x2x4` as (2, 2, 4). Raises ValueError when it is not of that form."""
     parts = topology.strip().lower().split("x")
-    good = len(parts) in (2, 3) and all(part.isdigit() and int(part) > 0 for part in parts)
-    if not good:
+    is_shape = len(parts) in (2, 3) and all(part.isdigit() and int(part) > 0 for part in parts)
+    if not is_shape:
         raise ValueError(f"topology = {topology!r}: expected two or three sizes such as 4x4 or 2x2x2")
     return tuple(int(part) for part in parts)

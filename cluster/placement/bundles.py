@@ -1,4 +1,4 @@
-"""Places: the bundles of placement groups that a run holds, or waits for."""
+"""The bundles of placement groups that a run holds or waits for: each is room for one host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ray._private.state import available_resources_per_node  # as in ray.util.tp
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from cluster.hosts.capacity import Node
-from cluster.hosts.config import NODE_ID_LABEL, HostsConfig, bundle, min_hosts, strategy
+from cluster.hosts.config import NODE_ID_LABEL, HostsConfig, bundle_resources, min_hosts, strategy
 from cluster.placement import placement_groups
 from cluster.placement.cleanup import group_name
 from cluster.placement.waits import CheckStop, do_nothing
@@ -34,20 +34,21 @@ class Bundle:
 
 
 class View:
-    """What Ray says of groups and machines, asked at most once for each: for changes of many slots at a time."""
+    """A snapshot of what Ray reports of groups and machines. It asks Ray at most once for each, so that a change of many slots is
+    cheap, and is to be dropped after that change."""
 
     def __init__(self) -> None:
         self._bundles: dict[PlacementGroup, dict[int, str]] = {}
 
-    def node_id(self, place: Bundle) -> str | None:
-        """The living machine that a place is on; None while Ray has none for it."""
-        if place.group not in self._bundles:
-            self._bundles[place.group] = placement_groups.node_ids(place.group)
-        node_id = self._bundles[place.group].get(place.index)
+    def node_id(self, bundle: Bundle) -> str | None:
+        """Returns the living machine that the bundle is on; None while Ray has none for it."""
+        if bundle.group not in self._bundles:
+            self._bundles[bundle.group] = placement_groups.node_ids(bundle.group)
+        node_id = self._bundles[bundle.group].get(bundle.index)
         return node_id if node_id in self._living_nodes else None
 
     def is_gone(self, group: PlacementGroup) -> bool:
-        """Whether a group was removed."""
+        """Returns whether the group was removed."""
         return group.id.hex() not in self._living_groups
 
     @cached_property
@@ -60,22 +61,23 @@ class View:
 
 
 NOWHERE = Bundle(PlacementGroup(ray.PlacementGroupID.nil()), 0, alone=False)
-"""Of a slot for which nothing was asked yet."""
+"""The bundle of a slot for which no group was asked yet."""
 
 
 def bundle_of(record: Mapping[str, Any]) -> Bundle:
-    """The place of which this is the record."""
+    """Returns the bundle that `Bundle.record` described."""
     return Bundle(placement_groups.by_id(record["group"]), record["bundle"], record["alone"])
 
 
 def living_nodes() -> list[Node]:
-    """The machines of the cluster with what they have and what is free."""
+    """Returns the living machines of the cluster, with their total and their free resources."""
     free = available_resources_per_node()
     return [
         Node(
             node_id=node["NodeID"],
             ip=node["NodeManagerAddress"],
             total=node["Resources"],
+            # A node that has just joined is not in the table of free resources yet: nothing uses it.
             free=free.get(node["NodeID"], node["Resources"]),
             labels=node.get("Labels") or {},
         )
@@ -85,92 +87,100 @@ def living_nodes() -> list[Node]:
 
 
 class Bundles:
-    """The groups that one driver of a run knows to be the run's. All are detached: they outlive the driver."""
+    """The placement groups of a run, as one of its drivers knows them. All are detached: they outlive the driver."""
 
     def __init__(self, config: HostsConfig, run_name: str, driver_term: int):
         self.config, self.run_name, self.driver_term = config, run_name, driver_term
         self.groups: list[PlacementGroup] = []
         self.unassigned: list[Bundle] = []
-        """Bundles of the shared group that were left for another place: they cannot be given back before the others."""
+        """Bundles of the shared group in which no agent is any more. Ray gives a group back only as a whole."""
         self._counter = itertools.count()
 
     def take_base(self, deadline_s: float, avoid_nodes: Sequence[str], check_stop: CheckStop = do_nothing) -> list[Bundle]:
-        """Room for the hosts that the run cannot do without (not TPU slices): all of it, or TimeoutError."""
-        group = self._group(min_hosts(self.config), strategy(self.config), group_name(self.run_name), avoid_nodes)
+        """Reserves the `min_hosts` bundles of the shared group (not for TPU slices). Raises TimeoutError unless all are there."""
+        group = self._ask_for_group(min_hosts(self.config), strategy(self.config), group_name(self.run_name), avoid_nodes)
         placement_groups.wait_ready(group, deadline_s, check_stop)
         return [Bundle(group, index, alone=False) for index in range(min_hosts(self.config))]
 
-    def ask_for_one(self, number: int, avoid_nodes: Sequence[str]) -> Bundle:
-        """Room for one more host, in a group of its own, as soon as Ray has it."""
+    def ask_for_bundle(self, number: int, avoid_nodes: Sequence[str]) -> Bundle:
+        """Asks for room for one more host, in a separate group. It may be pending until Ray has room."""
         name = group_name(self.run_name, number, self.driver_term, next(self._counter))
-        return Bundle(self._group(1, "PACK", name, avoid_nodes), 0, alone=True)
+        return Bundle(self._ask_for_group(1, "PACK", name, avoid_nodes), 0, alone=True)
 
-    def ask_for_slice(self, number: int, bundles: list[dict[str, float]], labels: list[dict[str, str]]) -> PlacementGroup:
-        """Room for the hosts of a TPU slice, in a group of its own, for the slots from `number` on."""
+    def ask_for_slice(self, number: int, resources: list[dict[str, float]], labels: list[dict[str, str]]) -> PlacementGroup:
+        """Asks for room for the hosts of a TPU slice, in a separate group, for the slots from `number` on."""
         name = group_name(self.run_name, number, self.driver_term, next(self._counter))
-        group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, lifetime="detached", bundle_label_selector=labels)
+        group = placement_group(resources, strategy="STRICT_SPREAD", name=name, lifetime="detached", bundle_label_selector=labels)
         self.groups.append(group)
         return group
 
     def give_back(self, group: PlacementGroup) -> None:
-        """Gives up a group that nobody sits in any more. It takes its time, and nobody waits for its name."""
+        """Removes a group in which no agent is any more. Does not wait for Ray to finish: the name is not used again."""
         self.drop(group)
         remove_placement_group(group)
 
     def drop(self, group: PlacementGroup) -> None:
-        """It was removed by another."""
+        """Forgets a group that somebody else has removed."""
         self.groups.remove(group)
 
-    def exchange(self, place: Bundle, number: int, avoid_nodes: Sequence[str], view: View) -> Bundle:
-        """Another bundle for this slot, not on these machines: one that was left unassigned, or a new one, maybe pending."""
-        found = self.unassigned_elsewhere(avoid_nodes, view)
-        if found is not None:
-            self.unassigned.remove(found)
-        self._leave(place)
-        return found or self.ask_for_one(number, avoid_nodes)
+    def exchange(self, bundle: Bundle, number: int, avoid_nodes: Sequence[str], view: View) -> Bundle:
+        """Returns another bundle for this slot, not on these machines: an unassigned one, or a new one, which may be pending."""
+        free_bundle = self.unassigned_elsewhere(avoid_nodes, view)
+        # Taken out before the old bundle is released: that may give the whole shared group back.
+        if free_bundle is not None:
+            self.unassigned.remove(free_bundle)
+        self._release(bundle)
+        return free_bundle or self.ask_for_bundle(number, avoid_nodes)
 
     def unassigned_elsewhere(self, avoid_nodes: Collection[str], view: View) -> Bundle | None:
-        """A place that nobody sits in and that has a machine, not one of these."""
-        return next((place for place in self.unassigned if view.node_id(place) not in (None, *avoid_nodes)), None)
+        """Returns an unassigned bundle that has a machine, not one of these; None if there is none."""
+        return next((bundle for bundle in self.unassigned if view.node_id(bundle) not in (None, *avoid_nodes)), None)
 
     def ask_anew(self, gone: PlacementGroup) -> PlacementGroup:
-        """Asks once more for the group that the hosts share, which somebody has removed (not of TPU slices). It may wait."""
+        """Asks again for the shared group, which somebody has removed (not for TPU slices). The new group may be pending."""
         self.groups.remove(gone)
-        group = self._group(min_hosts(self.config), strategy(self.config), group_name(self.run_name), ())
-        self.unassigned = [dataclasses.replace(place, group=group) for place in self.unassigned]
+        group = self._ask_for_group(min_hosts(self.config), strategy(self.config), group_name(self.run_name), ())
+        self.unassigned = [dataclasses.replace(bundle, group=group) for bundle in self.unassigned]
         return group
 
-    def _leave(self, place: Bundle) -> None:
-        """Gives back what can be given back; what stays unassigned is Ray's to find machines for, before any later group."""
-        if not place.alone:
-            self.unassigned.append(place)
-        if place.alone or len(self.unassigned) == min_hosts(self.config):
-            self.unassigned = [unassigned for unassigned in self.unassigned if unassigned.group != place.group]
-            self.give_back(place.group)
+    def _release(self, bundle: Bundle) -> None:
+        """Gives the bundle's group back if nothing else is in it; else the bundle becomes unassigned.
 
-    def hold(self, place: Bundle) -> bool:
-        """Whether it is one of these: its group may have been given back, and no other taken yet."""
-        return place.group in self.groups
+        For a pending unassigned bundle Ray goes on looking for a machine, and serves it before any later group.
+        """
+        if not bundle.alone:
+            self.unassigned.append(bundle)
+        if bundle.alone or len(self.unassigned) == min_hosts(self.config):
+            self.unassigned = [unassigned for unassigned in self.unassigned if unassigned.group != bundle.group]
+            self.give_back(bundle.group)
+
+    def hold(self, bundle: Bundle) -> bool:
+        """Returns whether the group of this bundle is still held: it may have been given back, and no other taken yet."""
+        return bundle.group in self.groups
 
     def give_all_back(self) -> None:
         placement_groups.remove(self.groups)
         self.forget()
 
     def forget(self) -> None:
-        """They are another driver's now."""
+        """Drops all groups without removing them: they belong to another driver now."""
         self.groups, self.unassigned = [], []
 
     def record(self) -> dict[str, Any]:
-        return {"groups": [group.id.hex() for group in self.groups], "unassigned": [place.record() for place in self.unassigned]}
+        return {
+            "groups": [group.id.hex() for group in self.groups],
+            "unassigned": [bundle.record() for bundle in self.unassigned],
+        }
 
     def recall(self, record: Mapping[str, Any]) -> None:
-        """What an earlier driver held when it wrote this."""
+        """Restores the groups from the `record` of an earlier driver."""
         self.groups = [placement_groups.by_id(key) for key in record["groups"]]
-        self.unassigned = [bundle_of(place) for place in record["unassigned"]]
+        self.unassigned = [bundle_of(about) for about in record["unassigned"]]
 
-    def _group(self, count: int, how: str, name: str, avoid_nodes: Sequence[str]) -> PlacementGroup:
+    def _ask_for_group(self, count: int, how: str, name: str, avoid_nodes: Sequence[str]) -> PlacementGroup:
+        # Ray has no other way to keep a bundle off a machine than a label selector.
         labels = [{NODE_ID_LABEL: f"!in({','.join(avoid_nodes)})"}] * count if avoid_nodes else None
-        bundles = [bundle(self.config)] * count
-        group = placement_group(bundles, strategy=how, name=name, lifetime="detached", bundle_label_selector=labels)
+        resources = [bundle_resources(self.config)] * count
+        group = placement_group(resources, strategy=how, name=name, lifetime="detached", bundle_label_selector=labels)
         self.groups.append(group)
         return group

@@ -1,4 +1,4 @@
-"""What a run has in the cluster, found by its names, and how to remove it: for a new driver, and for agents without one."""
+"""Finds the actors and placement groups of a run by name, and removes them: for a new driver, and for agents without a driver."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from cluster.placement.waits import CheckStop, do_nothing, wait_until
 NAMESPACE = "gangway"
 CLEAR_TIMEOUT_S = 20.0
 LED_TIMEOUT_S = 5.0
-"""For an agent to say whether it has a driver."""
-TURN_S, LAST_TURN_S = 0.2, 60.0
-"""Agents whose leases end together leave in turn: the first asks all others, removes the groups, and so ends those that wait."""
+"""How long to wait for the answers of other agents about whether they have a driver."""
+EXIT_STAGGER_S, MAX_EXIT_DELAY_S = 0.2, 60.0
+"""Agents whose leases end together exit one after the other. The first asks all others and removes the groups, which ends
+them."""
 
 
 def agent_name(run_name: str, *numbers: int) -> str:
@@ -31,117 +32,121 @@ def steward_name(run_name: str, *numbers: int) -> str:
 
 
 def group_name(run_name: str, *numbers: int) -> str:
-    """Of the group of a single slot; without numbers, of the one that all hosts share that the run cannot do without."""
+    """Returns the name of the group of a single slot; without numbers, that of the group that the `min_hosts` hosts share."""
     return f"{run_name}-slot-{_joined(numbers)}" if numbers else f"{run_name}-gang"
 
 
 def clear(
     run_name: str, timeout_s: float = CLEAR_TIMEOUT_S, keep: Collection[str] = (), check_stop: CheckStop = do_nothing
 ) -> list[str]:
-    """Removes what earlier drivers of this run left in the cluster: agents, groups that hold machines or wait for them, stewards.
+    """Removes what earlier drivers of this run left in the cluster: agents, placement groups and stewards. Returns their names.
 
-    Returns their names. Those in `keep` stay. Agents and groups live on without their driver, so that a new one can adopt them;
-    only one driver of a run may call this. What `check_stop` raises ends only the wait for their end.
+    Those in `keep` stay. Agents and groups outlive their driver so that the next one can adopt them: only one driver of a run may
+    call this. An exception of `check_stop` ends only the wait for the removal.
     """
-    left = {key: name for key, name in _groups_of(run_name).items() if name not in keep}
+    groups = {key: name for key, name in _groups_of(run_name).items() if name not in keep}
     agents = [name for name in _agents_of(run_name) if name not in keep]
-    for name in agents:  # before their groups, which would kill them while they are looked up
+    # Agents before their groups: a group that is removed kills its agents while we look them up.
+    for name in agents:
         _kill_named(name)
-    for key in left:
+    for key in groups:
         remove_placement_group(placement_groups.by_id(key))
-    # Last: who is killed here before that leaves a steward behind for the rest.
-    stewards = [name for name in (steward_name(run_name, *them) for them in _stewards_of(run_name)) if name not in keep]
+    # Stewards last: if this process is killed before that, a steward still cleans up the rest.
+    stewards = [name for name in (steward_name(run_name, *numbers) for numbers in _stewards_of(run_name)) if name not in keep]
     for name in stewards:
         _kill_named(name)
     actors = {*agents, *stewards}
 
     def cleared() -> bool:
-        return not left.keys() & placement_groups.living().keys() and not actors & set(_actors())
+        # Until Ray has removed them, their names are in use.
+        return not groups.keys() & placement_groups.living().keys() and not actors & set(_actors())
 
     wait_until(cleared, timeout_s, check_stop)
-    return [*left.values(), *agents, *stewards]
+    return [*groups.values(), *agents, *stewards]
 
 
-def leave(run_name: str, driver_term: int) -> None:
-    """Ends this process, an agent whose lease has ended, and whose last driver had this `driver_term`. It takes all that is
-    left of the run with it, unless another agent still has a driver: then the driver lives, this agent is cut off from it, and
-    the group that
-    they share is not its to remove."""
-    own_group = ray.util.get_current_placement_group()
-    own_key = own_group.id.hex() if own_group is not None else ""
-    own_name = ray.get_runtime_context().get_actor_name() or ""
-    time.sleep(turn_s(run_name, own_name))
-    remove_unled(run_name, (driver_term,), own_name, own_key)
-    os._exit(0)
+def exit_agent(run_name: str, driver_term: int) -> None:
+    """Ends this process: an agent whose lease has ended, and whose last driver had this `driver_term`.
 
-
-def turn_s(run_name: str, agent: str) -> float:
-    """How long an agent of this name waits before it leaves."""
-    numbers = _numbers_of(agent, run_name, "host")
-    return min(TURN_S * int(numbers[0]), LAST_TURN_S) if numbers else 0.0
-
-
-def remove_unled(run_name: str, numbers: tuple[int, ...], own_name: str = "", own_key: str = "") -> bool:
-    """Removes what is left of a run, if no agent of it has a driver. Called by an agent (`own_name`, in the group `own_key`) or a
-    steward whose own lease has ended; `numbers`: the term of its driver, and when a steward was hired. True if done: nothing
-    is left that the caller would have to look after.
+    It removes the rest of the run as well, unless another agent still has a driver. Then the driver lives and only this agent is
+    cut off from it, so it must not remove the group that they share.
     """
-    left = _groups_of(run_name)
-    # In this order: a driver has a steward before it has groups, so what is in `left` is not a newer one's unless its steward is
-    # there.
-    if any(other[: len(numbers)] > numbers for other in _stewards_of(run_name)):
+    group = ray.util.get_current_placement_group()
+    group_id = group.id.hex() if group is not None else ""
+    name = ray.get_runtime_context().get_actor_name() or ""
+    time.sleep(exit_delay_s(run_name, name))
+    remove_orphaned(run_name, (driver_term,), name, group_id)
+    os._exit(0)  # not `sys.exit`: that would end this thread alone
+
+
+def exit_delay_s(run_name: str, agent: str) -> float:
+    """Returns how long an agent of this name waits before it exits: longer with each slot number."""
+    numbers = _numbers_of(agent, run_name, "host")
+    return min(EXIT_STAGGER_S * int(numbers[0]), MAX_EXIT_DELAY_S) if numbers else 0.0
+
+
+def remove_orphaned(run_name: str, numbers: tuple[int, ...], caller: str = "", caller_group: str = "") -> bool:
+    """Removes what is left of a run if none of its agents has a driver.
+
+    An agent (its name is `caller`, its group `caller_group`) or a steward calls this when its lease has ended. `numbers` are the
+    term of its driver and, for a steward, the time when it was hired. Returns True if the caller has nothing more to look after.
+    """
+    groups = _groups_of(run_name)
+    # Groups are listed before stewards. A driver hires its steward before it asks for groups: if there is no newer steward now,
+    # none of the listed groups is a newer driver's.
+    if any(steward[: len(numbers)] > numbers for steward in _stewards_of(run_name)):
         return True
-    others = [name for name in _agents_of(run_name) if name != own_name]
-    answers = _answers_of(others)
+    agents = [name for name in _agents_of(run_name) if name != caller]
+    answers = _ask_for_drivers(agents)
     if any(answers.values()):
         return False
-    for name in set(others) - answers.keys():  # the removal of its group does not end one that waits for a machine
+    # An agent that still waits for a machine is not ended by the removal of its group.
+    for name in set(agents) - answers.keys():
         _kill_named(name)
-    for key in removal_order(run_name, left, own_key, answers):
+    for key in removal_order(run_name, groups, caller_group, answers):
         remove_placement_group(placement_groups.by_id(key))
     return True
 
 
-def removal_order(run_name: str, left: Mapping[str, str], own_key: str, alive: Collection[str]) -> list[str]:
-    """In which an agent that leaves removes groups (names by id): with its own, which goes last, Ray ends it.
+def removal_order(run_name: str, groups: Mapping[str, str], caller_group: str, alive: Collection[str]) -> list[str]:
+    """Returns the order in which an agent that exits removes these groups (names by id).
 
-    Others may leave at the same moment, and the first to remove another's group ends that one. So what nobody lives in, of whom
-    nobody else would ever remove it, goes before the groups of the agents in `alive`.
+    Its own group goes last, since Ray ends the agent with it. Several agents may exit at once, and the first that removes the
+    group of another one ends that agent. So groups without an agent, which nobody else would remove, go before those of the
+    agents in `alive`.
     """
-    inhabited = {_numbers_of(name, run_name, "host")[0] for name in alive}
+    occupied = {_numbers_of(name, run_name, "host")[0] for name in alive}
 
     def rank(key: str) -> tuple[bool, bool]:
-        numbers = _numbers_of(left[key], run_name, "slot")
-        return key == own_key, not numbers or numbers[0] in inhabited
+        numbers = _numbers_of(groups[key], run_name, "slot")
+        return key == caller_group, not numbers or numbers[0] in occupied
 
-    return sorted(left, key=rank)
+    return sorted(groups, key=rank)
 
 
 def find_agent(name: str) -> Any | None:
-    """The agent's handle; None if it is gone."""
+    """Returns the agent's handle; None if it is gone."""
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
-    except (
-        ValueError,
-        AssertionError,
-    ):  # the latter where Ray has just forgotten its class, with the last one of a driver
+    except (ValueError, AssertionError):  # AssertionError: Ray has just dropped the class, with the last actor of a driver
         return None
 
 
-def _answers_of(names: Collection[str]) -> dict[str, bool]:
-    """What those of these agents that answer say when asked whether they are led."""
+def _ask_for_drivers(names: Collection[str]) -> dict[str, bool]:
+    """Asks all these agents at once whether they have a driver; returns the answers of those that answer."""
     agents = {name: find_agent(name) for name in names}
-    asked = {agent.is_led.remote(): name for name, agent in agents.items() if agent is not None}
-    ready = ray.wait(list(asked), num_returns=len(asked), timeout=LED_TIMEOUT_S)[0] if asked else []
+    calls = {agent.is_led.remote(): name for name, agent in agents.items() if agent is not None}
+    # Bounded: a frozen agent does not answer, and must not hold the machines for ever.
+    ready = ray.wait(list(calls), num_returns=len(calls), timeout=LED_TIMEOUT_S)[0] if calls else []
     answers = {}
     for ref in ready:
         with suppress(ray.exceptions.RayActorError):
-            answers[asked[ref]] = ray.get(ref)
+            answers[calls[ref]] = ray.get(ref)
     return answers
 
 
 def _groups_of(run_name: str) -> dict[str, str]:
-    """The names of the groups of a run, by id."""
+    """Returns the names of the groups of a run, by id."""
     return {key: info["name"] for key, info in placement_groups.living().items() if is_group_of(info["name"], run_name)}
 
 
@@ -154,18 +159,19 @@ def _agents_of(run_name: str) -> list[str]:
 
 
 def _stewards_of(run_name: str) -> list[tuple[int, ...]]:
-    """The numbers of the stewards of a run."""
-    found = [_numbers_of(name, run_name, "steward") for name in _actors()]
-    return [tuple(map(int, numbers)) for numbers in found if numbers]
+    """Returns the numbers in the names of the run's stewards: driver term and time of hiring."""
+    all_numbers = [_numbers_of(name, run_name, "steward") for name in _actors()]
+    return [tuple(map(int, numbers)) for numbers in all_numbers if numbers]
 
 
 def _actors() -> list[str]:
-    """The names of all agents and stewards in the cluster, those included that Ray has not started yet."""
+    """Returns the names of all agents and stewards in the cluster, including those that Ray has not started yet."""
     return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
 
 
 def _numbers_of(name: str, run_name: str, kind: str) -> list[str]:
-    """The numbers in the name of an agent ("host"), a steward or a group ("slot") of this run; none if it is not one."""
+    """Returns the numbers in the name of an agent ("host"), a steward or a group ("slot") of this run; none for another name."""
+    # The digits are checked: the name of another run may begin with the name of this one.
     numbers = name.removeprefix(f"{run_name}-{kind}-")
     return numbers.split("-") if numbers != name and numbers.replace("-", "").isdigit() else []
 

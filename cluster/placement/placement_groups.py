@@ -1,4 +1,4 @@
-"""Placement groups: what Ray leaves to its callers."""
+"""Helpers around Ray's placement groups: waiting for them, removing them, listing them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ REMOVE_TIMEOUT_S = 20.0
 
 
 def is_ready(group: PlacementGroup, deadline_s: float, check_stop: CheckStop = do_nothing) -> bool:
-    """Waits for all bundles of a group, at most until `deadline_s` (of `time.monotonic`)."""
-    return bool(wait_answers([group.ready()], deadline_s, check_stop)) and is_created(group)  # it answers if it was removed, too
+    """Waits for all bundles of a group, at most until `deadline_s` (of `time.monotonic`). Returns whether they are there."""
+    # `ready()` also answers for a group that was removed meanwhile.
+    return bool(wait_answers([group.ready()], deadline_s, check_stop)) and is_created(group)
 
 
 def wait_ready(group: PlacementGroup, deadline_s: float, check_stop: CheckStop = do_nothing) -> None:
-    """Raises TimeoutError if the bundles of a group are not all there at `deadline_s`."""
+    """Waits for all bundles of a group. Raises TimeoutError if they are not all there at `deadline_s`."""
     if not is_ready(group, deadline_s, check_stop):
         raise TimeoutError(f"placement group {group.id.hex()}")
 
 
 def remove(groups: Collection[PlacementGroup], check_stop: CheckStop = do_nothing) -> None:
-    """Gives back what these groups hold, and waits for it: until then their names are taken."""
+    """Removes these groups and waits until they are gone: until then their names are in use."""
     for group in groups:
         remove_placement_group(group)
     wait_until(lambda: all(is_removed(group) for group in groups), REMOVE_TIMEOUT_S, check_stop)
 
 
 def is_removed(group: PlacementGroup) -> bool:
+    # Ray gives no state for a group that it does not know any more.
     return placement_group_table(group).get("state", "REMOVED") == "REMOVED"
 
 
 def is_created(group: PlacementGroup) -> bool:
-    """Whether Ray has found room for all bundles of a group."""
+    """Returns whether Ray has found room for all bundles of the group."""
     return placement_group_table(group).get("state") == "CREATED"
 
 
@@ -45,10 +47,10 @@ def by_id(group_id: str) -> PlacementGroup:
 
 
 def living() -> dict[str, dict[str, Any]]:
-    """All groups of the cluster that hold, or wait for, machines: what Ray knows of each, by its id."""
+    """Returns Ray's table of the groups that hold, or wait for, machines: all groups of the cluster, by id."""
     return {key: info for key, info in placement_group_table().items() if info["state"] != "REMOVED"}
 
 
 def node_ids(group: PlacementGroup) -> dict[int, str]:
-    """The machine of each bundle that has one."""
+    """Returns the machine of each bundle that has one, by bundle index."""
     return placement_group_table(group).get("bundles_to_node_id", {})

@@ -1,9 +1,9 @@
-"""Breaks parts of a real run and scores what comes of it: `python -m orchestrator.chaos CONFIG [key=value ...]`.
+"""Injects faults into a real run and scores its reaction: `python -m orchestrator.chaos CONFIG [key=value ...]`.
 
-The run trains as always, while faults come by a seeded schedule. Afterwards a reference run goes undisturbed along the
-lineage of the first: on as many hosts at each batch, without the batches that were left out. Both must end in the same
-parameters and samples, bit for bit; each fault must have been noticed and named rightly; nothing may be left behind. Ends
-with a table and a JSON file. Exit status 1 if anything is not as it should be.
+The run trains as usual while faults come by a seeded schedule. Then a reference run follows the lineage of the first one without
+faults: the same number of hosts at each batch, the same batches skipped. Both must end in the same parameters and samples, bit
+for bit; each fault must have been noticed and classified correctly; nothing may be left behind. Prints a table and writes a JSON
+file. Exit status 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from orchestrator.config.yaml_source import shown_override
 from orchestrator.planning import report
 from orchestrator.testbed.live_run import Run, RunError
 from orchestrator.testbed.local_cluster import local_cluster, network, why_no_network
-from orchestrator.testbed.resources import GroundError, mlflow_server, small_disk, why_no_small_disk
+from orchestrator.testbed.resources import ResourceError, mlflow_server, small_disk, why_no_small_disk
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.tracker import left_over
 from trainers.storage import documents
@@ -40,11 +40,11 @@ from trainers.storage import documents
 DEFAULT_KINDS = ("process", "agent", "driver")
 SMALLEST_DISK_BYTES = 64 << 20
 CHECKPOINTS_ON_A_DISK = 8
-"""As many fit on the small disk: those that are kept, and one in the making."""
+"""How many checkpoints fit on the small disk: those that are kept, and one that is being written."""
 LOG_WIDTH = 160
 NO_REFERENCE = {"status": "not run: there is nothing to compare with it"}
 FAULT_S, LONGEST_PACE_S = 12.0, 0.15
-"""A run is slowed down so that each fault that is to come has so many seconds, but no step by more than that."""
+"""A run is slowed down so that it lasts FAULT_S for each remaining fault, but each step by at most LONGEST_PACE_S."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides = [*arguments.overrides, *hosts_overrides(arguments.hosts)]
     try:
         result = play(arguments, overrides, load(arguments.config, overrides))
-    except (ConfigError, RunError, GroundError) as error:
+    except (ConfigError, RunError, ResourceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     show(result, Console(width=None if sys.stdout.isatty() else LOG_WIDTH))
@@ -91,7 +91,7 @@ def hosts_overrides(hosts: str | None) -> list[str]:
 
 
 def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobConfig) -> Score:
-    """The disturbed run, then its reference; writes the score."""
+    """Makes the disturbed run, then its reference run, and writes the score."""
     if documents.is_url(config.run_dir):
         raise RunError(f"{config.run_dir}: chaos damages files, for which it needs a local or mounted folder; set storage=PATH")
     skipped = {kind: why for kind in dict.fromkeys(arguments.kinds) if (why := why_not(kind, config))}
@@ -112,12 +112,12 @@ def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobCon
 
 
 def why_not(kind: str, config: JobConfig) -> str | None:
-    """Why this kind cannot be tried here; None if it can."""
+    """Returns why this kind of fault cannot be tried here; None if it can."""
     needs = KINDS[kind].needs.split()
     if on_a_cluster([kind]):
-        wanted = "tpu" if "slices" in needs else "cpu"
-        if config.hosts.kind != wanted:
-            return f"it needs a cluster of its own on this machine, and hosts of kind {wanted}, not {config.hosts.kind}"
+        kind_needed = "tpu" if "slices" in needs else "cpu"
+        if config.hosts.kind != kind_needed:
+            return f"it needs a cluster of its own on this machine, and hosts of kind {kind_needed}, not {config.hosts.kind}"
         if os.environ.get("RAY_ADDRESS") or config.driver.address:
             return "it needs a cluster of its own, and the run is to use one that is there"
     if "network" in needs:
@@ -148,11 +148,13 @@ def disturb(
             trouble = str(error)
         finally:
             left = run.clean_up()
+        # When the processes are gone: what the cluster still holds then was left behind.
         if testbed.cluster:
             left += testbed.cluster.left_behind()
         left += unfinished_files(run.run_dir)
         if any(injection.kind == "tracking" and injection.healed_at_s > run.ended_at_s() for injection in injections):
             run.ship_the_rest()
+        # The small disk is gone after this block.
         if run_dir != Path(config.run_dir):
             shutil.copytree(run_dir, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
         tracked = config.tracking.mlflow or testbed.mlflow is not None
@@ -166,48 +168,49 @@ def disturb(
 
 
 def unfinished(run: Run) -> dict[str, Any]:
-    """What can be said of a run that had to be ended."""
+    """Returns the summary of a run that chaos had to end."""
     return {"status": "ended by chaos", "incidents": run.incidents(), "goodput": {}, "wall_s": 0.0}
 
 
 def build_testbed(
     resources: ExitStack, config_path: str, overrides: Sequence[str], config: JobConfig, kinds: Collection[str], folder: Path
 ) -> tuple[Testbed, Path]:
-    """(the run, started on whatever these kinds need; its folder)"""
+    """Starts the run on the resources that these kinds need. Returns the testbed and the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = [*overrides, *faults.overrides_for(kinds)]
+    run_overrides = [*overrides, *faults.overrides_for(kinds)]
     env: dict[str, str] = {}
     run_dir = Path(config.run_dir)
-    disk = server = made_cluster = joined = programs = None
+    disk = server = cluster = net = programs = None
     if faults.need(kinds, "programs"):
         programs = folder.absolute() / "programs"  # not those of this machine's other runs
-        own.append(f"hosts.env.GANGWAY_PROGRAMS={programs}")
+        run_overrides.append(f"hosts.env.GANGWAY_PROGRAMS={programs}")
     freezable = faults.need(kinds, "freezable")
     if freezable or faults.need(kinds, "disk"):
         disk = resources.enter_context(small_disk(disk_bytes(config), freezable=freezable))
-        own.append(f"storage={disk.folder}")
+        run_overrides.append(f"storage={disk.folder}")
         run_dir = disk.folder / config.training.name
     if faults.need(kinds, "network"):
-        joined = resources.enter_context(network())
+        net = resources.enter_context(network())
     if faults.need(kinds, "mlflow"):
         # The driver that follows a killed one may be on a node with a network of its own, where 127.0.0.1 is another place.
-        server = resources.enter_context(mlflow_server(folder, joined.head_ip if joined else "127.0.0.1"))
-        own += ["tracking.mlflow=true", f"tracking.uri={server.uri}"]
+        server = resources.enter_context(mlflow_server(folder, net.head_ip if net else "127.0.0.1"))
+        run_overrides += ["tracking.mlflow=true", f"tracking.uri={server.uri}"]
     if faults.need(kinds, "supervisor"):
-        own.append("driver.supervise=true")
+        run_overrides.append("driver.supervise=true")
     if on_a_cluster(kinds):
         slices_of = config.hosts if config.hosts.kind == "tpu" else None
-        made_cluster = resources.enter_context(local_cluster(joined, slices_of))
-        env = {"RAY_ADDRESS": made_cluster.address, **made_cluster.authentication}
-    run = Run(config_path, own, str(run_dir), folder, env)
+        cluster = resources.enter_context(local_cluster(net, slices_of))
+        env = {"RAY_ADDRESS": cluster.address, **cluster.authentication}
+    run = Run(config_path, run_overrides, str(run_dir), folder, env)
+    # If something fails below: the run must not outlive its resources.
     resources.callback(run.clean_up)
     run.start()
-    if made_cluster:
-        # Not before the driver has its place on the head: what follows may be lost.
+    if cluster:
+        # The driver must be on the head before there are other nodes: any of those may be lost.
         run.wait((run_dir / "lease.json").exists, "the driver")
         for _ in range(num_hosts(config.hosts) // hosts_at_a_time(config.hosts) + config.hosts.spares + 1):
-            made_cluster.add_machines()
-    return Testbed(run, made_cluster, disk, server, programs), run_dir
+            cluster.add_machines()
+    return Testbed(run, cluster, disk, server, programs), run_dir
 
 
 def disk_bytes(config: JobConfig) -> int:
@@ -215,9 +218,9 @@ def disk_bytes(config: JobConfig) -> int:
 
 
 def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None, injections: list[Injection]) -> None:
-    """Injects one after the other, each when the one before is overcome, and notes it; fewer if the run ends before.
+    """Injects the faults one after the other, each after recovery from the one before. Injects fewer if the run ends before.
 
-    Raises RunError if the run does not overcome one.
+    Appends to `injections`. Raises RunError if the run does not recover from a fault.
     """
     run, overcome, left, injected = testbed.run, Overcome(testbed, injections), deque(planned), list[Fault]()
     while left:
@@ -240,16 +243,16 @@ def inject_all(testbed: Testbed, planned: Sequence[Fault], max_steps: int | None
 
 
 def lost_to_a_resize(injection: Injection, incidents: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the gang changed its size before the fault could show: the process that was to show it was ended, in good order."""
+    """Returns whether the gang was resized before the fault could show: then its process was ended by the resize."""
     kind = KINDS[injection.kind]
     since = {incident["kind"] for incident in incidents[injection.incidents_before :]}
     return kind.must_show and "resize" not in kind.named and since == {"resize"}
 
 
 class Overcome:
-    """Whether the last fault has shown, nothing is being recovered from, and a checkpoint was completed since.
+    """Whether the last fault has shown, the run has recovered, and a checkpoint was completed since then.
 
-    By this process's clock alone: that of a machine of the run may be what was injected.
+    Only the clock of this process is used: a wrong clock on a machine of the run may be the fault.
     """
 
     def __init__(self, testbed: Testbed, injections: Sequence[Injection]):
@@ -259,7 +262,7 @@ class Overcome:
 
     def __call__(self) -> bool:
         run, incidents = self.testbed.run, self.testbed.run.incidents()
-        # Of several that follow each other without a step between, only the last one comes to a step.
+        # Of several incidents without a step between them, only the last one gets a `resumed_step`.
         recovering = bool(incidents) and incidents[-1]["resumed_step"] is None
         if recovering or len(incidents) != self._num_incidents:
             self._num_incidents, self._calm_since_s = len(incidents), time.time()
@@ -272,13 +275,13 @@ class Overcome:
 
 
 def wait_for_fresh_checkpoint(run: Run) -> None:
-    """And one before it to go back to."""
+    """Waits for a new checkpoint, and for an older one to fall back to."""
     now_s = time.time()
     run.wait(lambda: len(run.checkpoints()) > 1 and run.saved_after(now_s), "two checkpoints")
 
 
 def pace_s(max_steps: int | None, step: int, faults_left: int) -> float | None:
-    """By how much to slow down each step, so that the run does not end before its faults; None: not at all."""
+    """Returns by how much to slow down each step, so that the run does not end before all faults; None: not at all."""
     if max_steps is None or step >= max_steps:
         return None
     return min(LONGEST_PACE_S, FAULT_S * faults_left / (max_steps - step))
@@ -287,14 +290,14 @@ def pace_s(max_steps: int | None, step: int, faults_left: int) -> float | None:
 def replay(
     config_path: str, overrides: Sequence[str], config: JobConfig, summary: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """The summary of an undisturbed run along the lineage of that one."""
-    own = [*overrides, f"name={config.training.name}-reference", "tracking.mlflow=false", *on_cpus(config.hosts)]
+    """Makes an undisturbed run along the lineage of `summary`; returns its summary."""
+    run_overrides = [*overrides, f"name={config.training.name}-reference", "tracking.mlflow=false", *on_cpus(config.hosts)]
     if not is_plain(summary, num_hosts(config.hosts)):
         path = folder / "lineage.json"
         documents.write_json(path, {name: summary[name] for name in ("lineage", "skipped_batches")})
-        own.append(f"driver.replay={path}")
+        run_overrides.append(f"driver.replay={path}")
     with tempfile.TemporaryDirectory(prefix="gangway-reference-") as orders:
-        run = Run(config_path, own, f"{config.run_dir}-reference", Path(orders))
+        run = Run(config_path, run_overrides, f"{config.run_dir}-reference", Path(orders))
         run.start()
         try:
             run.finish()
@@ -304,15 +307,21 @@ def replay(
 
 
 def on_cpus(hosts: HostsConfig) -> list[str]:
-    """For hosts that are no TPU hosts, as many, of a run on slices that are fake."""
+    """Returns overrides for a reference run on as many CPU hosts, for a run on fake TPU slices."""
     if hosts.kind != "tpu":
         return []
-    there = {"kind": "cpu", "count": num_hosts(hosts), "devices_per_host": devices_per_host(hosts), "slices": 1, "spares": 0}
-    gone = dict.fromkeys(("accelerator", "topology", "min_slices", "max_slices"), "null")
-    return [f"hosts.{name}={value}" for name, value in {**there, **gone}.items()]
+    cpu_settings = {
+        "kind": "cpu",
+        "count": num_hosts(hosts),
+        "devices_per_host": devices_per_host(hosts),
+        "slices": 1,
+        "spares": 0,
+    }
+    tpu_settings = dict.fromkeys(("accelerator", "topology", "min_slices", "max_slices"), "null")
+    return [f"hosts.{name}={value}" for name, value in {**cpu_settings, **tpu_settings}.items()]
 
 
 def is_plain(summary: Mapping[str, Any], hosts: int) -> bool:
-    """Whether that run trained on all its hosts from the beginning to the end, and left no batch out."""
-    stretches: Iterable[dict[str, Any]] = summary.get("lineage") or ()
-    return not summary.get("skipped_batches") and [stretch["num_hosts"] for stretch in stretches] in ([], [hosts])
+    """Returns whether that run trained on all its hosts from beginning to end, and skipped no batch."""
+    segments: Iterable[dict[str, Any]] = summary.get("lineage") or ()
+    return not summary.get("skipped_batches") and [segment["num_hosts"] for segment in segments] in ([], [hosts])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from orchestrator.chaos import injectors as by
+from orchestrator.chaos import injectors
 from orchestrator.chaos.injectors import Details, Fault, Injection, Testbed
 from orchestrator.testbed.live_run import RunError
 
@@ -52,163 +52,177 @@ STORAGE = ("storage_error",)
 HANG_OF_STORAGE = ("hang", "storage_error")
 """Where the limit of a save (`driver.watchdog.save_s`) is shorter than the hang; else nothing happens."""
 GANG_GONE = ("host_lost", "driver_lost")
-LEASE = (f"driver.agent_lease_s={by.LEASE_S:g}",)
+LEASE = (f"driver.agent_lease_s={injectors.LEASE_S:g}",)
 IMPATIENT = ("checkpoint.storage_patience_s=2",)
 """Shorter than the limit of a step: training goes on while the storage hangs."""
 STEP_LIMIT = ("driver.watchdog.step_floor_s=4", "driver.watchdog.save_s=6")
 """While a save is under way, a step may take as long as a save."""
 
 KINDS: Mapping[str, Kind] = {
-    "process": Kind("a training process is killed (SIGKILL)", by.kill_process, named=CRASH, names_host=True),
+    "process": Kind("a training process is killed (SIGKILL)", injectors.kill_process, named=CRASH, names_host=True),
     "freeze": Kind(
-        "a training process is stopped (SIGSTOP)", by.freeze_process, named=("hang",), names_host=True, overrides=STEP_LIMIT
+        "a training process is stopped (SIGSTOP)",
+        injectors.freeze_process,
+        named=("hang",),
+        names_host=True,
+        overrides=STEP_LIMIT,
     ),
-    "agent": Kind("a host's agent is killed", by.kill_agent, named=LOST, names_host=True),
-    "node": Kind("a machine is lost with all that runs on it", by.kill_node, named=LOST, names_host=True, needs="cluster"),
+    "agent": Kind("a host's agent is killed", injectors.kill_agent, named=LOST, names_host=True),
+    "node": Kind("a machine is lost with all that runs on it", injectors.kill_node, named=LOST, names_host=True, needs="cluster"),
     "slice": Kind(
         "a machine of a TPU slice is lost, and with it the slice",
-        by.kill_node,
+        injectors.kill_node,
         named=LOST,
         names_host=True,
         needs="slices",
     ),
-    "driver": Kind("the driver is killed", by.kill_driver, named=("driver_lost",), needs="supervisor"),
+    "driver": Kind("the driver is killed", injectors.kill_driver, named=("driver_lost",), needs="supervisor"),
     "stall": Kind(
         "the driver is paused, for less than its agents' lease",
-        by.pause_driver(by.SHORT_PAUSE_S),
+        injectors.pause_driver(injectors.SHORT_PAUSE_S),
         must_show=False,
-        until=by.time_is_up,
-        heal=by.let_driver_go_on,
+        until=injectors.time_is_up,
+        heal=injectors.let_driver_go_on,
         overrides=LEASE,
     ),
     "pause": Kind(
         "the driver is paused until its agents have left",
-        by.pause_driver(by.LONG_PAUSE_S),
+        injectors.pause_driver(injectors.LONG_PAUSE_S),
         named=GANG_GONE,
-        until=by.time_is_up,
-        heal=by.let_driver_go_on,
+        until=injectors.time_is_up,
+        heal=injectors.let_driver_go_on,
         overrides=LEASE,
     ),
     "slow": Kind(
         "a host takes longer for each step",
-        by.ordered("slow", step_s=by.SLOW_S, steps=by.SLOW_STEPS),
+        injectors.ordered("slow", step_s=injectors.SLOW_S, steps=injectors.SLOW_STEPS),
         named=("straggler",),
         names_host=True,
-        until=by.noticed,
+        until=injectors.noticed,
         overrides=("driver.stragglers.window_s=1", "driver.stragglers.windows=3"),
     ),
-    "hang": Kind("a host hangs in Python", by.ordered("hang"), named=("hang",), names_host=True, overrides=STEP_LIMIT),
+    "hang": Kind("a host hangs in Python", injectors.ordered("hang"), named=("hang",), names_host=True, overrides=STEP_LIMIT),
     "skip": Kind(
         "a host waits in a collective that the others skip",
-        by.ordered("skip_collective"),
+        injectors.ordered("skip_collective"),
         named=("hang",),
         names_host=True,
         overrides=STEP_LIMIT,
     ),
-    "desync": Kind("a host is one batch further than the others", by.ordered("desync"), named=("desync",)),
+    "desync": Kind("a host is one batch further than the others", injectors.ordered("desync"), named=("desync",)),
     "stuck_save": Kind(
         "a host's part of a checkpoint is never written to its end",
-        by.ordered("stuck_save"),
+        injectors.ordered("stuck_save"),
         named=("hang",),
         names_host=True,
         overrides=STEP_LIMIT,
     ),
-    "nan": Kind("a batch of one host weighs NaN", by.ordered("nan"), named=("non_finite",)),
-    "exception": Kind("an error of the program on one host", by.ordered("exception"), named=("user_error",), names_host=True),
+    "nan": Kind("a batch of one host weighs NaN", injectors.ordered("nan"), named=("non_finite",)),
+    "exception": Kind(
+        "an error of the program on one host", injectors.ordered("exception"), named=("user_error",), names_host=True
+    ),
     "device": Kind(
-        "a device error on one host (uncorrectable ECC)", by.ordered("device_error"), named=("device_error",), names_host=True
+        "a device error on one host (uncorrectable ECC)",
+        injectors.ordered("device_error"),
+        named=("device_error",),
+        names_host=True,
     ),
     "torn": Kind(
         "the newest checkpoint is truncated, and a process killed",
-        by.truncate_checkpoint,
+        injectors.truncate_checkpoint,
         named=CRASH,
         names_host=True,
         needs="fresh",
     ),
     "flip": Kind(
         "a byte of the newest checkpoint is changed, and a process killed",
-        by.flip_byte,
+        injectors.flip_byte,
         named=CRASH,
         names_host=True,
         needs="fresh",
     ),
     "program": Kind(
         "a byte of each kept train step is changed, and a process killed",
-        by.flip_programs,
+        injectors.flip_programs,
         named=CRASH,
         names_host=True,
-        until=by.a_program_was_refused,
+        until=injectors.a_program_was_refused,
         needs="programs",
     ),
     "vanish": Kind(
         "the checkpoints are gone when a process is killed, and come back later",
-        by.take_checkpoints_away,
+        injectors.take_checkpoints_away,
         named=CRASH,
         names_host=True,
         then=STORAGE,
-        until=by.time_is_up,
-        heal=by.bring_checkpoints_back,
+        until=injectors.time_is_up,
+        heal=injectors.bring_checkpoints_back,
         needs="fresh",
     ),
     "disk_full": Kind(
-        "the run's storage is full", by.fill_disk, must_show=False, until=by.a_save_has_failed, heal=by.free_disk, needs="disk"
+        "the run's storage is full",
+        injectors.fill_disk,
+        must_show=False,
+        until=injectors.a_save_has_failed,
+        heal=injectors.free_disk,
+        needs="disk",
     ),
     "storage_hang": Kind(
         "the run's storage hangs (who writes, waits in the kernel)",
-        by.freeze_storage,
+        injectors.freeze_storage,
         named=HANG_OF_STORAGE,
         never=LOST,
         must_show=False,
-        until=by.time_is_up,
-        heal=by.thaw_storage,
+        until=injectors.time_is_up,
+        heal=injectors.thaw_storage,
         needs="freezable",
         overrides=IMPATIENT,
     ),
     "storage_hang_kill": Kind(
         "it hangs, and a process is killed meanwhile",
-        by.freeze_storage_and_kill,
+        injectors.freeze_storage_and_kill,
         named=CRASH,
         names_host=True,
         never=LOST,
-        until=by.time_is_up,
-        heal=by.thaw_storage,
+        until=injectors.time_is_up,
+        heal=injectors.thaw_storage,
         needs="freezable",
         overrides=IMPATIENT,
     ),
     "tracking": Kind(
         "the MLflow server is killed",
-        by.kill_tracking,
+        injectors.kill_tracking,
         must_show=False,
-        until=by.time_is_up,
-        heal=by.start_tracking,
+        until=injectors.time_is_up,
+        heal=injectors.start_tracking,
         needs="mlflow",
     ),
-    "preempt": Kind("a training process gets SIGTERM", by.terminate_process, named=PREEMPTION, names_host=True),
+    "preempt": Kind("a training process gets SIGTERM", injectors.terminate_process, named=PREEMPTION, names_host=True),
     "drain": Kind(
         "a machine gives notice, and is taken away",
-        by.drain_node,
+        injectors.drain_node,
         named=PREEMPTION,
         names_host=True,
-        until=by.noticed,
-        heal=by.take_node_away,
+        until=injectors.noticed,
+        heal=injectors.take_node_away,
         needs="cluster",
     ),
     "clock": Kind(
         "a machine's clock jumps by an hour, a process is killed, and the clock jumps back",
-        by.set_clock,
+        injectors.set_clock,
         named=CRASH,
         names_host=True,
-        until=by.time_is_up,
-        heal=by.set_clock_right,
+        until=injectors.time_is_up,
+        heal=injectors.set_clock_right,
         needs="cluster",
     ),
     "network": Kind(
         "a machine's cable is cut",
-        by.cut_network,
+        injectors.cut_network,
         named=("host_lost", "hang"),
         names_host=True,
-        until=by.noticed,
-        heal=by.join_network,
+        until=injectors.noticed,
+        heal=injectors.join_network,
         needs="network",
         overrides=STEP_LIMIT,
     ),
@@ -220,6 +234,7 @@ def inject(testbed: Testbed, fault: Fault) -> Injection:
     kind, at_s = KINDS[fault.kind], time.time()
     # A gang that may shrink has fewer hosts by now than were dealt to.
     fault = replace(fault, host=fault.host % max(1, len(testbed.run.members())))
+    # Counted before the fault: every newer incident belongs to it.
     before, oldest = len(testbed.run.incidents()), next(iter(testbed.run.checkpoints()), None)
     try:
         details = kind.inject(testbed, fault)
@@ -229,6 +244,7 @@ def inject(testbed: Testbed, fault: Fault) -> Injection:
     made.oldest_checkpoint = int(oldest.name) if oldest else 0
     testbed.run.wait(lambda: kind.until(testbed, made), f"{fault.kind} to show")
     kind.heal(testbed, made)
+    # From here on a new checkpoint shows that the fault is overcome.
     made.healed_at_s = time.time()
     return made
 

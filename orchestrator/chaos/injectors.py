@@ -46,7 +46,7 @@ class Fault:
 
 @dataclass
 class Testbed:
-    """The run, and what it stands on; None for what this schedule has no use for."""
+    """The run and the resources under it; None for a resource that this schedule does not need."""
 
     run: Run
     cluster: Cluster | None = None
@@ -160,12 +160,12 @@ def join_network(testbed: Testbed, injection: Injection) -> None:
     testbed.cluster.add_machines()
 
 
-def _host_on_a_node(testbed: Testbed, wish: int) -> tuple[int, Any]:
-    """The wished host, or the next one, whose node may be lost: not the head, and without the driver."""
+def _host_on_a_node(testbed: Testbed, first: int) -> tuple[int, Any]:
+    """Returns the first host from `first` on whose node may be lost: not the head, and not the node of the driver."""
     assert testbed.cluster is not None
     of_driver = testbed.cluster.node_of(testbed.run.driver())
     members = testbed.run.members()
-    for host in sorted(members, key=lambda host: (host < wish, host)):
+    for host in sorted(members, key=lambda host: (host < first, host)):
         node = testbed.cluster.node_of(members[host])
         if node is not None and node is not of_driver:
             return host, node
@@ -209,13 +209,14 @@ def _damage(testbed: Testbed, fault: Fault, change: Callable[[bytes, random.Rand
 
 def pick_file(folder: Path, rng: random.Random) -> Path:
     """One that holds something."""
+    # Sorted: the same seed has to choose the same file again.
     return rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """With one byte changed."""
-    place = rng.randrange(len(data))
-    return data[:place] + bytes([data[place] ^ rng.randrange(1, 256)]) + data[place + 1 :]
+    """Returns the data with one byte changed."""
+    index = rng.randrange(len(data))
+    return data[:index] + bytes([data[index] ^ rng.randrange(1, 256)]) + data[index + 1 :]
 
 
 REFUSED = re.compile(r"\S+\.xla could not be loaded")
@@ -264,6 +265,7 @@ def time_is_up(testbed: Testbed, injection: Injection) -> bool:
 
 def fill_disk(testbed: Testbed, fault: Fault) -> Details:
     assert testbed.disk is not None
+    # Counted before: saves that failed earlier do not show this fault.
     told = testbed.run.console().count(SAVE_FAILED)
     testbed.disk.fill()
     return {"told_before": told}
@@ -286,6 +288,7 @@ def freeze_storage(testbed: Testbed, fault: Fault) -> Details:
     """Whoever writes to the run's storage waits, in the kernel, as on a server that does not answer. Reading goes on."""
     assert testbed.disk is not None
     testbed.disk.freeze()
+    # An order that changes nothing: that it is taken shows that steps go on while the storage hangs.
     return {"until_s": time.time() + STORAGE_HANGS_S, "order": testbed.run.order(fault.host, "slow", step_s=0.0, steps=0)}
 
 
@@ -298,6 +301,7 @@ def freeze_storage_and_kill(testbed: Testbed, fault: Fault) -> Details:
 
 def thaw_storage(testbed: Testbed, injection: Injection) -> None:
     assert testbed.disk is not None
+    # Read before the thaw: after it, a step proves nothing.
     if (order := injection.details.get("order")) and testbed.run.taken(order) is None:
         injection.problem = "no step was taken while the storage hung"
     testbed.disk.thaw()

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from cluster.agent.watchdog import WatchdogConfig
-from cluster.hosts import config as topology
+from cluster.agent.limits import WatchdogConfig
+from cluster.hosts import config as hosts_config
 from cluster.hosts.config import HostsConfig
 from orchestrator.config import validate, yaml_source
 from orchestrator.config.yaml_source import ConfigError, Origin, Source
@@ -44,21 +44,22 @@ class DriverConfig(Section):
     """The driver, and the Ray it runs on."""
 
     address: str | None = None
-    """Of a running Ray cluster; default: `RAY_ADDRESS`, and without that a Ray of its own on this machine."""
+    """The address of a running Ray cluster. Default: `RAY_ADDRESS`; without that a new, private Ray on this machine."""
     supervise: bool = False
-    """Under real Ray Train even where this command started Ray itself (some 6 s slower to start)."""
+    """Whether Ray Train runs the driver as a supervised process even if this command has started Ray (about 6 s slower to
+    start)."""
     dashboard: bool = False
     """Start Ray's dashboard, where this command starts Ray itself."""
     agent_lease_s: float = 120.0
-    """An agent that hears from no driver for so long ends its processes, gives its machine back and leaves. A driver that dies
-    and is started again within that time finds the training going on."""
+    """An agent without a call from a driver for so long ends its processes, gives its machine back and exits. A driver that is
+    started again within that time finds the gang still training."""
     replay: str | None = None
-    """A JSON file with another run's `lineage` and `skipped_batches` (its summary will do): trains along it, on as many hosts at
-    each batch. For comparing runs (`verify`, `chaos`)."""
+    """A JSON file with the `lineage` and `skipped_batches` of another run, such as its summary. The run then trains with the same
+    number of hosts at each batch. For comparing runs (`verify`, `chaos`)."""
     precompile: bool | None = None
-    """Whether hosts compile ahead, beside the training, for the gang that there will be if a host is lost, or comes back: each
-    with another process, that has the data open and no state. Default: CPU hosts do. On GPUs what training leaves of their memory
-    must be enough to compile in; the processes of TPUs have them to themselves."""
+    """Whether hosts compile ahead, beside the training, the programs of the gang after a host is lost or comes back. Each host
+    uses another process for it, which has the data open and no state. Default: true for CPU hosts. On GPUs the memory that
+    training leaves must suffice for compiling. It is not possible on TPUs, which only one process at a time can open."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     quarantine: QuarantinePolicy = field(default_factory=QuarantinePolicy)
@@ -80,7 +81,7 @@ class JobConfig:
     arguments_class: str = ARGUMENTS_CLASS
 
     def __repr__(self) -> str:
-        """Without secrets: Ray Train shows what it is given to all who may see its dashboard."""
+        """Without secrets: Ray Train shows its arguments to everybody who can see its dashboard."""
         return f"JobConfig({shown(self)})"
 
     @property
@@ -96,87 +97,99 @@ def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> JobConf
     """
     source = yaml_source.read(path)
     yaml_source.override(source, overrides)
+    # After the overrides, which may give the name.
     source.data.setdefault("name", Path(path).stem)
     return _build(source)
 
 
 def build(data: Mapping[str, Any], name: str = "configuration") -> JobConfig:
-    """From data of the form that the file has, such as `to_dict` gives. Raises ConfigError."""
+    """Makes a configuration from data in the form of the file, such as `to_dict` returns. Raises ConfigError."""
     return _build(Source(name, dict(data)))
 
 
 def to_dict(config: JobConfig) -> dict[str, Any]:
-    """Plain data, for JSON and YAML: `build(to_dict(config)) == config`."""
+    """Returns plain data, for JSON and YAML: `build(to_dict(config)) == config`."""
     sections = {name: dataclasses.asdict(getattr(config, name)) for name in ORCHESTRATOR_SECTIONS}
     named = {} if config.arguments_class == ARGUMENTS_CLASS else {"arguments": config.arguments_class}
     return _plain(named | dataclasses.asdict(config.training) | sections)
 
 
 def shown(config: JobConfig) -> dict[str, Any]:
-    """`to_dict`, to be shown or stored: without the values of environment variables and the user information of URLs."""
+    """Returns `to_dict` for showing or storing: without values of environment variables and user information in URLs."""
     data = masked(to_dict(config))
     return {**data, "hosts": {**data["hosts"], "env": dict.fromkeys(data["hosts"]["env"], MASK)}}
 
 
 def to_yaml(config: JobConfig) -> str:
-    """`shown`, for people."""
+    """Returns `shown` as YAML text."""
     return yaml.safe_dump(shown(config), sort_keys=False, width=120, allow_unicode=True)
 
 
 def _build(source: Source) -> JobConfig:
     problems = list(source.problems)
     arguments_class = source.data.get("arguments") or ARGUMENTS_CLASS
-    cls, problem = _arguments_class(arguments_class)
-    if problem:
-        problems.append((source.origin(("arguments",)), problem))
-    form = _whole(cls)  # type: ignore[arg-type]  # mypy: a class is not hashable
-    whole, found = validate.check(form, source)
-    if problem:
-        # Keys of the class that could not be had would all look unknown.
-        known = {item.name for item in dataclasses.fields(form)}
-        found = {path: texts for path, texts in found.items() if not path or path[0] in known}
-    problems += [(source.origin(path), text) for path, texts in found.items() for text in texts]
-    config = None if whole is None else _split(cls, whole)
+    try:
+        cls, class_error = _arguments_class(arguments_class), None
+    except ValueError as error:  # the rest of the file is checked against the default class
+        cls, class_error = TrainingArguments, error
+        problems.append((source.origin(("arguments",)), str(error)))
+    schema = _schema(cls)  # type: ignore[arg-type]  # mypy: a class is not hashable
+    value, by_path = validate.check(schema, source)
+    if class_error:
+        # Keys of the class that could not be loaded would all look unknown.
+        keys = {item.name for item in dataclasses.fields(schema)}
+        by_path = {path: texts for path, texts in by_path.items() if not path or path[0] in keys}
+    problems += [(source.origin(path), text) for path, texts in by_path.items() for text in texts]
+    config = None if value is None else _split(cls, value)
     if config is not None:
-        problems += [(None, text) for text in _cross_check(config, wrong={str(path[0]) for path in found})]
+        problems += [(None, text) for text in _cross_check(config, wrong={str(path[0]) for path in by_path})]
     if config is None or problems:
         raise _error(source, problems)
     return config
 
 
-def _split(cls: type[TrainingArguments], whole: Any) -> JobConfig:
-    training = cls(**{item.name: getattr(whole, item.name) for item in dataclasses.fields(cls) if item.init})
+def _split(cls: type[TrainingArguments], value: Any) -> JobConfig:
+    """Splits a value of `_schema(cls)` into the parts of a JobConfig."""
+    training = cls(**{item.name: getattr(value, item.name) for item in dataclasses.fields(cls) if item.init})
     if not documents.is_url(training.storage):
-        # Made absolute here: the driver and the training processes have working directories of their own.
-        folder = os.path.join(_base_folder(os.getcwd()), os.path.expanduser(training.storage))
-        training = dataclasses.replace(training, storage=os.path.abspath(folder))
-    sections = {name: getattr(whole, name) for name in ORCHESTRATOR_SECTIONS}
-    return JobConfig(training=training, arguments_class=whole.arguments, **sections)
+        # Made absolute here: the driver and the training processes have other working directories.
+        training = dataclasses.replace(training, storage=_absolute(training.storage))
+    if training.init_from is not None:
+        init_from = dataclasses.replace(training.init_from, path=_absolute(training.init_from.path))
+        training = dataclasses.replace(training, init_from=init_from)
+    sections = {name: getattr(value, name) for name in ORCHESTRATOR_SECTIONS}
+    return JobConfig(training=training, arguments_class=value.arguments, **sections)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.join(_base_folder(os.getcwd()), os.path.expanduser(path)))
 
 
 def _base_folder(working_dir: str) -> str:
-    """What a relative storage path is relative to: the working folder; in a submitted job, the home folder, since the working
-    folder is then a copy of the submitter's that Ray deletes, and the next job would look for its checkpoints in another."""
+    """Returns the base of relative storage paths: the working folder; in a submitted job the home folder.
+
+    The working folder of a submitted job is a temporary copy that Ray deletes. The next job would not find its checkpoints there.
+    """
     return os.path.expanduser("~") if UNPACKED_BY_RAY in working_dir else working_dir
 
 
-def _arguments_class(path: Any) -> tuple[type[TrainingArguments], str | None]:
-    """The class that `arguments` names, and what is wrong with it; the rest is then checked against the default."""
+def _arguments_class(path: Any) -> type[TrainingArguments]:
+    """Returns the class that `arguments` names. Raises ValueError."""
     try:
         cls = load_object(path if isinstance(path, str) else str(path))
     except ValueError as error:
-        return TrainingArguments, f"arguments: {error}"
+        raise ValueError(f"arguments: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, TrainingArguments) and dataclasses.is_dataclass(cls)):
-        return TrainingArguments, f"arguments: {path!r} is {cls!r}: expected a dataclass that extends TrainingArguments"
+        raise ValueError(f"arguments: {path!r} is {cls!r}: expected a dataclass that extends TrainingArguments")
     taken = [item.name for item in dataclasses.fields(cls) if item.name in (*ORCHESTRATOR_SECTIONS, "arguments")]
     if taken:
-        return TrainingArguments, f"arguments: {path!r} has a field {taken[0]!r}: that key has a meaning already"
-    return cls, None
+        raise ValueError(f"arguments: {path!r} has a field {taken[0]!r}: that key has a meaning already")
+    return cls
 
 
 @cache
-def _whole(cls: type[TrainingArguments]) -> type:
-    """One dataclass for everything that a file may say, so that everything is checked together."""
+def _schema(cls: type[TrainingArguments]) -> type:
+    """Returns one dataclass with all keys that a file may have, so that everything is checked together."""
     sections = {"hosts": HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig}
     extra: list[tuple[str, Any, Any]] = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
     extra.append(("arguments", str, field(default=ARGUMENTS_CLASS)))
@@ -184,10 +197,11 @@ def _whole(cls: type[TrainingArguments]) -> type:
 
 
 def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
-    """What only the sections together can get wrong. Those of `wrong` have been told; they hold defaults here."""
+    """Yields problems between sections. Keys in `wrong` have been reported already and hold defaults here: they are not
+    checked."""
     if not wrong & {"mesh", "global_batch_size", "accumulation_steps", "hosts"}:
-        hosts, per_host = config.hosts, topology.devices_per_host(config.hosts)
-        for count in sorted({topology.min_hosts(hosts), topology.num_hosts(hosts)}):
+        hosts, per_host = config.hosts, hosts_config.devices_per_host(config.hosts)
+        for count in sorted({hosts_config.min_hosts(hosts), hosts_config.num_hosts(hosts)}):
             try:
                 config.training.check_devices(count * per_host)
             except ValueError as error:
@@ -197,13 +211,13 @@ def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
     if (
         not wrong & {"storage", "name"}
         and not documents.is_url(config.run_dir)
-        and (problem := _in_the_way(Path(config.run_dir)))
+        and (problem := _storage_problem(Path(config.run_dir)))
     ):
         yield f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to"
 
 
-def _in_the_way(folder: Path) -> str | None:
-    """Why the folder could not be made or written to, without making it."""
+def _storage_problem(folder: Path) -> str | None:
+    """Returns why the folder cannot be created or written, without creating it; None if it can."""
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not nearest.is_dir():
         return f"{folder} cannot be made: {nearest} is a file"

@@ -1,4 +1,4 @@
-"""Data checked against a configuration dataclass: all that is wrong, in words, with what is allowed and the likely intention."""
+"""Checks data against a configuration dataclass: reports all problems, each with what is allowed and the likely intention."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ EXPECTED = {
 
 
 def check(cls: type[T], source: Source) -> tuple[T | None, Problems]:
-    """The value and everything that is wrong, by path, a problem of the whole at ().
+    """Returns the value and all problems, by path; a problem of the whole value is at ().
 
-    What is wrong is left out of the value, so that it can be checked further; None if there is none even so.
+    Wrong keys are left out of the value, so that the rest can be checked. It is None if there is no valid value even so.
     """
     data = as_written(cls, source.data, (), source)
     adapter = _adapter(cls)  # type: ignore[arg-type]  # mypy: a class is not hashable
@@ -49,11 +49,11 @@ def check(cls: type[T], source: Source) -> tuple[T | None, Problems]:
         try:
             return adapter.validate_python(data), problems
         except ValidationError as error:
-            found = [_where(detail, data) for detail in error.errors()]
-            for path, detail in found:
+            details = [_where(detail, data) for detail in error.errors()]
+            for path, detail in details:
                 _add_problem(problems, cls, path, detail, removed)
-        # The checks of a section do not run while one of its keys is wrong: leave the wrong ones out, to hear the rest as well.
-        wrong = {path for path, _ in found if _present(data, path)}
+        # Pydantic does not run the checks of a section while one of its keys is wrong: without these keys the rest is checked.
+        wrong = {path for path, _ in details if _present(data, path)}
         if not wrong:
             return None, problems
         data = _without(data, wrong)
@@ -66,27 +66,36 @@ def _adapter(cls: type) -> TypeAdapter:
 
 
 def as_written(hint: Any, value: Any, path: KeyPath, source: Source) -> Any:
-    """What the value's type says about it that YAML cannot know: text stays as written, an empty section is absent."""
+    """Corrects what YAML cannot know without the type of a value: text stays as written, an empty section counts as absent."""
     text = source.origins[path].text if path in source.origins else None
+    if isinstance(value, str | int | float) and (key := getattr(section_of(hint), "shorthand", None)):
+        return {key: str(value) if text is None else text}
     if text is not None and _is_text(hint) and not _means_null(hint, value, text):
         return text
-    dataclass_ = section_of(hint)
     if isinstance(value, Mapping):
-        hints = typing.get_type_hints(dataclass_) if dataclass_ else {}
-        items = {key: (hints.get(key, _item_hint(hint)), item) for key, item in value.items()}
-        empty = {k for k, (inner, v) in items.items() if v is None and section_of(inner) and not _admits(inner, type(None))}
-        if dataclass_ is None:  # sections by names that the user gives: an empty one is there
-            items.update({key: (items[key][0], {}) for key in empty})
-            empty = set()
-        return {k: as_written(inner, item, (*path, k), source) for k, (inner, item) in items.items() if k not in empty}
+        return _mapping_as_written(hint, value, path, source)
     if isinstance(value, list):
         return [as_written(_item_hint(hint), item, (*path, number), source) for number, item in enumerate(value)]
     # Python, and so pydantic, takes True for 1.
     return json.dumps(value) if isinstance(value, bool) and _is_number(hint) else value
 
 
+def _mapping_as_written(hint: Any, values: Mapping[Any, Any], path: KeyPath, source: Source) -> dict[Any, Any]:
+    section = section_of(hint)
+    hints = typing.get_type_hints(section) if section else {}
+    result = {}
+    for key, item in values.items():
+        item_hint = hints.get(key, _item_hint(hint))
+        is_empty = item is None and section_of(item_hint) and not _admits(item_hint, type(None))
+        if is_empty and section is not None:
+            continue  # an empty section: its defaults hold
+        # Sections whose names the user gives: an empty one exists.
+        result[key] = as_written(item_hint, {} if is_empty else item, (*path, key), source)
+    return result
+
+
 def section_of(hint: Any) -> type | None:
-    """The dataclass among the arms of a type."""
+    """Returns the dataclass among the arms of a type; None if there is none."""
     return next((arm for arm in _arms(hint) if isinstance(arm, type) and dataclasses.is_dataclass(arm)), None)
 
 
@@ -101,7 +110,7 @@ def _admits(hint: Any, arm: type) -> bool:
 
 
 def _means_null(hint: Any, value: Any, text: str) -> bool:
-    """Nothing at all is empty text where null is not allowed; a comment sign is text in an override."""
+    """Returns whether a YAML null means null. An empty value is empty text where null is not allowed."""
     return value is None and (text.strip().lower() in ("~", "null") or (text == "" and _admits(hint, type(None))))
 
 
@@ -114,7 +123,7 @@ def _is_number(hint: Any) -> bool:
 
 
 def _item_hint(hint: Any) -> Any:
-    """Of the items of a list, or the values of a mapping."""
+    """Returns the type of the items of a list, or of the values of a mapping."""
     for arm in _arms(hint):
         args = typing.get_args(arm)
         if typing.get_origin(arm) in (tuple, list):
@@ -125,7 +134,7 @@ def _item_hint(hint: Any) -> Any:
 
 
 def _where(detail: ErrorDetails, data: Any) -> tuple[KeyPath, ErrorDetails]:
-    """The error's path in the data: pydantic's names the arm of a union, too."""
+    """Returns the error with its path in the data. Pydantic's path also names the arms of unions."""
     path: list[str | int] = []
     for part in detail["loc"]:
         if _has(data, part):
@@ -136,14 +145,14 @@ def _where(detail: ErrorDetails, data: Any) -> tuple[KeyPath, ErrorDetails]:
 
 
 def _add_problem(problems: Problems, cls: type, path: KeyPath, detail: ErrorDetails, removed: set[KeyPath]) -> None:
-    """What speaks of a key that was left out is taken for a consequence of that."""
+    """Adds the problem, unless it mentions a key that was left out before: then it is a consequence of that."""
     left_out = {str(inner[len(path)]) for inner in removed if inner[: len(path)] == path and len(inner) > len(path)}
     section_check = detail["type"] == "value_error"
     texts = [_of_section(cls, path, line) for line in _lines(detail)] if section_check else [(path, _text(cls, path, detail))]
     for about, text in texts:
-        known = problems.get(about, [])
-        if text not in known and not left_out & set(re.findall(r"\w+", text.removeprefix(shown(path)))):
-            problems[about] = [*known, text]
+        earlier = problems.get(about, [])
+        if text not in earlier and not left_out & set(re.findall(r"\w+", text.removeprefix(shown(path)))):
+            problems[about] = [*earlier, text]
 
 
 def _lines(detail: ErrorDetails) -> list[str]:
@@ -152,7 +161,7 @@ def _lines(detail: ErrorDetails) -> list[str]:
 
 
 def _of_section(cls: type, path: KeyPath, text: str) -> tuple[KeyPath, str]:
-    """The message of a section's own check, which names the section's keys without the section; and what it is about."""
+    """Returns the path and the text of a message of a section's own check, which names its keys without the section."""
     key = text.partition(" ")[0].rstrip(":")
     if key in {field.name for field in dataclasses.fields(_section_at(cls, path))}:
         return (*path, key), f"{shown(path)}.{text}" if path else text
@@ -160,24 +169,24 @@ def _of_section(cls: type, path: KeyPath, text: str) -> tuple[KeyPath, str]:
 
 
 def _text(cls: type, path: KeyPath, detail: ErrorDetails) -> str:
-    kind, found = detail["type"], _found(detail["input"], path)
+    kind, value = detail["type"], _shown_value(detail["input"], path)
     if kind == "unexpected_keyword_argument":
-        return f"{shown(path)}: unknown key ({found}); {_suggestion(cls, path)}"
+        return f"{shown(path)}: unknown key ({value}); {_suggestion(cls, path)}"
     if kind in ("too_long", "too_short") or (kind == "missing" and isinstance(detail["loc"][-1], int)):
-        return f"{shown(path)}: expected {_length(cls, path)} values ({found})"
+        return f"{shown(path)}: expected {_length(cls, path)} values ({value})"
     if kind == "missing":
         return f"{shown(path)}: missing; it has no default"
     if kind == "literal_error":
-        return f"{shown(path)}: expected one of {_choices(detail)} ({found}){_close(detail)}"
+        return f"{shown(path)}: expected one of {_choices(detail)} ({value}){_close(detail)}"
     if kind == "dataclass_type":
         keys = ", ".join(field.name for field in dataclasses.fields(_section_at(cls, path)))
-        return f"{shown(path)}: expected a section with keys among {keys} ({found})"
+        return f"{shown(path)}: expected a section with keys among {keys} ({value})"
     expected = EXPECTED.get(kind.split("_", maxsplit=1)[0])
-    return f"{shown(path)}: {f'expected {expected}' if expected else detail['msg']} ({found})"
+    return f"{shown(path)}: {f'expected {expected}' if expected else detail['msg']} ({value})"
 
 
 def _length(cls: type, path: KeyPath) -> int:
-    """Of the fixed-length list at `path`."""
+    """Returns the length of the fixed-length list at `path`."""
     hint = typing.get_type_hints(_section_at(cls, path[:-1]))[str(path[-1])]
     return next(len(typing.get_args(arm)) for arm in _arms(hint) if typing.get_origin(arm) is tuple)
 
@@ -192,7 +201,7 @@ def _section_at(cls: type, path: KeyPath) -> Any:
 
 @dataclasses.dataclass
 class _Empty:
-    """Stands for what is not a section."""
+    """Stands for anything that is not a section: it has no keys."""
 
 
 def _suggestion(cls: type, path: KeyPath) -> str:
@@ -223,7 +232,7 @@ def _close(detail: ErrorDetails) -> str:
     return did_you_mean(str(detail["input"]), _choices(detail).split(", "))
 
 
-def _found(value: Any, path: KeyPath) -> str:
+def _shown_value(value: Any, path: KeyPath) -> str:
     if value is None or value == "":
         return "found nothing"
     if path[:2] == ("hosts", "env") or (path[:1] == ("hosts",) and isinstance(value, Mapping | list)):
@@ -251,7 +260,7 @@ def _present(data: Any, path: KeyPath) -> bool:
 
 
 def _without(data: Any, wrong: set[KeyPath]) -> Any:
-    """Wrong items of a list take the list with them: its length may matter."""
+    """Returns the data without the wrong paths. A wrong item of a list removes the whole list: its length may matter."""
     if not isinstance(data, Mapping):
         return data
     whole = {path[0] for path in wrong if len(path) == 1 or isinstance(path[1], int)}

@@ -114,7 +114,9 @@ def override(source: Source, overrides: Iterable[str]) -> None:
         elif (blocked := _set(source.data, path, _value(text))) is not None:
             source.problems.append((None, f"{said}: {shown(blocked)} is not a section: it has no keys"))
         else:
+            # Quoted text is text already: YAML has made nothing else of it.
             quoted = text.lstrip()[:1] in ("'", '"')
+            # What the file says inside a section that was replaced does not count any more.
             for old in [old for old in source.origins if old[: len(path)] == path]:
                 del source.origins[old]
             source.origins[path] = Origin(None, None if quoted else text)
@@ -147,6 +149,7 @@ def _walk(
     node: yaml.Node | None, path: KeyPath, name: str, problems: list, ancestors: tuple[yaml.Node, ...] = ()
 ) -> Iterator[tuple[KeyPath, yaml.Node]]:
     """Every value below `node` with its path; reports keys given twice, of which YAML would silently take the last."""
+    # Else this walk would never end.
     if node in ancestors:
         raise ConfigError(name, [f"line {node.start_mark.line + 1}: {shown(path)} is an alias of what it lies in"])
     if isinstance(node, yaml.MappingNode):

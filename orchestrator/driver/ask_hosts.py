@@ -1,4 +1,4 @@
-"""One question to many hosts of a generation at once. Who does not answer is lost from then on."""
+"""Calls many hosts of a generation at once. A host that does not answer counts as lost."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def ask_hosts(
     limits_s: Mapping[int, float],
     clock: Callable[[], float],
 ) -> dict[int, Any]:
-    """The answers to `ask(host)`, of those hosts of `limits_s` that answer in that time.
+    """Makes the call `ask(host)` for each host of `limits_s`; returns the answers that come within these times, by host.
 
-    Raises what else an agent's method raised, such as StaleDriver.
+    Raises what an agent's method raised, such as StaleDriver.
     """
     answers = gather(gang.mailbox(), ask, limits_s, clock)
     for host, answer in answers.items():

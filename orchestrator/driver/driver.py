@@ -1,7 +1,7 @@
 """The driver: reserves the gang, starts generations, watches them, and decides what follows. It computes nothing itself.
 
-The gang does not need it: agents and their places are held by the cluster, and training goes on while no driver lives. A driver
-that finds the gang of the one before it takes it over. It never waits for storage, and in every wait it hears a request to stop.
+Training goes on without a driver: agents and placement groups are held by the cluster. A new driver adopts the gang of the
+previous one if it finds it. The driver never waits for storage, and every wait of it can be ended by a stop request.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from types import ModuleType
 from typing import Any
 
 from cluster.agent.machine import with_port
-from cluster.gang import acquire as ray_gangs
+from cluster.gang import acquire
 from cluster.gang.acquire import AdoptError, GangTimeout, StaleDriver
 from cluster.gang.calls import AgentGone, AwakeClock, NoAnswer, gather
 from cluster.gang.gang import Gang
+from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.ask_hosts import ask_hosts
-from orchestrator.driver.errors import Superseded, TrainingFailed
-from orchestrator.driver.event_handler import Intake
+from orchestrator.driver.errors import Superseded, TimeIsUp, TrainingFailed
+from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Finished, Generation, Paused
 from orchestrator.driver.halt import (
     AGENT_TIMEOUT_S,
@@ -30,17 +31,17 @@ from orchestrator.driver.halt import (
     Halt,
     final_error,
     find_cause,
-    late_events,
     lost_hosts,
     stacks_folder,
+    unpolled_events,
     write_stacks,
 )
-from orchestrator.driver.membership import Change, NoHosts, Roster
-from orchestrator.driver.poller import Watch
+from orchestrator.driver.membership import Change, Membership, NoHosts
+from orchestrator.driver.poller import Poller
 from orchestrator.driver.precompile import Precompilations
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.driver.stop_requests import Stops
-from orchestrator.events import BoardLike
+from orchestrator.driver.stop_requests import StopRequests
+from orchestrator.driver.time_limit import TimeLimit
 from orchestrator.failures.classify import Failure, FailureKind
 from orchestrator.failures.history import PastFailure, past_failure
 from orchestrator.policies.restart import GiveUp, decide
@@ -55,16 +56,16 @@ from trainers.runtime.stop_reason import StopReason
 from trainers.storage import documents
 
 NO_GENERATION = -1
-"""In the record of a gang that has no orders yet."""
+"""The generation number in the record of a gang that has no orders yet."""
 FIRST_RECORD_TIMEOUT_S = 5.0
-"""For the storage to take the first record of a gang."""
+"""How long the driver waits for the storage to take the first record of a gang."""
 
 
 class Driver:
-    """One driver process's part in a launch. `run` returns the summary of a finished or stopped run, or raises TrainingFailed.
+    """The control loop of one driver process. `run` returns the result of a finished or stopped run, or raises TrainingFailed.
 
-    Everything from outside is an argument: `gangs` makes gangs (the module `cluster.gang.acquire`), `clock` is the wall clock
-    for what is told, `monotonic` and `sleep` are for waits.
+    Everything from outside is an argument: `gangs` makes gangs (the module `cluster.gang.acquire`), `clock` is the wall clock for
+    times that are reported, `monotonic` and `sleep` are for waits.
     """
 
     def __init__(
@@ -75,30 +76,37 @@ class Driver:
         reporter: Reporter,
         recorders: Recorders,
         *,
-        gangs: ModuleType | Any = ray_gangs,
+        gangs: ModuleType | Any = acquire,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ):
         self.config, self.launch, self.board, self.gangs = config, launch, board, gangs
         self.clock, self.monotonic, self.sleep = clock, monotonic, sleep
-        self.intake = Intake(launch, board, reporter, recorders, Gauges(config.training.name), config.driver.stragglers, clock)
+        self.events = EventHandler(
+            launch, board, reporter, recorders, Gauges(config.training.name), config.driver.stragglers, clock
+        )
+        self._time_limit = TimeLimit(config, launch, self.events, clock, monotonic)
         self.replay_plan = self._replay_plan()
-        self._roster: Roster | None = None
-        self._stops: Stops
+        self._membership: Membership | None = None
+        self._stop_requests: StopRequests
         self._precompilations: Precompilations
-        self._told_storage_problem: str | None = None
+        self._reported_storage_problem: str | None = None
 
     def run(self) -> dict[str, Any]:
         for problem in self.launch.problems:
-            self.intake.note(problem, "warning")
+            self.events.note(problem, "warning")
         try:
             result = self._train()
+        except TimeIsUp:
+            result = self._time_limit.result()
         except (Superseded, StaleDriver) as error:
+            # First: nothing more may be written over the files of the successor.
             self.launch.stop()
+            # A newer driver of the same launch adopts the gang: only a gang that nobody will adopt is released.
             if not self.launch.lease.superseded_by(self.launch.launch_id):
                 self._release()
-            raise Superseded(f"another driver has taken the run in {self.launch.run_dir}; this one leaves") from error
+            raise Superseded(f"another driver has taken the run in {self.launch.run_dir}; this one ends") from error
         except TrainingFailed:
             self._release()
             raise
@@ -108,33 +116,37 @@ class Driver:
     def _train(self) -> dict[str, Any]:
         generation = self._adopt() or self._first_generation()
         while True:
-            end = Watch(self.roster.gang, generation, self.intake, self.monotonic).run(self._between_polls)
+            end = Poller(self.membership.gang, generation, self.events, self.monotonic).run(self._between_polls)
             if isinstance(end, Finished):
                 return self._result(end)
+            # Read before the halt: the time in which processes die is recovery, not detection.
             detected_s = self.clock()
             findings = self._halt(generation)
-            match generation.end:  # the hosts may have told more, at the last moment
+            # Asked again: the halt delivers the last events, and with them a generation may turn out to have finished.
+            match generation.end:
                 case Finished() as end:
                     return self._result(end)
+                # A person's request outranks a planned restart: the state is saved, so the run can end here.
                 case Paused() as end if self.board.stop_requested():
                     return self._result(end)
                 case Paused() as end:
                     incident = self._resized(generation, end, findings, detected_s)
                 case _:
                     incident = self._failed(generation, findings, detected_s)
-            generation = self._go_on(generation, incident, findings)
+            generation = self._continue(generation, incident, findings)
 
     @property
-    def roster(self) -> Roster:
-        assert self._roster is not None
-        return self._roster
+    def membership(self) -> Membership:
+        assert self._membership is not None
+        return self._membership
 
     # ------------------------------------------------------------------ machines
 
     def _adopt(self) -> Generation | None:
-        """The generation that the driver before left, if its gang lives; else what is left of it is cleared away."""
-        left, now_s = self.launch.gang, self.clock()
-        if left is None:
+        """Adopts the gang of the previous driver; returns its generation. Returns None if there is no gang that can go on."""
+        record, now_s = self.launch.gang, self.clock()
+        if record is None:
+            # The first driver of a launch has no predecessor whose gang could be lost.
             if self.launch.drivers > 1:
                 self.launch.gang_lost(now_s, "it had none")
             return None
@@ -142,67 +154,75 @@ class Driver:
             gang = self.gangs.adopt(
                 self.config.hosts,
                 self._name_in_cluster(),
-                left["gang"],
-                check_stop=self._check_lease,  # a request to stop is for the gang to save
-                **self._about_agents(),
+                record["gang"],
+                check_stop=self._check_lease,  # not a stop request: the adopted gang has to save first
+                **self._agent_options(),
             )
         except AdoptError as error:
-            self.intake.post_incident(self.launch.gang_lost(now_s, str(error)))
+            self.events.post_incident(self.launch.gang_lost(now_s, str(error)))
             return None
-        self._take(gang)
+        self._use(gang)
+        # The agents may have it, but this gang object is new: it gives it to the agents that come later.
         gang.prepare(self._preparation())
         number = gang.leads[0]["generation"]
-        if number != left["generation"]:
+        if number != record["generation"]:  # the previous driver ended before it could record the newest generation
             self.launch.adopt_generation(number)
-        generation = Generation(number, len(gang.members), high_water_step=left["high_water_step"], began_at_s=left["began_at_s"])
-        self.intake.start(generation)
+        generation = Generation(
+            number, len(gang.members), high_water_step=record["high_water_step"], began_at_s=record["began_at_s"]
+        )
+        self.events.start(generation)
         self._catch_up(generation)
-        self.intake.post_incident(self.launch.adopted(now_s, generation.step))
-        self.intake.say("training")
+        # After the catch-up: only the events tell how far the gang has come.
+        self.events.post_incident(self.launch.adopted(now_s, generation.step))
+        self.events.set_status("training")
         return generation
 
     def _catch_up(self, generation: Generation) -> None:
-        """Tells the hosts that they are this driver's now, and takes in what the agents told while nobody asked."""
+        """Gives the hosts this driver's fence, and handles the events that the agents have kept while no driver polled."""
         order = {"cmd": "fence", "path": self.launch.lease.fence}
-        self._ask_all(generation, "order", order)  # under the fence of the driver before, no checkpoint can be committed any more
+        # Before anything else: under the fence of the previous driver, no host can commit a checkpoint any more.
+        self._ask_all(generation, "order", order)
+        # From the first event on: this driver's `Generation` is rebuilt from all of them.
         answers = self._ask_all(generation, "poll", 0, 0.0)
-        self.intake.catch_up(generation, answers)
+        self.events.catch_up(generation, answers)
         for host, answer in answers.items():
             if not answer["host_state"]["alive"]:
-                generation.find_dead(host)  # halted by the driver before, which tells no event
+                generation.find_dead(host)  # the previous driver halted it, which makes no event
 
     def _ask_all(self, generation: Generation, method: str, *args: Any) -> dict[int, Any]:
-        """What the hosts' agents answer."""
-        gang = self.roster.gang
+        """Calls a method of all agents at once; returns their answers by host."""
+        gang = self.membership.gang
         limits_s = dict.fromkeys(range(generation.num_hosts), AGENT_TIMEOUT_S)
         return ask_hosts(gang, generation, lambda host: gang.call(host, method, *args), limits_s, self.monotonic)
 
     def _first_generation(self) -> Generation:
-        self.intake.say("reserving")
+        self.events.set_status("reserving")
         self.launch.goodput.switch("schedule", self.clock())
         name = self._name_in_cluster()
+        # First: what an earlier driver left holds machines that this gang needs.
         self.gangs.clear(name, check_stop=self._check_lease)
         check_stop = partial(self._check_stop, "machines are being reserved")
         try:
-            gang = self.gangs.reserve(self.config.hosts, name, check_stop=check_stop, **self._about_agents())
+            gang = self.gangs.reserve(self.config.hosts, name, check_stop=check_stop, **self._agent_options())
         except GangTimeout as error:
             raise TrainingFailed(str(error)) from error
-        self._take(gang)
+        self._use(gang)
         self._form()
         self.launch.formed(self._record(Generation(NO_GENERATION, 0, began_at_s=self.clock())))
-        self.launch.flush(FIRST_RECORD_TIMEOUT_S)  # without it, the next driver would not know of the agents at all
+        # The only write that the driver waits for: without it, the next driver could not find the agents at all.
+        self.launch.flush(FIRST_RECORD_TIMEOUT_S)
         self.launch.goodput.switch("import", self.clock())
-        self.intake.say("importing")
+        self.events.set_status("importing")
         gang.prepare(self._preparation())
         return self._start_generation()
 
-    def _take(self, gang: Gang) -> None:
-        self._roster = Roster(self.config, gang, self.monotonic)
-        about = (self.config, self.launch, self.board, self.intake, self._roster, self.clock, self.monotonic)
-        self._stops = Stops(*about)
-        self._precompilations = Precompilations(self.config, self.launch, self.intake, self._roster, self.monotonic)
+    def _use(self, gang: Gang) -> None:
+        self._membership = Membership(self.config, gang, self.monotonic)
+        arguments = (self.config, self.launch, self.board, self.events, self._membership, self.clock, self.monotonic)
+        self._stop_requests = StopRequests(*arguments)
+        self._precompilations = Precompilations(self.config, self.launch, self.events, self._membership, self.monotonic)
 
-    def _about_agents(self) -> dict[str, Any]:
+    def _agent_options(self) -> dict[str, Any]:
         return {
             "log_dir": documents.join(self.launch.run_dir, "logs"),
             "driver_term": self.launch.lease.driver_term,
@@ -210,7 +230,7 @@ class Driver:
         }
 
     def _name_in_cluster(self) -> str:
-        """Two runs of one name in different storages may share a cluster."""
+        """Returns the run's name with a hash of its folder: two runs of one name in different storages may share a cluster."""
         return f"{self.config.training.name}-{hashlib.sha256(self.launch.run_dir.encode()).hexdigest()[:6]}"
 
     def _preparation(self) -> dict[str, Any]:
@@ -221,12 +241,12 @@ class Driver:
         }
 
     def _form(self, lost: tuple[int, ...] = ()) -> Change:
-        avoid = self.roster.quarantine(self.launch.history, self.clock())
+        avoid = self.membership.quarantine(self.launch.history, self.clock())
         try:
-            return self.roster.form(
+            return self.membership.form(
                 lost,
                 avoid=avoid,
-                wanted=self._segment().num_hosts,
+                num_hosts=self._segment().num_hosts,
                 waiting=self._wait_for_machines,
                 check_stop=partial(self._check_stop, "the run waits for machines"),
             )
@@ -235,78 +255,84 @@ class Driver:
 
     def _wait_for_machines(self, missing: str) -> None:
         self.launch.goodput.switch("schedule", self.clock())
-        self.intake.say("reserving", f"waiting for machines: {missing}")
+        self.events.set_status("reserving", f"waiting for machines: {missing}")
 
     def _check_lease(self) -> None:
         if self.launch.lease_lost.is_set():
             raise Superseded
+        # Every wait passes here, so the stored state stays up to date in all of them.
         self.launch.tick()
 
-    def _check_stop(self, doing: str) -> None:
-        """Called in every wait in which no gang trains. Raises TrainingFailed if a person wants the run to stop."""
+    def _check_stop(self, activity: str) -> None:
+        """Called in every wait in which no gang trains. Raises TrainingFailed if there is a stop request."""
         self._check_lease()
-        if self._roster is not None:
-            self._stops.record_gang()
+        if self._membership is not None:
+            self._stop_requests.record_gang()
         if reason := self.board.stop_requested():
-            raise TrainingFailed(f"stopped on request ({reason}) while {doing}: there is nothing new to save")
+            raise TrainingFailed(f"stopped on request ({reason}) while {activity}: there is nothing new to save")
+        self._time_limit.check(f"the run ends while {activity}")
 
     def _release(self) -> None:
-        if self._roster is not None:
-            self.roster.gang.release()
+        if self._membership is not None:
+            self.membership.gang.release()
 
     # ------------------------------------------------------------------ a generation
 
     def _start_generation(self) -> Generation:
-        gang, launch = self.roster.gang, self.launch
+        gang, launch = self.membership.gang, self.launch
         generation = Generation(
             launch.next_generation(), len(gang.members), high_water_step=launch.high_water_step, began_at_s=self.clock()
         )
-        address, stretch = self._coordinator(), self._segment()
+        address, segment = self._coordinator(), self._segment()
         common = {
-            "cmd": "go",
+            "cmd": "start",
             "generation": generation.number,
             "num_hosts": generation.num_hosts,
             "coordinator": address,
             "restore_from": launch.saved_path,
+            # By launch: a new launch may come with changed code, which has to be traced again.
             "program_key": launch.launch_id,
-            "stop_at": stretch.stop_at,
-            "skip_batches": list(stretch.skip_batches),
+            "stop_at": segment.stop_at,
+            "skip_batches": list(segment.skip_batches),
             "fence": launch.lease.fence,
             "run": launch.committed.run,
             "committed_step": launch.committed.step,
             "driver_term": launch.lease.driver_term,
+            "time_used_s": launch.time_used.seconds(self.clock()),
             "limits": dataclasses.asdict(self.config.driver.watchdog),
         }
-        # Before the orders. If it is not written when this driver dies, the agents tell the next one what they were ordered.
+        # Recorded before the orders are sent. If the write is lost with this driver, the agents' own orders are the record.
         launch.formed(self._record(generation))
         for host in range(generation.num_hosts):
-            gang.call(host, "go", {**common, "host": host, **gang.orders(host)})
-        self.intake.start(generation)
+            # Not awaited: the agents report the start, and a failed one, as events.
+            gang.call(host, "start", {**common, "host": host, **gang.orders(host)})
+        self.events.start(generation)
         self.board.post({"ev": "generation", "generation": generation.number, "hosts": generation.num_hosts})
         return generation
 
     def _record(self, generation: Generation) -> dict[str, Any]:
-        """What the next driver needs to take the generation over."""
+        """Returns what the next driver needs to adopt the generation."""
         return {
-            "address": self.roster.gang.cluster_address(),
-            "gang": self.roster.gang.record(),
+            "address": self.membership.gang.cluster_address(),
+            "gang": self.membership.gang.record(),
             "generation": generation.number,
             "high_water_step": generation.high_water_step,
             "began_at_s": generation.began_at_s,
         }
 
     def _coordinator(self) -> str:
-        """Host 0's address with a port never used before: joining an old service again is refused."""
-        gang = self.roster.gang
+        """Returns host 0's address with a port that was never used: a process that joins an old coordination service is
+        refused."""
+        gang = self.membership.gang
         answer = gather(gang.mailbox(), lambda host: gang.call(host, "describe"), {0: AGENT_TIMEOUT_S}, self.monotonic)[0]
         if isinstance(answer.error, AgentGone | NoAnswer):
-            return "0.0.0.0:1"  # the generation fails at once, and host 0 is known to be lost then
+            return "0.0.0.0:1"  # nobody listens there: the generation fails at once, and its halt finds host 0 lost
         if answer.error is not None:
             raise answer.error
         return with_port(answer.value["host_ip"], answer.value["next_port"])
 
     def _segment(self) -> Segment:
-        """What the next generation is to do: anything, or its part of the lineage that is replayed."""
+        """Returns what the next generation has to do: its part of a replayed lineage, or anything."""
         return self.replay_plan.segment_at(self.launch.checkpoint_step or 0) if self.replay_plan else Segment()
 
     def _replay_plan(self) -> ReplayPlan | None:
@@ -319,49 +345,53 @@ class Driver:
     # ------------------------------------------------------------------ while it trains
 
     def _between_polls(self, generation: Generation) -> None:
-        """What the driver looks at between its polls."""
+        """Called by the poller in every round."""
         self._check_lease()
-        free = self.replay_plan is None
-        if free:
+        may_resize = self.replay_plan is None  # a replay has its numbers of hosts from the lineage
+        if may_resize:
             self._precompilations.poll(generation)
-        # It trains on while a larger gang's programs are compiled, instead of stopping for that.
-        self._stops.poll(generation, may_grow=free and not self._precompilations.busy)
-        if (problem := self.launch.storage_problem) and problem != self._told_storage_problem:
-            self.intake.note(problem, "warning")
-        self._told_storage_problem = problem
+        # While the programs of a larger gang are being compiled, the gang does not grow: it would stop to compile them.
+        self._stop_requests.poll(generation, may_grow=may_resize and not self._precompilations.busy)
+        self._time_limit.poll(generation, self.membership.gang)
+        if (problem := self.launch.storage_problem) and problem != self._reported_storage_problem:
+            self.events.note(problem, "warning")
+        self._reported_storage_problem = problem
 
     # ------------------------------------------------------------------ when it ends
 
     def _halt(self, generation: Generation) -> Findings:
-        """Kills what is left of the generation, and finds out what happened."""
-        halt = Halt(self.roster.gang, generation, self.monotonic)
+        """Kills what is left of the generation, and finds the cause of its end."""
+        halt = Halt(self.membership.gang, generation, self.monotonic)
+        # From the cursors on: an event that a poll has delivered is not delivered again.
         answers = halt.run(self.launch.seen, self._wait_for_deaths)
+        # When the hosts were asked, not now: the answers may have taken minutes.
         asked_at_s = self.clock() - (self.monotonic() - halt.began_s)
-        self.intake.catch_up(generation, late_events(answers))
+        # Before the cause is sought: a `done` or a notice among these events changes it.
+        self.events.catch_up(generation, unpolled_events(answers))
         return find_cause(generation, answers, asked_at_s)
 
     def _wait_for_deaths(self, hosts: Sequence[int]) -> None:
         self._check_lease()
         names = ", ".join(map(str, hosts))
-        self.intake.say("recovering", f"host {names}: the killed process takes long to end")
+        self.events.set_status("recovering", f"host {names}: the killed process takes long to end")
 
     def _resized(self, generation: Generation, end: Paused, findings: Findings, paused_s: float) -> Incident:
-        """The incident of a generation that stopped on purpose."""
+        """Returns the incident of a generation that was asked to save and stop."""
         self.launch.goodput.switch("recovery", paused_s)
-        failure = findings.failure  # they have saved, and are only shutting down
-        said = "; ".join(f"host {host}: {notice['reason']}" for host, notice in generation.notices.items())
+        failure = findings.failure  # normally nothing: the hosts have saved and were shutting down
+        reasons = "; ".join(f"host {host}: {notice['reason']}" for host, notice in generation.notices.items())
         incident = Incident(
             kind=FailureKind.PREEMPTION if end.stop_reason == StopReason.PREEMPTED else "resize",
             host=next(iter(generation.notices), None),
             generation=generation.number,
             step=generation.step,
             failed_at_s=generation.all_entered_s("save") or paused_s,
-            evidence={"summary": f"saved and stopped at step {generation.step} ({said or end.stop_reason})"},
+            evidence={"summary": f"saved and stopped at step {generation.step} ({reasons or end.stop_reason})"},
         )
         incident.mark("save", paused_s)
         incident.mark("halt", self.clock())
         self.launch.checkpoint_step = max(self.launch.checkpoint_step or 0, generation.step)
-        if lost_hosts(generation) and failure.kind == FailureKind.HOST_LOST:  # meanwhile, and unannounced
+        if lost_hosts(generation) and failure.kind == FailureKind.HOST_LOST:  # a host was lost while the gang stopped
             incident.kind, incident.host = failure.kind, failure.host
             incident.evidence["summary"] += f"; then {failure.summary}"
             self.launch.failed(self._past(generation, failure, paused_s), incident)
@@ -370,10 +400,11 @@ class Driver:
         return incident
 
     def _failed(self, generation: Generation, findings: Findings, detected_s: float) -> Incident:
-        """The incident of a generation that failed, after any back-off. Raises TrainingFailed to give up."""
+        """Returns the incident of a generation that failed, after the back-off. Raises TrainingFailed to give up."""
         launch, failure = self.launch, findings.failure
-        # A host's clock may have been set since.
+        # Clamped: a host's clock may have been set meanwhile.
         failed_at_s = min(max(failure.failed_at_s or detected_s, generation.began_at_s), detected_s)
+        # A post-mortem may know of a later step than any event: trained again, it counts as replay.
         launch.high_water_step = max(launch.high_water_step, findings.last_step)
         launch.goodput.switch("detection", failed_at_s)
         launch.goodput.switch("recovery", detected_s)
@@ -387,21 +418,27 @@ class Driver:
         )
         incident.mark("detect", detected_s)
         incident.mark("halt", self.clock())
+        # Before the decision, which counts this failure.
         launch.failed(self._past(generation, failure, failed_at_s), incident)
         decision = decide(launch.history, self.config.driver.restart)
         if isinstance(decision, GiveUp):
             self._keep_stacks(incident, findings.stacks)
             self._give_up(incident, decision.reason)
             raise TrainingFailed(final_error(failure, decision.reason))
+        # There is no gang left that could save: a request that came meanwhile ends the run here.
         if self.board.stop_requested():
             raise TrainingFailed(f"stopped on request while it was failing: {failure.summary}")
+        if self._time_limit.passed:  # another generation would have no time to train
+            self._keep_stacks(incident, findings.stacks)
+            self._give_up(incident, "the time limit has passed")
+            self._time_limit.end_run(failure.summary)
         if decision.delay_s:
             self._back_off(decision.delay_s, text.waiting(decision.delay_s, decision.left_s, failure.summary))
         return incident
 
-    def _go_on(self, generation: Generation, incident: Incident, findings: Findings) -> Generation:
-        """The generation that follows. Raises TrainingFailed if there are no machines for it."""
-        self.intake.say("recovering")
+    def _continue(self, generation: Generation, incident: Incident, findings: Findings) -> Generation:
+        """Starts the next generation. Raises TrainingFailed if there are no machines for it."""
+        self.events.set_status("recovering")
         try:
             change = self._form(lost_hosts(generation))
         except TrainingFailed as error:
@@ -409,13 +446,15 @@ class Driver:
             raise
         incident.action, incident.detail = change.action, change.detail
         incident.hosts_before, incident.hosts_after = change.before, change.after
+        # Forming may have waited for machines, in the category `schedule`.
         self.launch.goodput.switch("recovery", self.clock())
         incident.mark("decide", self.clock())
         following = self._start_generation()
+        # After the start: writing and reporting must not delay the recovery.
         if not generation.finished:
             self._keep_stacks(incident, findings.stacks)
         self.launch.update(incident)
-        self.intake.post_incident(incident)
+        self.events.post_incident(incident)
         return following
 
     def _keep_stacks(self, incident: Incident, texts: Mapping[int, str]) -> None:
@@ -428,10 +467,10 @@ class Driver:
     def _give_up(self, incident: Incident, reason: str) -> None:
         incident.action, incident.detail = Action.GIVE_UP, reason
         self.launch.update(incident)
-        self.intake.post_incident(incident)
+        self.events.post_incident(incident)
 
     def _past(self, generation: Generation, failure: Failure, failed_at_s: float) -> PastFailure:
-        slot = self.roster.gang.members[failure.host] if failure.host is not None else None
+        slot = self.membership.gang.members[failure.host] if failure.host is not None else None
         number, node_id = (slot.number, slot.node_id) if slot is not None else (None, None)
         return past_failure(
             failure,
@@ -445,16 +484,20 @@ class Driver:
 
     def _back_off(self, delay_s: float, message: str) -> None:
         self.launch.goodput.switch("idle", self.clock())
-        self.intake.say("recovering", message)
+        self.events.set_status("recovering", message)
+        # A stall of this process is no back-off.
         awake_s = AwakeClock(self.monotonic)
         while (left_s := delay_s - awake_s()) > 0:
             self._check_stop(f"waiting {delay_s:.0f} s before the next try")
-            self.roster.gang.refresh(members=True)
+            # Agents that died are replaced during the back-off, not after it.
+            self.membership.gang.refresh(members=True)
             self.sleep(min(0.5, left_s))
         self.launch.goodput.switch("recovery", self.clock())
 
     def _result(self, end: Finished | Paused) -> dict[str, Any]:
         self.launch.goodput.switch("finish", self.clock())
-        # Of a pause: a request to stop came at the same time.
+        # After a pause: a stop request came at the same time, and its reason is the one to report.
         reason = end.stop_reason if isinstance(end, Finished) else self.board.stop_requested() or end.stop_reason
-        return {**end.result, "stop_reason": reason}
+        if self._time_limit.asked and not self.board.stop_requested() and not StopReason(reason).finished:
+            reason = StopReason.TIME_LIMIT  # a trainer of one's own need not know why it was asked to stop
+        return {**end.result, "stop_reason": str(reason)}

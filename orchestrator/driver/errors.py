@@ -1,4 +1,4 @@
-"""How a driver ends its run, or leaves it to another driver."""
+"""The exceptions with which a driver ends: the run has failed, its time is up, or another driver has taken it."""
 
 from __future__ import annotations
 
@@ -7,5 +7,9 @@ class TrainingFailed(Exception):
     """The run cannot go on; the message is for the user."""
 
 
+class TimeIsUp(Exception):
+    """The time limit has passed, and the hosts could not stop by themselves. Not a failure: the run has a checkpoint."""
+
+
 class Superseded(Exception):
-    """Another driver has taken the run: it has the say now."""
+    """Another driver has taken the run. This one must stop."""

@@ -1,7 +1,7 @@
-"""Takes in what the hosts tell, and passes it on: to the ledgers, to tracking, to Ray Train, to whoever watches.
+"""Handles the events of the hosts: passes them to the generation, the goodput ledger, tracking, Ray Train and the console.
 
-What the gang told while no driver lived waits with the agents. The driver that adopts the gang gets all events of the generation
-again: those that its predecessor had taken in already only rebuild the picture of the generation, the others count.
+The agents keep the events while there is no driver. A driver that adopts the gang gets all events of the generation again. Events
+that the previous driver has handled only rebuild the `Generation`; the others are handled as usual.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from cluster.agent.phases import PHASES
+from orchestrator.board import BoardLike
 from orchestrator.driver.generation import Generation, in_order
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.events import BoardLike
+from orchestrator.events import HostEvent, Level, Status
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
 from orchestrator.tracking.prometheus import Gauges
+from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
+from trainers.runtime.events import Heartbeat, Metrics, Preview, Profile, Restored, Saved
 
 KEPT_STEP_TIMES = 100
 
 
-class Intake:
-    """The way of every event. Decides nothing."""
+class EventHandler:
+    """Passes every event on to all that need it. Decides nothing."""
 
     def __init__(
         self,
@@ -41,65 +44,104 @@ class Intake:
         self.recorders = recorders
         self._step_times_s: dict[int, deque[float]] = {}
         self.new_checkpoint = False
-        """Since the driver last looked."""
+        """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
         self._stragglers = Stragglers(0, straggler_policy)
+        self._usage: dict[int, Mapping[str, float]] = {}
+        """How much of its machine each host used, by its newest heartbeat."""
 
     @property
     def step_s(self) -> dict[int, float]:
-        """Median seconds of a step, by number of hosts."""
+        """The median seconds of a step, by number of hosts."""
         return {hosts: statistics.median(times) for hosts, times in self._step_times_s.items()}
 
     def start(self, generation: Generation) -> None:
-        """Forgets what it knew of the hosts of the generation before."""
+        """Resets what it keeps about the hosts of a generation."""
         self._stragglers = Stragglers(generation.num_hosts, self._straggler_policy)
+        self._usage = {}
 
-    def take_answer(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> None:
-        """What an agent's `poll` returned."""
+    def handle_answer(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> None:
+        """Handles one agent's answer to `poll`."""
         self.catch_up(generation, {host: answer})
+        generation.hear(host, answer["host_state"].get("silence"))
 
     def catch_up(self, generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> None:
-        """What the agents' polls returned, in the order in which it happened."""
+        """Handles the answers of several agents to `poll`, all events in the order of their times."""
         events = {host: [e for e in answer["events"] if self._belongs(generation, e)] for host, answer in answers.items()}
         for host, _, event in in_order(events):
-            self.take(generation, host, event, known=event["n"] < self.launch.seen.get(host, 0))
+            self.handle(generation, host, event, known=event["n"] < self.launch.seen.get(host, 0))
+        # After the events: the cursor is stored together with all that came of them.
         for host, answer in answers.items():
+            # The maximum: the answer to an earlier poll may come late.
             self.launch.seen[host] = max(self.launch.seen.get(host, 0), answer["cursor"])
             if answer["heartbeat"] and self._belongs(generation, answer["heartbeat"]):
-                self.take(generation, host, answer["heartbeat"])
+                self.handle(generation, host, answer["heartbeat"])
 
     def _belongs(self, generation: Generation, event: Mapping[str, Any]) -> bool:
         return event.get("generation", generation.number) == generation.number
 
-    def take(self, generation: Generation, host: int, event: Mapping[str, Any], known: bool = False) -> None:
-        # A host's clock may be wrong by any amount: nothing happened before the generation began, or will happen later than now.
-        event = {**event, "t": min(max(event["t"], generation.began_at_s), self.clock())}
+    def handle(self, generation: Generation, host: int, event: HostEvent, known: bool = False) -> None:
+        # A host's clock may be wrong by any amount: the time is clamped between the start of the generation and now.
+        event = cast("HostEvent", {**event, "t": min(max(event["t"], generation.began_at_s), self.clock())})
         was_training, phase = generation.training, generation.phase
-        generation.take(host, event)
+        generation.observe(host, event)
         launch = self.launch
         launch.high_water_step = max(launch.high_water_step, generation.step)
+        # Once a host has failed, the driver sets the clock: a late event would set it back to `step`.
         if not generation.wants_restart:
             launch.goodput.switch(generation.category, event["t"])
         if known:
             return
         if generation.phase != phase:
-            self.say(PHASES[generation.phase].label if generation.phase in PHASES else generation.phase)
+            self.set_status(PHASES[generation.phase].label if generation.phase in PHASES else generation.phase)
         if generation.training and not was_training:
             self._training_again(generation)
-        if handler := self._handlers.get(event["ev"]):
-            handler(self, generation, host, event)
+        self._pass_on(generation, host, event)
 
     # ------------------------------------------------------------------ events that concern more than the generation
 
-    def _on_metrics(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
+    def _pass_on(self, generation: Generation, host: int, event: HostEvent) -> None:
+        match event["ev"]:
+            case "metrics":
+                self._on_metrics(generation, event)
+            case "preview":
+                self._on_preview(event)
+            case "evaluating":
+                self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
+            case "saved":
+                self._on_saved(host, event)
+            case "save_failed":
+                text = f"the checkpoint of step {event['step']} failed, training goes on and tries again: {event['error']}"
+                self.note(f"host {host}: {text}", "warning")
+            case "restored":
+                self._on_restored(host, event)
+            case "note":
+                self.note(f"host {host}: {event['message']}")
+            case "profile":
+                self._on_profile(host, event)
+            case "notice":
+                self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
+            case "anomaly":
+                self._record(of_anomaly(event, generation.number))
+            case "heartbeat":
+                self._on_heartbeat(generation, host, event)
+            case "joined":
+                self.launch.time_used.begin(event["t"])
+
+    def _on_metrics(self, generation: Generation, event: Metrics) -> None:
         metrics, step, launch = event["metrics"], event["step"], self.launch
         if "step_time_s" in metrics:
             times = self._step_times_s.setdefault(generation.num_hosts, deque(maxlen=KEPT_STEP_TIMES))
             times.append(metrics["step_time_s"])
         for category in ("data_wait", "checkpoint"):
+            # Moved, not added: the training process measured these seconds inside its steps.
             launch.goodput.move("step", category, event.get("seconds", {}).get(category, 0.0))
         kind = event.get("kind") or ("eval" if any(name.startswith("eval_") for name in metrics) else "train")
+        # A replayed step gives the same metrics again: they must not be published twice.
         if launch.is_new(step, kind):
+            if host_usage.CPU in metrics:
+                # Host 0 has sent its own: the fullest machine is the one to know of.
+                metrics = metrics | host_usage.largest([metrics, *self._usage.values()])
             self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind})
             launch.publish(step, metrics)
             self.recorders.record(step, metrics, event.get("distributions"))
@@ -107,53 +149,40 @@ class Intake:
             about = {"step": step, "generations": launch.generations, "goodput": launch.goodput.goodput(self.clock())}
             self.gauges.set({**metrics, **about})
 
-    def _on_preview(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
-        about = {"step": event["step"], "previews": event["previews"]}
-        self.board.post({"ev": "preview", **about})
-        self.launch.preview(about, lambda problem: self.note(problem, "warning"))
+    def _on_preview(self, event: Preview) -> None:
+        step, previews = event["step"], event["previews"]
+        self.board.post({"ev": "preview", "step": step, "previews": previews})
+        self.launch.preview({"step": step, "previews": previews}, lambda problem: self.note(problem, "warning"))
 
-    def _on_saved(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
+    def _on_saved(self, host: int, event: Saved) -> None:
+        # One report is enough: a checkpoint is committed by all hosts or by none.
         if host == 0:
             self.launch.saved(event["step"], event["path"])
             self.new_checkpoint = True
             self.board.post({"ev": "checkpoint", "step": event["step"], "path": event["path"]})
             self.reporter.report({"step": event["step"]}, checkpoint_path=event["path"])
 
-    def _on_save_failed(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
-        text = f"the checkpoint of step {event['step']} failed, training goes on and tries again: {event['error']}"
-        self.note(f"host {host}: {text}", "warning")
-
-    def _on_restored(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
+    def _on_restored(self, host: int, event: Restored) -> None:
+        # All hosts have agreed on the checkpoint: the report of one is enough.
         if host == 0:
             for bad in event["skipped"]:
                 self.note(f"checkpoint {bad['step']} was not used: {bad['why']}", "warning")
 
-    def _on_note(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
-        self.note(f"host {host}: {event['message']}")
-
-    def _on_profile(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
+    def _on_profile(self, host: int, event: Profile) -> None:
         if event["problem"] is None:
             steps = f"steps {event['first_step']} to {event['last_step']}"
             self.note(f"host {host}: a profile of {steps} is in {event['path']}; to look at it: xprof --logdir {event['path']}")
-        elif event["id"] is None:  # else whoever asked is told
+        elif event["id"] is None:  # a failed request has its own answer
             self.note(f"host {host}: no profile: {event['problem']}", "warning")
 
-    def _on_notice(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
-        self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
-
-    def _on_anomaly(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
-        """The trainer has dealt with it by itself: it is recorded here."""
-        incident = of_anomaly(event, generation.number)
-        self.launch.record(incident)
-        self.post_incident(incident)
-
-    def _on_heartbeat(self, generation: Generation, host: int, event: Mapping[str, Any]) -> None:
+    def _on_heartbeat(self, generation: Generation, host: int, event: Heartbeat) -> None:
+        self._usage[host] = event.get("usage", {})
         if "busy_s" in event:
-            for slow in self._stragglers.take(host, event["t"], event["batch_index"], event["busy_s"]):
+            for slow in self._stragglers.observe(host, event["t"], event["batch_index"], event["busy_s"]):
                 self._record_straggler(generation, slow)
 
     def _record_straggler(self, generation: Generation, slow: Straggler) -> None:
-        """It is told, and put on record; nothing is done about it."""
+        """Records and reports a straggler. Nothing is done about it."""
         incident = Incident(
             kind="straggler",
             host=slow.host,
@@ -164,44 +193,38 @@ class Intake:
             action=Action.REPORT,
             resumed_step=generation.step,
         )
+        self._record(incident)
+
+    def _record(self, incident: Incident) -> None:
+        """Records and reports an incident that is over already."""
         self.launch.record(incident)
         self.post_incident(incident)
 
-    _handlers = {  # noqa: RUF012
-        "metrics": _on_metrics,
-        "preview": _on_preview,
-        "saved": _on_saved,
-        "save_failed": _on_save_failed,
-        "restored": _on_restored,
-        "note": _on_note,
-        "profile": _on_profile,
-        "notice": _on_notice,
-        "anomaly": _on_anomaly,
-        "heartbeat": _on_heartbeat,
-    }
-
     def _training_again(self, generation: Generation) -> None:
-        """The gang's first step is complete: the incident before it, if any, is over."""
-        self.say("training")
+        """Ends the open incident, if there is one: the gang has completed its first step."""
+        self.set_status("training")
         incident = self.launch.open_incident()
         if incident is None:
             return
-        for phase, until in (("go", "join"), ("join", "restore"), ("restore", "compile"), ("compile", "train")):
+        for phase, until in (("start", "join"), ("join", "restore"), ("restore", "compile"), ("compile", "train")):
             at_s = generation.all_entered_s(until)
             if at_s is not None:
                 incident.mark(phase, at_s)
         incident.recovered(generation.started_s() or self.clock(), self.step_s.get(generation.num_hosts, 0.0))
         incident.resumed_step = generation.resumed_step
-        # Of a lost driver: the last heartbeat that it took in may be older than the checkpoint.
+        # After the loss of a driver: its last heartbeat may be older than the checkpoint.
         incident.step = max(incident.step or 0, generation.resumed_step or 0)
         self.launch.update(incident)
         self.board.post({"ev": "recovered", "incident": incident.to_dict()})
 
-    def say(self, state: str, message: str | None = None) -> None:
-        self.board.post({"ev": "status", "state": state, **({"message": message} if message else {})})
+    def set_status(self, state: str, message: str | None = None) -> None:
+        status: Status = {"ev": "status", "state": state}
+        if message:
+            status["message"] = message
+        self.board.post(status)
 
     def post_incident(self, incident: Incident) -> None:
         self.board.post({"ev": "incident", "incident": incident.to_dict()})
 
-    def note(self, message: str, level: str = "info") -> None:
+    def note(self, message: str, level: Level = "info") -> None:
         self.board.post({"ev": "note", "message": message, "level": level})

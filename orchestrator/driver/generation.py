@@ -1,7 +1,7 @@
-"""One life of the gang, as its events tell it: who is in which phase, how far it is, who is done. Pure: no clock, no Ray.
+"""A generation, as its events describe it: the phase and the step of each host, and which hosts are done or broken. Pure.
 
-A driver that adopts a gang folds all that the agents have kept: taking the same events again, in each host's order, changes
-nothing. Nothing here costs more for a gang of thousands of hosts than for one of two, event by event.
+A driver that adopts a gang handles all events again that the agents have kept. This is safe: the same events in each host's order
+change nothing. The cost of an event does not grow with the number of hosts.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.agent.events import MachineNotice, Overdue
 from cluster.agent.phases import PHASES
+from orchestrator.events import HostEvent
 from orchestrator.run_state.incidents import Action
+from trainers.runtime.events import AnomalyTreated, Done, FirstStep, Notice
 from trainers.runtime.stop_reason import StopReason
 
-Event = Mapping[str, Any]
-
 START_PHASES = tuple(name for name, phase in PHASES.items() if phase.before_first_step)
-"""In order. The gang is in the phase of the host that is least advanced."""
+"""The phases of a start, in order. The gang is in the phase of its least advanced host."""
 
 RESTARTING = (StopReason.RESIZE, StopReason.PREEMPTED)
-"""Stops that another generation follows."""
+"""Stop reasons after which another generation starts."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Finished:
 
     stop_reason: str
     result: Mapping[str, Any]
-    """What the trainer of host 0 told at its end."""
+    """The result that the trainer of host 0 reported at its end."""
 
 
 @dataclass(frozen=True)
 class Paused:
-    """All hosts have saved and stopped, for other hosts to go on."""
+    """All hosts have saved and stopped, and another gang goes on."""
 
     stop_reason: str
     result: Mapping[str, Any]
@@ -42,7 +43,7 @@ class Paused:
 
 @dataclass(frozen=True)
 class Failed:
-    """A host has failed or hangs: nothing more will come of this generation."""
+    """A host has failed or hangs: the generation cannot go on."""
 
 
 End = Finished | Paused | Failed
@@ -50,56 +51,100 @@ End = Finished | Paused | Failed
 
 @dataclass
 class Generation:
-    """Changed by its own methods alone."""
+    """One life of the gang. Only its own methods change it."""
 
     number: int
     num_hosts: int
     high_water_step: int = 0
-    """The furthest step of any earlier generation, or before a rollback: up to there steps are trained again."""
+    """The furthest step of any earlier generation, or before a rollback. Steps up to it are replayed."""
     began_at_s: float = 0.0
     """When the driver gave the hosts their orders, on its own clock."""
     phases: dict[int, str] = field(default_factory=dict)
     entered: dict[str, dict[int, float]] = field(default_factory=dict)
-    """When each host entered each phase, first time."""
+    """When each host first entered each phase: by phase, then by host."""
     first_step_at_s: dict[int, float] = field(default_factory=dict)
-    done: dict[int, Event] = field(default_factory=dict)
+    done: dict[int, Done] = field(default_factory=dict)
     exited: set[int] = field(default_factory=set)
     """Hosts whose process is gone, because it was done or because it failed."""
     broken: dict[int, str] = field(default_factory=dict)
-    """Hosts that failed or hang, and by which event the driver learnt it (`agent`: its agent is gone)."""
+    """Hosts that failed or hang, with the event that showed it (`agent`: its agent is gone)."""
     suspects: set[int] = field(default_factory=set)
-    """Hosts whose agents owed the driver an answer when the watch over them ended: frozen, or cut off, or only slow."""
-    overdue: dict[int, Event] = field(default_factory=dict)
+    """Hosts whose answers were late when the polling ended: frozen, cut off, or only slow."""
+    overdue: dict[int, Overdue] = field(default_factory=dict)
     """The first limit that passed, by host. The host to blame may be another one."""
-    notices: dict[int, Event] = field(default_factory=dict)
-    """Hosts that are about to go away."""
+    silent: dict[int, Overdue] = field(default_factory=dict)
+    """Hosts that report nothing and have been silent for longer than they may."""
+    notices: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Hosts whose machine is about to be taken away."""
     saving: dict[int, int] = field(default_factory=dict)
-    """The save under way, by host: its step. It goes on beside the training, and is no phase."""
+    """The step of the save in flight, by host. A save runs beside the training and is not a phase."""
     saved: dict[int, int] = field(default_factory=dict)
     """The newest complete save, by host."""
-    anomalies: list[Event] = field(default_factory=list)
+    anomalies: list[AnomalyTreated] = field(default_factory=list)
     resumed_step: int | None = None
     restored_step: int | None = None
-    """Of the last rollback."""
+    """The step to which the last rollback went back."""
     step: int = 0
-    """Completed by all hosts, as far as known: the furthest that any host told. A step completes on all or none, and is a batch
-    drawn."""
+    """The furthest step that any host reported. A step completes on all hosts or on none."""
     _hosts_in: list[int] = field(default_factory=list)
-    """How many hosts are in each of START_PHASES, those beyond them counted with the last."""
+    """How many hosts are in each of START_PHASES; hosts in later phases count with the last."""
 
     def __post_init__(self) -> None:
         self._hosts_in = [self.num_hosts, *(0 for _ in START_PHASES[1:])]
 
-    def take(self, host: int, event: Event) -> None:
-        if handler := self._handlers.get(event["ev"]):
-            handler(self, host, event)
+    def observe(self, host: int, event: HostEvent) -> None:
+        """Takes one event of this host. Events that say nothing about the generation are ignored."""
+        match event["ev"]:
+            case "phase":
+                self._enter(host, event["phase"], event["t"])
+            case "heartbeat" | "restored":
+                self._advance(host, event["step"])
+            case "first_step":
+                self._on_first_step(host, event)
+            case "saving":
+                self.saving[host] = event["step"]
+            case "saved":
+                self.saved[host] = event["step"]
+                self.saving.pop(host, None)
+            case "save_failed":
+                self.saving.pop(host, None)
+            case "overdue":
+                self.overdue.setdefault(host, event)
+                self.broken.setdefault(host, "overdue")
+            case "notice":
+                self._on_notice(host, event)
+            case "done":
+                self.done[host] = event
+                self._advance(host, event["step"])
+            case "exception":
+                self.broken.setdefault(host, "exception")
+            case "exit":
+                self.exited.add(host)
+                self.find_dead(host)
+            case "anomaly":
+                self._on_anomaly(event)
+
+    def hear(self, host: int, silence: Overdue | None) -> None:
+        """Records whether the host is silent. If all are that are not done, the generation hangs.
+
+        One host alone may be silent for ever: often only host 0 prints. If another one hangs, host 0 soon waits for it.
+        """
+        if silence is None or host in self.done:
+            self.silent.pop(host, None)
+            return
+        self.silent[host] = silence
+        if len(self.silent) == self.num_hosts - len(self.done):
+            for silent, event in self.silent.items():
+                self.observe(silent, event)
 
     def lose_agent(self, host: int) -> None:
-        """The host's agent is gone, or as good as that."""
+        """Records that the host's agent is gone, or silent for too long."""
+        # Also over an earlier entry: a host without an agent must not be asked for a post-mortem.
         self.broken[host] = "agent"
 
     def find_dead(self, host: int) -> None:
-        """The host's process is not there any more, and no event tells why."""
+        """Records that the host's process is gone, where no event said why."""
+        # A process that was done has ended as it should.
         if host not in self.done:
             self.broken.setdefault(host, "exit")
 
@@ -107,81 +152,42 @@ class Generation:
         self.suspects = set(hosts)
 
     def announce(self, host: int, reason: str) -> None:
-        """The host's machine is to be taken away: the driver knows it from elsewhere."""
+        """Records that the host's machine is about to be taken away, from another source than the host's events."""
         self.notices.setdefault(host, {"reason": reason, "node": True})
 
-    def _on_phase(self, host: int, event: Event) -> None:
-        self._hosts_in[_place(self.phases.get(host, START_PHASES[0]))] -= 1
-        self._hosts_in[_place(event["phase"])] += 1
-        self.phases[host] = event["phase"]
-        self.entered.setdefault(event["phase"], {}).setdefault(host, event["t"])
+    def _enter(self, host: int, phase: str, at_s: float) -> None:
+        self._hosts_in[_phase_index(self.phases.get(host, START_PHASES[0]))] -= 1
+        self._hosts_in[_phase_index(phase)] += 1
+        self.phases[host] = phase
+        # Only the first time: events that come again after an adoption must not move it.
+        self.entered.setdefault(phase, {}).setdefault(host, at_s)
 
-    def _on_heartbeat(self, host: int, event: Event) -> None:
-        # Host 0 tells of a rollback. What another host told before its own may come after that news.
+    def _advance(self, host: int, step: int) -> None:
+        # Host 0 reports a rollback. Heartbeats that other hosts sent before theirs may arrive later: they are ignored.
         if self.restored_step is None or host == 0:
-            self.step = max(event["step"], self.step)
+            self.step = max(step, self.step)
 
-    def _on_first_step(self, host: int, event: Event) -> None:
-        self._on_heartbeat(host, event)
+    def _on_first_step(self, host: int, event: FirstStep) -> None:
+        self._advance(host, event["step"])
         self.first_step_at_s.setdefault(host, event["t"])
         if self.resumed_step is None:
             self.resumed_step = event.get("resumed_step", event["step"] - 1)
 
-    def _on_saving(self, host: int, event: Event) -> None:
-        self.saving[host] = event["step"]
-
-    def _on_saved(self, host: int, event: Event) -> None:
-        self.saved[host] = event["step"]
-        self.saving.pop(host, None)
-
-    def _on_save_failed(self, host: int, event: Event) -> None:
-        self.saving.pop(host, None)
-
-    def _on_overdue(self, host: int, event: Event) -> None:
-        self.overdue.setdefault(host, event)
-        self.broken.setdefault(host, "overdue")
-
-    def _on_notice(self, host: int, event: Event) -> None:
-        known = self.notices.get(host)
-        # That the node goes is worth more than that the process got SIGTERM.
-        if known is None or (event.get("node") and not known.get("node")):
+    def _on_notice(self, host: int, event: Notice | MachineNotice) -> None:
+        earlier = self.notices.get(host)
+        # A notice about the machine replaces one about a SIGTERM, which may have come from anybody.
+        if earlier is None or (event.get("node") and not earlier.get("node")):
             self.notices[host] = event
 
-    def _on_done(self, host: int, event: Event) -> None:
-        self.done[host] = event
-        self._on_heartbeat(host, event)
-
-    def _on_exception(self, host: int, event: Event) -> None:
-        self.broken.setdefault(host, "exception")
-
-    def _on_exit(self, host: int, event: Event) -> None:
-        self.exited.add(host)
-        if host not in self.done:
-            self.broken.setdefault(host, "exit")
-
-    def _on_anomaly(self, host: int, event: Event) -> None:
-        if event in self.anomalies:
+    def _on_anomaly(self, event: AnomalyTreated) -> None:
+        if event in self.anomalies:  # an adopting driver gets it again
             return
         self.anomalies.append(event)
         if event["action"] == Action.ROLLBACK:
+            # From the restored step to here everything is trained again: it counts as replay.
             self.high_water_step = max(self.high_water_step, self.step)
-            self.restored_step = self.step = int(event["restored_step"])
-
-    _handlers = {  # noqa: RUF012
-        "phase": _on_phase,
-        "heartbeat": _on_heartbeat,
-        "restored": _on_heartbeat,
-        "first_step": _on_first_step,
-        "saving": _on_saving,
-        "saved": _on_saved,
-        "save_failed": _on_save_failed,
-        "overdue": _on_overdue,
-        "notice": _on_notice,
-        "done": _on_done,
-        "exception": _on_exception,
-        "exit": _on_exit,
-        "anomaly": _on_anomaly,
-    }
+            assert event["restored_step"] is not None
+            self.restored_step = self.step = event["restored_step"]
 
     @property
     def finished(self) -> bool:
@@ -190,14 +196,15 @@ class Generation:
     @property
     def end(self) -> End | None:
         """How the generation has ended; None as long as it goes on."""
-        if self.finished:  # all have said what they agreed on
+        # Before `wants_restart`: what breaks after all hosts are done costs nothing.
+        if self.finished:  # all hosts have agreed on the reason: host 0's is that of all
             reason, result = str(self.done[0]["stop_reason"]), self.done[0]["result"]
             return Paused(reason, result) if reason in RESTARTING else Finished(reason, result)
         return Failed() if self.wants_restart else None
 
     @property
     def wants_restart(self) -> bool:
-        """Whether a host failed or hangs: nothing more will come of this generation."""
+        """Whether a host failed or hangs, so that the generation cannot go on."""
         return bool(self.broken)
 
     @property
@@ -207,39 +214,39 @@ class Generation:
 
     @property
     def phase(self) -> str:
-        """Of the gang: of its least advanced host while it starts, then of host 0."""
-        behind = next(place for place, hosts in enumerate(self._hosts_in) if hosts)
+        """The phase of the gang: of its least advanced host while it starts, then of host 0."""
+        behind = next(index for index, num_hosts in enumerate(self._hosts_in) if num_hosts)
         return START_PHASES[behind] if behind < len(START_PHASES) - 1 else self.phases.get(0, "train")
 
     @property
     def category(self) -> str:
-        """Of the goodput ledger."""
+        """The category of the goodput ledger for the present time."""
         category = PHASES[self.phase].category if self.phase in PHASES else "step"
         return "replay" if category == "step" and self.step < self.high_water_step else category
 
     def all_entered_s(self, phase: str) -> float | None:
-        """When the last host entered `phase`; None while one has not."""
+        """Returns when the last host entered `phase`; None while one has not."""
         times = self.entered.get(phase, {})
         return max(times.values()) if len(times) == self.num_hosts else None
 
     def started_s(self) -> float | None:
-        """When the last host had completed its first step."""
+        """Returns when the last host completed its first step; None before that."""
         return max(self.first_step_at_s.values()) if self.training else None
 
 
-def _place(phase: str) -> int:
+def _phase_index(phase: str) -> int:
     return START_PHASES.index(phase) if phase in START_PHASES else len(START_PHASES) - 1
 
 
-def in_order(answers: Mapping[int, Sequence[Event]]) -> list[tuple[int, int, Event]]:
-    """All hosts' events as (host, place among its own, event), in the order in which they happened; each host's stay in its own.
+def in_order(answers: Mapping[int, Sequence[HostEvent]]) -> list[tuple[int, int, HostEvent]]:
+    """Returns all hosts' events as (host, index among the host's events, event), by time. The order of each host's events stays.
 
-    For a driver that adopts a gang: taken host by host, the gang would seem to be where the last host has not begun yet.
+    A driver that adopts a gang needs this: host by host, the gang would stay in the first phase until the last host's events.
     """
     rows = []
     for host, events in answers.items():
         at_s = float("-inf")
-        for place, event in enumerate(events):
+        for index, event in enumerate(events):
             at_s = max(at_s, event["t"])  # a host's clock may have been set back
-            rows.append((at_s, host, place, event))
+            rows.append((at_s, host, index, event))
     return [row[1:] for row in sorted(rows, key=lambda row: row[:3])]

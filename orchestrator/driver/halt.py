@@ -1,4 +1,4 @@
-"""What is left of a generation that failed: every host halted and asked, the evidence kept in files, and told to the user."""
+"""The end of a generation: halts all hosts, collects the evidence, keeps the stacks in files, makes the final error message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from orchestrator.failures.classify import Failure
 from trainers.storage import documents
 
 AGENT_TIMEOUT_S = 20.0
-"""For an agent's answer to a call that does not wait for its process."""
+"""How long an agent may take to answer a call that does not wait for its process."""
 SUSPECT_TIMEOUT_S = 2.0
-"""The same for one that owed an answer already: the others have better things to do than to wait for a dead machine."""
+"""The same for an agent whose answer was late already: the other hosts must not wait long for a machine that is probably dead."""
 DYING_TIMEOUT_S = 600.0
-"""For a process that was killed to be gone: to give a terabyte of memory back takes minutes."""
+"""How long a killed process may take to be gone: freeing a terabyte of memory takes minutes."""
 KEPT_STACKS = 20
-"""Incidents of which the stacks are kept: the newest."""
+"""How many incidents keep their stacks: the newest ones."""
 KEPT_STACKS_BYTES = 256 << 20
 
 
@@ -32,13 +32,13 @@ KEPT_STACKS_BYTES = 256 << 20
 class Findings:
     failure: Failure
     last_step: int
-    """The furthest that any host got."""
+    """The furthest step of any host."""
     stacks: Mapping[int, str] = field(default_factory=dict)
-    """Of each host whose process was alive and was looked at."""
+    """The stacks by host, of processes that were alive."""
 
 
 class Halt:
-    """Halts all hosts of a generation, and asks them what is known. All of it at once for all hosts."""
+    """Halts all hosts of a generation at once, and collects their post-mortems."""
 
     def __init__(self, gang: Gang, generation: Generation, clock: Callable[[], float] = time.monotonic):
         self._gang, self._generation, self._clock = gang, generation, clock
@@ -46,11 +46,11 @@ class Halt:
         """When the hosts were asked to halt."""
 
     def run(self, cursors: Mapping[int, int], waiting: Callable[[list[int]], None]) -> dict[int, Any]:
-        """Each host's answer to `halt`, with its events since its cursor; none from a host whose agent is gone or silent.
+        """Returns each host's answer to `halt`, with its events since its cursor; none from a host whose agent is gone or silent.
 
         `waiting` is called with the hosts whose processes take long to die.
         """
-        if self._generation.overdue:
+        if self._generation.overdue:  # before any host is halted: the stacks of all are needed to find the one that hangs
             self._ask(range(self._generation.num_hosts), lambda host: self._gang.call(host, "take_stacks"))
         self.began_s = self._clock()
         answers = self._ask(range(self._generation.num_hosts), lambda host: self._call_halt(host, cursors))
@@ -62,6 +62,7 @@ class Halt:
                 break
             waiting(dying)
             answers = {**answers, **self._ask(dying, lambda host: self._call_halt(host, cursors))}
+            # Those that fell silent meanwhile were given up by `_ask`.
             answers = {host: answer for host, answer in answers.items() if self._generation.broken.get(host) != "agent"}
         return answers
 
@@ -69,7 +70,7 @@ class Halt:
         return self._gang.call(host, "halt", cursor=cursors.get(host, 0))
 
     def _ask(self, hosts: Iterable[int], call: Callable[[int], Any]) -> dict[int, Any]:
-        """The answers of those hosts that answer. The suspects are given less time."""
+        """Returns the answers of the hosts that answer. Suspects have less time; hosts without an agent are not asked."""
         generation = self._generation
         limits_s = {
             host: SUSPECT_TIMEOUT_S if host in generation.suspects else AGENT_TIMEOUT_S
@@ -80,37 +81,42 @@ class Halt:
 
 
 def find_cause(generation: Generation, answers: Mapping[int, Mapping[str, Any]], asked_at_s: float) -> Findings:
-    """What happened to a generation. `answers`: of those hosts that answered to `halt`; `asked_at_s`: when they were asked, by
-    the driver's clock, which tells the time of every failure."""
-    dead = [
+    """Finds out why a generation ended. `answers`: the answers to `halt`, by host. `asked_at_s`: when the hosts were asked, by
+    the driver's clock, to which the times of all failures are converted."""
+    post_mortems = [
         classify.read_post_mortem(
-            host, answers.get(host), asked_at_s, done=host in generation.done, notice=generation.notices.get(host)
+            host,
+            answers.get(host),
+            asked_at_s,
+            done=host in generation.done,
+            notice=generation.notices.get(host),
+            overdue=generation.overdue.get(host),
         )
         for host in range(generation.num_hosts)
     ]
     return Findings(
-        failure=classify.classify(dead, lost_hosts(generation)),
-        last_step=max((d.last_step or 0 for d in dead), default=0),
-        stacks={d.host: d.stacks for d in dead if d.stacks},
+        failure=classify.classify(post_mortems, lost_hosts(generation)),
+        last_step=max((p.last_step or 0 for p in post_mortems), default=0),
+        stacks={p.host: p.stacks for p in post_mortems if p.stacks},
     )
 
 
-def late_events(answers: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Of the answers to `halt`, what the hosts had told since they were last polled, as answers to a poll."""
-    told = {host: answer for host, answer in answers.items() if "events" in answer}
+def unpolled_events(answers: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Returns the events since the last poll, from the answers to `halt`, in the form of answers to a poll."""
     return {
         host: {"events": answer["events"], "cursor": answer["cursor"], "heartbeat": answer.get("last_heartbeat")}
-        for host, answer in told.items()
+        for host, answer in answers.items()
+        if "events" in answer
     }
 
 
 def lost_hosts(generation: Generation) -> tuple[int, ...]:
-    """Those whose agent is gone."""
+    """Returns the hosts whose agent is gone."""
     return tuple(host for host, how in generation.broken.items() if how == "agent")
 
 
 def stacks_folder(run_dir: str, number: int) -> str:
-    """Where the stacks of an incident are kept."""
+    """Returns the folder for the stacks of an incident."""
     return documents.join(run_dir, "incidents", f"{number:04d}")
 
 
@@ -122,17 +128,18 @@ def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
             file.write(text)
     newest_first = sorted((path for path in Path(folder).parent.iterdir() if path.name.isdigit()), reverse=True)
     num_bytes = 0
-    for place, path in enumerate(newest_first):
+    for index, path in enumerate(newest_first):
         num_bytes += sum(file.stat().st_size for file in path.iterdir())
-        if place >= KEPT_STACKS or (place and num_bytes > KEPT_STACKS_BYTES):
+        if index >= KEPT_STACKS or (index and num_bytes > KEPT_STACKS_BYTES):
             shutil.rmtree(path)
 
 
 def final_error(failure: Failure, reason: str) -> str:
-    """The last word to the user: their traceback, or what the process printed; what happened; why it is over."""
+    """Returns the final message for the user: the traceback or the end of the log, the failure, and why the run ends."""
     exception = failure.exception or {}
     where = f" on host {failure.host}" if failure.host is not None else ""
     details = exception.get("traceback") or "\n".join(failure.evidence.get("log_tail", []))
     text = f"{failure.kind}{where}: {failure.summary}\ngiving up: {reason}"
-    is_explained = exception.get("deterministic") or exception.get("kind") == "data"  # by its message
+    # These exceptions explain themselves in their message: a traceback would hide it.
+    is_explained = exception.get("deterministic") or exception.get("kind") == "data"
     return text if is_explained or not details else f"{details.rstrip()}\n\n{text}"

@@ -1,4 +1,4 @@
-"""The driver's main: from the run's storage to a `Driver`, and from its end to a summary and an outcome."""
+"""The driver's main function: makes a `Driver` from the run's storage, runs it, and writes the summary and the outcome."""
 
 from __future__ import annotations
 
@@ -8,67 +8,76 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from cluster.hosts.process_env import PRIVATE_UMASK
+from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig, shown
 from orchestrator.driver.ray_train import JobFailed, Reporter
-from orchestrator.events import BoardLike
-from orchestrator.planning import report as plan
-from orchestrator.run_state import outcome, summary
-from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, take_up
+from orchestrator.planning.report import parameters
+from orchestrator.run_state import summary
+from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch
 from orchestrator.run_state.lease import RunInUse
+from orchestrator.run_state.outcome import read_outcome, write_outcome
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.stop_reason import StopReason
 from trainers.storage import documents
 
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
-"""Between a new driver's tries to read what the run's storage knows: ten minutes of them."""
+"""The delays between a new driver's attempts to read the run's storage: ten minutes in all."""
 Result = TypeVar("Result")
 
 
 def drive(message: dict[str, Any], reporter: Reporter) -> None:
-    """The driver's main, as Ray Train's worker; called again after any other failure of this process.
+    """Runs the driver, as the worker of Ray Train, which calls it again after any failure of this process but JobFailed.
 
-    Ray Train takes a return for success. So a failure is raised, and a verdict, once there, is final: it is raised again.
+    Ray Train takes a return for success, so a failed run raises JobFailed. An outcome, once written, is final: a driver that is
+    started again reports it and does nothing else.
     """
+    # Imported here: this module is imported by the command, which does not need the driver.
     from orchestrator.driver.driver import Driver
     from orchestrator.driver.errors import Superseded, TrainingFailed
 
     config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
+    # First: in Ray Train's worker nobody has set the umask yet.
     keep_private(config)
     clock = steady_clock()
-    verdict = when_storage_answers(lambda: outcome.read(run_dir, launch_id), board)
-    if verdict is None:
+    # Before the lease: a driver that is started again after the end must not open the launch once more.
+    outcome = when_storage_answers(lambda: read_outcome(run_dir, launch_id), board)
+    if outcome is None:
         try:
-            facts = (run_dir, launch_id, message["started_at_s"], config.tracking, plan.parameters(config), clock)
-            job = when_storage_answers(lambda: take_up(*facts, lambda message: _warn(board, message)), board)
+            arguments = (run_dir, launch_id, message["started_at_s"], config.tracking, parameters(config), clock)
+            launch = when_storage_answers(lambda: open_launch(*arguments, lambda message: _warn(board, message)), board)
         except RunInUse as error:
+            # To try again would only find the other launch again.
             raise JobFailed(str(error)) from error
         status, result, failure = "failed", {}, None
-        known = About(config.training.name, run_dir, shown(config))
-        recorders = Recorders(config.training.recorders, known, lambda message: _warn(board, message))
+        about = About(config.training.name, run_dir, shown(config))
+        names, folders = config.training.recorders, config.training.recorder_folders
+        recorders = Recorders(names, about, lambda message: _warn(board, message), folders=folders)
         try:
-            result = Driver(config, job, board, reporter, recorders, clock=clock).run()
+            result = Driver(config, launch, board, reporter, recorders, clock=clock).run()
             status = "finished" if StopReason(result["stop_reason"]).finished else "stopped"
         except Superseded as error:
+            # No outcome is written: the run belongs to the other driver now.
             raise JobFailed(str(error)) from error
         except TrainingFailed as error:
             failure = str(error)
             status = "stopped" if board.stop_requested() else "failed"
         finally:
             recorders.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-        verdict = conclude(job, board, config, status, result, failure, clock)
-    if verdict["status"] == "failed":
-        raise JobFailed(verdict["error"])
+        outcome = conclude(launch, board, config, status, result, failure, clock)
+    if outcome["status"] == "failed":
+        raise JobFailed(outcome["error"])
 
 
 def keep_private(config: JobConfig) -> None:
-    """What this process, and those that it starts, will write is for its user alone, unless the configuration says otherwise."""
+    """Makes the files of this process, and of those that it starts, private to its user, unless `hosts.private_files` is
+    false."""
     if config.hosts.private_files:
         os.umask(PRIVATE_UMASK)
 
 
 def conclude(
-    job: Launch,
+    launch: Launch,
     board: BoardLike,
     config: JobConfig,
     status: str,
@@ -76,51 +85,54 @@ def conclude(
     error: str | None,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Writes the summary and, last of all, the verdict: whoever finds it finds everything else."""
+    """Writes the summary and then the outcome, which is last: a reader that finds it finds everything else too."""
     tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
-    summary.track(job, summary.build(job, status, result, error, clock()))
-    left = job.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-    made = summary.build(job, status, result, error, clock())
-    summary.write(job.run_dir, made)
-    if left:
-        _warn(board, left)
+    # Before the close, which ships what was tracked.
+    summary.track(launch, summary.build(launch, status, result, error, clock()))
+    undelivered = launch.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
+    # Built again after the close, so that it covers the time that the close took.
+    document = summary.build(launch, status, result, error, clock())
+    summary.write(launch.run_dir, document)
+    if undelivered:
+        _warn(board, undelivered)
     extra = {
         "name": config.training.name,
         "prompt": next(iter(config.training.previews.prompts), ""),
-        "storage": job.run_dir,
-        "checkpoints": documents.join(job.run_dir, "checkpoints"),
-        "mlflow": job.tracker.where(),
+        "storage": launch.run_dir,
+        "checkpoints": documents.join(launch.run_dir, "checkpoints"),
+        "mlflow": launch.tracker.where(),
     }
-    board.post({"ev": "summary", "summary": {**made, **extra}})
-    verdict = {"launch_id": job.launch_id, "status": status, "stop_reason": result.get("stop_reason"), "error": error}
-    outcome.write(job.run_dir, verdict)
-    return verdict
+    board.post({"ev": "summary", "summary": {**document, **extra}})
+    outcome = {"launch_id": launch.launch_id, "status": status, "stop_reason": result.get("stop_reason"), "error": error}
+    write_outcome(launch.run_dir, outcome)
+    return outcome
 
 
 def steady_clock() -> Callable[[], float]:
-    """The wall clock as it was when this process began, plus the seconds since: a clock that is set does not move it."""
+    """Returns a wall clock that does not jump: the time when this process began, plus the monotonic seconds since then."""
     began_s, monotonic_s = time.time(), time.monotonic()
     return lambda: began_s + time.monotonic() - monotonic_s
 
 
 def when_storage_answers(work: Callable[[], Result], board: BoardLike, sleep: Callable[[float], None] = time.sleep) -> Result:
-    """Does `work` again and again while the storage fails, for minutes: a driver that dies of it uses up a restart each time."""
-    told = False
+    """Repeats `work` while the storage fails, for minutes. If the driver died of it, each time would use up one of its
+    restarts."""
+    reported = False
     for delay_s in (*STORAGE_DELAYS_S, None):
         try:
             return work()
         except OSError as error:
             if delay_s is None:
                 raise
-            if not told:
+            if not reported:
                 _warn(board, f"the run's storage cannot be read, trying again: {error}")
-            told = True
+            reported = True
             sleep(delay_s)
     raise AssertionError
 
 
 def hurried(board: BoardLike) -> bool:
-    """Whether this machine is about to be taken away."""
+    """Returns whether this machine is about to be taken away, so that the end must be quick."""
     return board.stop_requested() == "terminated"
 
 

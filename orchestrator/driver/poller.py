@@ -1,4 +1,4 @@
-"""Follows one generation to its end: long polls to every agent, their answers to the intake, silent agents given up."""
+"""Follows one generation to its end: polls every agent, passes the answers to the event handler, gives up silent agents."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.gang.calls import ROUND_S, UNREACHABLE_RETRY_S, AgentGone, Answer, AwakeClock, Mailbox, NoAnswer
-from orchestrator.driver.event_handler import Intake
+from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import End, Generation
 
 POLL_S = 1.0
-"""How long an agent holds a poll when nothing happens: what happens is told at once. Longer for very many hosts."""
+"""How long an agent holds a poll when nothing happens; an event is returned at once. Longer for very many hosts."""
 HOSTS_PER_POLL_S = 200
 SILENCE_S = 20.0
-"""An agent whose answer is so long overdue is frozen, or cut off: it is as good as lost."""
+"""An agent whose answer is so long overdue is frozen or cut off: its host counts as lost."""
 ASK_AGAIN_S = 10.0
-"""When an answer is so long overdue, the agent is asked once more: the question, or its answer, may have been lost on the way."""
+"""When an answer is so long overdue, the agent is asked once more: the call or its answer may have been lost."""
 SUSPICION_S = 1.5
-"""The same may be true of one whose answer is so long overdue when another host fails, or waits for it in vain."""
+"""An agent whose answer is so long overdue when the generation ends is suspected to be frozen or cut off."""
 
 
 class Asked(Protocol):
-    """Of the gang (`cluster.gang.gang.Gang`), what the watch needs."""
+    """The part of the gang (`cluster.gang.gang.Gang`) that the poller needs."""
 
     def call(self, host: int, method: str, *args: Any) -> Any: ...
 
@@ -32,21 +32,21 @@ class Asked(Protocol):
 
 @dataclass
 class Poll:
-    """What an agent was asked last."""
+    """The open poll of one agent."""
 
     cursor: int
     due_s: float
-    """When an agent that nothing has happened to would answer."""
+    """When an agent without events would answer."""
     serial: int
-    """Of the question: only the answer to the newest one leads to another."""
+    """The number of the call. Only the answer to the newest call is followed by another poll."""
     ask_again_s: float
-    """When to ask once more, should no answer have come; infinite if that was done."""
+    """When to ask once more if no answer has come; infinite once that was done."""
 
 
-class Watch:
-    def __init__(self, gang: Asked, generation: Generation, intake: Intake, clock: Callable[[], float] = time.monotonic):
-        self.gang, self.generation, self.intake = gang, generation, intake
-        # Silence counts only while the driver itself was awake to hear something.
+class Poller:
+    def __init__(self, gang: Asked, generation: Generation, events: EventHandler, clock: Callable[[], float] = time.monotonic):
+        self.gang, self.generation, self.events = gang, generation, events
+        # Silence counts only while the driver itself was awake: after a stall all answers are late.
         self.clock = AwakeClock(clock)
         self.poll_s = max(POLL_S, generation.num_hosts / HOSTS_PER_POLL_S)
         self._mailbox = gang.mailbox()
@@ -55,16 +55,18 @@ class Watch:
         self._next_round_s = 0.0
 
     def run(self, between: Callable[[Generation], None]) -> End:
-        """Until all hosts are done or one has failed. Calls `between` every round: it may raise to end the watch."""
+        """Polls until all hosts are done or one has failed. Calls `between` in every round, which may raise to end the
+        polling."""
         for host in range(self.generation.num_hosts):
+            # From 0: an agent keeps only the events of its newest generation.
             self._ask(host, 0)
         while (end := self.generation.end) is None:
-            # First what has arrived, then what has not.
-            for answer in self._mailbox.take(ROUND_S):
+            # Answers first, silence second: an answer may have arrived just now.
+            for answer in self._mailbox.collect(ROUND_S):
                 self._take(answer)
             if (now_s := self.clock()) >= self._next_round_s:
                 self._next_round_s = now_s + ROUND_S
-                self._judge_silence(now_s)
+                self._check_silence(now_s)
                 between(self.generation)
         self.generation.suspect({host for host, late_s in self._late(self.clock()) if late_s > SUSPICION_S})
         return end
@@ -88,34 +90,37 @@ class Watch:
         elif answer.error is not None:
             raise answer.error
         else:
-            self.intake.take_answer(self.generation, host, answer.value)
-            self._go_on(host, serial, answer.value["cursor"])
+            # An answer to an earlier call too: events that were handled before are known by their numbers.
+            self.events.handle_answer(self.generation, host, answer.value)
+            self._poll_again(host, serial, answer.value["cursor"])
 
-    def _go_on(self, host: int, serial: int, cursor: int) -> None:
+    def _poll_again(self, host: int, serial: int, cursor: int) -> None:
         poll = self._polls.get(host)
         if host in self.generation.done:
             self._polls.pop(host, None)
         elif poll is not None and serial == poll.serial:
             self._ask(host, cursor)
-        elif poll is not None:  # an answer to an earlier question: it is alive
+        elif poll is not None:  # an answer to an earlier call: the agent is alive
             poll.due_s = self.clock() + self.poll_s
 
     def _not_reached(self, host: int, serial: int) -> None:
-        """Ray says that the actor cannot be reached now, not that it is dead: its silence begins, and it is asked again."""
+        """Handles an agent that Ray could not reach: it may live, so its silence begins now, and it is asked again."""
         poll, now_s = self._polls.get(host), self.clock()
         if poll is not None and serial == poll.serial:
             poll.due_s, poll.ask_again_s = min(poll.due_s, now_s), now_s + UNREACHABLE_RETRY_S
 
-    def _judge_silence(self, now_s: float) -> None:
+    def _check_silence(self, now_s: float) -> None:
         for host, late_s in list(self._late(now_s)):
             poll = self._polls[host]
             if late_s > SILENCE_S:
                 del self._polls[host]
                 self.generation.lose_agent(host)
             elif now_s >= poll.ask_again_s:
+                # Once only: calls to a frozen agent must not pile up.
                 poll.ask_again_s = float("inf")
+                # Without a wait: the answer shows at once that the agent lives.
                 poll.serial = self._post(host, poll.cursor, 0.0)
 
     def _late(self, now_s: float) -> Iterable[tuple[int, float]]:
-        """By how much the hosts' answers are overdue."""
+        """Returns the hosts whose answers are overdue, with the seconds."""
         return ((host, now_s - poll.due_s) for host, poll in self._polls.items() if now_s > poll.due_s)

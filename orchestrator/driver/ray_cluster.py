@@ -1,7 +1,7 @@
-"""The Ray that a run uses: a cluster that is there, or one of its own on this machine.
+"""The Ray cluster of a run: an existing one, or a private one that the command starts on this machine.
 
-A Ray of its own listens on the loopback address, and answers only processes that have its token. Each such Ray has a token of
-its own. The token is in the environment of Ray's processes, which only their user can read; no file holds it.
+A private Ray listens on the loopback address and answers only processes that have its token. Each private Ray has a new token. It
+is in the environment of Ray's processes, which only their user can read; no file holds it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from orchestrator.driver.ray_train import SETTINGS
 
 AUTH_MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Has Ray take the loopback address for that of this machine. Despite its name it holds on Linux, too. Without it Ray makes
-another address of 127.0.0.1, wherever it is given one."""
-TOLD_BY_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or was killed"
-"""Ray's own messages about what it has lost, with a page of its own stack: an incident says what became of it."""
+"""Lets Ray use the loopback address. Despite its name the variable applies on Linux too. Without it Ray replaces 127.0.0.1 by
+another address of the machine wherever it is given."""
+SHOWN_AS_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or was killed"
+"""Ray's own messages about lost nodes and workers, each with a long stack. The console shows an incident instead."""
 
 
 def connect(config: JobConfig) -> bool:
     """Connects to the cluster named by the environment or the configuration, or starts Ray on this machine.
 
-    Returns whether Ray Train shall supervise the driver as a process of its own.
+    Returns whether Ray Train shall run and supervise the driver as a separate process.
     """
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", TOLD_BY_INCIDENTS)
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SHOWN_AS_INCIDENTS)
     address = os.environ.get("RAY_ADDRESS") or config.driver.address
     if not address:
-        protect(os.environ)  # before Ray is imported: it reads them then
+        protect(os.environ)  # before Ray is imported: Ray reads these variables at import
     import ray
 
     for name in ("ray", "ray.train"):
-        # Its lines would tear the console's: what matters of them is told there.
+        # Ray's log lines would break the live line of the console, which shows what matters of them.
         logging.getLogger(name).setLevel(logging.WARNING)
     if address:
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
@@ -51,8 +51,9 @@ def connect(config: JobConfig) -> bool:
     from cluster.hosts.config import num_hosts
 
     hosts = num_hosts(config.hosts) + config.hosts.spares
+    # One CPU more: where Ray Train supervises the driver, the driver is a worker that takes one.
     cpus = int(hosts * config.hosts.cpus_per_host) + 1
-    # "local": it would else join whatever Ray somebody has started on this machine.
+    # "local": otherwise Ray would join a cluster that somebody else has started on this machine.
     ray.init(
         "local",
         num_cpus=cpus,
@@ -71,11 +72,11 @@ def disconnect() -> None:
 
 
 def join(address: str) -> None:
-    """Connects to the Ray of a run that goes on. Raises what `ray.init` raises, and ConnectionError if it refuses the token.
+    """Connects to the Ray cluster of a running run. Raises what `ray.init` raises, and ConnectionError if it refuses the token.
 
-    The token of a Ray on this machine's loopback address is read from the environment of its processes: the same user may.
+    The token of a private Ray is read from the environment of its processes, which the same user may do.
     """
-    if is_loopback(address):  # before Ray is imported: it reads them then
+    if is_loopback(address):  # before Ray is imported: Ray reads these variables at import
         os.environ.update(LOOPBACK | authentication_of(address))
     import ray
 
@@ -88,41 +89,43 @@ def join(address: str) -> None:
 
 
 def protect(environ: MutableMapping[str, str]) -> None:
-    """Sets in `environ` what makes a Ray that is started with it closed to others. What the user has set there holds."""
+    """Sets the variables in `environ` that close a new Ray to other users. Variables that the user has set are kept."""
     environ.setdefault(AUTH_MODE, "token")
     if environ[AUTH_MODE] == "token" and not (environ.get(RAY_TOKEN) or environ.get(TOKEN_PATH)):
-        # Without it Ray writes a token into a file in the home folder, which then binds every other Ray of this user.
+        # Without this Ray would write a token to a file in the home folder, which all other Rays of this user would then use.
         environ[RAY_TOKEN] = secrets.token_hex(32)
     for name, value in LOOPBACK.items():
         environ.setdefault(name, value)
 
 
 def private_folder(parent: str = "/tmp") -> str:
-    """A folder of this user's alone; short, since the paths of sockets have a limit.
+    """Returns a folder that only this user can enter, for Ray's files and sockets. Its path is short: socket paths have a limit.
 
-    For the files and sockets of Ray: it lets everybody write into the folders that it makes for them, worker code among it.
+    Ray makes the folders inside it writable for everybody, and they hold code that workers run.
     """
     path = os.path.join(parent, f"gangway-{os.getuid()}")
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    about = os.lstat(path)
-    is_own = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
-    return path if is_own else tempfile.mkdtemp(prefix="gangway-", dir=parent)
+    # Checked with `lstat`: somebody else may have made a folder or a link of this name.
+    status = os.lstat(path)
+    is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return path if is_private else tempfile.mkdtemp(prefix="gangway-", dir=parent)
 
 
 def authentication_of(address: str) -> dict[str, str]:
-    """The variables that a Ray of this user on this machine authenticates by; none if no such process listens on the port."""
+    """Returns the authentication variables of this user's Ray on this machine; none if no such process listens on the port."""
     port = int(address.rpartition(":")[2])
     for process in psutil.process_iter():
+        # A process of another user, or one that has just ended, cannot be read: it is not ours.
         with suppress(psutil.Error):
             if process.name() == "gcs_server" and port in _listening_ports(process):
-                found = process.environ()
-                return {name: found[name] for name in (AUTH_MODE, RAY_TOKEN, TOKEN_PATH) if name in found}
+                environ = process.environ()
+                return {name: environ[name] for name in (AUTH_MODE, RAY_TOKEN, TOKEN_PATH) if name in environ}
     return {}
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `host:port` is on this machine alone. A host name is taken for another machine."""
+    """Returns whether `host:port` is a loopback address. A host name counts as another machine."""
     try:
         return ipaddress.ip_address(address.rpartition(":")[0].strip("[]")).is_loopback
     except ValueError:

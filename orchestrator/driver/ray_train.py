@@ -15,23 +15,24 @@ SETTINGS = {
     # It is for workers that train; ours is the driver.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
+# Bounded: a driver that can never start must not be tried for ever.
 MAX_DRIVER_RESTARTS = 100
 
 
 class JobFailed(Exception):
-    """The driver's word that the run has failed and that trying again is of no use."""
+    """The run has failed, and running the driver again is of no use."""
 
 
 class Reporter(Protocol):
     def report(self, metrics: dict[str, Any], checkpoint_path: str | None = None) -> None:
-        """Returns at once; what is reported reaches Ray Train in order."""
+        """Reports metrics, and a checkpoint if one is given. Returns at once; reports reach Ray Train in order."""
 
     def close(self) -> None:
-        """Waits, for a while, until all was delivered."""
+        """Waits, for a limited time, until all reports are delivered."""
 
 
 class TrainReporter:
-    """Reports from a thread of its own: the driver, which watches the gang, never waits for Ray Train."""
+    """Reports from a background thread: the driver, which watches the gang, must not wait for Ray Train."""
 
     CLOSE_TIMEOUT_S = 10.0
 
@@ -80,8 +81,8 @@ def fit(
 ) -> None:
     """Runs `drive(message, reporter)` as Ray Train's single worker, or (not supervised) in this process.
 
-    Blocks until it ends, raises what it raised. After any failure but FinalVerdict it is run again. `drive` must be importable by
-    its name where the worker runs; `message` is what it needs, picklable.
+    Blocks until it ends, and raises what it raised. After any failure but JobFailed it is run again. `drive` must be importable
+    by its name where the worker runs; `message` must be picklable.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -94,23 +95,27 @@ def fit(
             name=name,
             storage_path=storage,
             failure_config=FailureConfig(max_failures=MAX_DRIVER_RESTARTS),
-            callbacks=[_stop_at_a_final_verdict()],
+            callbacks=[_stop_at_job_failed()],
         ),
     )
     trainer.fit()
 
 
-def _stop_at_a_final_verdict() -> Any:
-    """Ray Train tries again after any exception of its worker; one of its controller's own ends the run as failed, at once."""
+def _stop_at_job_failed() -> Any:
+    """Returns a callback that ends the run when the worker raises JobFailed.
+
+    Ray Train runs its worker again after any exception. An exception in a callback of its controller ends the run at once.
+    """
     from ray.train import UserCallback
 
-    class StopAtFinalVerdict(UserCallback):
+    class StopAtJobFailed(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             for error in worker_exceptions.values():
+                # By name: Ray wraps the exception of a worker, and its type is lost.
                 if JobFailed.__name__ in f"{type(error).__name__} {error!r}":
                     raise JobFailed(str(error))
 
-    return StopAtFinalVerdict()
+    return StopAtJobFailed()
 
 
 def _worker(config: dict[str, Any]) -> None:
@@ -118,4 +123,5 @@ def _worker(config: dict[str, Any]) -> None:
     try:
         config["drive"](config["message"], reporter)
     finally:
+        # After a failure too: what was reported before it still reaches Ray Train.
         reporter.close()

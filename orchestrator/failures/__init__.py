@@ -1,1 +1,1 @@
-"""What happened: the evidence from all hosts becomes one typed failure. Pure functions."""
+"""Failures: the evidence from all hosts becomes one typed failure. Pure functions."""

@@ -1,8 +1,8 @@
-"""Which host holds the others up, and at which line: read from the Python stacks of all hosts of a gang that hangs. Pure.
+"""Finds the host that a hanging gang waits for, and its line, from the Python stacks of all hosts. Pure.
 
-A gang hangs as one: every host waits in the end for the one that does not come. So the host to name is the one that does not
-wait for others, and not the one that was found out first. Stacks are texts as `py-spy dump --full-filenames` (short names will
-do, but then a library in a folder without `__init__.py` is not told from a user's file) or faulthandler write them.
+A gang hangs as a whole: in the end every host waits for the one that does not come. So the host to name is the one that does not
+wait for others, and not the one whose limit passed first. Stacks are texts of `py-spy dump --full-filenames` or of faulthandler.
+(With short file names, a library in a folder without `__init__.py` looks like a user's file.)
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 SAVE = "save"
-"""The phase whose work is done beside the main thread."""
+"""The phase whose work is done in other threads than the main thread."""
 STOPPED, IN_SYSTEM_CALL = ("T", "t"), "D"
-"""Letters of kernel states: no line of any program runs; the main thread is in a system call that does not return."""
+"""Letters of kernel states. Stopped: no line of the program runs. In a system call: the main thread waits in the kernel."""
 
 WAITING = {
     "wait_for_device trainers/runtime/device.py": "the device",
@@ -28,22 +28,23 @@ WAITING = {
     "__array__ jax/_src/array.py": "the device",
     "_get trainers/runtime/multihost.py": "agreement",
     "gather trainers/runtime/multihost.py": "agreement",
-    "_hear trainers/checkpoint/commit.py": "the others' parts of a checkpoint",
+    "_receive trainers/checkpoint/commit.py": "the others' parts of a checkpoint",
     "wait_for_listener trainers/runtime/distributed.py": "joining",
     "initialize jax/_src/distributed.py": "joining",
     "wait_at_barrier signaling_client.py": "a barrier",
     "sync_global_processes multihost.py": "a barrier",
 }
-"""Innermost functions in which a host waits for other hosts (in the device it waits inside a collective), and on what."""
+"""The innermost functions in which a host waits for other hosts, and what it waits on. On the device it waits in a collective.
+A test checks that every function of this table exists."""
 
 LIBRARY = re.compile(r"-packages/|/lib(64)?/python3[.\d]*/|^<|^(jax|jaxlib|numpy|orbax|tensorstore|etils|flax|optax)/")
 STANDARD = re.compile(r"(^|/)(threading|selectors|queue|socket|subprocess|ssl)\.py$|(^|/)(asyncio|concurrent/futures)/|^<")
 CHECKPOINTING = re.compile(r"(^|/)(orbax|tensorstore)/|trainers/checkpoint/")
 CHECKPOINT_THREAD = "checkpoint"
-"""Begins the names of our own threads that see a save through."""
+"""The prefix of the names of our threads that write a checkpoint."""
 LAUNCHER = "trainers/worker.py"
 WAITS_FOR_OTHERS = ("trainers/runtime/multihost.py", "trainers/runtime/device.py")
-"""A person wants to know who called these."""
+"""Frames of these files are skipped: a person wants to see their caller."""
 
 PY_SPY_THREAD = re.compile(r'Thread \w+ \([^)]*\)(?:: "(?P<name>.*)")?$')
 PY_SPY_FRAME = re.compile(r"    (?P<function>.+) \((?P<file>.+):(?P<line>\d+)\)$")
@@ -56,7 +57,7 @@ SHOWN_FRAMES = 12
 @dataclass(frozen=True)
 class Frame:
     function: str
-    """Its own name, without that of its class."""
+    """Its name without that of its class."""
     file: str
     line: int
 
@@ -76,12 +77,12 @@ class Thread:
 
     @property
     def is_idle(self) -> bool:
-        """A pool's thread without work."""
+        """Whether it is a thread of a pool without work."""
         return all(STANDARD.search(frame.file) for frame in self.frames)
 
     @property
     def is_parked(self) -> bool:
-        """It waits for another thread, or for an answer from outside."""
+        """Whether it waits for another thread, or for an answer from outside the process."""
         return bool(self.frames) and STANDARD.search(self.frames[0].file) is not None
 
     @property
@@ -92,7 +93,7 @@ class Thread:
 
     @property
     def waits_on(self) -> str | None:
-        """What it waits on for other hosts' sake; None if it does not."""
+        """What it waits on if it waits for other hosts; None if it does not."""
         if not self.frames:
             return None
         frame = self.frames[0]
@@ -101,45 +102,48 @@ class Thread:
 
     @property
     def line(self) -> str | None:
-        """Where it stands, in words of the user's program: libraries' frames, and how it was started, are skipped."""
-        mine = [frame for frame in self.frames if not LIBRARY.search(frame.file)]
-        asked = [frame for frame in mine if not frame.file.endswith(WAITS_FOR_OTHERS)] or mine
-        shown = [frame for frame in asked if not frame.file.endswith(LAUNCHER)] or asked or list(self.frames)
-        return str(shown[0]) if shown else None
+        """The innermost line of the user's or our own code. Frames of libraries, waits and the launcher are skipped if others
+        are left."""
+        frames = [frame for frame in self.frames if not _is_library(frame)]
+        if not frames:
+            return str(self.frames[0]) if self.frames else None
+        for is_noise in (_is_wait, _is_launcher):
+            frames = [frame for frame in frames if not is_noise(frame)] or frames
+        return str(frames[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostStacks:
-    """What was seen of one host from outside while it hung."""
+    """The stacks and the state of one host of a gang that hangs."""
 
     host: int
     text: str | None = None
     state: str | None = None
-    """What the kernel says of its process: `T (stopped)`."""
+    """The state of its process in the kernel, such as `T (stopped)`."""
     batch_index: int | None = None
 
 
 @dataclass(frozen=True)
 class Blame:
     host: int | None
-    """None if could not identify one host."""
+    """None if no single host could be identified."""
     line: str | None
-    """Where it stands; if all stand at one place, that place."""
+    """The line of that host; without a host, the line at which all hosts are, if it is one."""
     why: str
     groups: list[dict[str, Any]]
     """Hosts with the same stack: `hosts`, `line`, `waits_on`, `frames`; JSON-able."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """The thread of one host that tells where it is."""
+class Position:
+    """The thread that shows where one host is."""
 
     thread: Thread
     waits_on: str | None
 
 
 def parse(text: str | None) -> list[Thread]:
-    """The threads of a dump; empty for a text that is none."""
+    """Returns the threads of a dump; none for a text that is no dump."""
     threads: list[tuple[str, list[Frame]]] = []
     for row in (text or "").splitlines():
         head = PY_SPY_THREAD.match(row) or OWN_THREAD.match(row)
@@ -147,86 +151,123 @@ def parse(text: str | None) -> list[Thread]:
         if head:
             threads.append((head.groupdict().get("name") or "", []))
         elif frame and threads:
-            function = frame["function"].rsplit(".", 1)[-1]  # faulthandler knows no more
+            function = frame["function"].rsplit(".", 1)[-1]  # without the class, which faulthandler does not write
             threads[-1][1].append(Frame(function, frame["file"], int(frame["line"])))
     return [Thread(name, tuple(frames)) for name, frames in threads]
 
 
 def short_name(file: str) -> str:
-    """The file as people know it: `trainers/loop/train_loop.py`, `jax/_src/api.py`, `my_callbacks.py`."""
+    """Returns a file name as people know it: `trainers/loop/train_loop.py`, `jax/_src/api.py`, `my_callbacks.py`."""
     if not file.startswith("/"):
         return file
-    found = (re.search(start + "(.+)$", file) for start in PACKAGE_STARTS)
-    return next((match[1] for match in found if match), file.rsplit("/", 1)[-1])
+    matches = (re.search(start + "(.+)$", file) for start in PACKAGE_STARTS)
+    return next((match[1] for match in matches if match), file.rsplit("/", 1)[-1])
 
 
-def standing(text: str | None, phase: str) -> Standing | None:
-    """Where a host stands in `phase`; None if its stacks tell nothing."""
+def position_of(text: str | None, phase: str) -> Position | None:
+    """Returns where a host is in `phase`; None if its stacks do not show it."""
     threads = [thread for thread in parse(text) if thread.frames and not thread.is_idle]
     main = next((thread for thread in threads if thread.is_main), None)
-    telling = _saving(threads, main, phase) or ([main] if main else [])
-    if not telling:
+    candidates = _saving_threads(threads, main, phase) or ([main] if main else [])
+    if not candidates:
         return None
-    if telling == [main]:
-        return Standing(telling[0], telling[0].waits_on)
-    busy = [thread for thread in telling if not thread.is_parked and thread.waits_on is None]
-    waiting = [thread for thread in telling if thread.waits_on is not None]
-    # With all threads parked, the storage does not answer: the thread that asked in our name tells more than a library's.
-    asking = [thread for thread in telling if thread is not main and _innermost_own(thread)]
-    chosen = [*busy, *waiting, *asking, *telling][0]
-    return Standing(chosen, chosen.waits_on)
+    thread = candidates[0] if candidates == [main] else _most_telling(candidates, main)
+    return Position(thread, thread.waits_on)
+
+
+def _most_telling(threads: Sequence[Thread], main: Thread | None) -> Thread:
+    """Returns the thread of a save that shows best why the save does not end."""
+    for thread in threads:
+        if not thread.is_parked and thread.waits_on is None:  # it is at work
+            return thread
+    for thread in threads:
+        if thread.waits_on is not None:
+            return thread
+    # All are parked: the storage does not answer. The thread with our code shows more than a library's thread.
+    for thread in threads:
+        if thread is not main and _innermost_own_file(thread):
+            return thread
+    return threads[0]
 
 
 def blame(hosts: Sequence[HostStacks], phase: str) -> Blame:
-    """The host that the others wait for in `phase`: by kernel state, by stack, by progress, in that order."""
-    places = {seen.host: place for seen in hosts if (place := standing(seen.text, phase)) is not None}
-    host, why = _accused(hosts, places)
-    lines = {place.thread.line for place in places.values()}
-    line = lines.pop() if host is None and len(lines) == 1 else None
-    return Blame(host, places[host].thread.line if host in places else line, why, _groups(places))
+    """Names the host that the others wait for in `phase`: by kernel state, by stack, by progress, in that order."""
+    positions: dict[int, Position] = {}
+    for stacks in hosts:
+        if (position := position_of(stacks.text, phase)) is not None:
+            positions[stacks.host] = position
+    host, why = _blamed_host(hosts, positions)
+    lines = {position.thread.line for position in positions.values()}
+    common_line = lines.pop() if host is None and len(lines) == 1 else None
+    line = positions[host].thread.line if host in positions else common_line
+    return Blame(host, line, why, _groups(positions))
 
 
-def _accused(hosts: Sequence[HostStacks], places: Mapping[int, Standing]) -> tuple[int | None, str]:
-    letters = {seen.host: seen.state[0] for seen in hosts if seen.state}
-    stopped = sorted(host for host, letter in letters.items() if letter in STOPPED)
+def _blamed_host(hosts: Sequence[HostStacks], positions: Mapping[int, Position]) -> tuple[int | None, str]:
+    """Returns the host to blame and the reason; (None, reason) if no single host can be identified."""
+    # First: a stopped process explains the hang, whatever its stacks say.
+    stopped = {stacks.host: stacks.state for stacks in hosts if stacks.state and stacks.state[0] in STOPPED}
     if stopped:
-        state = next(seen.state for seen in hosts if seen.host == stopped[0])
-        more = f", like {_hosts(stopped[1:])}" if stopped[1:] else ""
-        return stopped[0], f"its process is frozen, in state {state}{more}"
-    busy = {host for host, place in places.items() if place.waits_on is None}
-    busy |= {host for host, letter in letters.items() if letter == IN_SYSTEM_CALL and host in places}
+        first, *others = sorted(stopped)
+        like = f", like {_hosts(others)}" if others else ""
+        return first, f"its process is frozen, in state {stopped[first]}{like}"
+    busy = _busy_hosts(hosts, positions)
     if len(busy) == 1:
         return min(busy), "it waits for no other host"
-    silent = [seen.host for seen in hosts if seen.text and seen.host not in places]
-    if not busy and len(silent) == 1 and places:
-        return silent[0], "it alone shows no stack"
-    suspects = busy if 0 < len(busy) < len(places) else set(places)
-    batches = {seen.host: seen.batch_index for seen in hosts if seen.host in suspects and seen.batch_index is not None}
-    host, why = _odd_one_out({host: places[host] for host in suspects}, batches)
-    if host is None and suspects != set(places):
+    # Only hosts with a text: without one, nothing was read, which says nothing about the host.
+    without_stack = [stacks.host for stacks in hosts if stacks.text and stacks.host not in positions]
+    if not busy and len(without_stack) == 1 and positions:
+        return without_stack[0], "it alone shows no stack"
+    # If all hosts are busy, or none is, being busy does not tell them apart.
+    suspects = busy if 0 < len(busy) < len(positions) else set(positions)
+    batches = {s.host: s.batch_index for s in hosts if s.host in suspects and s.batch_index is not None}
+    host, why = _odd_one_out({host: positions[host] for host in suspects}, batches)
+    if host is None and suspects != set(positions):
         return min(suspects), f"{_hosts(suspects)} wait for no other host"
     return host, why or "could not identify one host"
 
 
-def _saving(threads: Sequence[Thread], main: Thread | None, phase: str) -> list[Thread]:
-    """The threads that see a save through, if that is what the host is busy with or waits for."""
-    in_main = main is not None and _innermost_own(main).endswith("trainers/checkpoint/manager.py")
+def _busy_hosts(hosts: Sequence[HostStacks], positions: Mapping[int, Position]) -> set[int]:
+    """Returns the hosts that do not wait for other hosts."""
+    busy = {host for host, position in positions.items() if position.waits_on is None}
+    # Whatever its stack says: a process in such a system call waits for a disk or a device of its machine.
+    busy |= {s.host for s in hosts if s.state and s.state[0] == IN_SYSTEM_CALL and s.host in positions}
+    return busy
+
+
+def _saving_threads(threads: Sequence[Thread], main: Thread | None, phase: str) -> list[Thread]:
+    """Returns the threads that write a checkpoint, if the host is busy with a save or waits for one."""
+    in_main = main is not None and _innermost_own_file(main).endswith("trainers/checkpoint/manager.py")
     if phase != SAVE and not in_main:
         return []
-    beside = [thread for thread in threads if thread is not main and thread.is_checkpointing]
-    return [main, *beside] if main is not None and in_main else beside
+    others = [thread for thread in threads if thread is not main and thread.is_checkpointing]
+    return [main, *others] if main is not None and in_main else others
 
 
-def _innermost_own(thread: Thread) -> str:
-    return next((frame.file for frame in thread.frames if not LIBRARY.search(frame.file)), "")
+def _innermost_own_file(thread: Thread) -> str:
+    """Returns the file of the innermost frame that is not a library's; empty if there is none."""
+    return next((frame.file for frame in thread.frames if not _is_library(frame)), "")
 
 
-def _odd_one_out(places: Mapping[int, Standing], batches: Mapping[int, int]) -> tuple[int | None, str]:
-    """The one that stands alone where the others stand together, else the one that is furthest behind."""
-    kinds = {host: place.waits_on or place.thread.line for host, place in places.items()}
-    count = Counter(kinds.values())
-    alone = [host for host, kind in kinds.items() if count[kind] == 1]
-    if len(alone) == 1 and len(places) > 2:
+def _is_library(frame: Frame) -> bool:
+    return LIBRARY.search(frame.file) is not None
+
+
+def _is_wait(frame: Frame) -> bool:
+    return frame.file.endswith(WAITS_FOR_OTHERS)
+
+
+def _is_launcher(frame: Frame) -> bool:
+    return frame.file.endswith(LAUNCHER)
+
+
+def _odd_one_out(positions: Mapping[int, Position], batches: Mapping[int, int]) -> tuple[int | None, str]:
+    """Returns the host that is alone at its line, else the host that is furthest behind; with the reason."""
+    lines = {host: position.waits_on or position.thread.line for host, position in positions.items()}
+    count = Counter(lines.values())
+    alone = [host for host, line in lines.items() if count[line] == 1]
+    # A single host is not odd. Of two, both or none is alone at its line.
+    if len(alone) == 1 and len(positions) > 1:
         return alone[0], "it alone stands there"
     last = min(batches.values(), default=0)
     behind = [host for host, batch in batches.items() if batch == last]
@@ -236,16 +277,18 @@ def _odd_one_out(places: Mapping[int, Standing], batches: Mapping[int, int]) -> 
     return None, ""
 
 
-def _groups(places: Mapping[int, Standing]) -> list[dict[str, Any]]:
+def _groups(positions: Mapping[int, Position]) -> list[dict[str, Any]]:
+    """Returns the hosts with equal stacks together, for the evidence."""
     grouped: dict[tuple[Frame, ...], list[int]] = {}
-    for host, place in sorted(places.items()):
-        same = tuple(Frame(f.function, short_name(f.file), f.line) for f in place.thread.frames)
-        grouped.setdefault(same, []).append(host)
+    for host, position in sorted(positions.items()):
+        # By short names: the project may lie in different folders on different machines.
+        stack = tuple(Frame(f.function, short_name(f.file), f.line) for f in position.thread.frames)
+        grouped.setdefault(stack, []).append(host)
     return [
         {
             "hosts": hosts,
-            "line": places[hosts[0]].thread.line,
-            "waits_on": places[hosts[0]].waits_on,
+            "line": positions[hosts[0]].thread.line,
+            "waits_on": positions[hosts[0]].waits_on,
             "frames": [str(frame) for frame in frames[:SHOWN_FRAMES]],
         }
         for frames, hosts in grouped.items()
@@ -253,9 +296,9 @@ def _groups(places: Mapping[int, Standing]) -> list[dict[str, Any]]:
 
 
 def _endings(file: str) -> list[str]:
-    """`a/b/c.py` as `c.py`, `b/c.py`, `a/b/c.py`."""
+    """Returns `a/b/c.py`, `b/c.py`, `c.py` for `a/b/c.py`."""
     parts = file.split("/")
-    return ["/".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+    return ["/".join(parts[n:]) for n in range(len(parts))]
 
 
 def _hosts(hosts: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""The failures of a run so far, as the decision about a restart needs them."""
+"""The past failures of a run, as the restart decision needs them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from orchestrator.failures.classify import Failure, FailureKind
 
 @dataclass(frozen=True, kw_only=True)
 class PastFailure:
-    """What the decision needs of one failure."""
+    """One past failure, as the restart decision and the quarantine need it."""
 
     kind: FailureKind
     step: int | None = None
-    """Where it happened."""
+    """The step at which it happened."""
     exception: tuple[str, str] | None = None
     """Type and message."""
     deterministic: bool = False
-    """The program itself said that trying again is of no use (a wrong setting, a checkpoint of another model)."""
+    """Whether the program itself reported that a retry is useless (a wrong setting, a checkpoint of another model)."""
     mistake: bool = False
-    """It looks like one of a person (a TypeError, a path that is not there): believed where nothing was trained yet."""
+    """Whether it looks like a mistake of a person (a TypeError, a missing path). This counts only if nothing was trained yet."""
     generation: int | None = None
-    """The one that it ended."""
+    """The generation that it ended."""
     trained: bool | None = None
-    """Whether that generation took a step; None: not known."""
+    """Whether that generation completed a step; None: not known."""
     checkpoint_step: int | None = None
-    """The newest complete checkpoint at that time: the mark of progress."""
+    """The newest complete checkpoint at that time. A newer one at the next failure means progress."""
     slot: int | None = None
-    """Of the host that was named; None if none was."""
+    """The slot of the host that caused it; None if no host was identified."""
     node_id: str | None = None
     """The machine that the slot was on."""
     at_s: float | None = None
-    """When; on the driver's clock."""
+    """The time of the failure, by the driver's clock."""
 
     @property
     def took_steps(self) -> bool:
@@ -41,10 +41,11 @@ class PastFailure:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PastFailure:
-        """From what `dataclasses.asdict` made of one, through JSON; what an older document lacks is unknown."""
-        known = {name: value for name, value in data.items() if name in {f.name for f in fields(cls)}}
-        exception = known.get("exception")
-        return cls(**{**known, "kind": FailureKind(known["kind"]), "exception": tuple(exception) if exception else None})
+        """Restores what `dataclasses.asdict` made, through JSON. Unknown keys are ignored; fields of an older document may be
+        missing."""
+        values = {name: value for name, value in data.items() if name in {f.name for f in fields(cls)}}
+        exception = values.get("exception")
+        return cls(**{**values, "kind": FailureKind(values["kind"]), "exception": tuple(exception) if exception else None})
 
 
 def past_failure(
@@ -57,7 +58,7 @@ def past_failure(
     node_id: str | None = None,
     at_s: float | None = None,
 ) -> PastFailure:
-    """`slot` and `node_id` are those of `failure.host`."""
+    """Makes the record of a failure. `slot` and `node_id` are those of `failure.host`."""
     exception = failure.exception or {}
     return PastFailure(
         kind=failure.kind,

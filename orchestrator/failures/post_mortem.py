@@ -1,4 +1,4 @@
-"""What is known of one host's process after the gang was halted, and how to say it. Pure."""
+"""Post-mortems: what is known of one host's process after the gang was halted, and how to describe it. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainers.foreign_errors import broken_device_in
 
 @dataclass(frozen=True, kw_only=True)
 class PostMortem:
-    """What is known of one host's process after the gang was halted. A process that we killed has no exit of its own."""
+    """The state of one host's process after the gang was halted. A process that the agent killed has no exit code or signal."""
 
     host: int
     exit_code: int | None = None
@@ -22,24 +22,24 @@ class PostMortem:
     """The `exception` event of the process: type, message, traceback, step, kind."""
     last_step: int | None = None
     failed_at_s: float | None = None
-    """When it failed (its exception, else its exit; of a hang, when it last got further), on that host's clock."""
+    """When it failed, by the driver's clock: the time of its exception, else of its exit; for a hang, of its last progress."""
     agent_lost: bool = False
     done: bool = False
-    """It had said that training was finished: its end with status 0 is no failure."""
+    """Whether it had reported the end of training: then an exit with status 0 is not a failure."""
     log_tail: Sequence[str] = ()
     stacks: str | None = None
-    """Of all its threads, taken while it was alive."""
+    """The stacks of all its threads, taken while it was alive."""
     state: str | None = None
-    """What the kernel said of it before it was killed: `T (stopped)`."""
+    """Its state in the kernel before it was killed, such as `T (stopped)`."""
     overdue: Mapping[str, Any] | None = None
-    """The agent's event that a limit has passed: phase, limit_s, waited_s."""
+    """The agent's `overdue` event: phase, limit_s, waited_s."""
     notice: Mapping[str, Any] | None = None
-    """The event that its machine is about to go away."""
+    """The event that its machine is about to be taken away."""
     batch_index: int | None = None
 
     @property
     def exited(self) -> bool:
-        """By itself, not ended by us, and not because it was done."""
+        """Whether it ended by itself: the agent did not kill it, and training was not finished."""
         if self.done and self.exit_code == 0:
             return False
         return self.exit_code is not None or self.signal is not None
@@ -54,11 +54,11 @@ class PostMortem:
 
     @property
     def broken_device(self) -> str | None:
-        """What it printed of a broken device before the runtime aborted it; None if it did not, or was not aborted."""
+        """The line about a broken device that it printed before the runtime aborted it; None if there is none."""
         return broken_device_in(self.log_tail) if self.exited and self.exception is None else None
 
     @property
-    def seen(self) -> HostStacks:
+    def host_stacks(self) -> HostStacks:
         return HostStacks(host=self.host, text=self.stacks, state=self.state, batch_index=self.batch_index)
 
 
@@ -69,13 +69,17 @@ def read_post_mortem(
     *,
     done: bool = False,
     notice: Mapping[str, Any] | None = None,
+    overdue: Mapping[str, Any] | None = None,
 ) -> PostMortem:
-    """From what an agent's `halt()` returned; None stands for an agent that did not answer. `asked_at_s`: when it was asked, by
-    the driver's clock. `notice`: one that the driver got elsewhere (its node is being drained)."""
+    """Makes a post-mortem from an agent's answer to `halt`; None stands for an agent that did not answer.
+
+    `asked_at_s`: when it was asked, by the driver's clock. `notice`: one from another source (Ray drains the node). `overdue`: a
+    limit that passed as the driver found (the gang was silent), if the agent itself has found none.
+    """
     if halted is None:
         return PostMortem(host=host, agent_lost=True, done=done, notice=notice)
     exited, exception, heartbeat = (halted.get(key) or {} for key in ("exit", "exception", "last_heartbeat"))
-    overdue = halted.get("overdue")
+    overdue = halted.get("overdue") or overdue
     stuck_at_s = overdue["t"] - overdue["waited_s"] if overdue and "t" in overdue else None
     return PostMortem(
         host=host,
@@ -84,7 +88,7 @@ def read_post_mortem(
         done=done,
         exception=exception or None,
         last_step=exception.get("step", heartbeat.get("step")),
-        failed_at_s=_by_the_drivers_clock(exception.get("t", exited.get("t", stuck_at_s)), halted, asked_at_s),
+        failed_at_s=_on_drivers_clock(exception.get("t", exited.get("t", stuck_at_s)), halted, asked_at_s),
         log_tail=tuple(exited.get("log_tail", ())),
         stacks=halted.get("stacks") or (overdue or {}).get("stacks"),
         state=halted.get("state") or (overdue or {}).get("state"),
@@ -94,42 +98,44 @@ def read_post_mortem(
     )
 
 
-def _by_the_drivers_clock(at_s: float | None, halted: Mapping[str, Any], asked_at_s: float) -> float | None:
-    """A time that the host told. Hosts' clocks differ, and the earliest of several failures is the cause."""
+def _on_drivers_clock(at_s: float | None, halted: Mapping[str, Any], asked_at_s: float) -> float | None:
+    """Converts a time of the host's clock. Clocks differ, and the earliest of several failures counts as the cause."""
     return None if at_s is None else at_s + asked_at_s - halted["clock_s"]
 
 
-def describe(dead: PostMortem, agent_lost: bool) -> dict[str, Any]:
-    """Evidence: only what is known, in the order in which a person wants to read it."""
+def describe(post_mortem: PostMortem, agent_lost: bool) -> dict[str, Any]:
+    """Returns the evidence of a post-mortem: only what is known, in the order in which a person wants to read it."""
     facts = {
-        "summary": _summary(dead, agent_lost),
-        "step": dead.last_step,
-        "exit_code": dead.exit_code,
-        "signal": _signal_name(dead.signal) if dead.signal is not None else None,
-        "hint": _hint(dead, agent_lost),
-        "exception": dict(dead.exception) if dead.exception else None,
-        "log_tail": list(dead.log_tail) or None,
+        "summary": _summary(post_mortem, agent_lost),
+        "step": post_mortem.last_step,
+        "exit_code": post_mortem.exit_code,
+        "signal": _signal_name(post_mortem.signal) if post_mortem.signal is not None else None,
+        "hint": _hint(post_mortem, agent_lost),
+        "exception": dict(post_mortem.exception) if post_mortem.exception else None,
+        "log_tail": list(post_mortem.log_tail) or None,
     }
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _summary(dead: PostMortem, agent_lost: bool) -> str:
-    at = f" at step {dead.last_step}" if dead.last_step is not None else ""
-    if dead.exception is not None:
-        message = str(dead.exception.get("message", "")).strip().splitlines()
-        what = "a device failed" if dead.exception.get("kind") == "device" else dead.exception.get("type", "exception")
-        return f"host {dead.host}: {what}{at}" + (f": {message[0]}" if message else "")
+def _summary(post_mortem: PostMortem, agent_lost: bool) -> str:
+    at = f" at step {post_mortem.last_step}" if post_mortem.last_step is not None else ""
+    if post_mortem.exception is not None:
+        message = str(post_mortem.exception.get("message", "")).strip().splitlines()
+        what = (
+            "a device failed" if post_mortem.exception.get("kind") == "device" else post_mortem.exception.get("type", "exception")
+        )
+        return f"host {post_mortem.host}: {what}{at}" + (f": {message[0]}" if message else "")
     if agent_lost:
-        return f"host {dead.host}: its agent is gone{at} (machine, node or agent process lost)"
-    if dead.broken_device is not None:
-        return f"host {dead.host}: a device failed{at}: {dead.broken_device.strip()}"
-    if dead.signal is not None:
-        return f"host {dead.host}: training process ended by {_signal_name(dead.signal)}{at}"
-    return f"host {dead.host}: training process ended with status {dead.exit_code}{at}, before training was done"
+        return f"host {post_mortem.host}: its agent is gone{at} (machine, node or agent process lost)"
+    if post_mortem.broken_device is not None:
+        return f"host {post_mortem.host}: a device failed{at}: {post_mortem.broken_device.strip()}"
+    if post_mortem.signal is not None:
+        return f"host {post_mortem.host}: training process ended by {_signal_name(post_mortem.signal)}{at}"
+    return f"host {post_mortem.host}: training process ended with status {post_mortem.exit_code}{at}, before training was done"
 
 
-def _hint(dead: PostMortem, agent_lost: bool) -> str | None:
-    if dead.signal == signal.SIGKILL and not agent_lost:
+def _hint(post_mortem: PostMortem, agent_lost: bool) -> str | None:
+    if post_mortem.signal == signal.SIGKILL and not agent_lost:
         return "SIGKILL comes from outside the process: possibly the kernel's out-of-memory killer, or a person"
     return None
 

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.agent.child_process import child_env
-from cluster.hosts import config as topology
+from cluster.hosts import config as hosts_config
 from orchestrator.config.job import ConfigError, JobConfig, shown, to_yaml
+from orchestrator.events import ConsoleEvent, Note, RunStarted
 
 CHILD_TIMEOUT_S = 600.0
 """Reading the data may take long; a child that hangs must not."""
@@ -45,6 +46,8 @@ class PlanReport:
     state_bytes_per_device: int | None = None
     padded_rows_per_step: int = 0
     """Rows that are computed and do not count: the global batch does not divide over the replicas."""
+    init_from: str | None = None
+    """What `init_from` gives; None also if it cannot be seen from here."""
     doubt: str | None = None
     """What could not be looked at just now, and why; the hosts will try again."""
 
@@ -56,12 +59,12 @@ class PlanReport:
     def num_replicas(self) -> int:
         return self.mesh["data"] * self.mesh["fsdp"]
 
-    def events(self, config: JobConfig) -> list[dict[str, Any]]:
+    def events(self, config: JobConfig) -> list[ConsoleEvent]:
         """The console's first."""
-        doubt = {"ev": "note", "level": "warning", "message": f"starting all the same, the hosts try again: {self.doubt}"}
-        return [self.header(config), *([doubt] if self.doubt else [])]
+        doubt = f"starting all the same, the hosts try again: {self.doubt}"
+        return [self.header(config), *([Note(ev="note", level="warning", message=doubt)] if self.doubt else [])]
 
-    def header(self, config: JobConfig) -> dict[str, Any]:
+    def header(self, config: JobConfig) -> RunStarted:
         """What will run, in one line."""
         return {
             "ev": "run",
@@ -80,9 +83,9 @@ def check(config: JobConfig) -> PlanReport:
     if answer["problems"]:
         raise ConfigError(config.training.name, answer["problems"])
     return PlanReport(
-        num_hosts=topology.num_hosts(config.hosts),
-        devices_per_host=topology.devices_per_host(config.hosts),
-        mesh=config.training.check_devices(topology.num_devices(config.hosts)),
+        num_hosts=hosts_config.num_hosts(config.hosts),
+        devices_per_host=hosts_config.devices_per_host(config.hosts),
+        mesh=config.training.check_devices(hosts_config.num_devices(config.hosts)),
         **answer["facts"],
     )
 
@@ -116,14 +119,14 @@ def parameters(config: JobConfig) -> dict[str, Any]:
 
 def _hosts(config: JobConfig, report: PlanReport) -> str:
     hosts = config.hosts
-    each = ", ".join(f"{name} {amount:g}" for name, amount in topology.bundle(hosts).items())
-    where = "on machines of their own" if topology.strategy(hosts) == "STRICT_SPREAD" else "packed"
+    each = ", ".join(f"{name} {amount:g}" for name, amount in hosts_config.bundle_resources(hosts).items())
+    where = "on machines of their own" if hosts_config.strategy(hosts) == "STRICT_SPREAD" else "packed"
     spares = f", {hosts.spares} spare" if hosts.spares else ""
     slices = ""
     if hosts.kind == "tpu":
-        number = _range(topology.min_slices(hosts), topology.max_slices(hosts))
+        number = _range(hosts_config.min_slices(hosts), hosts_config.max_slices(hosts))
         slices = f", {number} slices {hosts.topology} of {hosts.accelerator}"
-    return f"{_range(topology.min_hosts(hosts), report.num_hosts)} {hosts.kind} ({each} each, {where}{slices}){spares}"
+    return f"{_range(hosts_config.min_hosts(hosts), report.num_hosts)} {hosts.kind} ({each} each, {where}{slices}){spares}"
 
 
 def _range(least: int, most: int) -> str:
@@ -141,6 +144,8 @@ def _model_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
     }
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
+    if report.init_from is not None:
+        lines["begins with"] = report.init_from
     if report.max_steps is not None:
         tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
         lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens)} tokens, {scaled(flops)}FLOP"
@@ -169,7 +174,7 @@ def _ask_child(config: JobConfig) -> dict[str, Any]:
     request = {
         "arguments_class": config.arguments_class,
         "arguments": asdict(config.training),
-        "num_devices": topology.num_devices(config.hosts),
+        "num_devices": hosts_config.num_devices(config.hosts),
     }
     child = subprocess.run(
         [sys.executable, "-m", "trainers.planning.estimate"],
@@ -177,6 +182,7 @@ def _ask_child(config: JobConfig) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=CHILD_TIMEOUT_S,
+        # On CPU: the estimate must not take a device from the processes that will train.
         env=child_env(os.environ, {"JAX_PLATFORMS": "cpu"}),
         check=False,
     )

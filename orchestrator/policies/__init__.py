@@ -1,1 +1,1 @@
-"""What to do about a failure: restart, resize, avoid a machine. Pure functions: numbers in, a decision out."""
+"""Decisions after a failure: restart, resize, avoid a machine. Pure functions: numbers in, a decision out."""

@@ -1,4 +1,4 @@
-"""Which hosts failed so often that they are better avoided: a pure function of the failures so far."""
+"""Quarantine: decides which slots and machines failed so often that they are avoided. A pure function of the past failures."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ HOSTS_FAULT = frozenset(
         FailureKind.RUNTIME_ERROR,
     }
 )
-"""Kinds that speak against the host; a program's own errors, a lost coordinator or a preemption would befall any host."""
+"""Kinds that count against the host. Errors of the program, a lost coordinator or a preemption could happen on any host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuarantinePolicy(Section):
     max_failures_per_host: int = 3
-    """Failures of one host (or machine) within `window_s` that are put up with; with one more it is avoided, if there are
-    others."""
+    """How many failures within `window_s` one slot (or machine) may have. With one more it is avoided, if there are others."""
     max_device_errors_per_host: int = 0
-    """The same for errors of its devices: by default, the first is enough for a spare to take its place. (Of an error of the
-    runtime that does not say why, one more is put up with.)"""
+    """The same for errors of its devices: by default a spare replaces the host at the first one. (For errors of the runtime that
+    do not say why, the limit is one higher.)"""
     window_s: float = 3600.0
 
     def __post_init__(self):
@@ -40,58 +39,91 @@ class QuarantinePolicy(Section):
         require(self.window_s > 0, f"window_s = {self.window_s}: expected more than 0 (seconds)")
 
 
-Place = TypeVar("Place", int, str)
-"""A slot or a node."""
+Kinds = Counter[FailureKind]
+"""How often a slot or a machine has failed, by kind."""
+Key = TypeVar("Key", int, str)
+"""A slot number or a node id."""
 
 
 @dataclass(frozen=True)
 class Quarantine:
-    """What to avoid, each with the reason as a sentence."""
+    """The slots and machines to avoid, each with the reason as a sentence."""
 
     slots: dict[int, str] = field(default_factory=dict)
-    """By slot number: those on machines to avoid, and those that failed where they are."""
+    """Slots by number: those on machines to avoid, and those that failed too often themselves."""
     nodes: dict[str, str] = field(default_factory=dict)
     """Machines, by node id."""
 
 
 def quarantined(
-    history: Sequence[PastFailure], now_s: float, policy: QuarantinePolicy, places: Mapping[int, str | None]
+    history: Sequence[PastFailure], now_s: float, policy: QuarantinePolicy, node_of_slot: Mapping[int, str | None]
 ) -> Quarantine:
-    """What to avoid at `now_s`. `places`: every slot that there is, with its node (None: not known yet).
+    """Returns what to avoid at `now_s`. `node_of_slot`: every slot, with its node (None: not known yet).
 
-    Never all of the slots: those with the fewest failures are left. Where one machine has all the slots, it is no more at fault
-    than they are, and they are judged one by one. What a slot did on another machine than its present one does not count.
+    All slots are never avoided: those with the fewest failures are left. If one machine has all the slots, the slots are judged
+    and not the machine. A failure of a slot counts only on the machine that the slot is on now.
     """
-    recent = [
-        past for past in history if past.kind in HOSTS_FAULT and past.at_s is not None and now_s - past.at_s <= policy.window_s
-    ]
-    of_node = _by((past.node_id, past.kind) for past in recent if past.node_id is not None)
-    of_slot = _by(
-        (past.slot, past.kind) for past in recent if past.slot is not None and past.node_id in (None, places.get(past.slot))
-    )
-    known = {node for node in places.values() if node is not None}
-    nodes = {node: kinds for node, kinds in of_node.items() if _too_often(kinds, policy) and known - {node}}
-    slots = {slot: of_slot[slot] for slot in places if slot in of_slot and _too_often(of_slot[slot], policy)}
-    slots |= {slot: nodes[node] for slot, node in places.items() if node in nodes}
-    if set(slots) == set(places):
-        fewest = min((kinds.total() for kinds in slots.values()), default=0)
-        slots = {slot: kinds for slot, kinds in slots.items() if kinds.total() > fewest}
-        spared = {places[slot] for slot in places if slot not in slots}
-        nodes = {node: kinds for node, kinds in nodes.items() if node not in spared}
-    bad_nodes = {node: f"node {node[:12]} {_history(kinds, policy)}" for node, kinds in sorted(nodes.items())}
-    reasons = {slot: bad_nodes.get(places[slot] or "", f"it {_history(kinds, policy)}") for slot, kinds in sorted(slots.items())}
-    return Quarantine({slot: f"slot {slot} is avoided: {reason}" for slot, reason in reasons.items()}, bad_nodes)
+    recent = [past for past in history if _counts(past, now_s, policy)]
+    by_node = _by_key((past.node_id, past.kind) for past in recent if past.node_id is not None)
+    by_slot = _by_key((past.slot, past.kind) for past in recent if past.slot is not None and _happened_here(past, node_of_slot))
+    nodes = {node: kinds for node, kinds in by_node.items() if _too_often(kinds, policy) and _is_other_node(node, node_of_slot)}
+    slots: dict[int, Kinds] = {}
+    for slot, node in node_of_slot.items():
+        if node in nodes:
+            slots[slot] = nodes[node]
+        elif slot in by_slot and _too_often(by_slot[slot], policy):
+            slots[slot] = by_slot[slot]
+    if len(slots) == len(node_of_slot):
+        slots, nodes = _without_the_best(slots, nodes, node_of_slot)
+    return _with_reasons(slots, nodes, node_of_slot, policy)
 
 
-def _by(failures: Iterable[tuple[Place, FailureKind]]) -> dict[Place, Counter[FailureKind]]:
-    """How often each slot, or each node, has failed, by kind."""
-    found: dict[Place, Counter[FailureKind]] = {}
-    for place, kind in failures:
-        found.setdefault(place, Counter())[kind] += 1
-    return found
+def _counts(past: PastFailure, now_s: float, policy: QuarantinePolicy) -> bool:
+    """Whether a failure counts against its host: it is the host's fault, and recent."""
+    return past.kind in HOSTS_FAULT and past.at_s is not None and now_s - past.at_s <= policy.window_s
 
 
-def _too_often(kinds: Counter[FailureKind], policy: QuarantinePolicy) -> bool:
+def _happened_here(past: PastFailure, node_of_slot: Mapping[int, str | None]) -> bool:
+    """Whether the slot is still on the machine on which it failed, as far as that is known."""
+    return past.slot is not None and past.node_id in (None, node_of_slot.get(past.slot))
+
+
+def _is_other_node(node: str, node_of_slot: Mapping[int, str | None]) -> bool:
+    """Whether some slot is on another machine than this one."""
+    return any(other is not None and other != node for other in node_of_slot.values())
+
+
+def _without_the_best(
+    slots: Mapping[int, Kinds], nodes: Mapping[str, Kinds], node_of_slot: Mapping[int, str | None]
+) -> tuple[dict[int, Kinds], dict[str, Kinds]]:
+    """Removes the slots with the fewest failures, and their machines, from what is to be avoided."""
+    fewest = min((kinds.total() for kinds in slots.values()), default=0)
+    avoided = {slot: kinds for slot, kinds in slots.items() if kinds.total() > fewest}
+    usable_nodes = {node for slot, node in node_of_slot.items() if slot not in avoided}
+    return avoided, {node: kinds for node, kinds in nodes.items() if node not in usable_nodes}
+
+
+def _with_reasons(
+    slots: Mapping[int, Kinds], nodes: Mapping[str, Kinds], node_of_slot: Mapping[int, str | None], policy: QuarantinePolicy
+) -> Quarantine:
+    quarantine = Quarantine()
+    for node, kinds in sorted(nodes.items()):
+        quarantine.nodes[node] = f"node {node[:12]} {_history(kinds, policy)}"
+    for slot, kinds in sorted(slots.items()):
+        reason = quarantine.nodes.get(node_of_slot[slot] or "", f"it {_history(kinds, policy)}")
+        quarantine.slots[slot] = f"slot {slot} is avoided: {reason}"
+    return quarantine
+
+
+def _by_key(failures: Iterable[tuple[Key, FailureKind]]) -> dict[Key, Kinds]:
+    """Counts the failures of each slot, or of each machine, by kind."""
+    counts: dict[Key, Kinds] = {}
+    for key, kind in failures:
+        counts.setdefault(key, Counter())[kind] += 1
+    return counts
+
+
+def _too_often(kinds: Kinds, policy: QuarantinePolicy) -> bool:
     most = policy.max_device_errors_per_host
     return (
         kinds.total() > policy.max_failures_per_host
@@ -100,9 +132,11 @@ def _too_often(kinds: Counter[FailureKind], policy: QuarantinePolicy) -> bool:
     )
 
 
-def _history(kinds: Counter[FailureKind], policy: QuarantinePolicy) -> str:
+def _history(kinds: Kinds, policy: QuarantinePolicy) -> str:
     if kinds.total() > policy.max_failures_per_host:
         return f"has failed {kinds.total()} times in {policy.window_s:g} s"
-    errors = kinds[FailureKind.DEVICE_ERROR], kinds[FailureKind.RUNTIME_ERROR]
-    told = [f"{n} {what}{'' if n == 1 else 's'}" for n, what in zip(errors, ("device error", "runtime error"), strict=True) if n]
-    return f"had {' and '.join(told)} in {policy.window_s:g} s"
+    parts = []
+    for kind, name in ((FailureKind.DEVICE_ERROR, "device error"), (FailureKind.RUNTIME_ERROR, "runtime error")):
+        if count := kinds[kind]:
+            parts.append(f"{count} {name}{'' if count == 1 else 's'}")
+    return f"had {' and '.join(parts)} in {policy.window_s:g} s"

@@ -1,4 +1,4 @@
-"""Whether to start another generation, and when: a pure function of what happened so far."""
+"""The restart policy: whether to start another generation, and when. A pure function of the past failures."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ REPEATS_ITSELF = frozenset(
         FailureKind.DESYNC,
     }
 )
-"""Kinds that come from the program and its input: seen twice in a row at one step, they will be seen for ever. A hang is none of
-them: a machine that stalls, stalls where it stalls."""
+"""Kinds that come from the program and its input: after two in a row at one step, the next try would fail in the same way. A hang
+is not one of them: it may come from the machine, which may stall at the same step again."""
 SUSPECTS_THE_MACHINE = frozenset({FailureKind.DEVICE_ERROR, FailureKind.RUNTIME_ERROR})
-"""Kinds that come from the program only if another machine has the same at the same step: a kernel that reads where it must not
-looks like a broken device."""
+"""Kinds that come from the program only if another machine fails in the same way at the same step: a kernel that reads an invalid
+address looks like a broken device."""
 PASSES = frozenset({FailureKind.TRANSIENT_ERROR, FailureKind.STORAGE_ERROR, FailureKind.DATA_ERROR})
-"""Kinds that go away when whatever did not answer is back. (Data that were read and do not fit call themselves deterministic.)"""
+"""Kinds that pass when what did not answer is back. (Data that were read and are invalid are reported as deterministic.)"""
 PASSES_BEFORE_THE_FIRST_STEP = PASSES | {
     FailureKind.USER_ERROR,
     FailureKind.OUT_OF_MEMORY,
@@ -35,7 +35,7 @@ PASSES_BEFORE_THE_FIRST_STEP = PASSES | {
     FailureKind.PROCESS_CRASH,
     FailureKind.COORDINATOR_LOST,
 }
-"""Kinds that may do so where no step was reached: what a start needs (data, network, storage) fails in any way it likes."""
+"""Kinds that may pass if no step was completed: when data, network or storage are missing at a start, any of these may result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,15 @@ class RestartPolicy(Section):
     """Numbers are counted since the last new checkpoint: a run that makes progress may fail any number of times."""
 
     max_failures: int = 10
-    """Of those that took steps first, beside preemptions; a start that fails has a time (`retry_for_s`)."""
+    """The limit for failures of generations that completed steps, without preemptions. Failed starts have a time limit instead
+    (`retry_for_s`)."""
     max_preemptions: int = 100
-    """Preemptions are nobody's fault: they do not count as failures."""
+    """The limit for preemptions, which do not count as failures."""
     retry_for_s: float = 1800.0
-    """How long is tried again what may go away by itself: data, a network or a storage that does not answer, and most of what
-    happens before the first step. Since the first of an unbroken series of such failures. 0: it is not tried again."""
+    """For how long failures that may pass by themselves are retried: data, network or storage that does not answer, and most
+    failures before the first step. Counted from the first of an unbroken series of such failures. 0: no retry."""
     backoff_initial_s: float = 1.0
-    """Waited before the second restart without progress (the first is immediate); doubles from there."""
+    """The back-off before the second restart without progress (the first restart is immediate). It doubles each time."""
     backoff_max_s: float = 60.0
 
     def __post_init__(self):
@@ -67,7 +68,7 @@ class RestartPolicy(Section):
 class Restart:
     delay_s: float
     left_s: float | None = None
-    """How long it will be tried again if it goes on like this; None: it is not the time that counts."""
+    """How long such failures will still be retried; None if there is no time limit."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class GiveUp:
 
 
 def decide(history: Sequence[PastFailure], policy: RestartPolicy) -> Restart | GiveUp:
-    """What to do about the last failure of `history` (all failures of the launch, oldest first; at least one)."""
+    """Decides about the last failure of `history` (all failures of the launch, oldest first; at least one)."""
     last = history[-1]
     if last.deterministic:
         return GiveUp("the program says that this error cannot go away by itself")
@@ -84,19 +85,21 @@ def decide(history: Sequence[PastFailure], policy: RestartPolicy) -> Restart | G
         where = f"step {last.step}" if last.step else "the start"
         why = "it would happen for ever" if last.kind in REPEATS_ITSELF | SUSPECTS_THE_MACHINE else "it looks like a mistake"
         return GiveUp(f"the same {last.kind} at {where} twice in a row: {why}")
-    in_time = _within_time(history, policy)
+    by_time = _within_time(history, policy)
     if _may_pass(last):
-        return in_time
-    in_number = _within_budget(history, policy)
-    # What is away at every try after some steps: both its time and its number must be over.
-    return in_time if last.kind in PASSES and isinstance(in_number, GiveUp) and isinstance(in_time, Restart) else in_number
+        return by_time
+    by_number = _within_budget(history, policy)
+    # A kind that may pass, but after some steps: the run gives up only when both limits are exceeded.
+    if last.kind in PASSES and isinstance(by_number, GiveUp) and isinstance(by_time, Restart):
+        return by_time
+    return by_number
 
 
-# ---------------------------------------------------------------------- a failure that would happen for ever
+# ---------------------------------------------------------------------- failures that would repeat for ever
 
 
 def _will_repeat(history: Sequence[PastFailure]) -> bool:
-    """Whether the last failure is the one before again, in other processes, and nothing speaks for its going away."""
+    """Returns whether the last failure repeats the one before, and nothing suggests that it will pass."""
     earlier, last = history[-2:]
     if not _same(earlier, last) or _went_well_between(earlier, last):
         return False
@@ -105,7 +108,7 @@ def _will_repeat(history: Sequence[PastFailure]) -> bool:
     if last.mistake and not _has_trained(history):
         return True
     if last.kind == FailureKind.USER_ERROR and not (earlier.took_steps or last.took_steps):
-        return False  # not even one step was reached: what a start needs may be away
+        return False  # no step was completed: something that a start needs may be missing just now
     return last.kind in REPEATS_ITSELF
 
 
@@ -113,52 +116,55 @@ def _same(earlier: PastFailure, last: PastFailure) -> bool:
     if (earlier.kind, earlier.step) != (last.kind, last.step):
         return False
     if last.kind == FailureKind.DESYNC:
-        return True  # its message names whichever host it was this time
+        return True  # its message names a host, which may differ each time
     if last.exception is None or earlier.exception is None:
         return False
     return _signature(earlier.exception) == _signature(last.exception)
 
 
 def _went_well_between(earlier: PastFailure, last: PastFailure) -> bool:
-    """Whether there was a new checkpoint, or a generation that did not fail."""
+    """Returns whether there was a new checkpoint, or a generation that did not fail, between these failures."""
     if None not in (earlier.generation, last.generation) and last.generation - earlier.generation > 1:  # type: ignore[operator]
         return True
     return _saved(last) > _saved(earlier)
 
 
 def _has_trained(history: Sequence[PastFailure]) -> bool:
-    """Whether any generation of the launch took a step: one that failed, or one that did not and so is missing here."""
+    """Returns whether any generation of the launch completed a step."""
+    if any(past.took_steps for past in history):
+        return True
     failed = {past.generation for past in history}
     last = history[-1].generation
-    return any(past.took_steps for past in history) or (last is not None and None not in failed and len(failed) <= last)
+    # Generations count from 0: if fewer have failed than there were, one ended well, and that one has trained.
+    return last is not None and None not in failed and len(failed) <= last
 
 
 def _on_another_machine(earlier: PastFailure, last: PastFailure) -> bool:
-    places = [(past.slot, past.node_id) for past in (earlier, last)]
-    return places[0] != places[1] and (None, None) not in places
+    locations = [(past.slot, past.node_id) for past in (earlier, last)]
+    return locations[0] != locations[1] and (None, None) not in locations
 
 
 def _signature(exception: tuple[str, str]) -> tuple[str, str]:
-    """Addresses of objects differ from process to process, and say nothing."""
+    """Returns type and message without addresses of objects, which differ from process to process."""
     return exception[0], re.sub(r"0x[0-9a-fA-F]+", "0x", exception[1])
 
 
-# ---------------------------------------------------------------------- times and numbers
+# ---------------------------------------------------------------------- limits of time and number
 
 
 def _may_pass(past: PastFailure) -> bool:
-    """Whether a failure is a matter of time alone: its generation took no step, and it may go away by itself.
+    """Returns whether only the time limit applies: the generation completed no step, and the failure may pass by itself.
 
-    One that took steps first is a matter of numbers: it costs these steps each time.
+    For a generation that completed steps the number is limited too: each such failure costs these steps.
     """
-    if past.trained is None:  # not known: a kind that needs no step to happen
+    if past.trained is None:  # not known: it must not have reported any step
         return past.kind in PASSES_BEFORE_THE_FIRST_STEP and past.exception is not None and not past.took_steps
     return past.kind in PASSES_BEFORE_THE_FIRST_STEP and not past.trained
 
 
 def _within_time(history: Sequence[PastFailure], policy: RestartPolicy) -> Restart | GiveUp:
-    """Counts from the first of those that failed one after the other because something was away."""
-    series = [history[-1]]
+    """Applies the time limit to the unbroken series of failures that may pass, up to the last one."""
+    series = [history[-1]]  # oldest first
     for past in reversed(history[:-1]):
         if not (_may_pass(past) or past.kind in PASSES) or _went_well_between(past, series[0]):
             break
@@ -172,7 +178,7 @@ def _within_time(history: Sequence[PastFailure], policy: RestartPolicy) -> Resta
 
 
 LONGEST_GAP = 1 / 3
-"""The share of `retry_for_s` that the time between two starts can count for: what is longer was spent waiting for machines, or a
+"""The largest share of `retry_for_s` that the time between two failures may count for. A longer gap was a wait for machines, or a
 clock was set."""
 
 
@@ -181,6 +187,7 @@ def _elapsed_s(times_s: Sequence[float], longest_s: float) -> float:
 
 
 def _within_budget(history: Sequence[PastFailure], policy: RestartPolicy) -> Restart | GiveUp:
+    """Applies the limits of number: failures, or preemptions, since the newest checkpoint."""
     preempted = history[-1].kind == FailureKind.PREEMPTION
     recent = [
         past for past in since_progress(history) if (past.kind == FailureKind.PREEMPTION) == preempted and not _may_pass(past)
@@ -196,7 +203,7 @@ def _within_budget(history: Sequence[PastFailure], policy: RestartPolicy) -> Res
 
 
 def _advice(recent: Sequence[PastFailure]) -> str:
-    """For a run that trained each time, and each time lost what it had trained."""
+    """Returns advice for a run that trained in each generation, and lost these steps each time."""
     if len(recent) < 2 or not all(past.took_steps and (past.step or 0) > _saved(past) for past in recent):
         return ""
     furthest, saved = max(past.step or 0 for past in recent), max(_saved(past) for past in recent)
@@ -205,9 +212,10 @@ def _advice(recent: Sequence[PastFailure]) -> str:
 
 
 def since_progress(history: Sequence[PastFailure]) -> Sequence[PastFailure]:
-    """The failures at the end of `history` that happened after the newest checkpoint had been written."""
+    """Returns the failures at the end of `history` since the newest checkpoint was written."""
     best, start = -1, 0
     for index, past in enumerate(history):
+        # Strictly newer: to fail with the same checkpoint again is no progress.
         if _saved(past) > best:
             best, start = _saved(past), index
     return history[start:]
@@ -218,7 +226,7 @@ def _saved(past: PastFailure) -> int:
 
 
 def backoff_s(failures: int, policy: RestartPolicy) -> float:
-    """Before the restart that follows the n-th failure without progress: 0, then doubling up to the limit."""
+    """Returns the back-off after the n-th failure without progress: 0 for the first, then doubling up to the limit."""
     if failures <= 1:
         return 0.0
     doublings = min(failures - 2, 64)  # 2.0**1024 would overflow; the limit is reached long before.

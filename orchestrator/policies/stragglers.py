@@ -1,6 +1,6 @@
-"""Hosts that are persistently slower than the others. Pure: no clock of its own.
+"""Finds stragglers: hosts that are persistently slower than the others. Pure: it reads no clock.
 
-All hosts take the same time for a step, since each waits for the slowest. What differs is how long a host was *busy*: the
+All hosts take the same time for a step, since each waits for the slowest one. What differs is how long a host was *busy*: the
 seconds in which its loop was not waiting for the device.
 """
 
@@ -50,14 +50,14 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Sample:
-    """How far a host was at some time: both count from the beginning of its loop."""
+    """The progress of a host at some time. Both numbers count from the beginning of its loop."""
 
     steps: int
     busy_s: float
 
 
 class Stragglers:
-    """Of one generation. Feed it every heartbeat."""
+    """Finds the stragglers of one generation from its heartbeats."""
 
     def __init__(self, num_hosts: int, policy: StragglerPolicy):
         self._num_hosts, self._policy = num_hosts, policy
@@ -65,19 +65,20 @@ class Stragglers:
         self._before: dict[int, Sample] = {}
         self._began_at_s: float | None = None
         self._windows: deque[set[int]] = deque(maxlen=policy.windows)
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
-    def take(self, host: int, at_s: float, batch_index: int, busy_s: float) -> list[Straggler]:
-        """Those that were found out just now: each is told once, and again if it had caught up meanwhile."""
+    def observe(self, host: int, at_s: float, batch_index: int, busy_s: float) -> list[Straggler]:
+        """Takes a heartbeat; returns new stragglers. A host is returned once, and again if it had caught up meanwhile."""
         self._latest[host] = Sample(batch_index, busy_s)
         if len(self._latest) < self._num_hosts:
-            return []
+            return []  # a host without a heartbeat has not begun its loop
         if self._began_at_s is None:
             self._began_at_s, self._before = at_s, dict(self._latest)
         elapsed_s = at_s - self._began_at_s
         if elapsed_s < self._policy.window_s:
             return []
         slow = slower_than_others(self._before, self._latest, elapsed_s, self._policy)
+        # In any case: a window that could not tell must not make the next one longer.
         self._began_at_s, self._before = at_s, dict(self._latest)
         return [] if slow is None else self._add(slow)
 
@@ -85,15 +86,15 @@ class Stragglers:
         self._windows.append(set(slow))
         full = len(self._windows) == self._policy.windows
         persistent = set.intersection(*self._windows) if full else set()
-        new = persistent - self._told
-        self._told = persistent
+        new = persistent - self._reported
+        self._reported = persistent
         return [slow[host] for host in sorted(new)]
 
 
 def slower_than_others(
     before: Mapping[int, Sample], after: Mapping[int, Sample], elapsed_s: float, policy: StragglerPolicy
 ) -> dict[int, Straggler] | None:
-    """The slow hosts of one window; None if it tells nothing (a single host, no step, a loop that began anew)."""
+    """Returns the slow hosts of one window; None if the window cannot tell (a single host, no step, a loop that began again)."""
     steps = {host: after[host].steps - before[host].steps for host in after}
     if len(steps) < 2 or min(steps.values()) < 1:
         return None
@@ -108,10 +109,11 @@ def slower_than_others(
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
-    """The median of sorted values less one of them, without sorting again: a gang has thousands of hosts."""
-    place, num_left = bisect.bisect_left(ordered, value), len(ordered) - 1
+    """Returns the median of sorted values without one of them. It does not sort again, since a gang may have thousands of
+    hosts."""
+    skipped, num_left = bisect.bisect_left(ordered, value), len(ordered) - 1
 
     def left(index: int) -> float:
-        return ordered[index if index < place else index + 1]
+        return ordered[index if index < skipped else index + 1]
 
     return (left((num_left - 1) // 2) + left(num_left // 2)) / 2

@@ -1,7 +1,7 @@
-"""What a person sees of a run: a line that moves on a terminal, plain lines elsewhere, and at the end what happened.
+"""The console: a live line on a terminal, plain lines elsewhere, and a summary page at the end.
 
-Both tell the same story (`story`): a line for each thing that is worth a line in a log. Between those, a terminal shows one live
-line at the bottom, and a log gets a line of metrics from time to time.
+Both consoles print the same lines for events (`log_lines`). Between them, a terminal shows one live line at the bottom, and a log
+gets a line of metrics from time to time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TextIO
 
@@ -20,7 +20,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.events import BoardLike, Event
+from orchestrator.board import BoardLike
+from orchestrator.events import ConsoleEvent, Evaluating, Metrics, Note, RunStarted
 from orchestrator.reporting.text import (
     PLANNED,
     action_of,
@@ -34,8 +35,8 @@ from orchestrator.reporting.text import (
 )
 
 PLAIN_EVERY_S = 5.0
-"""Between two lines of metrics in a log; evaluations and the last step are always shown."""
-TAKE_S = 0.2
+"""The least time between two lines of metrics in a log. Evaluations and the last step are always shown."""
+READ_TIMEOUT_S = 0.2
 SHOWN_PREVIEW = 70
 """Characters of each text that the model generates; all of it is in the run's folder."""
 STATES = {
@@ -56,19 +57,19 @@ STATES = {
 }
 WIDE = 100
 """Columns of a terminal that has room for everything."""
-TOLD_ONCE = ("reserving", "importing", "compiling")
-"""States of the start that are worth a line in a log."""
+SHOWN_ONCE = ("reserving", "importing", "compiling")
+"""States of the start that are logged, once each."""
 
 
 class Console(Protocol):
-    def show(self, event: Event) -> None: ...
+    def show(self, event: ConsoleEvent) -> None: ...
 
     def close(self) -> None: ...
 
 
 @dataclass
 class View:
-    """What has been shown so far."""
+    """The state of the run, from the events so far."""
 
     started_s: float
     name: str = ""
@@ -77,16 +78,19 @@ class View:
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     saved_step: int | None = None
-    told: set[str] = field(default_factory=set)
+    evaluation: str = ""
+    """How far the present evaluation is."""
+    shown_once: set[str] = field(default_factory=set)
 
-    def take(self, event: Event) -> None:
+    def update(self, event: ConsoleEvent) -> None:
         match event["ev"]:
             case "run":
-                self.name, self.max_steps = event["name"], event.get("max_steps")
+                self.name, self.max_steps = event["name"], event["max_steps"]
             case "status":
-                self.state = event["state"]
+                self.state, self.evaluation = event["state"], ""
+            case "evaluating":
+                self.evaluation = progress(event)
             case "metrics":
-                self.max_steps = event.get("max_steps", self.max_steps)
                 self.step = event["step"]
                 self.metrics |= event["metrics"]
             case "checkpoint":
@@ -95,9 +99,9 @@ class View:
                 self.step = event["incident"].get("resumed_step", self.step)
 
     def first(self, what: str) -> bool:
-        """True the first time it is asked for `what`."""
-        is_first = what not in self.told
-        self.told.add(what)
+        """Returns True at the first call with this `what`."""
+        is_first = what not in self.shown_once
+        self.shown_once.add(what)
         return is_first
 
     @property
@@ -108,7 +112,7 @@ class View:
 
 
 def make_console(stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic) -> Console:
-    """For a terminal or for a log, whichever `stream` is."""
+    """Makes a console for a terminal or for a log, depending on `stream`."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # A terminal that knows no `·` shows `?`, and the run goes on.
     screen = Screen(file=stream, highlight=False)
@@ -122,8 +126,8 @@ def watch(board: BoardLike, console: Console, finished: Callable[[], bool]) -> N
     cursor = 0
     try:
         while True:
-            over = finished()  # Asked before taking: what was posted before the end is taken after it.
-            cursor, events = board.take(cursor, 0.0 if over else TAKE_S)
+            over = finished()  # Before the read: events that were posted before the end are still shown.
+            cursor, events = board.read(cursor, 0.0 if over else READ_TIMEOUT_S)
             for event in events:
                 console.show(event)
             if over and not events:
@@ -132,7 +136,7 @@ def watch(board: BoardLike, console: Console, finished: Callable[[], bool]) -> N
         console.close()
 
 
-def story(event: Event, view: View) -> list[Text]:
+def log_lines(event: ConsoleEvent, view: View) -> list[Text]:
     """The lines that this event adds to the log of the run; `view` is the state after it."""
     lines: list[Text] = []
     match event["ev"]:
@@ -140,7 +144,7 @@ def story(event: Event, view: View) -> list[Text]:
             lines = [_header(event)]
         case "status" if event.get("message"):
             lines = [Text(sentence(event["message"]))]
-        case "status" if event["state"] in TOLD_ONCE and view.first(event["state"]):
+        case "status" if event["state"] in SHOWN_ONCE and view.first(event["state"]):
             lines = [Text(STATES[event["state"]], "dim")]
         case "generation" if event["generation"] == 0:
             lines = [Text(f"gang of {_plural(event['hosts'], 'host')} is ready", "dim")]
@@ -165,22 +169,24 @@ class PlainConsole:
         self._view = View(started_s=clock())
         self._last_metrics_s = float("-inf")
 
-    def show(self, event: Event) -> None:
-        self._view.take(event)
+    def show(self, event: ConsoleEvent) -> None:
+        self._view.update(event)
         if event["ev"] == "summary":
             summary_page(Screen(file=self._stream, highlight=False, width=110, color_system=None), event["summary"])
             return
-        for line in story(event, self._view):
+        for line in log_lines(event, self._view):
             self._print(line.plain)
         if event["ev"] == "metrics" and "loss" in event["metrics"] and self._is_time(event["step"]):
             self._print(metrics_line(self._view))
+        if event["ev"] == "evaluating" and self._is_time(None):
+            self._print(f"evaluating {progress(event)}")
 
     def close(self) -> None:
         self._stream.flush()
 
-    def _is_time(self, step: int) -> bool:
+    def _is_time(self, step: int | None) -> bool:
         now_s = self._clock()
-        if now_s - self._last_metrics_s < PLAIN_EVERY_S and step != self._view.max_steps:
+        if now_s - self._last_metrics_s < PLAIN_EVERY_S and (step is None or step != self._view.max_steps):
             return False
         self._last_metrics_s = now_s
         return True
@@ -191,7 +197,7 @@ class PlainConsole:
 
 
 class TerminalConsole:
-    """The story scrolls by; the line below it moves."""
+    """Log lines scroll; the live line stays below them."""
 
     def __init__(self, screen: Screen, clock: Callable[[], float]):
         self._screen, self._clock = screen, clock
@@ -200,13 +206,14 @@ class TerminalConsole:
         self._live = Live(get_renderable=self._line, console=screen, refresh_per_second=5, transient=True)
         self._live.start()
 
-    def show(self, event: Event) -> None:
-        self._view.take(event)
+    def show(self, event: ConsoleEvent) -> None:
+        self._view.update(event)
         if event["ev"] == "summary":
+            # First: the live line would be drawn into the page.
             self.close()
             summary_page(self._screen, event["summary"])
             return
-        for line in story(event, self._view):
+        for line in log_lines(event, self._view):
             self._print(line)
 
     def close(self) -> None:
@@ -225,7 +232,10 @@ class TerminalConsole:
         row = Table.grid(padding=(0, 2), expand=False)
         row.add_column(width=9, justify="right", no_wrap=True)
         row.add_column(no_wrap=True)
-        state = Text(printable(STATES.get(view.state, view.state)), "" if view.state == "training" else "yellow")
+        state = Text(
+            printable(f"{STATES.get(view.state, view.state)} {view.evaluation}".strip()),
+            "" if view.state == "training" else "yellow",
+        )
         elapsed = Text(clock_time(self._clock() - view.started_s), "dim")
         if view.step is None:
             self._spinner.update(text=state)
@@ -239,6 +249,10 @@ class TerminalConsole:
 
     def _bar_width(self) -> int:
         return max(10, min(40, self._screen.width - 80))
+
+
+def progress(event: Evaluating) -> str:
+    return f"{event['unit']} {event['done']}" + (f"/{event['total']}" if event["total"] else "") + " batches"
 
 
 def metrics_line(view: View) -> str:
@@ -268,16 +282,16 @@ def _measures(view: View) -> list[str]:
     return parts
 
 
-def _header(event: Event) -> Text:
-    facts = [_plural(event["hosts"], "host")] if "hosts" in event else []
-    facts += [_plural(event["devices"], "device")] if event.get("devices") else []
-    facts += [f"{count(event['parameters'])} parameters"] if event.get("parameters") else []
-    facts += [f"{count(event['tokens_per_step'])} tokens a step"] if event.get("tokens_per_step") else []
-    facts += [f"{count(event['max_steps'])} steps"] if event.get("max_steps") else []
+def _header(event: RunStarted) -> Text:
+    facts = [_plural(event["hosts"], "host")]
+    facts += [_plural(event["devices"], "device")] if event["devices"] else []
+    facts += [f"{count(event['parameters'])} parameters"] if event["parameters"] else []
+    facts += [f"{count(event['tokens_per_step'])} tokens a step"] if event["tokens_per_step"] else []
+    facts += [f"{count(event['max_steps'])} steps"] if event["max_steps"] else []
     return Text.assemble((event["name"], "bold"), ("  " + " · ".join(facts), "dim"))
 
 
-def _evaluation(event: Event) -> Text:
+def _evaluation(event: Metrics) -> Text:
     values = event["metrics"]
     shown = [f"{name} {values[f'eval_{name}']:.4f}" for name in ("loss", "accuracy", "perplexity") if f"eval_{name}" in values]
     # Of further units the losses alone: a line has room for no more.
@@ -285,28 +299,28 @@ def _evaluation(event: Event) -> Text:
     return Text.assemble(("◆ ", "cyan"), f"step {event['step']}  held-out ", "  ".join(shown))
 
 
-def _preview(step: int, shown: dict[str, str]) -> Text:
+def _preview(step: int, shown: Mapping[str, str]) -> Text:
     text = printable(shown["text"].replace("\n", "↵"))
     more = "…" if len(text) > SHOWN_PREVIEW else ""
     prompt = printable(shown["prompt"].replace("\n", "↵"))
     return Text.assemble(("◇ ", "cyan"), f"step {step}  ", (prompt, "bold"), text[:SHOWN_PREVIEW] + more)
 
 
-def _incident(incident: dict[str, Any]) -> Text:
+def _incident(incident: Mapping[str, Any]) -> Text:
     what = incident["evidence"].get("summary", incident["kind"])
     planned = incident["kind"] in PLANNED
     mark, style = ("↻ ", "bold cyan") if planned else ("✗ ", "bold red")
     return Text.assemble((mark, style), f"{sentence(what)} ", (f"→ {action_of(incident)}", "yellow"))
 
 
-def _recovered(incident: dict[str, Any]) -> Text:
+def _recovered(incident: Mapping[str, Any]) -> Text:
     resumed = incident.get("resumed_step")
     where = f" at step {resumed}" if resumed is not None else ""
     phases = (f"  {recovery(incident['recovery_s'])}", "dim")
     return Text.assemble(("✓ ", "bold green"), f"training again{where} after {seconds(incident['total_s'])}", phases)
 
 
-def _note(event: Event) -> Text:
+def _note(event: Note) -> Text:
     style = {"warning": "yellow", "error": "bold red"}.get(event.get("level", "info"), "")
     mark = {"warning": "! ", "error": "✗ "}.get(event.get("level", "info"), "")
     return Text(mark + sentence(event["message"]), style)

@@ -10,8 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.run_state.goodput import CATEGORIES
+from trainers.runtime.stop_reason import StopReason
 
 BAR_WIDTH = 30
+ENDED_BY: Mapping[str | None, str] = {
+    StopReason.EARLY_STOPPED: "early, by evaluation.score",
+    StopReason.END_OF_DATA: "the data has ended",
+    StopReason.MAX_EPOCHS: "max_num_data_epochs",
+}
+"""What ended a run before `max_num_steps`."""
 SHOWN_INCIDENTS = 12
 SHOWN_SAMPLE_LINES = 16
 CATEGORY_NAMES = {
@@ -77,7 +84,7 @@ def recovery(phases: Mapping[str, float]) -> str:
 
 
 def action_of(incident: Mapping[str, Any]) -> str:
-    """What was done about an incident, in words."""
+    """Returns what was done about an incident, in words."""
     action, detail = str(incident["action"]), incident.get("detail", "")
     after = incident.get("hosts_after")
     words = ACTIONS.get(action, action)
@@ -88,31 +95,31 @@ def action_of(incident: Mapping[str, Any]) -> str:
 
 
 def waiting(delay_s: float, left_s: float | None, what: str) -> str:
-    """While the next try is waited for: what happened, when that try is, and for how long more there will be any."""
+    """Returns the message of a back-off: what failed, when the next try is, and for how long it will be retried."""
     until = f", for {seconds(left_s)} at most" if left_s is not None else ""
     return sentence(f"trying again in {seconds(delay_s)}{until}: {what}")
 
 
 def printable(text: str) -> str:
-    """Without control characters: what a model or a program wrote must not drive the terminal."""
+    """Replaces control characters: texts of a model or a program must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
 
 
 def sentence(text: str) -> str:
-    """The first line of a message."""
+    """Returns the first line of a message."""
     lines = printable(text).strip().splitlines()
     return lines[0].rstrip() if lines else ""
 
 
 def summary_page(screen: Screen, summary: Mapping[str, Any]) -> None:
-    """What happened, where the time went, what the model says now, and where everything is."""
+    """Prints the result, the incidents, the goodput ledger, a sample of the model, and the paths of the run's files."""
     _headline(screen, summary)
     _facts(screen, summary)
     _incidents(screen, summary.get("incidents") or [])
     _goodput(screen, summary.get("goodput") or {}, summary.get("wall_s") or 0.0)
     if summary.get("sample"):
         _sample(screen, summary.get("prompt") or "", summary["sample"])
-    _places(screen, summary)
+    _locations(screen, summary)
 
 
 def _headline(screen: Screen, summary: Mapping[str, Any]) -> None:
@@ -120,7 +127,9 @@ def _headline(screen: Screen, summary: Mapping[str, Any]) -> None:
     style = {"finished": "bold green", "failed": "bold red"}.get(status, "bold yellow")
     mark = {"finished": "✓", "failed": "✗"}.get(status, "■")
     tokens = f", {count(summary['tokens'])} tokens" if summary.get("tokens") else ""
-    why = f" ({summary['stop_reason']})" if status == "stopped" and summary.get("stop_reason") else ""
+    reason = summary.get("stop_reason")
+    ended = ENDED_BY.get(reason, "") if status == "finished" else reason
+    why = f" ({ended})" if ended else ""
     took = f" in {seconds(summary['wall_s'])}" if summary.get("wall_s") else ""
     headline = f"{mark} {summary.get('name', 'run')} {status}{why}"
     amount = f"{count(summary.get('steps') or 0)} steps{tokens}{took}"
@@ -192,17 +201,17 @@ def _sample(screen: Screen, prompt: str, sample: str) -> None:
         screen.print(Text.assemble(("    │ ", "bright_black"), shown), soft_wrap=True)
 
 
-def _places(screen: Screen, summary: Mapping[str, Any]) -> None:
+def _locations(screen: Screen, summary: Mapping[str, Any]) -> None:
     screen.print()
     mlflow = summary.get("mlflow") or {}
-    places = (
+    locations = (
         ("summary", f"{summary['storage']}/summary.json" if summary.get("storage") else None),
         ("checkpoints", summary.get("checkpoints")),
         ("metrics", mlflow.get("command") or mlflow.get("uri")),
     )
-    for name, place in places:
-        if place:
-            _line(screen, name, place)
+    for name, location in locations:
+        if location:
+            _line(screen, name, location)
     screen.print()
 
 
@@ -212,7 +221,7 @@ def _title(screen: Screen, title: str) -> None:
 
 
 def _line(screen: Screen, name: str, value: str) -> None:
-    """Never cut or wrapped: paths and commands are there to be copied."""
+    """Prints a line that is never cut or wrapped: paths and commands are copied by people."""
     screen.print(Text.assemble("  ", (f"{name:<13}", "bright_black"), printable(value)), soft_wrap=True)
 
 

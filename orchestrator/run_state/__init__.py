@@ -1,1 +1,1 @@
-"""What a run knows beyond the life of one driver: its lease, launches, incidents and goodput."""
+"""The state of a run that outlives one driver: lease, launches, incidents, goodput."""

@@ -1,7 +1,7 @@
-"""The incidents of a run as lines of an append-only file: one for each, and another when more is known of it.
+"""The incidents of a run as lines of an append-only file: one line per incident, and another one when it changes.
 
-So a run that fails a thousand times writes each failure once. The next driver of a launch reads from the end what it needs: the
-incident that is not over yet, and the failures that decisions are made by.
+So a run that fails a thousand times writes each failure once. The next driver of a launch reads the end of the file: the incident
+that is not over yet, and the past failures that decisions need.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from orchestrator.run_state.incidents import Incident
 
 NAME = "incidents.jsonl"
 KEPT_INCIDENTS = 200
-"""The newest ones, in memory and in the summary. The file has all."""
+"""How many of the newest incidents are kept in memory and in the summary. The file has all."""
 KEPT_FAILURES = 1000
-"""The newest ones, for decisions: more than any budget or window needs."""
+"""How many of the newest failures are kept for decisions: more than any budget or window needs."""
 
 
 @dataclass(frozen=True)
@@ -27,25 +27,26 @@ class Entry:
     """Counts the incidents of a launch."""
     incident: Incident
     past: PastFailure | None
-    """What decisions need of it; None of one that was no failure."""
+    """The failure, as decisions need it; None if the incident was no failure."""
 
 
 def line(launch_id: str, entry: Entry) -> str:
-    """Of an incident as it is now."""
+    """Returns the line of an incident in its present state."""
     past = dataclasses.asdict(entry.past) if entry.past is not None else None
     document = {"launch_id": launch_id, "number": entry.number, "incident": entry.incident.to_dict(), "past": past}
     return json.dumps(document) + "\n"
 
 
 def read(lines: Iterable[str], launch_id: str) -> list[Entry]:
-    """The incidents of a launch, as they were last, oldest first.
+    """Returns the incidents of a launch in their last state, oldest first.
 
-    Lines that make no sense are left out: a driver may have died while it wrote one.
+    Invalid lines are ignored: a driver may have died while it wrote one.
     """
     entries: dict[int, Entry] = {}
     for text in lines:
         entry = _parse(text, launch_id)
         if entry is not None:
+            # A later line of the same number is its newer state.
             entries[entry.number] = entry
     return [entries[number] for number in sorted(entries)]
 

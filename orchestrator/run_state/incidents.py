@@ -7,14 +7,16 @@ from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+from trainers.runtime.events import AnomalyTreated
+
 
 class Action(StrEnum):
-    """What is done about an incident."""
+    """The action after an incident."""
 
     RESTART = "restart"
-    """The same hosts once more."""
+    """The same hosts start again."""
     REPLACE = "replace"
-    """A spare in the place of a lost host."""
+    """A spare replaces a lost host."""
     SHRINK = "shrink"
     GROW = "grow"
     SKIP = "skip"
@@ -22,9 +24,9 @@ class Action(StrEnum):
     ROLLBACK = "rollback"
     """Back to an older checkpoint inside the processes, without the offending batches."""
     ADOPT = "adopt"
-    """A new driver takes the lead of a gang that went on without one."""
+    """A new driver adopts a gang that went on without one."""
     REPORT = "reported"
-    """Nothing: it is for people to know."""
+    """Nothing: the incident is only shown."""
     GIVE_UP = "give up"
 
     @property
@@ -35,8 +37,7 @@ class Action(StrEnum):
 
 @dataclass(kw_only=True)
 class Incident:
-    """Something that happened to the run, and what was done about it. Recovery is cut into phases that follow one another
-    without a gap."""
+    """A failure, resize or anomaly, and what was done about it. The phases of the recovery follow each other without a gap."""
 
     kind: str
     """A failure's kind, `driver_lost`, `resize`, or an anomaly's (`non_finite`, `loss_spike`)."""
@@ -44,19 +45,19 @@ class Incident:
     generation: int
     step: int | None
     failed_at_s: float
-    """Of a planned resize: when the gang was asked to stop."""
+    """When it happened; for a planned resize, when the gang was asked to stop."""
     evidence: dict[str, Any] = field(default_factory=dict)
     action: str = ""
     """One of `Action`; empty until it is decided."""
     detail: str = ""
-    """Of the action, as a sentence for people: why it was given up, who is avoided."""
+    """The action as a sentence for people: why the run was given up, which slots are avoided."""
     hosts_before: int | None = None
     hosts_after: int | None = None
-    """Of a replacement or a resize."""
+    """The number of hosts after a replacement or a resize."""
     recovery_s: dict[str, float] = field(default_factory=dict)
     """Seconds by phase, in order: they sum to `total_s`."""
     resumed_step: int | None = None
-    """Of the generation that followed, or of the checkpoint rolled back to; None while there is none."""
+    """The step from which the next generation or the rollback went on; None before that."""
 
     @property
     def total_s(self) -> float:
@@ -68,7 +69,8 @@ class Incident:
         return self.action in tuple(Action) and Action(self.action).restarts and self.resumed_step is None
 
     def mark(self, phase: str, at_s: float) -> None:
-        """The phase ended at `at_s`; it had begun where the one before ended, the first one with the failure."""
+        """Ends a phase at `at_s`. It began at the end of the phase before; the first one began with the failure."""
+        # The times come from the clocks of several machines: no phase may be negative.
         elapsed_s = max(0.0, at_s - self.failed_at_s - self.total_s)
         self.recovery_s[phase] = self.recovery_s.get(phase, 0.0) + elapsed_s
 
@@ -82,26 +84,26 @@ class Incident:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Incident:
-        """From what `to_dict` made, through JSON. Documents of before there was `detail` have it in `action`."""
-        known = {name: value for name, value in data.items() if name in {f.name for f in fields(cls)}}
-        if "detail" not in known:
-            action, _, detail = known.get("action", "").partition(": ")
-            known |= {"action": action, "detail": detail}
-        return cls(**known)
+        """Restores what `to_dict` made, through JSON. Old documents have the `detail` in `action`."""
+        values = {name: value for name, value in data.items() if name in {f.name for f in fields(cls)}}
+        if "detail" not in values:
+            action, _, detail = values.get("action", "").partition(": ")
+            values |= {"action": action, "detail": detail}
+        return cls(**values)
 
 
-def of_anomaly(event: Mapping[str, Any], generation: int) -> Incident:
-    """The incident that an `anomaly` event of the training process tells of. It is over when it is told.
+def of_anomaly(event: AnomalyTreated, generation: int) -> Incident:
+    """Returns the incident of an `anomaly` event of the training process. It is over when it is reported.
 
     `loss` and `expected` are None where they were not finite.
     """
-    loss, expected = event.get("loss"), event.get("expected")
-    measured = f"loss {loss:g}" + (f", expected about {expected:g}" if expected is not None else "") if loss is not None else ""
+    loss, expected = event["loss"], event["expected"]
     names = {"non_finite": "a loss or gradient that is not finite", "loss_spike": "a loss spike"}
-    summary = f"{names.get(event['kind'], event['kind'])} in batch {event['batch_index']}" + (
-        f" ({measured})" if measured else ""
-    )
-    skipped = list(event.get("skipped_batches", ()))
+    summary = f"{names.get(event['kind'], event['kind'])} in batch {event['batch_index']}"
+    if loss is not None:
+        expectation = f", expected about {expected:g}" if expected is not None else ""
+        summary += f" (loss {loss:g}{expectation})"
+    skipped = list(event["skipped_batches"])
     return Incident(
         kind=event["kind"],
         host=None,
@@ -111,5 +113,5 @@ def of_anomaly(event: Mapping[str, Any], generation: int) -> Incident:
         evidence={"summary": summary, "loss": loss, "expected": expected, "skipped_batches": skipped},
         action=str(Action(event["action"])),
         detail=f"skipped batches: {', '.join(map(str, skipped))}" if skipped else "",
-        resumed_step=event["batch_index"] if event.get("restored_step") is None else event["restored_step"],
+        resumed_step=event["batch_index"] if event["restored_step"] is None else event["restored_step"],
     )

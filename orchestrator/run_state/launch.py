@@ -1,10 +1,10 @@
-"""What a launch of a run knows beyond any one driver's life: ledgers, budgets, progress. Kept in the run's storage.
+"""The state of a launch that outlives its drivers: ledgers, budgets, progress. It is kept in the run's storage.
 
-A *launch* is one use of the command. Ray Train may restart its driver; the next driver takes everything over from here. Another
-launch of the same run name goes on from the run's checkpoints with ledgers and budgets of its own.
+A *launch* is one use of the command. Ray Train may restart its driver; the next driver restores everything from here. Another
+launch of the same run goes on from the run's checkpoints, with new ledgers and budgets.
 
-Three files, by how often they change: `launch.json` each second, `gang.json` when the gang does, `incidents.jsonl` with each
-incident. A thread of their own writes them: a storage that hangs holds up nobody.
+There are three files, by how often they change: `launch.json` each second, `gang.json` when the gang changes, `incidents.jsonl`
+with each incident. A background thread writes them: storage that hangs does not stop the driver.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
+from orchestrator.run_state.time_used import TimeUsed
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence
@@ -37,10 +38,10 @@ CHECKPOINTS = "checkpoints"
 STORE_EVERY_S = 1.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
 HURRIED_CLOSE_TIMEOUT_S = 1.0
-"""When the machine is about to be taken away: what is not tracked by then is shipped by the next launch."""
+"""The same when the machine is about to be taken away. The next launch ships what is left."""
 
 
-def take_up(
+def open_launch(
     run_dir: str,
     launch_id: str,
     started_at_s: float,
@@ -49,36 +50,37 @@ def take_up(
     clock: Callable[[], float],
     waiting: Callable[[str], None] = lambda message: None,
 ) -> Launch:
-    """The launch, for a driver: holds the run's lease from here on, until `close`. Raises RunInUse if another launch lives.
+    """Opens the launch for a driver and takes the run's lease, until `close`. Raises RunInUse if another launch drives the run.
 
-    `waiting` is told if it takes time to find out whether another machine's driver lives.
+    `waiting` is called with a message if it takes time to find out whether a driver on another machine lives.
     """
-    lost = threading.Event()
-    above = _term_so_far(run_dir)
-    lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lost.set, waiting=waiting, above_term=above)
+    lease_lost = threading.Event()
+    above_term = _latest_term(run_dir)
+    lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
     tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
     recorded = committed.of_run(Path(run_dir), Path(run_dir, CHECKPOINTS))
-    return Launch(RunFolder(run_dir), launch_id, started_at_s, lease, lost, tracker, clock, Writer(), recorded)
+    return Launch(RunFolder(run_dir), launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded)
 
 
-def _term_so_far(run_dir: str) -> int:
-    """Of the latest driver, as far as anything beside the leases knows: what was saved under a higher term goes first."""
+def _latest_term(run_dir: str) -> int:
+    """Returns the highest driver term in the launch's state and in the checkpoints. A new term must be higher than this even if
+    the lease files were deleted: checkpoints of a higher term would fence the new driver out."""
     try:
         stored = (documents.read_json(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
         return max([stored, *(term.driver_term for term in fence.claims(Path(run_dir, CHECKPOINTS)))])
     except (OSError, documents.StorageError):
-        return 0  # the leases know, unless somebody has deleted them
+        return 0  # the lease files still have the term
 
 
 def read_gang(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """How to find the agents of the run's present generation: `address` of the cluster, `generation`, `gang` (`Gang.record`).
-    None while no gang is at work. Raises StorageError."""
+    """Returns how to find the agents of the present generation: `address` of the cluster, `generation`, `gang` (`Gang.record`).
+    None if there is no gang. Raises StorageError."""
     document = documents.read_json(documents.join(run_dir, GANG))
     return document["gang"] if document else None
 
 
 class Launch:
-    """Made by `take_up`. Only the driver's thread may call; `lease_lost` is set by another."""
+    """The state of a launch, made by `open_launch`. Only the driver's thread may call it; another thread sets `lease_lost`."""
 
     def __init__(
         self,
@@ -98,6 +100,8 @@ class Launch:
         self.lease_lost = lease_lost
         """Set when another driver has taken the run: this one must stop at once, and write nothing more."""
         self.goodput = Goodput(started_at_s)
+        self.time_used = TimeUsed()
+        """Of the `time_limit`, over all launches of the run."""
         self.num_incidents = 0
         self.history: list[PastFailure] = []
         """The newest failures, oldest first."""
@@ -107,23 +111,23 @@ class Launch:
         self.saved_path: str | None = None
         self.checkpoint_step: int | None = None
         self.committed = Committed()
-        """Of the run, whichever launch: what its checkpoints' folder must show."""
+        """The newest committed checkpoint of the run, over all launches: the checkpoints' folder must show it."""
         self.gang: dict[str, Any] | None = None
-        """Of the present generation: how another driver finds its agents, and what they were told."""
+        """The record of the present generation: how another driver finds its agents, and their orders."""
         self.seen: dict[int, int] = {}
-        """Events of the present generation that were taken in, by host. Stored together with all that came of them."""
+        """How many events of the present generation were handled, by host. Stored together with their effects."""
         self.problems: list[str] = []
-        """What was wrong with what an earlier driver left, as sentences."""
+        """Problems with the files of an earlier driver, as sentences."""
         self._folder, self._writer = folder, writer
         self._entries: list[Entry] = []
         self._published = {"train": -1, "eval": -1}
         self._num_published = 0
         self._monotonic = monotonic
         self._stored_at_s = monotonic()
-        self._last_sign_s = started_at_s
-        """Of the driver before: when it last stored what it knew."""
-        self._take_over()
-        # Of what the documents of launches have lost, the trainers' own record may tell.
+        self._last_stored_at_s = started_at_s
+        """When the previous driver last stored its state."""
+        self._restore()
+        # The trainers keep a record of commits too: it may be newer than a `launch.json` that was lost or damaged.
         self.committed = self.committed.and_(recorded).and_(Committed(run=uuid.uuid4().hex[:12]))
 
     def next_generation(self) -> int:
@@ -131,20 +135,21 @@ class Launch:
         return self.generations - 1
 
     def formed(self, gang: dict[str, Any]) -> None:
-        """A generation is about to begin: `gang` is what its next driver would need to find it."""
+        """Records a generation that is about to begin. `gang` is what the next driver needs to find it."""
         self.gang, self.seen = gang, {}
         self._store_gang()
 
     def slots_changed(self, record: dict[str, Any]) -> None:
-        """`record`: what the generation's gang would write of itself now. Called when that has changed: a slot may get another
-        agent, whom the next driver must find."""
+        """Stores the changed `Gang.record`: a slot may have a new agent, which the next driver must find."""
         if self.gang is not None:
             self.gang = {**self.gang, "gang": record}
             self._store_gang()
 
     def adopt_generation(self, number: int) -> None:
-        """The agents are in another generation than `gang.json` knows: the driver before ended between the two."""
+        """Records that the agents are in another generation than `gang.json` says: the previous driver ended before it was
+        stored."""
         assert self.gang is not None
+        # No number may be used twice: the events of generations are told apart by it.
         self.generations = max(self.generations, number + 1)
         self.gang, self.seen = {**self.gang, "generation": number}, {}
         self._store_gang()
@@ -152,6 +157,7 @@ class Launch:
     def saved(self, step: int, path: str) -> None:
         self.checkpoint_step, self.saved_path = step, path
         self.committed = self.committed.and_(Committed(step=step))
+        # At once, not at the next tick: the next driver has to know that this step was committed.
         self.store()
 
     @property
@@ -169,30 +175,30 @@ class Launch:
         self._write_incident(self._entries[-1])
 
     def update(self, incident: Incident) -> None:
-        """More is known of one that was recorded."""
+        """Writes a changed incident again."""
         for entry in self._entries:
             if entry.incident is incident:
                 self._write_incident(entry)
 
     def open_incident(self) -> Incident | None:
-        """The one that the gang has not recovered from yet."""
+        """Returns the incident from which the gang has not recovered yet."""
         return next((incident for incident in reversed(self.incidents) if incident.open), None)
 
     def is_new(self, step: int, kind: str) -> bool:
-        """False for what an earlier generation published: trained again, it is the same again. `kind`: `train` or `eval`."""
+        """Returns False for steps that were published before: replayed steps give the same metrics. `kind`: `train` or `eval`."""
         if step <= self._published[kind]:
             return False
         self._published[kind] = step
         return True
 
     def preview(self, about: dict[str, Any], on_problem: Callable[[str], None]) -> None:
-        """Texts that the model generated: a file for each step, in the run's folder and in MLflow."""
+        """Stores texts that the model generated: a file per step, in the run's folder and in MLflow."""
         name = documents.join("previews", f"{about['step']}.json")
 
         def write() -> None:
             try:
                 self._folder.write(name, about)
-            except (documents.StorageError, OSError) as error:  # a look at the model is worth no failure
+            except (documents.StorageError, OSError) as error:  # previews are not worth a failure
                 on_problem(f"the previews of step {about['step']} are not kept: {error}")
                 return
             self.tracker.log_artifact(documents.join(self.run_dir, name), "previews")
@@ -200,63 +206,67 @@ class Launch:
         self._writer.put(f"the previews of step {about['step']}", write)
 
     def publish(self, step: int, metrics: dict[str, float]) -> None:
+        # Read here: the write may come much later, if the storage hangs.
         at_s = self.clock()
         self._num_published += 1
+        # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
         self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
 
     def write_beside(self, name: str, write: Callable[[], None]) -> None:
-        """Has something else written to the run's folder, in turn with the launch's own files."""
+        """Writes something else to the run's folder, from the same background thread."""
         self._writer.put(name, write)
 
     def tick(self) -> None:
-        """Called often: stores what changed, now and then, so that a next driver finds the clocks where they were."""
+        """Called often: stores the state once a second, so that the next driver finds the clocks up to date."""
         if self._monotonic() - self._stored_at_s >= STORE_EVERY_S:
             self.store()
 
     def store(self) -> None:
-        """Has all that changes all the time written; called at every change that must not be lost.
+        """Has `launch.json` written. Called at every change that must not be lost.
 
-        A storage that is full, gone or stuck does not stop the training: `storage_problem` says so until a later write succeeds.
+        Storage that is full, gone or stuck does not stop the training: `storage_problem` is set until a later write succeeds.
         """
         self._stored_at_s = self._monotonic()
+        # Made here, not by the writer: it is the state of this moment, which only this thread may read.
         document = self._document()
         self._write(STATE, lambda: self._folder.write(STATE, document))
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits, at most so long, until all is stored; whether it is."""
+        """Waits at most `timeout_s` until all is stored; returns whether it is."""
         return self._writer.flush(timeout_s)
 
     @property
     def storage_problem(self) -> str | None:
-        """Why what a next driver needs is not stored; None while all is well."""
+        """Why the state is not stored now; None if it is."""
         return self._writer.problem()
 
     def close(self, status: str, timeout_s: float = TRACKING_CLOSE_TIMEOUT_S) -> str | None:
-        """Delivers what is to be tracked and gives the run free; returns what could not be delivered, as a sentence."""
+        """Stores and tracks what is left, and releases the run. Returns what could not be delivered, as a sentence."""
+        # The machines are given back: nobody may try to adopt this gang.
         self.gang = None
         self._store_gang()
         written = self.flush(timeout_s)
         problem = None if written else f"not all was written to {self.run_dir}: {self.storage_problem or 'there was no time to'}"
         self.stop()
-        left = self.tracker.close(timeout_s, status=status)
-        self.lease.release()
-        return "; ".join(filter(None, [problem, left])) or None
+        undelivered = self.tracker.close(timeout_s, status=status)
+        self.lease.release()  # last: from now on another launch may write
+        return "; ".join(filter(None, [problem, undelivered])) or None
 
     def stop(self) -> None:
-        """Writes nothing more: another driver has the run, or all is written."""
+        """Stops writing: another driver has the run, or all is written."""
         self._writer.stop()
 
     def adopted(self, now_s: float, step: int) -> Incident:
-        """The gang of the driver before lives, and trained on: nothing was lost but a watcher."""
+        """Records that the previous driver was lost and its gang trained on: no training time was lost."""
         incident = self._driver_lost(now_s, Action.ADOPT, "the training went on meanwhile")
         incident.resumed_step = incident.step = step
         self.record(incident)
         return incident
 
     def gang_lost(self, now_s: float, why: str) -> Incident:
-        """The gang of the driver before is gone too, or cannot be taken over: what passed since was lost."""
+        """Records that the previous driver was lost and its gang cannot be adopted: the time since then was lost."""
         self.goodput.switch("detection", self.goodput.counted_to_s)
-        self.generations += 1  # one may have begun that no record tells of
+        self.generations += 1  # the lost driver may have begun one that is not recorded
         incident = self._driver_lost(now_s, Action.RESTART, f"its gang could not be taken over: {why}")
         self.record(incident)
         return incident
@@ -267,8 +277,9 @@ class Launch:
             host=None,
             generation=self.generations - 1,
             step=self.high_water_step,
-            failed_at_s=min(self._last_sign_s, now_s),
-            evidence={"summary": f"the driver process ended without a verdict; Ray Train started another; {detail}"},
+            # Stored by another machine perhaps, whose clock is ahead: a failure cannot lie in the future.
+            failed_at_s=min(self._last_stored_at_s, now_s),
+            evidence={"summary": f"the driver process ended early; Ray Train started another; {detail}"},
             action=action,
             detail=detail,
         )
@@ -279,7 +290,7 @@ class Launch:
 
     def _write(self, name: str, job: Callable[[], None]) -> None:
         def unless_superseded() -> None:
-            # A driver that was asleep must not write over what its successor knows.
+            # Checked at each write: a driver that was asleep must not overwrite the files of its successor.
             if not self.lease_lost.is_set() and not self.lease.superseded():
                 job()
 
@@ -300,6 +311,7 @@ class Launch:
             "launch_id": self.launch_id,
             "driver_term": self.lease.driver_term,
             "goodput": self.goodput.to_dict(self.clock()),
+            "time_used": self.time_used.to_dict(self.clock()),
             "generations": self.generations,
             "drivers": self.drivers,
             "high_water_step": self.high_water_step,
@@ -307,29 +319,34 @@ class Launch:
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
             "published": dict(self._published),
+            # With its generation: if only one of the two files was written, the numbers are not used.
             "seen": {
                 "generation": self.gang["generation"] if self.gang else None,
                 "events": [self.seen.get(host, 0) for host in range(max(self.seen, default=-1) + 1)],
             },
         }
 
-    def _take_over(self) -> None:
+    def _restore(self) -> None:
+        """Restores what earlier drivers stored: the progress of the run, and everything of this launch."""
         state, gang = self._read(STATE), self._read(GANG)
         if state is None:
             return
-        # Of any launch: how far the run has been, and what was published of it.
+        # These belong to the run, whichever launch stored them.
         self.high_water_step = state["high_water_step"]
         self.saved_path, self.checkpoint_step = state["saved_path"], state["checkpoint_step"]
         self.committed = Committed(**state.get("committed", {"step": self.checkpoint_step}))
         self._published = state["published"]
+        self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id)
         if state["launch_id"] != self.launch_id:
             return
+        # From here on only for a driver that follows another one of the same launch.
         self.goodput = Goodput.resume(state["goodput"])
-        self._last_sign_s = self.goodput.counted_to_s
+        self._last_stored_at_s = self.goodput.counted_to_s
         self.generations, self.drivers = state["generations"], state["drivers"] + 1
         if gang is not None and gang["launch_id"] == self.launch_id:
             self.gang = gang["gang"]
         if self.gang is not None:
+            # `gang.json` may be newer than `launch.json`.
             self.generations = max(self.generations, self.gang["generation"] + 1)
             if state["seen"]["generation"] == self.gang["generation"]:
                 self.seen = dict(enumerate(state["seen"]["events"]))
@@ -339,10 +356,10 @@ class Launch:
         self.num_incidents = entries[-1].number + 1 if entries else 0
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        """A damaged document is set aside: what it said is lost, but a driver that cannot start loses everything."""
+        """Reads a document. A damaged one is set aside and lost: a driver that refused to start would lose the whole run."""
         try:
             return self._folder.read(name)
         except documents.StorageError as error:
-            aside = self._folder.set_aside(name)
-            self.problems.append(f"{error.args[0].partition(';')[0]}; set aside as {aside}: ledgers and budgets begin anew")
+            new_path = self._folder.set_aside(name)
+            self.problems.append(f"{error.args[0].partition(';')[0]}; set aside as {new_path}: ledgers and budgets begin anew")
             return None

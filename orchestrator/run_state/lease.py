@@ -1,12 +1,12 @@
-"""One driver per run: a lease in the run's storage, with an term that fences out every earlier driver.
+"""The lease of a run in its storage: one driver at a time, with a driver term that fences out every earlier driver.
 
 `lease.json` says who drives the run and is renewed while it does. The right to write it is won by *creating*
 `driver_terms/NNNNNN.json`, which succeeds for exactly one of several drivers that start at once, in whatever clusters they run.
-A driver whose successor has an term has lost the run, whether or not it has noticed: it must neither train nor commit.
+A driver has lost the run as soon as there is a newer term, whether or not it has noticed: it must neither train nor commit.
 
-Clocks of two machines are never compared. Another machine's lease has run out when its *stamp* did not change for `ttl_s` by the
-observer's own clock, so a first look takes as long as that, unless the lease was released; a holder's own lease runs out by the
-holder's own clock, counted from before its last renewal was written.
+Clocks of two machines are never compared. An observer considers the lease of another machine expired when its *stamp* did not
+change for `ttl_s` by the observer's clock. So the first look takes that long, unless the lease was released. For the holder, the
+lease expires by the holder's clock, counted from just before its last renewal was written.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Holder:
     launch_id: str
     hostname: str
     machine: str
-    """Tells whether `pid` means anything here: two containers may share a host name."""
+    """The boot and pid namespace of the machine. `pid` is valid only there: two containers may share a host name."""
     pid: int
     process_started_at_s: float
-    """A process id is given out again: with this it is unique."""
+    """Makes the process unique: process ids are used again."""
     since_s: float
     renewed_at_s: float
     """On the holder's clock: for people, and for other processes of its machine."""
@@ -62,7 +62,7 @@ class Holder:
 
     @property
     def stamp(self) -> tuple[int, int, float]:
-        """Another one after each renewal."""
+        """A value that changes with each renewal."""
         return self.driver_term, self.renewals, self.renewed_at_s
 
     @property
@@ -71,27 +71,27 @@ class Holder:
 
     @property
     def dead(self) -> bool:
-        """Known without waiting: it has released the run, or was a process of this machine that is gone."""
+        """Whether it is known to be dead: it has released the run, or was a process of this machine that is gone."""
         return self.released or (self.here and not _process_lives(self.pid, self.process_started_at_s))
 
     def surely_lives(self, now_s: float, ttl_s: float) -> bool:
-        """Known without waiting: a process of this machine that has renewed its lease by this machine's clock."""
+        """Returns whether it is known to live: a process of this machine that has renewed its lease in time."""
         return self.here and not self.dead and now_s - self.renewed_at_s <= ttl_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """What a lease knows of time."""
+    """The clocks of a lease."""
 
     wall: Clock = time.time
-    """Shown to people; two machines never agree on it."""
+    """The wall clock, for people only: it differs between machines."""
     passed: Clock = time.monotonic
-    """What leases run out by."""
+    """The monotonic clock, by which leases expire."""
     sleep: Callable[[float], None] = time.sleep
 
 
 def holder_of(run_dir: str) -> Holder | None:
-    """The latest driver of the run, alive or not; None before the first one."""
+    """Returns the latest driver of the run, alive or not; None before the first one."""
     return _holder(documents.read_json(_lease_path(run_dir)))
 
 
@@ -105,14 +105,15 @@ def acquire(
     waiting: Callable[[str], None] = lambda message: None,
     above_term: int = 0,
 ) -> Lease:
-    """Takes the run. Raises RunInUse while another launch drives it; a driver of the same launch is succeeded at once.
+    """Takes the run. Raises RunInUse while another launch drives it. A driver of the same launch is replaced at once.
 
-    `on_lost` is called once, from the renewing thread, when a successor has been found. `waiting` is told if it takes time to
-    find out whether a driver of another machine lives. The term is higher than `above_term`, whatever is left in the storage.
+    `on_lost` is called once, from the renewing thread, when there is a newer driver. `waiting` is called if it takes time to find
+    out whether a driver on another machine lives. The new term is higher than `above_term`, whatever is left in the storage.
     """
     while True:
         driver_term = max(above_term, wait_until_free(run_dir, times, launch_id=launch_id, ttl_s=ttl_s, waiting=waiting))
         mine = _this_driver(driver_term + 1, launch_id, times.wall())
+        # If another driver has created this term since the look, the loop looks again.
         if documents.create_json(_term_path(run_dir, mine.driver_term), asdict(mine)):
             return Lease(run_dir, mine, times, ttl_s, on_lost)
 
@@ -125,18 +126,20 @@ def wait_until_free(
     ttl_s: float = TTL_S,
     waiting: Callable[[str], None] = lambda message: None,
 ) -> int:
-    """Returns when no launch but `launch_id` can drive the run: the latest term. Raises RunInUse as soon as one is seen to."""
-    seen: tuple[int, int, float] | None = None
+    """Waits until no launch but `launch_id` can drive the run; returns the latest term. Raises RunInUse if another one drives
+    it."""
+    last_stamp: tuple[int, int, float] | None = None
     since_s = 0.0
     while True:
         holder, driver_term = _latest(run_dir)
         if holder is None or holder.dead or holder.launch_id == launch_id:
             return driver_term
-        lives = holder.surely_lives(times.wall(), ttl_s) or (seen is not None and holder.stamp != seen)
+        lives = holder.surely_lives(times.wall(), ttl_s) or (last_stamp is not None and holder.stamp != last_stamp)
+        # A term that cannot be read names no launch: its holder is waited for.
         if lives and holder.launch_id != UNKNOWN:
             raise RunInUse(_in_use_message(run_dir, holder))
-        if holder.stamp != seen:
-            seen, since_s = holder.stamp, times.passed()
+        if holder.stamp != last_stamp:
+            last_stamp, since_s = holder.stamp, times.passed()
             waiting(_waiting_message(run_dir, holder, ttl_s))
         elif times.passed() - since_s > ttl_s:
             return driver_term
@@ -144,15 +147,14 @@ def wait_until_free(
 
 
 def check_free(run_dir: str, clock: Clock = time.time) -> None:
-    """Raises RunInUse if a launch surely drives the run, from this machine: an early word to the user, at once. Only `acquire`
-    decides."""
+    """Raises RunInUse if a launch on this machine surely drives the run: an early error for the user. Only `acquire` decides."""
     holder = holder_of(run_dir)
     if holder is not None and holder.surely_lives(clock(), TTL_S):
         raise RunInUse(_in_use_message(run_dir, holder))
 
 
 def this_machine() -> str:
-    """This boot of this machine, and the process-id namespace we are in."""
+    """Returns an id of this boot of this machine and of the pid namespace of this process."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
@@ -170,6 +172,7 @@ class Lease:
         self._lost = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep_renewing, name="lease", daemon=True)
+        # Before the thread: `acquire` returns a lease that is written, or raises.
         self.renew()
         self._thread.start()
 
@@ -179,42 +182,44 @@ class Lease:
 
     @property
     def fence(self) -> str:
-        """The document that exists once the run has a newer driver: whoever works for this one must commit nothing then."""
+        """The document that exists once the run has a newer driver: then the hosts of this one must not commit anything."""
         return _term_path(self._run_dir, self.driver_term + 1)
 
     def superseded_by(self, launch_id: str) -> bool:
-        """Whether the latest driver after this one is of that launch. False while there is none."""
+        """Returns whether the latest driver is newer than this one and of that launch."""
         successor, driver_term = _latest(self._run_dir)
         return successor is not None and driver_term > self.driver_term and successor.launch_id == launch_id
 
     def superseded(self) -> bool:
-        """Whether the run has a newer driver. Raises OSError when the storage does not answer."""
+        """Returns whether the run has a newer driver. Raises OSError when the storage does not answer."""
         return self._lost or self._has_successor()
 
     def renew(self) -> None:
-        """Raises LeaseLost when the run has a newer driver, StorageError or OSError when the storage does not answer."""
-        # Asked for in its folder: a late write of ours over a successor's `lease.json` would otherwise look like our own lease.
+        """Renews the lease. Raises LeaseLost when the run has a newer driver, StorageError or OSError when the storage does not
+        answer."""
+        # Checked by the term files, not by `lease.json`: a late write of ours may have overwritten the successor's `lease.json`.
         if self._has_successor():
             self._lost = True
             raise LeaseLost(f"{self._run_dir}: term {self.driver_term} has a successor; this driver must stop")
-        begun_s = self._times.passed()  # nobody has seen the new stamp before that
+        begun_s = self._times.passed()  # before the write: nobody can see the new stamp earlier
         self._renewals += 1
         documents.write_json(_lease_path(self._run_dir), self._document())
         self._renewed_s = begun_s
 
     def valid(self) -> bool:
-        """False once another driver may have taken the run: nothing may be committed then."""
+        """Returns False once another driver may have taken the run: then nothing may be committed."""
         return not self._lost and self._times.passed() - self._renewed_s <= self._ttl_s
 
     def release(self) -> None:
-        """Lets the next driver in at once."""
+        """Releases the run: the next driver need not wait."""
+        # The thread first: a renewal after the release would take it back.
         self._stop.set()
         self._thread.join()
         try:
             if not self._lost and not self._has_successor():
                 documents.write_json(_lease_path(self._run_dir), self._document(released=True))
         except (OSError, documents.StorageError):
-            return  # A lease that cannot be released runs out.
+            return  # A lease that cannot be released expires.
 
     def _has_successor(self) -> bool:
         """Raises OSError where nobody can tell."""
@@ -233,11 +238,11 @@ class Lease:
                     self._on_lost()
                 return
             except (OSError, documents.StorageError):
-                continue  # `valid()` turns false by itself if this goes on.
+                continue  # `valid()` becomes false if this goes on.
 
 
 def _latest(run_dir: str) -> tuple[Holder | None, int]:
-    """The newest driver and its term. A driver that has its term but has not written `lease.json` yet counts."""
+    """Returns the newest driver and its term. A driver that has a term but has not written `lease.json` yet counts too."""
     holder = holder_of(run_dir)
     driver_term = holder.driver_term if holder else 0
     while (claim := _claim(run_dir, driver_term + 1)) is not None:
@@ -246,10 +251,10 @@ def _latest(run_dir: str) -> tuple[Holder | None, int]:
 
 
 def _claim(run_dir: str, driver_term: int) -> Holder | None:
-    """Who has that term; None while nobody has it."""
+    """Returns the driver with that term; None if there is none."""
     try:
         return _holder(documents.read_json(_term_path(run_dir, driver_term)))
-    except documents.StorageError:  # just being written, or its driver died over it
+    except documents.StorageError:  # it is being written, or its driver died while writing
         return Holder(
             driver_term=driver_term,
             launch_id=UNKNOWN,
@@ -303,8 +308,8 @@ def _name(run_dir: str) -> str:
 
 
 def _holder(data: dict[str, Any] | None) -> Holder | None:
-    known = {field.name for field in fields(Holder)}
-    return Holder(**{name: value for name, value in data.items() if name in known}) if data is not None else None
+    names = {field.name for field in fields(Holder)}
+    return Holder(**{name: value for name, value in data.items() if name in names}) if data is not None else None
 
 
 def _lease_path(run_dir: str) -> str:

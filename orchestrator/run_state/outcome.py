@@ -1,4 +1,4 @@
-"""How a launch ended, for good: the document that a restarted driver believes."""
+"""The outcome: the document that says how a launch ended. A restarted driver that finds it does nothing else."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from trainers.storage import documents
 
-VERDICT = "verdict.json"
+FILE = "outcome.json"
 
 
-def write(run_dir: str | os.PathLike[str], verdict: dict[str, Any]) -> None:
-    """How the launch ended, for good. Ray Train runs a driver again after *any* exception, and takes any return for a
-    success: a restarted driver that finds a verdict of its own launch reports it and does nothing else."""
-    documents.write_json(documents.join(run_dir, VERDICT), verdict)
+def write_outcome(run_dir: str | os.PathLike[str], outcome: dict[str, Any]) -> None:
+    """Writes the final outcome of the launch. Ray Train runs a driver again after *any* exception, and takes any return for a
+    success: so a restarted driver needs it to know that the launch is over."""
+    documents.write_json(documents.join(run_dir, FILE), outcome)
 
 
-def read(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, Any] | None:
-    """The verdict on this launch; None while it has none (an earlier launch's verdict is no reason not to train on)."""
-    verdict = documents.read_json(documents.join(run_dir, VERDICT))
-    return verdict if verdict is not None and verdict.get("launch_id") == launch_id else None
+def read_outcome(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, Any] | None:
+    """Returns the outcome of this launch; None if it has none. The outcome of an earlier launch does not count."""
+    outcome = documents.read_json(documents.join(run_dir, FILE))
+    return outcome if outcome is not None and outcome.get("launch_id") == launch_id else None

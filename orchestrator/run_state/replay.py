@@ -1,4 +1,5 @@
-"""Training along another run's lineage: on as many hosts at each batch, the same batches skipped. Pure but for reading it."""
+"""Replays the lineage of another run: the same number of hosts at each batch, the same batches skipped. Pure except for
+`read`."""
 
 from __future__ import annotations
 
@@ -10,17 +11,17 @@ from trainers.storage import documents
 
 
 class ReplayError(Exception):
-    """The file is no lineage."""
+    """The file holds no lineage."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What one generation is to do."""
+    """The part of a lineage that one generation trains."""
 
     num_hosts: int | None = None
-    """None: as many as there are."""
+    """None: as many hosts as are available."""
     stop_at: int | None = None
-    """The batch index at which to save and stop, for the next stretch; None: none."""
+    """The batch index at which to save and stop, where the next segment begins; None: train to the end."""
     skip_batches: tuple[int, ...] = ()
 
 
@@ -31,14 +32,14 @@ class ReplayPlan:
     skip_batches: tuple[int, ...] = ()
 
     def segment_at(self, batch_index: int) -> Segment:
-        """Of a generation that goes on from `batch_index`."""
+        """Returns the segment of a generation that goes on from `batch_index`."""
         current = max(index for index, (start, _) in enumerate(self.starts) if start <= batch_index)
         following = self.starts[current + 1 :]
         return Segment(self.starts[current][1], following[0][0] if following else None, self.skip_batches)
 
 
 def read(path: str) -> ReplayPlan:
-    """From a JSON file with `lineage` and `skipped_batches`, such as a run's summary. Raises ReplayError."""
+    """Reads a JSON file with `lineage` and `skipped_batches`, such as a run's summary. Raises ReplayError."""
     document = documents.read_json(path)
     if document is None:
         raise ReplayError(
@@ -50,8 +51,8 @@ def read(path: str) -> ReplayPlan:
         raise ReplayError(f"driver.replay: {path} holds no lineage ({type(error).__name__}: {error})") from error
 
 
-def parse(stretches: Sequence[Mapping[str, Any]], skipped: Sequence[int]) -> ReplayPlan:
-    starts = tuple((int(stretch["batch_index"]), int(stretch["num_hosts"])) for stretch in stretches)
+def parse(lineage: Sequence[Mapping[str, Any]], skipped: Sequence[int]) -> ReplayPlan:
+    starts = tuple((int(segment["batch_index"]), int(segment["num_hosts"])) for segment in lineage)
     if not starts or starts[0][0] != 0 or list(starts) != sorted(starts):
-        raise ValueError(f"stretches start at {[start for start, _ in starts]}: expected ascending batch indices from 0 on")
+        raise ValueError(f"segments start at {[start for start, _ in starts]}: expected ascending batch indices from 0 on")
     return ReplayPlan(starts, tuple(sorted(int(batch) for batch in skipped)))

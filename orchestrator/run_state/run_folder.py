@@ -1,4 +1,4 @@
-"""The files in a run's folder that drivers keep for the drivers after them."""
+"""Reads and writes the files in a run's folder that a driver leaves for the next one."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from typing import Any
 from trainers.storage import documents, durable
 
 READ_BYTES = 16 << 20
-"""Of a file of lines, at most: from its end."""
+"""How much is read from the end of a file of lines."""
 ROTATE_BYTES = 64 << 20
-"""A file of lines that is larger begins anew; the old one is kept beside it."""
+"""A larger file of lines is renamed to `NAME.old`, and a new one begins."""
 
 
 class RunFolder:
-    """Every method may wait for the storage, and raises OSError when it fails."""
+    """The folder of a run. Every method may wait for the storage, and raises OSError when it fails."""
 
     def __init__(self, path: str):
         self.path = path
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """A document; None where there is none. Raises StorageError when it is damaged."""
+        """Returns a document; None if there is none. Raises StorageError when it is damaged."""
         return documents.read_json(documents.join(self.path, name))
 
     def write(self, name: str, document: dict[str, Any]) -> None:
         documents.write_json(documents.join(self.path, name), document)
 
     def set_aside(self, name: str) -> str:
-        """Takes a damaged document out of the way; returns where it is now."""
+        """Renames a damaged document; returns the new path."""
         path = documents.join(self.path, name)
         os.replace(path, f"{path}.damaged")
         return f"{path}.damaged"
 
     def append(self, name: str, text: str) -> None:
-        """Adds lines to a file of lines, and sees them to the disk."""
+        """Appends lines to a file, and syncs it to the disk."""
         path = documents.join(self.path, name)
         if os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
             os.replace(path, f"{path}.old")
         with open(path, "ab+") as file:
             size = os.fstat(file.fileno()).st_size
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-                file.write(b"\n")  # a line that a dying driver left unfinished must not swallow ours
+                file.write(b"\n")  # else the unfinished line of a driver that died would swallow ours
             file.write(text.encode())
             file.flush()
             durable.sync(file.fileno())
 
     def last_lines(self, name: str) -> list[str]:
-        """The lines at the end of a file of lines; none where there is no file."""
+        """Returns the lines at the end of a file; none if there is no file."""
         try:
             with open(documents.join(self.path, name), "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))

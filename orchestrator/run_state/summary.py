@@ -1,4 +1,4 @@
-"""What is left of a run when it ends: `summary.json` in its folder, the same shown on the console and kept as the verdict."""
+"""The summary of a run at its end: `summary.json` in its folder, also shown on the console and tracked in MLflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUMMARY = "summary.json"
 
 
 def build(launch: Launch, status: str, result: dict[str, Any], error: str | None, now_s: float) -> dict[str, Any]:
-    """`status` is finished, stopped or failed; `result` is what the trainer told at its end (empty if it did not get there)."""
+    """Builds the summary. `status` is finished, stopped or failed; `result` is the trainer's result (empty if there is none)."""
     return {
         "status": status,
         "stop_reason": result.get("stop_reason"),
@@ -45,7 +45,7 @@ def write(run_dir: str, summary: dict[str, Any]) -> str:
 
 
 def track(launch: Launch, summary: dict[str, Any]) -> None:
-    """The ledgers, for MLflow: seconds by category and recoveries as metrics of the last step, the whole as a file."""
+    """Tracks the summary in MLflow: the goodput ledger and the recoveries as metrics of the last step, the whole as a file."""
     recoveries = [incident["total_s"] for incident in summary["incidents"] if incident["resumed_step"] is not None]
     seconds = {f"goodput/{category}_s": value for category, value in summary["goodput"].items()}
     share = summary["goodput"]["step"] / summary["wall_s"] if summary["wall_s"] else 0.0
@@ -56,5 +56,6 @@ def track(launch: Launch, summary: dict[str, Any]) -> None:
         "incidents/recovery_s": sum(recoveries),
     }
     launch.tracker.log_metrics(summary["steps"] or 0, ledger)
+    # Before it is named to MLflow: the shipper reads the file.
     write(launch.run_dir, summary)
     launch.tracker.log_artifact(documents.join(launch.run_dir, SUMMARY))

@@ -1,1 +1,1 @@
-"""A real run seen from outside, on a cluster, disk or server that can be broken."""
+"""A real run observed from outside, on a cluster, disk or server that can be broken."""

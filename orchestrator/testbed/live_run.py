@@ -1,4 +1,4 @@
-"""A real run, seen from outside: its processes, the files that it writes, what may be done to it. For `chaos` and `verify`."""
+"""A real run, observed from outside: its processes, its files, and orders to its processes. For `chaos` and `verify`."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class Run:
         self.output = folder / "console.log"
         self.orders = folder / "faults"
         self.orders.mkdir(parents=True, exist_ok=True)
+        # By this path the training processes of the run are found (`_log_of`), whoever started them.
         self.logs = folder.absolute() / "logs" / self.run_dir.name
         self.seen: dict[int, psutil.Process] = {}
         self._env = {**os.environ, **(env or {})}
@@ -61,8 +62,8 @@ class Run:
 
     def start(self, *more_overrides: str) -> None:
         """Runs the command; once more, if it has stopped, as a user would go on."""
-        own = [f"hosts.env.{FAULTS_VARIABLE}={self.orders}", f"hosts.log_dir={self.logs}"]
-        overrides = [*self.overrides, *own, *more_overrides]
+        test_overrides = [f"hosts.env.{FAULTS_VARIABLE}={self.orders}", f"hosts.log_dir={self.logs}"]
+        overrides = [*self.overrides, *test_overrides, *more_overrides]
         command = [sys.executable, "-m", "orchestrator.run", self.config_path, *overrides]
         with self.output.open("a") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._env)
@@ -80,6 +81,7 @@ class Run:
     def finish(self) -> int:
         """Waits for its end; its exit status."""
         while self.running():
+            # Each look remembers new processes: at the end, an orphan could not be found any more.
             self.tree()
             time.sleep(POLL_S)
         return self.process.wait()
@@ -98,11 +100,13 @@ class Run:
     def clean_up(self) -> list[str]:
         """Ends the run if it still goes on; returns the processes of it that were left behind, and ends them too."""
         if self.running():
+            # Before the kill: after it, the children belong to another parent.
             self.tree()
             self.process.kill()
             self.process.wait()
-        mine = {**self.seen, **{process.pid: process for process in self.training_processes()}}
-        _, alive = psutil.wait_procs(list(mine.values()), timeout=20)
+        processes = {**self.seen, **{process.pid: process for process in self.training_processes()}}
+        # Some time to end by themselves: only what stays was left behind.
+        _, alive = psutil.wait_procs(list(processes.values()), timeout=20)
         left = [f"process {process.pid}: {command_of(process)[:80]}" for process in alive]
         for process in alive:
             process.kill()
@@ -141,10 +145,10 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """Folders of the complete ones, oldest first."""
         try:
-            found = [path for path in (self.run_dir / "checkpoints").iterdir() if path.name.isdigit()]
+            folders = [path for path in (self.run_dir / "checkpoints").iterdir() if path.name.isdigit()]
         except FileNotFoundError:
             return []
-        return sorted(found, key=lambda path: int(path.name))
+        return sorted(folders, key=lambda path: int(path.name))
 
     def saved_after(self, at_s: float) -> bool:
         """Whether a checkpoint was completed after that time."""
@@ -167,12 +171,12 @@ class Run:
 
     def members(self) -> dict[int, psutil.Process]:
         """The living training process of each host of the present generation, by host."""
-        found = {}
+        members = {}
         for path in (self.orders / "members").glob("host-*.json"):
             member = self._read(path)
             if member and self._log_of(member["pid"]):
-                found[member["host"]] = psutil.Process(member["pid"])
-        return found
+                members[member["host"]] = psutil.Process(member["pid"])
+        return members
 
     def member(self, host: int) -> psutil.Process:
         """Raises RunError if that host has no training process now."""
@@ -212,9 +216,9 @@ class Run:
     def order(self, host: int, kind: str, **settings: Any) -> str:
         """Tells the training process of `host` to do something to itself; returns the order's id."""
         self._num_orders += 1
-        made = {"id": f"{self._num_orders}-{kind}", "kind": kind, **settings}
-        documents.write_json(self.orders / f"host-{host:04d}.json", made)
-        return made["id"]
+        order = {"id": f"{self._num_orders}-{kind}", "kind": kind, **settings}
+        documents.write_json(self.orders / f"host-{host:04d}.json", order)
+        return order["id"]
 
     def taken(self, order_id: str) -> dict[str, Any] | None:
         """When, where and by whom the order was carried out; None before that."""

@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this machine, for faults that take a whole node or its network. Nothing is left behind.
 
-Each node has a wall clock of its own (chaos_clock.py); where it is permitted, a network namespace of its own too, joined to the
+Each node has a wall clock of its own (clock.py); where it is permitted, a network namespace of its own too, joined to the
 others by a cable that can be cut.
 """
 
@@ -24,8 +24,8 @@ import psutil
 
 from cluster.hosts.config import HostsConfig
 from cluster.hosts.fake_slices import FakeNode, slice_nodes
-from orchestrator.testbed import clock as chaos_clock
-from orchestrator.testbed.resources import GroundError, can_connect, free_port, run, wait_for
+from orchestrator.testbed import clock as settable_clock
+from orchestrator.testbed.resources import ResourceError, can_connect, free_port, run, wait_for
 
 NET = "10.231.{octet}.{host}"
 """Addresses of the nodes in network namespaces of their own; the octet is that of this process."""
@@ -71,7 +71,7 @@ class Node:
 
     def set_clock(self, ahead_s: float) -> None:
         """Sets the wall clock of all that runs on it."""
-        chaos_clock.set_ahead(self.clock, ahead_s)
+        settable_clock.set_ahead(self.clock, ahead_s)
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs on it: its session, and what was started from there in sessions of its own."""
@@ -104,7 +104,7 @@ class Cluster:
         """What whoever is to use it must have in its environment."""
         self._clocks = folder / "clocks"
         self._clocks.mkdir()
-        shutil.copy(chaos_clock.__file__, self._clocks / "sitecustomize.py")
+        shutil.copy(settable_clock.__file__, self._clocks / "sitecustomize.py")
 
     def start_head(self) -> None:
         port = self.address.rpartition(":")[2]
@@ -138,7 +138,7 @@ class Cluster:
         """Tells that the node will be taken away in so many seconds."""
         done = self._ask(DRAIN, f"{self._folder_of(node.number)}/", str(seconds))
         if done.returncode != 0:
-            raise GroundError(f"node {node.number} cannot be drained: {done.stderr.strip()[-500:]}")
+            raise ResourceError(f"node {node.number} cannot be drained: {done.stderr.strip()[-500:]}")
 
     def left_behind(self) -> list[str]:
         """Named actors and placement groups that the run has not given back."""
@@ -176,9 +176,9 @@ class Cluster:
             labels = ",".join(f"{name}={value}" for name, value in about.labels.items())
             command += [f"--resources={json.dumps(about.resources)}", f"--labels={labels}"]
         clock = self._clocks / str(number)
-        chaos_clock.set_ahead(clock, 0.0)
+        settable_clock.set_ahead(clock, 0.0)
         path = os.pathsep.join(filter(None, [str(self._clocks), os.environ.get("PYTHONPATH")]))
-        own = {**about.env, chaos_clock.VARIABLE: str(clock), "PYTHONPATH": path}
+        own = {**about.env, settable_clock.VARIABLE: str(clock), "PYTHONPATH": path}
         env = {**os.environ, **CLUSTER_ENV, **self.authentication, **own}
         prefix = ["ip", "netns", "exec", space] if space else []
         with (self.folder / f"node-{number}.log").open("wb") as log:
@@ -197,6 +197,7 @@ class Network:
     """A bridge, and for each node a network namespace that hangs on it by a cable that can be cut."""
 
     def __init__(self) -> None:
+        # By process id: two networks on one machine rarely get the same addresses.
         self.octet = os.getpid() % 200 + 20
         self.head_ip = NET.format(octet=self.octet, host=1)
         self.bridge = f"gwb{self.octet}"
@@ -234,6 +235,7 @@ class Network:
 
     def close(self) -> None:
         for number, space in self._spaces.items():
+            # A process that still runs in the namespace would keep it alive.
             pids = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True, check=False).stdout.split()
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -275,11 +277,11 @@ def why_no_network() -> str | None:
     probe = f"gwprobe{os.getpid()}"
     try:
         ip("netns", "add", probe)
-    except GroundError as error:
+    except ResourceError as error:
         return f"no network namespaces here: {error}"
     try:
         ip("link", "add", "gwprobe", "type", "veth", "peer", "name", "eth0", "netns", probe)
-    except GroundError as error:
+    except ResourceError as error:
         return f"no virtual cables here: {error}"
     finally:
         ip("netns", "del", probe)

@@ -1,5 +1,5 @@
-"""What a disturbed run may stand on: a disk that can be filled or made to hang, an MLflow server that can be killed. Nothing is
-left behind."""
+"""Resources for disturbed runs: a disk that can be filled or made to hang, an MLflow server that can be killed. Nothing is left
+behind."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from typing import Any
 START_TIMEOUT_S = 60.0
 
 
-class GroundError(Exception):
-    """It could not be prepared; the message says what failed."""
+class ResourceError(Exception):
+    """A resource could not be prepared; the message says what failed."""
 
 
 HOLD_FROZEN = 'fsfreeze --freeze "$0" && echo frozen && cat > /dev/null; fsfreeze --unfreeze "$0"'
-"""Until its input ends: whatever becomes of us, nothing stays frozen."""
+"""Holds the file system frozen until its input ends: even if this process is killed, nothing stays frozen."""
 FILE_SYSTEM_BYTES = 16 << 20
-"""What an ext4 of our size needs for itself, at most."""
+"""The most that an ext4 of this size needs for itself."""
 
 
 class SmallDisk:
@@ -42,11 +42,13 @@ class SmallDisk:
         command = ["sh", "-c", HOLD_FROZEN, str(self.folder)]
         self._freezer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._freezer.stdout is not None
+        # The line is printed after the freeze: from here on writers wait.
         if not self._freezer.stdout.readline():
-            raise GroundError(f"{self.folder} cannot be frozen: exit status {self._freezer.wait()}")
+            raise ResourceError(f"{self.folder} cannot be frozen: exit status {self._freezer.wait()}")
 
     def thaw(self) -> None:
         if self._freezer is not None:
+            # Closes its input, which ends `cat`, and waits until the file system is thawed.
             self._freezer.communicate()
             self._freezer = None
 
@@ -116,8 +118,9 @@ def small_disk(size_bytes: int, *, freezable: bool = False) -> Iterator[SmallDis
         try:
             yield disk
         finally:
+            # First: on a frozen file system writers would wait for ever.
             disk.thaw()
-            # Lazily: somebody may still look into it, and it shall be gone all the same.
+            # Lazily: a process that still has a file open must not prevent it.
             run(["umount", "--lazy", str(folder)])
     finally:
         folder.rmdir()
@@ -142,7 +145,7 @@ def why_no_small_disk(*, freezable: bool = False) -> str | None:
             if freezable:
                 disk.freeze()
             return None
-    except GroundError as error:
+    except ResourceError as error:
         return f"no {'file system that can be frozen' if freezable else 'mounts'} here: {error}"
 
 
@@ -150,16 +153,16 @@ def run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise GroundError(f"{' '.join(command)}: {error}") from error
+        raise ResourceError(f"{' '.join(command)}: {error}") from error
     if done.returncode != 0:
-        raise GroundError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
+        raise ResourceError(f"{' '.join(command)}: {done.stderr.strip() or f'exit status {done.returncode}'}")
 
 
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = START_TIMEOUT_S) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
-            raise GroundError(f"{what} was not there after {timeout_s:.0f} s")
+            raise ResourceError(f"{what} was not there after {timeout_s:.0f} s")
         time.sleep(0.1)
 
 

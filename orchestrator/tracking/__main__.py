@@ -2,6 +2,6 @@
 
 import sys
 
-from orchestrator.tracking.shipper import main
+from orchestrator.tracking.mlflow_shipper import main
 
 sys.exit(main(sys.argv[1:]))

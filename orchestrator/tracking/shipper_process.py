@@ -1,4 +1,4 @@
-"""The shipper as a process: started, started again when it dies, told to finish."""
+"""Starts the shipper process, starts it again when it dies, and tells it to finish."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainers.storage import documents
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 """MLflow's own. In the shipper's environment, where it may hold a user and a password; in files they are masked."""
 DRAIN = b"drain\n"
-"""On the shipper's standard input: ship the rest and leave."""
+"""The line on the shipper's standard input that tells it to ship the rest and exit."""
 LEFT_OVER = 3
-"""Exit status of a shipper that had to leave with lines unshipped."""
+"""The exit status of a shipper that could not ship all lines."""
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -42,8 +42,9 @@ class ShipperProcess:
         """Lets it ship the rest for at most `timeout_s`, and leaves no process behind."""
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
+            # Under one lock with `_run_one`: each shipper gets the line, even one that is being started now.
             self._closing.set()
-            _tell(self._process, DRAIN)
+            _send(self._process, DRAIN)
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
         with self._lock:
             self._out_of_time.set()
@@ -70,7 +71,8 @@ class ShipperProcess:
                 self.problem = f"cannot start the process that ships metrics to MLflow: {error.strerror}"
                 return None
             if self._closing.is_set():
-                _tell(self._process, DRAIN)
+                _send(self._process, DRAIN)
+        # Outside the lock: `close` has to be able to write to the process, and to kill it.
         return self._process.wait()
 
 
@@ -100,11 +102,11 @@ def _delays_s() -> Iterator[float]:
         yield RESTART_DELAYS_S[-1]
 
 
-def _tell(process: subprocess.Popen[bytes] | None, line: bytes) -> None:
+def _send(process: subprocess.Popen[bytes] | None, line: bytes) -> None:
     if process is None or process.stdin is None:
         return
     try:
         process.stdin.write(line)
         process.stdin.flush()
     except BrokenPipeError:
-        return  # It has died: the next one is told.
+        return  # It has died: the next one gets the line when it is started.

@@ -1,4 +1,4 @@
-"""The files of the folder `tracking` of a run: lines that wait to be shipped, and how far the shipper came."""
+"""The files in the folder `tracking` of a run: the lines to ship, and the progress of the shipper."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ STATE = "shipped.json"
 
 
 class Spool:
-    """An append-only file of JSON lines. What a full disk refuses is kept in memory and tried again with the next line."""
+    """An append-only file of JSON lines. Lines that a full disk refuses are kept in memory and written with the next line."""
 
     def __init__(self, path: str):
         os.makedirs(os.path.dirname(path), exist_ok=True)
+        # Unbuffered: what was appended is in the file even if this process is killed.
         self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (until `close()`)
         self._lock = threading.Lock()
-        # A line that a dying driver left unfinished must not swallow ours.
+        # Otherwise the unfinished line of a driver that died would swallow our first line.
         self._pending = bytearray(b"" if _ends_with_newline(self._file.fileno()) else b"\n")
         self.problem: str | None = None
 
@@ -42,6 +43,7 @@ class Spool:
     def _write(self) -> None:
         try:
             while self._pending:
+                # An unbuffered write may take only a part: the rest stays pending.
                 del self._pending[: self._file.write(self._pending)]
             self.problem = None
         except OSError as error:
@@ -49,7 +51,7 @@ class Spool:
 
 
 def read_document(folder: str, name: str) -> dict[str, Any]:
-    """What is noted there; nothing if it was never written, or is damaged: all can be made again from the spool."""
+    """Returns the document; empty if it does not exist or is damaged: everything can be made again from the spool."""
     try:
         return documents.read_json(documents.join(folder, name)) or {}
     except documents.StorageError:

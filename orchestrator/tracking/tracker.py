@@ -1,9 +1,9 @@
-"""Experiment tracking that is never in the way: the driver appends lines to a file, another process brings them to MLflow.
+"""Experiment tracking that never blocks the driver: it appends lines to a file, and another process sends them to MLflow.
 
-`RUN_DIR/tracking/metrics.jsonl` is the record: everything said of the run, in order, one JSON object a line, over all its
-restarts. The shipper (`orchestrator/tracking/shipper.py`) reads it and remembers in `shipped.json` how far it came. So a tracking
-server that is slow, down or gone costs the run nothing, and what it missed is sent when it is back, or at the next start.
-The driver never imports MLflow, which alone takes seconds of CPU.
+`RUN_DIR/tracking/metrics.jsonl` has all entries of the run in order, over all its restarts, one JSON object per line. The
+shipper (`orchestrator/tracking/mlflow_shipper.py`) reads it and remembers in `shipped.json` how far it came. So a tracking server
+that is slow, down or gone costs the run nothing, and what it missed is sent when it is back, or at the next start. The driver
+never imports MLflow, which alone takes seconds of CPU.
 
     python -m orchestrator.tracking RUN_DIR        ships what an earlier run could not
 
@@ -31,7 +31,7 @@ ENDINGS = ("FINISHED", "FAILED", "KILLED")
 
 
 class Tracker:
-    """The driver's end. Every method returns at once; none of them raises because of MLflow, or of a full disk."""
+    """The driver's side of tracking. Every method returns at once. None raises because of MLflow or a full disk."""
 
     def __init__(
         self,
@@ -52,10 +52,12 @@ class Tracker:
         self._spool = Spool(documents.join(self._folder, SPOOL))
         self._shipper: ShipperProcess | None = None
         self._closed = False
+        # An earlier launch may have marked the run as ended.
         self._append(status="RUNNING")
         if params:
             self.set_params(params)
         if config.mlflow:
+            # Before the shipper starts, which reads it.
             _name_run(self._folder, run_dir, config, run_name)
             self._shipper = ShipperProcess(os.path.abspath(run_dir), config.resolved_uri(run_dir))
 
@@ -82,7 +84,7 @@ class Tracker:
         self._append(model=name, source=path if documents.is_url(path) else Path(path).absolute().as_uri())
 
     def problem(self) -> str | None:
-        """What a person should know about tracking now, or None."""
+        """Returns the present problems of tracking, for people; None if there are none."""
         state = read_document(self._folder, STATE)
         problems = [state.get("problem"), self._spool.problem, self._shipper.problem if self._shipper else None]
         if state.get("rejected"):
@@ -92,7 +94,7 @@ class Tracker:
         return "; ".join(filter(None, problems)) or None
 
     def where(self) -> dict[str, str | None]:
-        """How to look at it: `uri`, `run_id` (None until the shipper has made the run) and `command`."""
+        """Returns how to look at the run in MLflow: `uri`, `run_id` (None until the shipper has created it) and `command`."""
         run = read_document(self._folder, RUN)
         if self._shipper is None or not run:
             return {"uri": None, "run_id": None, "command": None}
@@ -128,7 +130,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def left_over(folder: str) -> str | None:
-    """A sentence about the lines that have not reached MLflow, or None."""
+    """Returns a sentence about the lines that have not reached MLflow; None if all have."""
     state = read_document(folder, STATE)
     with open(documents.join(folder, SPOOL), "rb") as file:
         file.seek(state.get("offset", 0))
@@ -143,11 +145,11 @@ def left_over(folder: str) -> str | None:
 
 
 def _name_run(folder: str, run_dir: str, config: TrackingConfig, run_name: str) -> None:
-    """Says which MLflow run the lines belong to. It stays the same over restarts, unless the store or experiment changes."""
-    wanted = {"uri": masked(config.resolved_uri(run_dir)), "experiment": config.experiment, "run_name": run_name}
-    found = read_document(folder, RUN)
-    if {name: found.get(name) for name in wanted} == wanted:
+    """Writes which MLflow run the lines belong to. It stays the same over restarts, unless the store or experiment changes."""
+    target = {"uri": masked(config.resolved_uri(run_dir)), "experiment": config.experiment, "run_name": run_name}
+    current = read_document(folder, RUN)
+    if {name: current.get(name) for name in target} == target:
         return
     if documents.exists(documents.join(folder, STATE)):
-        documents.delete(documents.join(folder, STATE))  # Another run of MLflow's: it gets everything.
-    documents.write_json(documents.join(folder, RUN), wanted | {"key": uuid.uuid4().hex})
+        documents.delete(documents.join(folder, STATE))  # A new MLflow run: everything is shipped to it again.
+    documents.write_json(documents.join(folder, RUN), target | {"key": uuid.uuid4().hex})

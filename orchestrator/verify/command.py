@@ -84,6 +84,7 @@ class Trial:
         if self.folder.exists() and not (self.folder / REPORT).exists():
             raise RunError(f"{self.folder} is in the way, and not of an earlier verify: remove it, or set name= or storage=")
         shutil.rmtree(self.folder, ignore_errors=True)
+        # Marks the folder as ours at once: after an interrupt, the next verify may delete it.
         documents.write_json(self.folder / REPORT, {"passed": None})
         training = self.config.training
         self.where = {"dataset": training.data.dataset, "task": training.task, "trainer": training.trainer}
@@ -198,6 +199,7 @@ def read_evidence(run: Run, steps: int) -> Evidence:
         raise RunError(f"the run {run.run_dir.name!r} {summary['status']}: {summary['error'] or summary['stop_reason']}")
     metas = {int(path.name): path / "meta.json" for path in run.checkpoints()}
     fingerprints = {step: json.loads(path.read_text())["fingerprints"] for step, path in metas.items() if path.exists()}
+    # Batches that were only drawn ahead of the end were not trained on.
     batches = {batch: rows for batch, rows in run.batches().items() if batch < steps}
     return Evidence(batches, fingerprints, read_losses(run.run_dir / TRACKING / SPOOL), summary)
 

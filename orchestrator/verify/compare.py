@@ -1,4 +1,4 @@
-"""What two runs that should be equal have in common, and which part of the user's code is at fault where they are not. Pure."""
+"""Compares runs that should be equal, and names the part of the user's code at fault where they differ. Pure."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Batches = Mapping[int, Mapping[str, str]]
-"""Digests of rows, by batch and row."""
+"""The digests of rows, by batch and row."""
 Fingerprints = Mapping[int, Mapping[str, Any]]
-"""Of every leaf of the state, by step of the checkpoint and name."""
+"""The fingerprints of all leaves of the state, by step of the checkpoint and name."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a run left."""
+    """The files of a run that are compared."""
 
     batches: Batches = field(default_factory=dict)
     fingerprints: Fingerprints = field(default_factory=dict)
     losses: Mapping[int, float] = field(default_factory=dict)
-    """By step, as they were published."""
+    """The published losses by step."""
     summary: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first between two runs."""
+    """The first difference between two runs."""
 
     what: str
     """data or state"""
@@ -42,26 +42,27 @@ class Finding:
     at_fault: str | None = None
 
 
-def difference(one: Evidence, other: Evidence) -> Difference | None:
-    """None if the runs are equal as far as was recorded. What they were fed is looked at first: all else follows from it."""
-    if found := different_batch(one.batches, other.batches):
-        batch, row = found
+def difference(first: Evidence, second: Evidence) -> Difference | None:
+    """Returns the first difference; None if the runs are equal as far as was recorded."""
+    # The data first: all other differences may follow from them.
+    if differing := different_batch(first.batches, second.batches):
+        batch, row = differing
         return Difference("data", f"batch {batch} differs in row {row}")
-    if place := different_leaf(one.fingerprints, other.fingerprints):
-        step, leaf = place
+    if differing_leaf := different_leaf(first.fingerprints, second.fingerprints):
+        step, leaf = differing_leaf
         return Difference("state", f"first difference at step {step} in {leaf}")
     for digest in ("samples_digest", "params_digest"):
-        if one.summary[digest] != other.summary[digest]:
-            return Difference("state", f"{digest} differs at the end: {one.summary[digest]} and {other.summary[digest]}")
+        if first.summary[digest] != second.summary[digest]:
+            return Difference("state", f"{digest} differs at the end: {first.summary[digest]} and {second.summary[digest]}")
     return None
 
 
-def different_batch(one: Batches, other: Batches) -> tuple[int, str] | None:
-    """(batch, row) of the first difference. Batches that only one of them drew (ahead of a stop) do not count."""
-    for batch in sorted(set(one) & set(other)):
-        rows = {**one[batch], **other[batch]}
+def different_batch(first: Batches, second: Batches) -> tuple[int, str] | None:
+    """Returns (batch, row) of the first difference. Batches that only one run drew (ahead of a stop) do not count."""
+    for batch in sorted(set(first) & set(second)):
+        rows = {**first[batch], **second[batch]}
         for row in sorted(rows, key=_row_order):
-            if one[batch].get(row) != other[batch].get(row):
+            if first[batch].get(row) != second[batch].get(row):
                 return batch, row
     return None
 
@@ -70,38 +71,38 @@ def _row_order(row: str) -> list[int]:
     return [int(part) for part in row.split(maxsplit=1)[0].split(".")]
 
 
-def different_leaf(one: Fingerprints, other: Fingerprints) -> tuple[int, str] | None:
-    """(step, leaf) of the first difference, over the checkpoints that both have."""
-    for step in sorted(set(one) & set(other)):
-        for leaf in sorted({**one[step], **other[step]}):
-            if one[step].get(leaf) != other[step].get(leaf):
+def different_leaf(first: Fingerprints, second: Fingerprints) -> tuple[int, str] | None:
+    """Returns (step, leaf) of the first difference in the checkpoints that both runs have."""
+    for step in sorted(set(first) & set(second)):
+        for leaf in sorted({**first[step], **second[step]}):
+            if first[step].get(leaf) != second[step].get(leaf):
                 return step, leaf
     return None
 
 
-def loss_difference(one: Mapping[int, float], other: Mapping[int, float]) -> tuple[int, float] | None:
-    """(step, how much, relative to the loss) where the published losses are furthest apart; None if no step has both."""
-    apart = [(abs(one[step] - other[step]) / max(abs(one[step]), 1e-12), step) for step in set(one) & set(other)]
+def loss_difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[int, float] | None:
+    """Returns (step, relative difference) where the published losses differ most; None if the runs have no step in common."""
+    apart = [(abs(first[step] - second[step]) / max(abs(first[step]), 1e-12), step) for step in set(first) & set(second)]
     return (max(apart)[1], max(apart)[0]) if apart else None
 
 
 # ---------------------------------------------------------------------- the judgements
 
 
-def judge_twice(one: Evidence, other: Evidence, where: Mapping[str, str]) -> Finding:
+def judge_twice(first: Evidence, second: Evidence, where: Mapping[str, str]) -> Finding:
     """Two undisturbed runs. `where` names the user's `dataset`, `task` and `trainer`."""
     claim = "the same run twice gives the same samples, parameters and optimizer state, bit for bit"
-    found = difference(one, other)
-    if found is None:
+    diff = difference(first, second)
+    if diff is None:
         return Finding(claim, True)
-    if found.what == "data":
+    if diff.what == "data":
         text = (
-            f"data: {found.text} between two undisturbed runs: a batch is not a pure function of (seed, batch index). Look at "
+            f"data: {diff.text} between two undisturbed runs: a batch is not a pure function of (seed, batch index). Look at "
             f"data.dataset = {where['dataset']}: randomness without the seed, the clock, the order of files or threads"
         )
         return Finding(claim, False, text, "data")
     text = (
-        f"step: {found.text} between two undisturbed runs on the same batches. Look at task = {where['task']} and "
+        f"step: {diff.text} between two undisturbed runs on the same batches. Look at task = {where['task']} and "
         f"trainer = {where['trainer']}: randomness that is not of (seed, step), the clock, the host's name; or operations of "
         "the device that are not deterministic"
     )
@@ -109,22 +110,22 @@ def judge_twice(one: Evidence, other: Evidence, where: Mapping[str, str]) -> Fin
 
 
 def judge_resumed(plain: Evidence, killed: Evidence, where: Mapping[str, str]) -> Finding:
-    """An undisturbed run, and one in which a process was killed after a checkpoint."""
+    """Compares an undisturbed run with one in which a process was killed after a checkpoint."""
     claim = "killed and resumed, it ends as if nothing had happened, bit for bit"
     resumed = [incident["resumed_step"] for incident in killed.summary["incidents"]]
     if not any(resumed):
         return Finding(claim, False, f"the run was not resumed from a checkpoint (resumed from: {resumed})", "restore")
-    found = difference(plain, killed)
-    if found is None:
+    diff = difference(plain, killed)
+    if diff is None:
         return Finding(claim, True, f"resumed from step {resumed[0]}")
-    if found.what == "data":
+    if diff.what == "data":
         text = (
-            f"data: {found.text} after the run was resumed from step {resumed[0]}: what a batch holds depends on what the "
+            f"data: {diff.text} after the run was resumed from step {resumed[0]}: what a batch holds depends on what the "
             f"process did before. Look at data.dataset = {where['dataset']}: state in it, such as an iterator or a counter"
         )
         return Finding(claim, False, text, "data")
     text = (
-        f"restore: {found.text} after the run was resumed from step {resumed[0]}, on the same batches: something that training "
+        f"restore: {diff.text} after the run was resumed from step {resumed[0]}, on the same batches: something that training "
         f"depends on is not in the state that is saved. Look at trainer = {where['trainer']} and task = {where['task']}: "
         "attributes that change while training, of the trainer, the task or its callbacks"
     )
@@ -132,12 +133,13 @@ def judge_resumed(plain: Evidence, killed: Evidence, where: Mapping[str, str]) -
 
 
 def judge_resized(plain: Evidence, resized: Evidence, tolerance: float, where: Mapping[str, str]) -> Finding:
-    """An undisturbed run, and one that was stopped half-way and went on with fewer hosts: floating-point sums differ."""
+    """Compares an undisturbed run with one that was stopped half-way and went on with fewer hosts. Its losses may differ a
+    little: floating-point sums depend on the number of hosts."""
     claim = f"gone on with on {_hosts(resized)} hosts, it sees the same samples, and its losses stay within {tolerance:.1%}"
-    if found := different_batch(plain.batches, resized.batches):
+    if differing := different_batch(plain.batches, resized.batches):
         text = (
-            f"data: batch {found[0]} differs in row {found[1]} on another number of hosts: what it holds depends on who reads "
-            f"it. Look at data.dataset = {where['dataset']}"
+            f"data: batch {differing[0]} differs in row {differing[1]} on another number of hosts: what it holds depends on who "
+            f"reads it. Look at data.dataset = {where['dataset']}"
         )
         return Finding(claim, False, text, "data")
     if plain.summary["samples_digest"] != resized.summary["samples_digest"]:
@@ -153,18 +155,18 @@ def judge_resized(plain: Evidence, resized: Evidence, tolerance: float, where: M
 
 
 def judge_replayed(resized: Evidence, replayed: Evidence, where: Mapping[str, str]) -> Finding:
-    """A run that was resized, and an undisturbed one along its lineage."""
+    """Compares a run that was resized with an undisturbed run along its lineage."""
     claim = f"the lineage ({_hosts(resized)} hosts) gives the same again, bit for bit"
-    found = difference(resized, replayed)
-    if found is None:
+    diff = difference(resized, replayed)
+    if diff is None:
         return Finding(claim, True)
-    at_fault = "data" if found.what == "data" else "restore"
-    look = where["dataset"] if found.what == "data" else where["trainer"]
-    return Finding(claim, False, f"{at_fault}: {found.text} between a resized run and its replay. Look at {look}", at_fault)
+    at_fault = "data" if diff.what == "data" else "restore"
+    look = where["dataset"] if diff.what == "data" else where["trainer"]
+    return Finding(claim, False, f"{at_fault}: {diff.text} between a resized run and its replay. Look at {look}", at_fault)
 
 
 def _hosts(evidence: Evidence) -> str:
-    return " then ".join(str(stretch["num_hosts"]) for stretch in evidence.summary.get("lineage") or ())
+    return " then ".join(str(segment["num_hosts"]) for segment in evidence.summary.get("lineage") or ())
 
 
 def passed(findings: Sequence[Finding]) -> bool:

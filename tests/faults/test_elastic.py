@@ -123,7 +123,7 @@ def test_a_host_that_is_lost_while_the_gang_stops_is_named(tmp_path, monkeypatch
 
     def halt(self, generation):
         if generation.finished:
-            agent = psutil.Process(self.roster.gang.descriptions[0]["pid"])
+            agent = psutil.Process(self.membership.gang.descriptions[0]["pid"])
             agent.kill()
             agent.wait()
         return real(self, generation)

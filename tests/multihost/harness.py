@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent import machine
-from cluster.agent.child_process import ChildProcess, Exit, child_env
+from cluster.agent.child_process import ChildProcess, ExitStatus, child_env
 from cluster.hosts.config import HostsConfig
 from cluster.hosts.process_env import process_env
 from tests import ROOT
-from tests.multihost.fork_server import ForkServer
+from tests.event_schema import check_event
+from tests.multihost.fork_server import ForkServer, settings_of_jax
 from trainers.config.arguments import TrainingArguments
 
 TIMEOUT_S = 240
@@ -33,14 +34,15 @@ class Session:
 
     def __init__(self, folder: Path, stack: ExitStack):
         self.cache = str(folder)
-        self._stack, self._servers, self._turns = stack, [], itertools.count()
+        self._stack, self._servers, self._turns = stack, {}, itertools.count()
 
     def spawn(self, env: dict[str, str], **how: Any) -> ChildProcess:
-        turn = next(self._turns) % NUM_SERVERS
-        if turn == len(self._servers):
-            self._servers.append(ForkServer(env))
-            self._stack.callback(self._servers[-1].close)
-        return self._servers[turn].spawn(env=env, **how)
+        """By a server that imported JAX with these settings: they cannot be changed after."""
+        key = (next(self._turns) % NUM_SERVERS, *sorted(settings_of_jax(env).items()))
+        if key not in self._servers:
+            self._servers[key] = ForkServer(env)
+            self._stack.callback(self._servers[key].close)
+        return self._servers[key].spawn(env=env, **how)
 
 
 @contextmanager
@@ -78,7 +80,7 @@ class Host:
             self.events.append(event)
             self.changed.notify_all()
 
-    def _ended(self, how: Exit) -> None:
+    def _ended(self, how: ExitStatus) -> None:
         with self.changed:
             self.exit = how
             self.changed.notify_all()
@@ -111,7 +113,7 @@ def start(
     coordinator = f"127.0.0.1:{machine.free_port()}"
     for index, host in enumerate(made):
         host.wait_for("warm")
-        go = {"cmd": "go", "generation": 0, "host": index, "num_hosts": hosts, "coordinator": coordinator, **orders}
+        go = {"cmd": "start", "generation": 0, "host": index, "num_hosts": hosts, "coordinator": coordinator, **orders}
         assert host.child.send(go)
     return made
 
@@ -125,6 +127,8 @@ def run(arguments: TrainingArguments, folder: Path, *, hosts: int, devices_per_h
 def to_the_end(made: list[Host]) -> list[Host]:
     for host in made:
         host.wait_for("done")
+        for event in host.events:
+            check_event(event, "process")
     for host in made:
         assert host.child.wait_gone(TIMEOUT_S)
         assert host.exit.code == 0, (host.exit, host.child.log_tail())

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shutil
 import signal
 
+import jax
 import pytest
 from flax import nnx
 
 from tests.multihost import harness
 from tests.programs.tiny import TableTask
-from trainers.checkpoint import layout, manifest
+from trainers.base import BaseTrainer
+from trainers.checkpoint import assets, layout, manifest
 from trainers.config.arguments import TrainingArguments, from_dict
 
 HERE = "tests.multihost.test_checkpoints"
@@ -38,6 +40,32 @@ def trained(tmp_path_factory):
     for host in hosts:
         assert [event["step"] for event in host.of("saved")] == [3, 6]
     return folder
+
+
+def test_a_state_is_saved_by_two_hosts_and_loaded_again(tmp_path):
+    """By `save_pretrained`, with the assets of host 0; each host loads its half."""
+    hosts = harness.run(arguments(tmp_path, trainer=f"{HERE}:SavesAndLoads"), tmp_path / "logs", hosts=2, devices_per_host=1)
+    for host in hosts:
+        assert [note["message"] for note in host.of("note")] == ["the same bits"]
+    folder = tmp_path / "saved"
+    content = manifest.read(folder)
+    assert sorted(content.files) == manifest.names_below(folder)
+    assert list(content.problems(folder, content.files, digest_up_to=None)) == []
+    assert {name.split("/")[1] for name in content.files if "ocdbt.process" in name} == {"ocdbt.process_0", "ocdbt.process_1"}
+    assert assets.read(str(folder)) == assets.read(str(tmp_path / "run")) == {"0": "an asset"}
+
+
+def test_models_are_saved_by_two_hosts_beside_their_checkpoints(tmp_path):
+    given = arguments(tmp_path, checkpoint={"save_steps": 3, "model_every_steps": 1, "model_limit": 2})
+    for host in harness.run(given, tmp_path / "logs", hosts=2, devices_per_host=1):
+        assert [event["step"] for event in host.of("saved")] == [3, 6]
+        assert host.of("note") == []
+    assert layout.steps(tmp_path / "run" / "models") == [5, 6]
+    for step in (5, 6):
+        folder = tmp_path / "run" / "models" / str(step)
+        content = manifest.read(folder)
+        assert list(content.problems(folder, content.files, digest_up_to=None)) == []
+        assert {name.split("/")[1] for name in content.files if "ocdbt.process" in name} == {"ocdbt.process_0", "ocdbt.process_1"}
 
 
 def go_on(trained, tmp_path, **changes):
@@ -116,6 +144,28 @@ def failure(hosts):
 
 def input_output_error(*_):
     raise OSError(5, "Input/output error")
+
+
+class SavesAndLoads(BaseTrainer):
+    def build_model_assets(self):
+        return ["an asset"]
+
+    def train(self, *given):
+        import numpy as np
+
+        from trainers import runtime
+
+        state = super().train(*given)
+        loaded = self.load_pretrained(self.save_pretrained(f"{self.arguments.storage}/saved"))
+        same = jax.tree.map(
+            lambda a, b: all(
+                np.array_equal(x.data, y.data) for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
+            ),
+            state,
+            loaded,
+        )
+        runtime.current().note("the same bits" if all(jax.tree.leaves(same)) else f"other bits: {same}")
+        return state
 
 
 class ShardedTableTask(TableTask):

@@ -19,7 +19,7 @@ def stretch(batch_index, hosts):
 
 def eight(tmp_path, **changes):
     small = {"task": "tests.programs.tiny:TableTask", "data": {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers"}}
-    return arguments(tmp_path, global_batch_size=8, accumulation_steps=1, **small, **changes)
+    return arguments(tmp_path, global_batch_size=8, **{"accumulation_steps": 1, **small, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +88,18 @@ def test_what_a_precompilation_compiled_is_not_compiled_again(tmp_path):
     assert [name for name in written(programs).keys() - precompiled.keys() if not name.startswith("eval_step")] == []
     untouched = harness.run(eight(tmp_path / "other", checkpoint={}), tmp_path / "plain", hosts=2, devices_per_host=2, **orders)
     assert harness.result(trained[0])["params_digest"] == harness.result(untouched[0])["params_digest"]
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}])
+def test_a_loaded_step_that_accumulates_gradients_gives_the_same_bits(tmp_path, mesh):
+    """Over and over: its collectives, of which there are several, might run in another order each time."""
+    env = {"GANGWAY_PROGRAMS": str(tmp_path / "programs"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # compiled as users' are
+    digests = set()
+    for life in range(4):
+        made = eight(tmp_path / str(life), accumulation_steps=2, mesh=mesh, checkpoint={})
+        hosts = harness.run(made, tmp_path / f"logs-{life}", hosts=2, devices_per_host=1, env=env, program_key="launch")
+        digests.add(harness.result(hosts[0])["params_digest"])
+    assert len(digests) == 1
 
 
 def written(folder: Path) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -38,10 +40,10 @@ def one_process(tmp_path_factory):
     "mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 4}]
 )
 def test_two_hosts_of_four_devices_give_the_losses_of_one_of_eight(tmp_path, one_process, mesh):
-    made = arguments(tmp_path, mesh=mesh, trainer="tests.programs.gangs:TellsGangs")
+    made = arguments(tmp_path, mesh=mesh, trainer="tests.programs.mesh_groups:NotesMeshGroups")
     hosts = harness.run(made, tmp_path / "logs", hosts=2, devices_per_host=4)
     for host, told in enumerate(hosts):
-        check_gangs(host, told.of("gangs")[0]["found"], {"data": 1, "fsdp": 1, "tensor": 1, **mesh})
+        check_groups(host, json.loads(told.of("note")[0]["message"]), {"data": 1, "fsdp": 1, "tensor": 1, **mesh})
     expected, got = harness.losses(one_process), harness.losses(hosts[0])
     assert list(got) == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose(list(got.values()), list(expected.values()), rtol=5e-5)
@@ -50,7 +52,7 @@ def test_two_hosts_of_four_devices_give_the_losses_of_one_of_eight(tmp_path, one
     assert harness.result(hosts[0]) == harness.result(hosts[1])
 
 
-def check_gangs(host, found, mesh):
+def check_groups(host, found, mesh):
     """Of the first of this host's four devices."""
     assert found["root"] == [4 * host, 8, host, 2]
     places = np.unravel_index(4 * host, tuple(mesh.values()))

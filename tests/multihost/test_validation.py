@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
@@ -55,3 +56,16 @@ def test_what_one_host_knows_stops_both_and_what_they_measure_is_exact(tmp_path)
     params, meta = load_model(str(run_folder / "models" / "2"), placed)
     assert meta["step"] == 2
     assert np.isfinite(params["embed"]).all()
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 1, "tensor": 4}])
+def test_metrics_of_predictions_count_each_example_once_on_two_hosts(tmp_path, mesh):
+    """Also where two hosts hold the same rows: with tensor groups over both."""
+    units = {"eval": {"metrics": "tests.programs.outputs:MostWrong"}}
+    task = "tests.programs.outputs:Guesses"
+    made = dataclasses.replace(eight(tmp_path, max_num_steps=1, mesh=mesh, evaluation={"units": units}), task=task)
+    first, second = harness.run(made, tmp_path / "logs", hosts=2, devices_per_host=2)
+    results = [harness.result(host) for host in (first, second)]
+    assert {name: results[0][name] for name in ("eval_examples", "eval_different")} == {"eval_examples": 21, "eval_different": 21}
+    assert results[0]["eval_hits"] == pytest.approx(results[0]["eval_accuracy"], rel=1e-6)
+    assert results[0]["eval_median_wrong"] == results[1]["eval_median_wrong"]

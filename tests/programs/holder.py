@@ -20,7 +20,7 @@ def main():
     gang = reserve(hosts, settings.pop("run_name"), module="tests.programs.echo_worker", **settings)
     gang.prepare({"tag": "prepared"})
     count = len(gang.members)
-    answers = ray.get([gang.call(host, "go", {"generation": 0, "host": host, "num_hosts": count}) for host in range(count)])
+    answers = ray.get([gang.call(host, "start", {"generation": 0, "host": host, "num_hosts": count}) for host in range(count)])
     print(json.dumps({"pids": [answer["pid"] for answer in answers], "record": gang.record()}), flush=True)
     time.sleep(1000)
 

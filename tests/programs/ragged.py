@@ -89,6 +89,8 @@ class Preference(Ragged):
 
 
 class Examples:
+    takes_any_index = True
+
     def __init__(self, num_examples=96):
         rng = np.random.default_rng(7)
         self.tokens, self.rejected = rng.integers(0, VOCABULARY, (2, num_examples, LENGTH + 1), dtype=np.int32)

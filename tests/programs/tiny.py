@@ -46,6 +46,8 @@ class TableTask:
 class Numbers:
     """Example i is a short arithmetic progression: learnable, and every example tells its id."""
 
+    takes_any_index = True
+
     def __init__(self, num_examples: int, length: int):
         self.num_examples, self.length = num_examples, length
 

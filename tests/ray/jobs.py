@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver import main
 from orchestrator.driver.ray_train import JobFailed
-from orchestrator.events import Board
-from orchestrator.run_state import outcome
+from orchestrator.run_state.outcome import read_outcome
 from trainers.storage import documents
 
 
@@ -67,5 +67,5 @@ def run_job(made: dict[str, Any], board: Board | None = None) -> dict[str, Any]:
         main.drive(message, NoTrain())
     summary = documents.read_json(documents.join(config.run_dir, "summary.json"))
     assert sum(summary["goodput"].values()) == pytest.approx(summary["wall_s"], rel=1e-3)
-    assert outcome.read(config.run_dir, message["launch_id"])["error"] == summary["error"]
+    assert read_outcome(config.run_dir, message["launch_id"])["error"] == summary["error"]
     return summary

@@ -74,7 +74,7 @@ def in_background(work):
 def test_a_standby_becomes_the_process_of_its_generation(start):
     agent = start({"tag": "a"})
     standby = wait_for_standby(agent)
-    answer = agent.go({"generation": 7, "steps": 3})
+    answer = agent.start({"generation": 7, "steps": 3})
     assert answer["pid"] == standby
     events = events_until(agent, "first_step")
     assert [each["ev"] for each in events] == ["phase", "warm", "joined", "first_step"]
@@ -87,7 +87,7 @@ def test_a_standby_becomes_the_process_of_its_generation(start):
 def test_orders_reach_the_process(start):
     agent = start({})
     assert agent.order({"cmd": "echo", "message": "too early"}) is False
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     assert agent.order({"cmd": "echo", "message": "hello"})
     assert event(agent, "note")["message"] == "hello"
 
@@ -95,7 +95,7 @@ def test_orders_reach_the_process(start):
 def test_the_process_has_the_environment_it_was_given(start, monkeypatch):
     monkeypatch.setenv("MEGASCALE_SLICE_ID", "5")
     agent = start({}, env={"NAME": "value", "JAX_COMPILATION_CACHE_DIR": "~/cache"})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     env = event(agent, "joined")["env"]
     assert env["NAME"] == "value"
     assert env["JAX_COMPILATION_CACHE_DIR"] == os.path.expanduser("~/cache")
@@ -104,7 +104,7 @@ def test_the_process_has_the_environment_it_was_given(start, monkeypatch):
 
 def test_a_poll_waits_for_an_event_and_no_longer(start):
     agent = start({})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     events_until(agent, "first_step")
     cursor = agent.poll(0, 0)["cursor"]
     assert agent.poll(cursor, 0.01)["events"] == []
@@ -117,7 +117,7 @@ def test_a_poll_waits_for_an_event_and_no_longer(start):
 def test_the_newest_events_are_kept_and_those_that_say_how_it_stands(start, monkeypatch):
     monkeypatch.setattr(agent_module, "MAX_EVENTS", 8)
     agent = start({})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     for number in range(20):
         agent.order({"cmd": "echo", "message": number})
     assert wait_until(lambda: agent.poll(0, 0)["events"][-1].get("message") == 19)
@@ -131,7 +131,7 @@ def test_the_newest_events_are_kept_and_those_that_say_how_it_stands(start, monk
 
 def test_an_exit_is_told_with_the_last_lines_of_the_log(start):
     agent = start({})
-    agent.go({"generation": 0, "then": "exit"})
+    agent.start({"generation": 0, "then": "exit"})
     last = events_until(agent, "exit")[-1]
     assert (last["ev"], last["code"], last["signal"]) == ("exit", 3, None)
     assert last["log_tail"] == ["leaving"]
@@ -139,7 +139,7 @@ def test_an_exit_is_told_with_the_last_lines_of_the_log(start):
 
 def test_an_exception_comes_before_the_exit(start):
     agent = start({})
-    agent.go({"generation": 0, "then": "raise"})
+    agent.start({"generation": 0, "then": "raise"})
     events = events_until(agent, "exit")
     assert [each["ev"] for each in events[-2:]] == ["exception", "exit"]
     after = agent.halt()
@@ -150,7 +150,7 @@ def test_an_exception_comes_before_the_exit(start):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT, signal.SIGTERM])
 def test_a_killed_process_is_told_by_its_signal(start, how):
     agent = start({})
-    pid = agent.go({"generation": 0})["pid"]
+    pid = agent.start({"generation": 0})["pid"]
     cursor = events_until(agent, "first_step") and agent.poll(0, 0)["cursor"]
     threading.Timer(0.2, os.kill, [pid, how]).start()
     answer = agent.poll(cursor, LONG_S)
@@ -160,7 +160,7 @@ def test_a_killed_process_is_told_by_its_signal(start, how):
 
 def test_halt_is_no_failure_and_ends_a_process_that_ignores_sigterm(start):
     agent = start({})
-    pid = agent.go({"generation": 0, "ignore_sigterm": True, "steps": 2})["pid"]
+    pid = agent.start({"generation": 0, "ignore_sigterm": True, "steps": 2})["pid"]
     events_until(agent, "first_step")
     os.kill(pid, signal.SIGTERM)
     after = agent.halt()
@@ -174,7 +174,7 @@ def test_halt_is_no_failure_and_ends_a_process_that_ignores_sigterm(start):
 def test_halt_tells_what_nobody_has_polled_yet(start):
     """A checkpoint that was complete just before the crash, say: the next generation would not know of it."""
     agent = start({})
-    agent.go({"generation": 3})
+    agent.start({"generation": 3})
     events_until(agent, "first_step")
     cursor = agent.poll(0, 0)["cursor"]
     agent.order({"cmd": "emit", "ev": "saved", "step": 7, "path": "p"})
@@ -188,7 +188,7 @@ def test_halt_tells_what_nobody_has_polled_yet(start):
 
 def test_halt_ends_a_frozen_process(start):
     agent = start({})
-    pid = agent.go({"generation": 0})["pid"]
+    pid = agent.start({"generation": 0})["pid"]
     os.kill(pid, signal.SIGSTOP)
     assert agent.halt()["exit"] is None
     assert is_gone(pid)
@@ -196,7 +196,7 @@ def test_halt_ends_a_frozen_process(start):
 
 def test_a_process_that_died_just_before_halt_keeps_its_own_exit(start):
     agent = start({})
-    pid = agent.go({"generation": 0})["pid"]
+    pid = agent.start({"generation": 0})["pid"]
     os.kill(pid, signal.SIGKILL)
     assert wait_until(lambda: is_gone(pid))
     assert agent.halt()["exit"]["signal"] == signal.SIGKILL
@@ -206,7 +206,7 @@ def test_a_process_that_takes_long_to_die_is_told_and_the_next_generation_waits_
     """One with a terabyte of memory, say; here something that it left behind holds its pipe open."""
     monkeypatch.setattr("cluster.agent.child_process._PIPE_GRACE_S", LONG_S)
     agent = start({})
-    pid = agent.go({"generation": 0, "workers": 1, "apart": True})["pid"]
+    pid = agent.start({"generation": 0, "workers": 1, "apart": True})["pid"]
     (holder,) = event(agent, "joined")["workers"]
     cursor = events_until(agent, "first_step") and agent.poll(0, 0)["cursor"]
     for _ in range(2):
@@ -217,8 +217,8 @@ def test_a_process_that_takes_long_to_die_is_told_and_the_next_generation_waits_
         assert after["state"][0] in "SR"  # what it was at before it was killed
     assert agent.halt()["gone"] is False  # in its own time, too
     assert state(agent)["alive"]
-    thread, answers = in_background(lambda: agent.go({"generation": 1}))
-    assert wait_until(lambda: agent.lead(0)["generation"] == 1)
+    thread, answers = in_background(lambda: agent.start({"generation": 1}))
+    assert wait_until(lambda: agent.take_over(0)["generation"] == 1)
     wait_for_standby(agent)
     assert not answers
     os.kill(holder, signal.SIGKILL)
@@ -231,11 +231,11 @@ def test_a_process_that_takes_long_to_die_is_told_and_the_next_generation_waits_
 def test_a_generation_does_not_wait_for_ever_for_a_process_that_will_not_die(start, monkeypatch):
     monkeypatch.setattr("cluster.agent.child_process._PIPE_GRACE_S", LONG_S)
     agent = start({})
-    pid = agent.go({"generation": 0, "workers": 1, "apart": True})["pid"]
+    pid = agent.start({"generation": 0, "workers": 1, "apart": True})["pid"]
     (holder,) = event(agent, "joined")["workers"]
     agent.halt(0.05)
     with pytest.raises(TimeoutError, match=rf"generation 1: process {pid} of generation 0 is still there \d+ s after SIGKILL"):
-        agent.go({"generation": 1, "limits": {"import_s": 0.2}})
+        agent.start({"generation": 1, "limits": {"import_s": 0.2}})
     os.kill(holder, signal.SIGKILL)
     assert agent.halt(LONG_S)["gone"]
 
@@ -247,7 +247,7 @@ def test_halt_without_a_process(start):
 @pytest.mark.parametrize("how", ["halt", "crash"])
 def test_data_workers_end_with_their_process(start, how):
     agent = start({})
-    pid = agent.go({"generation": 0, "workers": 2})["pid"]
+    pid = agent.start({"generation": 0, "workers": 2})["pid"]
     workers = event(agent, "joined")["workers"]
     assert not any(map(is_gone, workers))
     if how == "halt":
@@ -260,7 +260,7 @@ def test_data_workers_end_with_their_process(start, how):
 
 def test_nothing_is_left_of_a_process_group(start):
     agent = start({})
-    pid = agent.go({"generation": 0, "workers": 1})["pid"]
+    pid = agent.start({"generation": 0, "workers": 1})["pid"]
     event(agent, "joined")
     members = [each.pid for each in psutil.process_iter() if not is_gone(each.pid) and os.getpgid(each.pid) == pid]
     assert len(members) == 3  # the process, its worker, the guard
@@ -270,24 +270,24 @@ def test_nothing_is_left_of_a_process_group(start):
 
 def test_the_next_standby_waits_for_the_first_step(start):
     agent = start({})
-    agent.go({"generation": 0, "steps": 0})
+    agent.start({"generation": 0, "steps": 0})
     event(agent, "joined")
     assert state(agent)["standby"] == "none"
     agent.halt()
-    agent.go({"generation": 1, "steps": 1})
+    agent.start({"generation": 1, "steps": 1})
     wait_for_standby(agent)
 
 
 def test_a_failed_process_gets_a_successor_at_once(start):
     agent = start({})
-    agent.go({"generation": 0, "steps": 0, "then": "exit"})
+    agent.start({"generation": 0, "steps": 0, "then": "exit"})
     event(agent, "exit")
     wait_for_standby(agent)
 
 
 def test_a_finished_process_gets_no_successor(start):
     agent = start({})
-    agent.go({"generation": 0, "steps": 0, "then": "done"})
+    agent.start({"generation": 0, "steps": 0, "then": "done"})
     assert event(agent, "exit")["code"] == 0
     assert state(agent)["standby"] == "none"
     assert agent.halt()["done"]
@@ -298,17 +298,17 @@ def test_go_works_after_any_number_of_generations(start):
     pids = set()
     for generation in range(4):
         agent.halt()
-        pids.add(agent.go({"generation": generation})["pid"])
+        pids.add(agent.start({"generation": generation})["pid"])
         assert {each["generation"] for each in events_until(agent, "first_step")} == {generation}
     assert len(pids) == 4
 
 
 def test_events_of_an_earlier_generation_are_not_told_again(start):
     agent = start({})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     events_until(agent, "first_step")
     agent.halt()
-    agent.go({"generation": 1})
+    agent.start({"generation": 1})
     assert {each["generation"] for each in events_until(agent, "first_step")} == {1}
 
 
@@ -317,14 +317,14 @@ def test_a_standby_that_dies_is_replaced(start):
     first = wait_for_standby(agent)
     os.kill(first, signal.SIGKILL)
     assert wait_until(lambda: state(agent)["standby_pid"] not in (first, None))
-    assert agent.go({"generation": 0})["pid"] != first
+    assert agent.start({"generation": 0})["pid"] != first
     assert event(agent, "joined")["generation"] == 0
 
 
 def test_a_standby_killed_while_it_prepares_is_replaced_while_go_waits(start, tmp_path):
     (tmp_path / "deaths").mkdir()
     agent = start({"die": 2, "folder": str(tmp_path / "deaths")})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     assert event(agent, "joined")["generation"] == 0
     assert len(os.listdir(tmp_path / "deaths")) == 2
 
@@ -333,14 +333,14 @@ def test_standbys_that_are_killed_again_and_again_are_a_failure(start, tmp_path)
     (tmp_path / "deaths").mkdir()
     agent = start({"die": 100, "folder": str(tmp_path / "deaths")})
     wait_for_standby(agent, "failed")
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     assert event(agent, "exit")["signal"] == signal.SIGKILL
     assert len(os.listdir(tmp_path / "deaths")) == standby_module.MAX_DEATHS + 1
 
 
 def test_a_failed_preparation_comes_as_a_failure_of_the_generation(start):
     agent = start({"fail": "no such data"})
-    answer = agent.go({"generation": 0})
+    answer = agent.start({"generation": 0})
     assert answer["pid"]
     events = events_until(agent, "exit")
     assert [each["ev"] for each in events] == ["phase", "exception", "exit"]
@@ -352,31 +352,31 @@ def test_a_failed_preparation_comes_as_a_failure_of_the_generation(start):
 
 def test_a_preparation_that_exits_says_so_with_its_log(start):
     agent = start({"exit": 4})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     exited = event(agent, "exit")
     assert (exited["code"], exited["log_tail"]) == (4, ["last words"])
 
 
 def test_a_mended_preparation_is_tried_again(start):
     agent = start({"fail": "no such data"})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     event(agent, "exit")
     agent.prepare({"tag": "mended"})
-    agent.go({"generation": 1})
+    agent.start({"generation": 1})
     assert event(agent, "warm")["tag"] == "mended"
 
 
 def test_a_failed_preparation_is_tried_afresh_by_the_next_go(start, tmp_path):
     agent = start({"fail": "no such data"})
-    first = agent.go({"generation": 0})["pid"]
+    first = agent.start({"generation": 0})["pid"]
     event(agent, "exit")
-    assert agent.go({"generation": 1})["pid"] != first
+    assert agent.start({"generation": 1})["pid"] != first
     assert event(agent, "exception")["generation"] == 1
 
 
 def test_a_module_that_is_missing(start):
     agent = start({}, module="tests.programs.absent")
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     assert "No module named tests.programs.absent" in event(agent, "exit")["log_tail"][-1]
 
 
@@ -385,7 +385,7 @@ def test_a_standby_that_is_not_ready_in_time(start):
     assert wait_until(lambda: state(agent)["standby_pid"])
     standby = state(agent)["standby_pid"]
     with pytest.raises(TimeoutError, match=r"generation 3: .* is not ready after 1 s; it printed:"):
-        agent.go({"generation": 3, "limits": {"import_s": 1}})
+        agent.start({"generation": 3, "limits": {"import_s": 1}})
     told = event(agent, "overdue")
     assert (told["generation"], told["phase"], told["limit_s"]) == (3, "import", 1)
     assert "prepare (" in told["stacks"]
@@ -398,7 +398,7 @@ def test_a_standby_that_is_not_ready_in_time(start):
 def test_go_without_a_preparation(start):
     agent = start()
     with pytest.raises(TimeoutError, match=r"no preparation has come within 0.1 s; call prepare"):
-        agent.go({"generation": 0, "limits": {"import_s": 0.1}})
+        agent.start({"generation": 0, "limits": {"import_s": 0.1}})
     assert event(agent, "overdue")["stacks"] is None
 
 
@@ -406,37 +406,37 @@ def test_halt_ends_a_go_that_waits(start):
     agent = start()
     failures = []
 
-    def go():
+    def start_one():
         try:
-            agent.go({"generation": 0})
+            agent.start({"generation": 0})
         except RuntimeError as error:
             failures.append(str(error))
 
-    thread = threading.Thread(target=go)
+    thread = threading.Thread(target=start_one)
     thread.start()
-    assert wait_until(lambda: agent.lead(0)["alive"])
+    assert wait_until(lambda: agent.take_over(0)["alive"])
     assert agent.halt()["generation"] == 0
     thread.join()
     assert failures == ["generation 0 was halted before its process was ready"]
     agent.prepare({"tag": "late"})
     wait_for_standby(agent)
-    assert not agent.lead(0)["alive"]
-    agent.go({"generation": 1})
+    assert not agent.take_over(0)["alive"]
+    agent.start({"generation": 1})
     assert {each["generation"] for each in events_until(agent, "joined")} == {1}
 
 
 def test_a_preparation_may_come_after_go(start):
     agent = start()
     threading.Timer(0.2, agent.prepare, [{"tag": "late"}]).start()
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     assert event(agent, "warm")["tag"] == "late"
 
 
 def test_go_while_a_process_runs(start):
     agent = start({})
-    pid = agent.go({"generation": 0})["pid"]
+    pid = agent.start({"generation": 0})["pid"]
     with pytest.raises(RuntimeError, match=f"process {pid} of generation 0 still runs; call halt first"):
-        agent.go({"generation": 1})
+        agent.start({"generation": 1})
     assert not is_gone(pid)
 
 
@@ -445,10 +445,10 @@ def test_a_process_that_cannot_be_started(start, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     agent.prepare({})
     with pytest.raises(RuntimeError, match=r"cannot start `tests.programs.echo_worker`.*No such file"):
-        agent.go({"generation": 0})
+        agent.start({"generation": 0})
     assert event(agent, "exception")["generation"] == 0
     monkeypatch.undo()
-    agent.go({"generation": 1})
+    agent.start({"generation": 1})
     assert event(agent, "joined")["generation"] == 1
 
 
@@ -456,7 +456,7 @@ def test_training_goes_on_without_a_log(start, tmp_path):
     """As on a full disk: the file cannot be opened."""
     (tmp_path / "local").write_text("a file where the folder of logs should be")
     agent = start({})
-    agent.go({"generation": 0, "then": "raise"})
+    agent.start({"generation": 0, "then": "raise"})
     said = event(agent, "note")["message"]
     assert said.startswith("what the training process prints is lost: its log ")
     assert str(tmp_path / "local") in said
@@ -465,7 +465,7 @@ def test_training_goes_on_without_a_log(start, tmp_path):
 
 def test_the_log_of_a_process_is_copied_to_the_folder_of_the_run_when_it_ends(start, tmp_path):
     agent = start({})
-    about = agent.go({"generation": 0, "then": "exit"})
+    about = agent.start({"generation": 0, "then": "exit"})
     event(agent, "exit")
     assert about["log_path"].startswith(str(tmp_path / "local"))
     copy = tmp_path / "logs" / os.path.basename(about["log_path"])
@@ -477,7 +477,7 @@ def test_the_log_of_a_process_is_copied_to_the_folder_of_the_run_when_it_ends(st
 def test_shared_storage_that_hangs_holds_up_neither_polls_nor_halts_nor_the_next_generation(start, tmp_path, monkeypatch):
     monkeypatch.setattr(agent_module, "CLOSE_TIMEOUT_S", 0.1)
     agent = start({})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     event(agent, "first_step")
     # Whoever opens one of these waits for ever: a log itself, or what is to become its copy.
     (tmp_path / "logs").mkdir(exist_ok=True)
@@ -490,7 +490,7 @@ def test_shared_storage_that_hangs_holds_up_neither_polls_nor_halts_nor_the_next
         os.kill(state(agent)["pid"], signal.SIGKILL)
         event(agent, "exit")
         agent.halt()
-        agent.go({"generation": 1})
+        agent.start({"generation": 1})
         return event(agent, "first_step")["generation"]
 
     thread, answers = in_background(fail_and_go_on)
@@ -504,14 +504,14 @@ def test_a_new_preparation_replaces_the_standby_and_the_same_one_does_not(start)
     agent.prepare({"tag": "old"})
     assert state(agent)["standby_pid"] == old
     agent.prepare({"tag": "new"})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     assert event(agent, "warm")["tag"] == "new"
     assert wait_until(lambda: is_gone(old))
 
 
 def test_a_process_outlives_the_thread_that_asked_for_it(start):
     agent = start()
-    for call in (lambda: agent.prepare({}), lambda: agent.go({"generation": 0})):
+    for call in (lambda: agent.prepare({}), lambda: agent.start({"generation": 0})):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
@@ -524,20 +524,20 @@ def test_stacks_on_request_though_nothing_is_suspicious(start):
     agent = start({})
     agent.take_stacks()
     assert agent.halt()["stacks"] is None  # nothing runs
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     event(agent, "first_step")
     agent.take_stacks()
     told = agent.halt()
     assert "echo_worker.py" in told["stacks"]
     assert told["overdue"] is None
-    agent.go({"generation": 1})
+    agent.start({"generation": 1})
     assert agent.halt()["stacks"] is None  # those were of another generation
 
 
 def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
     monkeypatch.setattr("cluster.agent.stack_dump._py_spy", lambda pid: ("", "not permitted"))
     agent = start({})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     event(agent, "first_step")
     agent.take_stacks()
     assert state(agent)["alive"]
@@ -546,7 +546,7 @@ def test_stacks_from_the_process_itself_where_py_spy_cannot(start, monkeypatch):
 
 def test_a_process_without_progress_is_overdue_and_its_stacks_say_where(start):
     agent = start({})
-    agent.go({"generation": 4, "steps": 3, "limits": {"step_floor_s": 1.0, "step_factor": 0.1}})
+    agent.start({"generation": 4, "steps": 3, "limits": {"step_floor_s": 1.0, "step_factor": 0.1}})
     told = event(agent, "overdue")
     assert (told["generation"], told["phase"], told["limit_s"], told["step"]) == (4, "train", 1.0, 3)
     assert told["waited_s"] >= 1.0
@@ -559,7 +559,7 @@ def test_a_process_without_progress_is_overdue_and_its_stacks_say_where(start):
 
 def test_a_frozen_process_is_overdue_and_can_be_diagnosed(start):
     agent = start({})
-    pid = agent.go({"generation": 0, "limits": {"step_floor_s": 1.0}})["pid"]
+    pid = agent.start({"generation": 0, "limits": {"step_floor_s": 1.0}})["pid"]
     event(agent, "first_step")
     os.kill(pid, signal.SIGSTOP)
     told = event(agent, "overdue")
@@ -571,7 +571,7 @@ def test_a_frozen_process_is_overdue_and_can_be_diagnosed(start):
 def test_a_frozen_process_where_py_spy_is_missing(start, monkeypatch):
     monkeypatch.setattr("cluster.agent.stack_dump._py_spy", lambda pid: ("", "not installed"))
     agent = start({})
-    pid = agent.go({"generation": 0, "limits": {"step_floor_s": 1.0}})["pid"]
+    pid = agent.start({"generation": 0, "limits": {"step_floor_s": 1.0}})["pid"]
     event(agent, "first_step")
     os.kill(pid, signal.SIGSTOP)
     told = event(agent, "overdue")
@@ -582,7 +582,7 @@ def test_an_agent_is_not_held_up_by_slow_stacks(start, monkeypatch):
     reading = threading.Event()
     monkeypatch.setattr("cluster.agent.stack_dump.stacks", lambda child: reading.wait(LONG_S) and "late")
     agent = start({})
-    agent.go({"generation": 0, "limits": {"step_floor_s": 1.0}})
+    agent.start({"generation": 0, "limits": {"step_floor_s": 1.0}})
     assert event(agent, "overdue")["stacks"] is None
     assert state(agent)["alive"]
     threading.Timer(0.2, reading.set).start()
@@ -592,7 +592,7 @@ def test_an_agent_is_not_held_up_by_slow_stacks(start, monkeypatch):
 
 def test_a_stuck_save_is_overdue_though_steps_go_on(start):
     agent = start({})
-    agent.go({"generation": 0, "limits": {"save_s": 1.0}})
+    agent.start({"generation": 0, "limits": {"save_s": 1.0}})
     event(agent, "first_step")
     agent.order({"cmd": "emit", "ev": "saving", "step": 7})
     cursor, step = agent.poll(0, 0)["cursor"], 1
@@ -605,14 +605,14 @@ def test_a_stuck_save_is_overdue_though_steps_go_on(start):
 
 def test_nothing_is_overdue_after_the_end(start):
     agent = start({})
-    agent.go({"generation": 0, "then": "exit", "limits": {"step_floor_s": 0.2}})
+    agent.start({"generation": 0, "then": "exit", "limits": {"step_floor_s": 0.2}})
     cursor = events_until(agent, "exit") and agent.poll(0, 0)["cursor"]
     assert agent.poll(cursor, 1.0)["events"] == []
 
 
 def test_a_notice_in_a_file_is_told_once(start, tmp_path):
     agent = start({}, notice_file=str(tmp_path / "notice"))
-    agent.go({"generation": 2})
+    agent.start({"generation": 2})
     event(agent, "first_step")
     assert state(agent)["notice"] is None
     (tmp_path / "notice").write_text('{"reason": "spot", "deadline_s": 25}')
@@ -632,27 +632,27 @@ def test_a_notice_reaches_a_driver_that_runs_no_process(start, tmp_path):
 
 def test_a_newer_driver_fences_out_the_older_one(start):
     agent = start({})
-    agent.go({"generation": 0}, driver_term=3)
-    assert agent.lead(4)["generation"] == 0
+    agent.start({"generation": 0}, driver_term=3)
+    assert agent.take_over(4)["generation"] == 0
     for call in (agent.describe, agent.poll, agent.halt, agent.take_stacks, agent.shutdown):
         with pytest.raises(StaleDriver, match="this driver's term is 3, and a driver with term 4 leads this agent"):
             call(driver_term=3)
-    for call in (agent.prepare, agent.go, agent.order):
+    for call in (agent.prepare, agent.start, agent.order):
         with pytest.raises(StaleDriver):
             call({"generation": 1}, driver_term=3)
     with pytest.raises(StaleDriver):
-        agent.lead(3)
+        agent.take_over(3)
     assert agent.poll(0, 0, driver_term=4)["host_state"]["alive"]
 
 
 def test_a_new_driver_learns_what_the_agent_is_at(start):
     agent = start({})
-    before = agent.lead(1)
+    before = agent.take_over(1)
     assert (before["generation"], before["orders"], before["alive"], before["done"]) == (None, None, False, False)
     orders = {"generation": 5, "steps": 2, "then": "done"}
-    agent.go(orders, driver_term=1)
-    assert wait_until(lambda: agent.lead(2)["done"])
-    about = agent.lead(2)
+    agent.start(orders, driver_term=1)
+    assert wait_until(lambda: agent.take_over(2)["done"])
+    about = agent.take_over(2)
     assert (about["generation"], about["orders"]) == (5, orders)
     events = agent.poll(about["first_event"], 0, driver_term=2)["events"]
     assert [each["ev"] for each in events][:4] == ["phase", "warm", "joined", "first_step"]
@@ -661,7 +661,7 @@ def test_a_new_driver_learns_what_the_agent_is_at(start):
 
 def test_an_agent_without_a_driver_ends_its_processes(start):
     agent = start({}, lease_s=1.5)
-    pid = agent.go({"generation": 0})["pid"]
+    pid = agent.start({"generation": 0})["pid"]
     event(agent, "first_step")
     standby = wait_for_standby(agent)
     for _ in range(10):  # a driver that calls keeps it
@@ -674,7 +674,7 @@ def test_an_agent_without_a_driver_ends_its_processes(start):
 
 def test_shutdown_leaves_nothing(start):
     agent = start({})
-    pid = agent.go({"generation": 0})["pid"]
+    pid = agent.start({"generation": 0})["pid"]
     event(agent, "first_step")
     standby = wait_for_standby(agent)
     agent.shutdown()
@@ -697,7 +697,7 @@ def test_a_profile_is_asked_for_whoever_leads_and_answered_by_its_own_process(st
     agent = start()
     agent.prepare({}, driver_term=5)
     assert agent.profile({"cmd": "profile", "id": "early"}, None, LONG_S)["host"] is None  # nobody trains here yet
-    agent.go({"generation": 0, "host": 1}, driver_term=5)
+    agent.start({"generation": 0, "host": 1}, driver_term=5)
     assert agent.profile({"cmd": "profile", "id": "other"}, [0, 2], LONG_S)["host"] is None
     thread, answers = profile_meanwhile(agent, "mine", [1])
     for name in ("another's", "mine"):
@@ -709,7 +709,7 @@ def test_a_profile_is_asked_for_whoever_leads_and_answered_by_its_own_process(st
 
 def test_a_process_that_dies_while_it_is_profiled_is_an_answer(start):
     agent = start({})
-    pid = agent.go({"generation": 0, "host": 0})["pid"]
+    pid = agent.start({"generation": 0, "host": 0})["pid"]
     thread, answers = profile_meanwhile(agent, "mine", None)
     os.kill(pid, signal.SIGKILL)
     thread.join(LONG_S)
@@ -739,7 +739,7 @@ def precompiling(agent):
 
 def test_a_precompilation_runs_beside_the_training_and_ends(start):
     agent = start({"tag": "a"})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     before = events_until(agent, "first_step")
     assert agent.precompile({"cmd": "precompile", "then": "done"}, LONG_S) is None
     assert state(agent)["alive"]
@@ -752,7 +752,7 @@ def test_a_precompilation_runs_beside_the_training_and_ends(start):
 )
 def test_a_precompilation_that_fails_says_why_and_hurts_nobody(start, orders, problem):
     agent = start({})
-    agent.go({"generation": 0})
+    agent.start({"generation": 0})
     assert agent.precompile({"cmd": "precompile", **orders}, LONG_S).startswith(problem)
     assert state(agent)["alive"]
 
@@ -774,13 +774,13 @@ def test_a_precompilation_needs_a_preparation(start):
     assert start().precompile({"cmd": "precompile"}, LONG_S) == "no preparation has come"
 
 
-@pytest.mark.parametrize("end", ["halt", "shutdown", "go", "precompile"])
+@pytest.mark.parametrize("end", ["halt", "shutdown", "start", "precompile"])
 def test_whatever_needs_the_machine_ends_a_precompilation(start, end):
     agent = start({})
     wait_for_standby(agent)
     thread, answers = in_background(lambda: agent.precompile({"cmd": "precompile"}, LONG_S))
     process = precompiling(agent)
-    arguments = {"go": [{"generation": 0}], "precompile": [{"cmd": "precompile", "then": "done"}, LONG_S]}.get(end, [])
+    arguments = {"start": [{"generation": 0}], "precompile": [{"cmd": "precompile", "then": "done"}, LONG_S]}.get(end, [])
     getattr(agent, end)(*arguments)
     thread.join(LONG_S)
     assert answers == ["it was stopped"]

@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from orchestrator.events import RemoteBoard, start_remote_board
+from orchestrator.board import RemoteBoard, start_remote_board
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,20 +22,20 @@ def drive(board: RemoteBoard) -> str | None:
 def test_events_one_way_and_the_wish_to_stop_the_other_way():
     board = start_remote_board()
     board.post({"ev": "first"})
-    assert board.take(0, timeout_s=30) == (1, [{"ev": "first"}])
-    assert board.take(1, timeout_s=0.1) == (1, [])
+    assert board.read(0, timeout_s=30) == (1, [{"ev": "first"}])
+    assert board.read(1, timeout_s=0.1) == (1, [])
     assert board.stop_requested() is None
     board.request_stop("SIGINT")
     assert ray.get(drive.remote(board)) == "SIGINT"
-    assert board.take(1, timeout_s=30) == (2, [{"ev": "from another process"}])
+    assert board.read(1, timeout_s=30) == (2, [{"ev": "from another process"}])
 
 
 def test_a_board_that_is_gone_harms_nobody():
     board = start_remote_board()
     board.post({"ev": "first"})
-    board.take(0, timeout_s=30)
+    board.read(0, timeout_s=30)
     ray.kill(board._actor)
     board.post({"ev": "into the void"})
     board.request_stop("SIGINT")
     assert board.stop_requested() is None
-    assert board.take(1, timeout_s=0.1) == (1, [])
+    assert board.read(1, timeout_s=0.1) == (1, [])

@@ -1,6 +1,11 @@
-"""The examples, each as its configuration file says, by the real orchestrator; the first two on two hosts."""
+"""The examples, each as its configuration file stands, by the real orchestrator; the first two on two hosts. Only where a run
+is stored and tracked is another place."""
 
 from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
 
 import pytest
 import ray
@@ -17,16 +22,15 @@ EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.yaml")}
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # the data of the examples is the folder `examples`
+        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
 
 
 def run(name, tmp_path, *overrides):
-    config = load(
-        EXAMPLES[name], [f"storage={tmp_path}", f"data.paths=[{ROOT / 'examples'}]", "tracking.mlflow=false", *overrides]
-    )
-    return run_job(to_dict(config))
+    return run_job(to_dict(load(EXAMPLES[name], [f"storage={tmp_path}", "tracking.mlflow=false", *overrides])))
 
 
 def hosts(run_dir):
@@ -74,10 +78,25 @@ def test_arguments_of_ones_own_are_reached_by_the_file_and_the_command_line(tmp_
         load(path, ["smoothing.warmup_steps=many"])
     with pytest.raises(ConfigError, match=r"amount = 2.*: expected 0 <= amount < 1"):
         load(path, ["smoothing.amount=2"])
-    summary = run("extended_arguments", tmp_path, "smoothing.amount=0.2")
+    summary = run("extended_arguments", tmp_path)
     assert summary["status"] == "finished"
-    published = (tmp_path / "extended_arguments" / "tracking" / "metrics.jsonl").read_text()
-    assert '"smoothing": 0.2' in published
+    assert summary["steps"] == 10
+    # The whole amount is used after 4 updates: a mean over the steps 1 to 5, then over the steps 6 to 10.
+    assert published(tmp_path, "smoothing") == pytest.approx({5: 0.05 * (1 + 2 + 3 + 4 + 5) / 25, 10: 0.05})
+    # The command that the file names.
+    summary = run("extended_arguments", tmp_path / "override", "smoothing.amount=0.2")
+    assert published(tmp_path / "override", "smoothing")[10] == pytest.approx(0.2)
+
+
+def published(storage, metric):
+    lines = (storage / "extended_arguments" / "tracking" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: record["metrics"][metric] for record in records if metric in record.get("metrics", ())}
+
+
+def test_each_example_is_run_by_a_test_as_it_stands():
+    as_it_stands = set(re.findall(r'run\("(\w+)", tmp_path\)', Path(__file__).read_text()))
+    assert as_it_stands == set(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", [path.stem for path in (ROOT / "examples").glob("[a-z]*.py")])

@@ -8,7 +8,7 @@ import re
 import pytest
 import ray
 
-from orchestrator.events import Board
+from orchestrator.board import Board
 from tests.programs.recorder import OwnTrainer
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from trainers.protocol import TrainerProtocol
@@ -60,7 +60,7 @@ def test_a_data_server_that_is_away_for_a_while_is_waited_for(tmp_path):
     kinds = {incident["kind"] for incident in summary["incidents"]}
     assert kinds == {"transient_error"}
     assert len(summary["incidents"]) >= 2
-    told = [event["message"] for event in board.take(0, 0.0)[1] if event["ev"] == "status" and "message" in event]
+    told = [event["message"] for event in board.read(0, 0.0)[1] if event["ev"] == "status" and "message" in event]
     assert any(
         re.match(r"trying again in .* at most: host \d: ConnectionRefusedError.*the data server is away", line) for line in told
     )

@@ -71,10 +71,10 @@ class Stage:
                 "mesh": {"data": -1},
             }
         )
-        roster = SimpleNamespace(gang=self, idle=lambda: [], allowed=lambda: [1, 2, 3])
-        intake = SimpleNamespace(note=lambda *said: self.notes.append(said))
+        membership = SimpleNamespace(gang=self, idle=lambda: [], allowed=lambda: [1, 2, 3])
+        events = SimpleNamespace(note=lambda *said: self.notes.append(said))
         launch = SimpleNamespace(launch_id="launch")
-        self.precompilations = Precompilations(config, launch, intake, roster, lambda: self.now_s)
+        self.precompilations = Precompilations(config, launch, events, membership, lambda: self.now_s)
 
     def orders(self, host):
         return {"slice": 0}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from orchestrator.events import Board
+from orchestrator.board import Board
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from trainers.recorders.jsonl import read
 
@@ -38,7 +38,7 @@ def command(run_dir, *options):
 def wait_for_steps(board, timeout_s=120.0):
     cursor, deadline_s = 0, time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        cursor, events = board.take(cursor, 1.0)
+        cursor, events = board.read(cursor, 1.0)
         if any(event["ev"] == "metrics" for event in events):
             return
     raise AssertionError("no step was published")
@@ -64,7 +64,7 @@ def test_hosts_are_profiled_while_they_train_and_recorders_hear_each_publish_onc
         board.request_stop("requested")
         job.join(120)
     assert summaries[0]["stop_reason"] == "requested"
-    notes = [event["message"] for event in board.take(0, 0)[1] if event["ev"] == "note"]
+    notes = [event["message"] for event in board.read(0, 0)[1] if event["ev"] == "note"]
     assert sum("a profile of steps" in note for note in notes) == 2
     assert [note for note in notes if "recorder" in note] == []
     spooled = [json.loads(line) for line in (tmp_path / "job" / "tracking" / "metrics.jsonl").read_text().splitlines()]

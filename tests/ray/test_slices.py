@@ -50,7 +50,7 @@ def environments(gang):
     gang.prepare({})
     count = len(gang.members)
     common = {"generation": 0, "num_hosts": count}
-    ray.get([gang.call(host, "go", {**common, "host": host, **gang.orders(host)}) for host in range(count)])
+    ray.get([gang.call(host, "start", {**common, "host": host, **gang.orders(host)}) for host in range(count)])
     return [joined(gang, host) for host in range(len(gang.members))]
 
 
@@ -146,7 +146,7 @@ def test_a_lost_agent_is_replaced_on_its_own_worker(take):
     assert len(gang.wait_available(4, 60)) == 4
     assert gang.agents[2] != old
     assert workers(gang)[2] == ("slice-b", "0")
-    ray.get(gang.call(2, "go", {"generation": 0, **gang.orders(2)}))
+    ray.get(gang.call(2, "start", {"generation": 0, **gang.orders(2)}))
     assert joined(gang, 2)["MEGASCALE_SLICE_ID"] == "1"
     assert gang.orders(2)["cache_dir"] is None
 
@@ -250,7 +250,7 @@ def test_slots_without_a_slice_are_adopted_too(take, tmp_path):
 def test_groups_that_were_removed_are_asked_for_anew(take):
     """Agents that hear from no driver leave, and take the groups along; the driver was only away."""
     gang = take(tpu())
-    placement_groups.remove([gang.members[0].place.group])
+    placement_groups.remove([gang.members[0].bundle.group])
     gang.lose(*gang.members)
     assert len(gang.wait_available(2, 60)) == 2
     assert set(gang.record()["groups"]) == set(placement_groups.living())

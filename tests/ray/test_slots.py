@@ -62,7 +62,7 @@ def test_a_slot_becomes_available_when_a_machine_is_added(cluster, take):
         assert gang.wait_available(3, 60) == gang.slots
         assert pending.node_id == node.node_id
         gang.set_members(gang.slots)
-        ray.get([gang.call(host, "go", {"generation": 0}) for host in range(3)])
+        ray.get([gang.call(host, "start", {"generation": 0}) for host in range(3)])
         assert joined(gang, 2)
         remove_node(cluster, node)
         assert wait_until(lambda: pending not in gang.refresh(members=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import urllib.request
@@ -15,6 +16,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors
 
 from cluster.agent import machine
+from orchestrator.tracking.prometheus import PUBLISHED
 from tests import ROOT
 
 TIMEOUT_S = 240
@@ -24,8 +26,9 @@ COMMAND = f"{sys.executable} -m orchestrator.run configs/tiny.yaml tracking.mlfl
 @pytest.fixture(scope="module")
 def dashboard():
     # Jobs go to the dashboard's agent, which `ray.init` would have listen on a port that is the same for every Ray of a machine.
-    own_ports = {"dashboard_port": machine.free_port(), "dashboard_agent_listen_port": machine.free_port()}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, **own_ports})
+    names = ("dashboard_port", "dashboard_agent_listen_port", "metrics_export_port")
+    ports = {name: machine.free_port() for name in names}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, **ports})
     try:
         context = ray.init(cluster.address, log_to_driver=False)
         yield f"http://{context.dashboard_url}"
@@ -35,7 +38,21 @@ def dashboard():
 
 
 @pytest.fixture
-def submit(dashboard):
+def gauges():
+    """The last value of each of our gauges that Prometheus would have scraped, by name and run."""
+    return {}
+
+
+def gauges_of_the_node():
+    (node,) = ray.nodes()
+    url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    text = urllib.request.urlopen(url).read().decode()
+    rows = re.findall(r'^ray_(gangway_\w+)\{.*run="(\w+)".*\} (\S+)$', text, re.M)
+    return {(name, run): float(value) for name, run, value in rows}
+
+
+@pytest.fixture
+def submit(dashboard, gauges):
     client = JobSubmissionClient(dashboard)
 
     def submit(*overrides):
@@ -44,14 +61,15 @@ def submit(dashboard):
         deadline_s = time.monotonic() + TIMEOUT_S
         while not client.get_job_status(job).is_terminal():
             assert time.monotonic() < deadline_s, client.get_job_logs(job)
+            gauges.update(gauges_of_the_node())
             time.sleep(0.5)
         return client.get_job_status(job), client.get_job_logs(job)
 
     return submit
 
 
-def test_a_submitted_job_trains_and_is_seen(dashboard, submit, tmp_path):
-    status, log = submit(f"storage={tmp_path}")
+def test_a_submitted_job_trains_and_is_seen(dashboard, submit, gauges, tmp_path):
+    status, log = submit(f"storage={tmp_path}", "max_num_steps=1500")  # long enough for Ray to export its metrics
     assert status == JobStatus.SUCCEEDED, log
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
     assert summary["status"] == "finished"
@@ -60,6 +78,9 @@ def test_a_submitted_job_trains_and_is_seen(dashboard, submit, tmp_path):
     assert runs["tiny"] == "FINISHED"
     actors = list_actors(filters=[("class_name", "=", "HostAgent")], detail=True, limit=100)
     assert len(actors) >= 2
+    assert {name for name, run in gauges if run == "tiny"} == {f"gangway_{name}" for name in PUBLISHED}
+    assert 0 < gauges["gangway_step", "tiny"] <= summary["steps"]
+    assert 0 < gauges["gangway_goodput", "tiny"] < 1
 
 
 def test_a_job_that_fails_is_failed_everywhere(dashboard, submit, tmp_path):

@@ -1,10 +1,12 @@
 """Tests that train the same small model compile it once, and see what a training process would have told."""
 
 import json
+import os
 
 import jax
 import pytest
 
+from tests.event_schema import check_event
 from trainers import runtime
 
 
@@ -20,14 +22,20 @@ def _own_runtime():
 def events():
     """What the process would have told its agent."""
     told: list[dict] = []
-    runtime.install(runtime.Runtime(lambda event: told.append(json.loads(json.dumps(event)))))
+
+    def send(event):
+        told.append(json.loads(json.dumps(event)))
+        check_event(told[-1], "process")
+
+    runtime.install(runtime.Runtime(send))
     return told
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_cache(tmp_path_factory):
     settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        # A folder that many runs share: `benchmarks.mutants` compiles most programs once.
+        "jax_compilation_cache_dir": os.environ.get("TESTS_COMPILE_CACHE") or str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver.driver import Driver
 from orchestrator.driver.errors import Superseded, TrainingFailed
-from orchestrator.events import Board
+from orchestrator.events import ConsoleEvent
 from orchestrator.run_state.launch import Launch
+from tests.event_schema import check_event
 from tests.unit.fake_gang import DriverDied, FakeGangs, World
 
 RESTART_DRIVER_S = 2.5
@@ -110,13 +112,14 @@ class FakeTracker:
     def close(self, timeout_s: float, status: str) -> None: ...
 
 
-def config(hosts: int = 2, spares: int = 0, **driver: Any):
+def config(hosts: int = 2, spares: int = 0, time_limit: str | None = None, **driver: Any):
     return build(
         {
             "name": "fake",
             "storage": "/runs",
             "global_batch_size": 8 * hosts,
             "max_num_steps": 1000,
+            "time_limit": time_limit,
             "hosts": {"count": hosts, "spares": spares},
             "driver": {"precompile": False, **driver},
             "tracking": {"mlflow": False},
@@ -124,11 +127,18 @@ def config(hosts: int = 2, spares: int = 0, **driver: Any):
     )
 
 
+class CheckedBoard(Board):
+    def post(self, event: ConsoleEvent) -> None:
+        check_event(event, "console")
+        super().post(event)
+
+
 class Launched:
     """One launch. `run` starts drivers until one ends with a result, or fails for good."""
 
-    def __init__(self, world: World, *, hosts: int = 2, spares: int = 0, **driver: Any):
-        self.world, self.board, self.config = world, Board(), config(hosts, spares, **driver)
+    def __init__(self, world: World, *, hosts: int = 2, spares: int = 0, launch_id: str = "launch", **settings: Any):
+        self.world, self.board, self.config = world, CheckedBoard(), config(hosts, spares, **settings)
+        self.launch_id = launch_id
         self.gangs = FakeGangs(world, hosts + spares, hosts)
         self.launch: Launch
         self.num_drivers = 0
@@ -139,7 +149,7 @@ class Launched:
         self.lost, self.writer = threading.Event(), FakeWriter(world)
         self.launch = Launch(
             FakeFolder(world),  # type: ignore[arg-type]
-            "launch",
+            self.launch_id,
             world.clock(),
             FakeLease(world),  # type: ignore[arg-type]
             self.lost,
@@ -178,7 +188,7 @@ class Launched:
         return [str(incident.kind) for incident in self.launch.incidents]
 
     def told(self) -> list[dict[str, Any]]:
-        return self.board.take(0, 0.0)[1]
+        return self.board.read(0, 0.0)[1]
 
 
 def end_of(launched: Launched) -> tuple[str, Any]:

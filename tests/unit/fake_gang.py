@@ -17,6 +17,7 @@ from cluster.agent.driver_lease import StaleDriver
 from cluster.agent.event_log import EventLog
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import AgentGone, Answer, NoAnswer
+from tests.event_schema import check_event
 
 EPOCH_S = 1_000_000.0
 """The wall clock when a world begins."""
@@ -68,6 +69,8 @@ class World:
         """Until then the storage hangs."""
         self.storage_fails = False
         self.can_start_agents = True
+        self.deaf = False
+        """Whether processes do not do what they are asked."""
 
     def at(self, delay_s: float, work: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now_s + delay_s, next(self._counter), work))
@@ -135,7 +138,7 @@ class FakeMailbox:
     def expect(self, tag: Any, call: Call) -> None:
         call.when_done(lambda: self._answers.append(Answer(tag, *call.answer)))  # type: ignore[misc]
 
-    def take(self, timeout_s: float) -> list[Answer]:
+    def collect(self, timeout_s: float) -> list[Answer]:
         self._world.effect()
         if not self._answers:
             self._world.advance(max(timeout_s, 1e-6), until=lambda: bool(self._answers))
@@ -154,6 +157,7 @@ class Process:
     frozen: bool = False
     done: bool = False
     step: int = 0
+    orders: dict[str, Any] = field(default_factory=dict)
 
 
 class Agent:
@@ -220,7 +224,7 @@ class Agent:
 
     def _keep(self) -> None: ...
 
-    def _lead(self) -> dict[str, Any]:
+    def _take_over(self) -> dict[str, Any]:
         generation = self.orders["generation"] if self.orders else None
         return {**self._describe(), "generation": generation, "orders": self.orders}
 
@@ -241,12 +245,12 @@ class Agent:
         assert self.orders is not None
         return f"{self.orders['generation']} at {self.orders['coordinator']}"
 
-    def _go(self, orders: dict[str, Any]) -> dict[str, Any]:
+    def _start(self, orders: dict[str, Any]) -> dict[str, Any]:
         if self.process is not None and self.process.alive:
             self.world.wrong(f"slot {self.slot} got orders for generation {orders['generation']} while its process runs")
         self.orders = orders
         self.log.clear()
-        self.process = Process(self, orders["host"], orders["generation"], int(orders["fence"]))
+        self.process = Process(self, orders["host"], orders["generation"], int(orders["fence"]), orders=orders)
         self.tell({"ev": "phase", "phase": "join"})
         job = self.world.jobs.setdefault(self.job_key, Job(self.world, orders["generation"], orders["num_hosts"]))
         job.join(self.process)
@@ -281,7 +285,9 @@ class Agent:
         if process is None or not process.step:
             return None
         about = {"step": process.step, "batch_index": process.step, "busy_s": 0.01 * process.step}
-        return {"t": self.clock(), "ev": "heartbeat", "generation": process.generation, **about}
+        heartbeat = {"t": self.clock(), "ev": "heartbeat", "generation": process.generation, **about}
+        check_event(heartbeat, "host")
+        return heartbeat
 
     def _take_stacks(self) -> None: ...
 
@@ -313,7 +319,9 @@ class Agent:
     def tell(self, event: dict[str, Any]) -> None:
         if event["ev"] in ("exit", "overdue"):
             self.world.trouble_told_s.append(self.world.now_s)
-        self.log.append({"t": self.clock(), "generation": self.orders["generation"] if self.orders else None, **event})
+        told = {"t": self.clock(), "generation": self.orders["generation"] if self.orders else None, **event}
+        check_event(told, "host")
+        self.log.append(told)
         if not self.reachable():
             return
         waiting, self._waiting = self._waiting, []
@@ -326,7 +334,7 @@ class Agent:
             return
         process.alive = False
         if told:
-            self.tell({"ev": "exit", "code": None, "signal": 9, "log_tail": []})
+            self.tell({"ev": "exit", "code": None, "signal": 9, "log_tail": [], "pid": 1})
         if self.orders:
             self.world.jobs[self.job_key].member_died()
 
@@ -375,7 +383,8 @@ class Job:
             self._later(JOIN_S, self._restore)
 
     def stop(self, reason: str) -> None:
-        self.stop_reason = self.stop_reason or reason
+        if not self.world.deaf:
+            self.stop_reason = self.stop_reason or reason
 
     def member_died(self) -> None:
         self.num_dead += 1
@@ -386,8 +395,9 @@ class Job:
     def _tell_lost(self) -> None:
         for process in self.processes.values():
             if process.alive and not process.done:
-                exception = {"type": "JaxRuntimeError", "message": "Connection closed by peer", "kind": "collateral"}
-                process.agent.tell({"ev": "exception", **exception, "step": process.step, "traceback": ""})
+                exception = {"type": "JaxRuntimeError", "message": "Connection closed by peer", "traceback": ""}
+                kind = {"kind": "collateral", "deterministic": False}
+                process.agent.tell({"ev": "exception", **exception, **kind, "step": process.step})
 
     def _later(self, delay_s: float, work: Callable[[], None]) -> None:
         """If all are still there then."""
@@ -409,13 +419,15 @@ class Job:
         for process in self.processes.values():
             if process.alive:
                 limits = {"phase": "train", "limit_s": HANG_LIMIT_S, "waited_s": HANG_LIMIT_S, "stacks": None, "state": "S"}
-                process.agent.tell({"ev": "overdue", **limits, "step": process.step})
+                position = {"step": process.step, "batch_index": process.step}
+                process.agent.tell({"ev": "overdue", **limits, **position, "log_tail": []})
 
     def _tell(self, event: dict[str, Any]) -> None:
         for process in self.processes.values():
             process.agent.tell(dict(event))
 
     def _restore(self) -> None:
+        self._tell({"ev": "joined"})
         self._tell({"ev": "phase", "phase": "restore"})
         self._later(RESTORE_S, self._compile)
 
@@ -479,7 +491,7 @@ class Job:
             process.done = True
             process.agent.tell({"ev": "done", "step": self.step, "stop_reason": reason, "result": result})
             process.alive = False
-            process.agent.tell({"ev": "exit", "code": 0, "signal": None, "log_tail": []})
+            process.agent.tell({"ev": "exit", "code": 0, "signal": None, "log_tail": [], "pid": 1})
 
 
 @dataclass(eq=False)
@@ -646,7 +658,7 @@ class FakeGangs:
         for one in record["slots"]:
             agent = by_name[one["name"]]
             gang.slots.append(FakeSlot(one["number"], agent, unassigned=not agent.alive, lost=not agent.alive))
-        asked = {slot.number: gang.ask(slot, "lead") for slot in gang.slots}
+        asked = {slot.number: gang.ask(slot, "take_over") for slot in gang.slots}
         for _ in range(50):
             check_stop()
             if all(call.answer is not None for call in asked.values()):

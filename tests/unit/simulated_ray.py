@@ -22,8 +22,7 @@ from cluster.gang.calls import AgentGone, NoAnswer
 from cluster.gang.gang import Gang
 from cluster.gang.lease_keeper import TURN_S, LeaseKeeper
 from cluster.hosts.capacity import Node
-from cluster.placement import bundles as places
-from cluster.placement import placement_groups
+from cluster.placement import bundles, placement_groups
 from tests.unit.driving import Launched
 from tests.unit.fake_gang import Agent, Call, FakeMailbox, World, start_agent
 
@@ -97,7 +96,7 @@ class Method:
         return self
 
     def remote(self, *arguments: Any, **by_name: Any) -> Call:
-        if self._name == "lead":  # the one that takes the term by its place
+        if self._name == "take_over":  # the one that takes the term by its place
             arguments, by_name = arguments[1:], {"driver_term": arguments[0]}
         return self._agent.call(self._name, arguments, by_name)
 
@@ -240,7 +239,7 @@ class SimulatedRay:
                 "by_id": self.groups.__getitem__,
                 "remove": lambda gone, *about: [self.groups.pop(group.name) for group in list(gone)],
             },
-            places: {
+            bundles: {
                 "placement_group": self.placement_group,
                 "remove_placement_group": lambda group: self.groups.pop(group.name, None),
             },

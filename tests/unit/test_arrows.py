@@ -17,7 +17,7 @@ NEVER = {
     "cluster": JAX | {"mlflow", "pydantic"},
     "orchestrator": JAX,
 }
-ONLY_WHERE_USED = {"trainers": {"grain", "fsspec"}, "orchestrator": {"mlflow"}}
+ONLY_WHERE_USED = {"trainers": {"grain", "fsspec", "psutil"}, "orchestrator": {"mlflow"}}
 """Heavy, or absent where a package is used alone: imported inside the functions that need them."""
 
 ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
@@ -34,13 +34,16 @@ FLOORS = {
         ("export",),
         ("callbacks",),
         ("loop", "diagnostics"),
+        ("batches",),
         ("builder",),
         ("base",),
         ("planning", "run", "worker"),
+        ("evaluate",),
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
-        ("events", "failures"),
+        ("events",),
+        ("board", "failures"),
         ("policies", "tracking"),
         ("run_state",),
         ("config", "reporting", "testbed"),
@@ -60,9 +63,11 @@ LIGHT_MODULES = tuple(
         "checkpoint/fence",
         "checkpoint/layout",
         "checkpoint/manifest",
+        "checkpoint/readers",
         "checkpoint/retention",
         "config/__init__",
         "config/arguments",
+        "config/data",
         "config/evaluation",
         "config/masking",
         "config/model",
@@ -70,13 +75,17 @@ LIGHT_MODULES = tuple(
         "config/optimizer",
         "config/recorders",
         "config/section",
+        "config/weights",
         "errors",
         "foreign_errors",
+        "metrics/__init__",
+        "metrics/host_usage",
         "recorders/__init__",
         "recorders/dispatch",
         "recorders/recorder",
         "runtime/__init__",
         "runtime/context",
+        "runtime/events",
         "runtime/stop_reason",
         "storage/__init__",
         "storage/documents",

@@ -8,17 +8,38 @@ import pytest
 import yaml
 
 from tests import ROOT
+from tests.unit.test_arrows import FLOORS
 
 CAPABILITIES = (ROOT / "docs" / "capabilities.md").read_text()
-ROWS = re.findall(r"^\| ([PFVON]\d+) \| (.*?) \| (done|part|not yet) \| (.*) \|$", CAPABILITIES, re.M)
+ROWS = re.findall(r"^\| ([PFVONMES]\d+) \| (.*?) \| (done|part|not yet) \| (.*) \|$", CAPABILITIES, re.M)
+LAST = {"P": 19, "F": 14, "V": 10, "O": 14, "N": 11, "M": 13, "E": 7, "S": 5}
+"""The number of the last row of each letter."""
+LONGEST_WHAT = 160
+"""Characters of the column `what`."""
 
 
 def test_every_row_has_a_state():
     ids = [row[0] for row in ROWS]
     assert len(ids) == len(set(ids))
-    numbers = {letter: {int(i[1:]) for i in ids if i[0] == letter} for letter in "PFVON"}
-    assert {letter: len(found) for letter, found in numbers.items()} == {"P": 19, "F": 14, "V": 10, "O": 14, "N": 10}
-    assert all(found == set(range(1, len(found) + 1)) for found in numbers.values())
+    numbers = {letter: {int(i[1:]) for i in ids if i[0] == letter} for letter in LAST}
+    assert numbers == {letter: set(range(1, last + 1)) for letter, last in LAST.items()}
+
+
+def test_no_line_of_a_table_is_left_out_of_the_rows():
+    lines = [line for line in CAPABILITIES.splitlines() if re.match(r"\| \w+\d", line)]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == [row[0] for row in ROWS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_no_cell_is_cut_off(row):
+    """A cell cut at a length most often ends inside code or a bracket; one cut at a comma or a small word ends with that."""
+    name, what, _, cell = row
+    assert 10 <= len(what) <= LONGEST_WHAT, name
+    assert not re.search(r"([,;:(/-]|\b(a|an|and|at|by|for|in|of|or|that|the|to|with))$", what), name
+    for text in (what, cell):
+        assert text.count("`") % 2 == 0, f"{name}: {text}"
+        for opening, closing in ("()", "[]", "{}"):
+            assert text.count(opening) == text.count(closing), f"{name}: {text}"
 
 
 @pytest.mark.parametrize(("row", "state", "cell"), [(row[0], row[2], row[3]) for row in ROWS if row[2] != "not yet"])
@@ -41,7 +62,9 @@ def test_the_tests_that_show_what_is_said_of_security_exist():
 
 
 def test_the_paths_that_documents_name_exist():
-    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\((?!https?://|#)([^)]+)\)", document.read_text()):
+            assert (document.parent / link).is_file(), f"{document.name} links to {link}"
         for path in re.findall(
             r"`((?:orchestrator|trainers|cluster|tests|configs|docs|benchmarks)/[\w./-]+\.\w+)`", document.read_text()
         ):
@@ -55,3 +78,13 @@ def test_the_configurations_are_in_order():
         config = load(path)
         assert config.training.name == path.stem
         assert yaml.safe_load(path.read_text())["hosts"] == {"count": 2}
+
+
+def test_the_floors_of_the_architecture_are_those_of_the_arrows():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tables = re.findall(r"^\| floor \| `(\w+)/` \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    drawn = {
+        package: [set(re.findall(r"`(\w+)(?:/|\.py)`", row.split("|")[2])) for row in rows.splitlines()]
+        for package, rows in tables
+    }
+    assert drawn == {package: [set(floor) for floor in floors] for package, floors in FLOORS.items()}

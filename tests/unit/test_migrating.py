@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import pkgutil
 import re
@@ -27,8 +28,8 @@ SHORT = {
 
 
 def rows(heading):
-    """The cells of the table below a heading."""
-    section = TEXT.split(f"\n## {heading}", 1)[1].split("\n## ", 1)[0]
+    """The cells of the last table below a heading."""
+    section = TEXT.split(f"\n## {heading}", 1)[1].split("\n## ", 1)[0].rsplit("\n### ", 1)[-1]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[1:]]
 
@@ -59,6 +60,17 @@ OURS = [(system, name) for system in SYSTEMS for row in rows(system) for name in
 @pytest.mark.parametrize(("system", "name"), OURS)
 def test_every_name_of_ours_exists(system, name):
     resolve(name)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_each_system_has_a_script_and_its_translation(system):
+    section = TEXT.split(f"\n## {system}", 1)[1].split("\n## ", 1)[0]
+    script = re.search(r"```py\n(.*?)```", section, re.S)
+    assert script is not None
+    ast.parse(script[1])
+    (path,) = set(re.findall(r"`(examples/migrated/\w+\.py)`", section))
+    assert (ROOT / path).exists()
+    assert f"python -m orchestrator.run {path.removesuffix('.py')}.yaml" in (ROOT / path).with_suffix(".yaml").read_text()
 
 
 def test_every_row_names_theirs_and_ours():

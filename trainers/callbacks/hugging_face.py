@@ -1,4 +1,4 @@
-"""Models for Hugging Face, made of a run's checkpoints while it goes on."""
+"""Exports models for Hugging Face from a run's checkpoints, while it trains."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import jax
 
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
+from trainers.checkpoint import readers
 from trainers.export import to_hugging_face
 
 
 class HuggingFaceExport(Callback):
     """Writes `folder`/STEP for each checkpoint whose step is a multiple of `every_steps`, and for the last one.
 
-    Host 0 makes it from the checkpoint's files, which all hosts have written, in a thread of its own: no step waits, no device
-    computes. A failure is told, and ends nothing. `checkpoint.save_total_limit` must leave a checkpoint there for as long as it
-    takes.
+    Host 0 makes the export from the checkpoint's files, which all hosts have written, in a thread of its own: no step waits, no
+    device computes. A checkpoint is not deleted before its export is made. A failure is reported, and ends nothing.
     """
 
     def __init__(self, folder: str, every_steps: int | None = None):
@@ -36,18 +36,23 @@ class HuggingFaceExport(Callback):
         if self._last is not None and self._last[0] not in self._exports:
             self._start(*self._last)
         if self._exports:
+            # The exports may take long: the watchdog then uses the limit for saving.
             runtime.current().phase("save")
         for export in self._exports.values():
+            # The process ends after this: an export in progress would be lost.
             export.result()
         self._exports = {}
 
     def _start(self, step: int, path: str) -> None:
         if jax.process_index() == 0:
+            readers.begin(path)
             self._exports[step] = self._thread.submit(self._export, step, path)
 
     def _export(self, step: int, path: str) -> None:
         try:
-            # One that is there is of an earlier life of the run, which may have trained on batches that were left out since.
+            # An existing export may come from before a rollback: it was trained on batches that are left out now.
             to_hugging_face(path, os.path.join(self.folder, str(step)), replace=True)
-        except Exception as error:  # a thread's boundary: told, training goes on
+        except Exception as error:  # a thread's boundary: reported, training goes on
             runtime.current().note(f"no export of step {step} for Hugging Face: {type(error).__name__}: {error}")
+        finally:
+            readers.end(path)

@@ -1,47 +1,125 @@
-"""What belongs to a model beside its arrays: a tokenizer, a prompt format, labels. Files in a checkpoint's folder `assets`."""
+"""The assets of a model, beside its arrays: a tokenizer, a prompt format, labels. They are files in a folder `assets`: of a
+run, or of what `save_pretrained` wrote."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.checkpoint import layout
+from trainers.checkpoint import layout, manifest
 from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
+from trainers.storage import durable
 
 FOLDER = "assets"
 INDEX = "assets.json"
 """The kind of each asset by name."""
 
 
+def named(assets: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:
+    """Returns what `build_model_assets` has returned, by name. Of a list, an object that saves itself is called like its class,
+    and anything else like its place. Raises UsageError for a name that cannot be one of a file."""
+    if assets is None:
+        return {}
+    if isinstance(assets, Mapping):
+        result = dict(assets)
+    elif isinstance(assets, list | tuple):
+        result = {}
+        for place, asset in enumerate(assets):
+            name = str(place) if _saver_of(asset) is None else type(asset).__name__
+            result[f"{name}-{place}" if name in result else name] = asset
+    else:
+        raise UsageError(f"build_model_assets returned {type(assets).__name__}: expected a dict of assets by name, or a list")
+    for name in result:
+        _check_name(name)
+    return result
+
+
 def write(checkpoint: Path, assets: Mapping[str, Any]) -> None:
-    """Text, bytes, what JSON can hold, and objects with `save_pretrained(folder)` or `save(folder)`. Raises UsageError."""
+    """Writes the assets to the folder `assets` of a checkpoint, on host 0: text, bytes, JSON values, and objects with
+    `save_pretrained(folder)` or `save(folder)`. Raises UsageError."""
+    if assets:
+        # Before the digests are taken: the manifest covers these files too.
+        _write_to(checkpoint / FOLDER, assets)
+
+
+def keep(run_folder: str, assets: Mapping[str, Any]) -> None:
+    """Writes the assets to the folder `assets` of a run, on host 0, atomically; the same ones are not written again. Raises
+    UsageError, or OSError."""
     if not assets:
         return
-    folder = checkpoint / FOLDER
-    folder.mkdir()
-    kinds = {name: _write_one(folder / _file_name(name), value) for name, value in assets.items()}
-    (folder / INDEX).write_text(json.dumps(kinds, indent=2) + "\n")
+    folder = layout.local(run_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in (*folder.glob(f"{FOLDER}.saving-*"), *folder.glob(f"{FOLDER}.replaced-*")):
+        shutil.rmtree(left, ignore_errors=True)  # by a process that died
+    work, final = folder / layout.name_on_the_way(FOLDER, "saving", uuid.uuid4().hex[:8]), folder / FOLDER
+    try:
+        _write_to(work, assets)
+        if _contents(work) != _contents(final):
+            for name in manifest.names_below(work):
+                # Otherwise a power cut could leave the new names on empty files.
+                with open(work / name, "rb") as file:
+                    durable.sync(file.fileno())
+            layout.put_in_place(work, final, replace=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def folder_of(checkpoint: Path) -> Path | None:
+    """Returns the folder with the assets of a checkpoint: its own, or that of its run; None if it has none."""
+    for folder in (checkpoint / FOLDER, checkpoint.parents[1] / FOLDER):
+        if (folder / INDEX).is_file():
+            return folder
+    return None
 
 
 def read(path: str) -> dict[str, Any]:
-    """The assets in a checkpoint, by name: text, bytes and JSON as they were, of an object the folder that it saved itself to.
-    Raises CheckpointError, or CheckpointUnavailableError where the storage does not answer."""
-    folder = layout.local(path) / FOLDER
+    """Returns the assets in what `save_pretrained` wrote, in a run's folder or in a run's checkpoint, by name: text, bytes and
+    JSON values as they were; for an object, the folder that it saved itself to. Raises CheckpointError, or
+    CheckpointUnavailableError if the storage does not answer."""
+    folder = folder_of(layout.local(path)) or layout.local(path) / FOLDER
     try:
         kinds = json.loads((folder / INDEX).read_text()) if folder.is_dir() else {}
-        return {name: _read_one(folder / name, kind) for name, kind in kinds.items()}
+        return {name: _read_asset(folder / name, kind) for name, kind in kinds.items()}
     except OSError as error:
         raise CheckpointUnavailableError(f"the assets in {folder} cannot be read: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"the assets in {folder} cannot be read: {error}") from error
 
 
-def _write_one(path: Path, value: Any) -> str:
+def copy_into(folder: Path, checkpoint: Path) -> None:
+    """Copies the assets of a checkpoint, if it has some, to the folder of an export: what an object has saved lies there among
+    the other files. Raises what `read` raises, or OSError."""
+    for name, asset in read(str(checkpoint)).items():
+        if isinstance(asset, Path):
+            # Several objects may bring files: all go to the same folder.
+            shutil.copytree(asset, folder, dirs_exist_ok=True)
+        else:
+            shutil.copy((folder_of(checkpoint) or checkpoint) / name, folder / name)
+
+
+def _contents(folder: Path) -> dict[str, manifest.Entry]:
+    return {name: manifest.digest(folder / name) for name in manifest.names_below(folder)}
+
+
+def _write_to(folder: Path, assets: Mapping[str, Any]) -> None:
+    folder.mkdir()
+    kinds = {name: _write_asset(folder / name, value) for name, value in assets.items()}
+    (folder / INDEX).write_text(json.dumps(kinds, indent=2) + "\n")
+
+
+def _saver_of(value: Any) -> Any:
     save = getattr(value, "save_pretrained", None) or getattr(value, "save", None)
-    if callable(save):
+    return save if callable(save) else None
+
+
+def _write_asset(path: Path, value: Any) -> str:
+    save = _saver_of(value)
+    if save is not None:
         path.mkdir()
         save(str(path))
         return "folder"
@@ -58,7 +136,7 @@ def _write_one(path: Path, value: Any) -> str:
     return "json"
 
 
-def _read_one(path: Path, kind: str) -> Any:
+def _read_asset(path: Path, kind: str) -> Any:
     if kind == "folder":
         return path
     content = path.read_bytes()
@@ -67,7 +145,7 @@ def _read_one(path: Path, kind: str) -> Any:
     return content.decode() if kind == "text" else json.loads(content)
 
 
-def _file_name(name: str) -> str:
+def _check_name(name: str) -> None:
+    # Names become file names: without a separator, and with no dot in front, none lies outside the folder.
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name == INDEX:
         raise UsageError(f"build_model_assets: {name!r}: expected letters, digits, '.', '_' and '-', and not {INDEX}")
-    return name

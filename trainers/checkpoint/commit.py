@@ -1,7 +1,7 @@
-"""How the hosts bring one checkpoint to disk together, from a background thread.
+"""Writes and commits one checkpoint on all hosts together, from a background thread.
 
-Once it has begun they talk by explicit keys of the coordination service, not through `trainers.runtime.multihost`: its count of
-exchanges belongs to the thread that trains.
+Once a save has begun, the hosts exchange explicit keys of the coordination service, not through `trainers.runtime.multihost`:
+the number that names its exchanges belongs to the thread that trains.
 """
 
 from __future__ import annotations
@@ -25,60 +25,66 @@ from trainers.runtime.multihost import first_problem, one_line
 from trainers.storage import durable, sealed
 
 TIMEOUT_S = 1800
-"""How long host 0 waits for another host. Backstop only: whoever owns the processes sees a death, or a save that takes too
-long, sooner."""
+"""How long host 0 waits for another host. This is a backstop only: the agents notice a death, or a save that takes too long,
+sooner."""
 
 
 class CommitError(Exception):
-    """The checkpoint was not committed, on no host; one line says why."""
+    """The checkpoint was not committed, on any host; one line says why."""
 
 
 class Exchange:
-    """What the hosts tell each other about one save. `name` must be the same on all hosts, and never used again."""
+    """The exchanges between the hosts about one save. `name` must be the same on all hosts, and never used again."""
 
     def __init__(self, name: str):
         self.host, self.num_hosts = jax.process_index(), jax.process_count()
         self._prefix = f"checkpoint/{name}"
         self._client: Any = distributed.global_state.client
 
-    def all_or_none(self, topic: str, work: Callable[[], Any], lead: Callable[[list[Any]], Any], *, parts: bool = False) -> Any:
-        """Every host does `work`; host 0, once all have, does `lead` with the (JSON-able) results; all get what that returned, or
-        with `parts`, each host its own part of that, which is a list.
+    def all_or_none(self, topic: str, work: Callable[[], Any], decide: Callable[[list[Any]], Any], *, parts: bool = False) -> Any:
+        """Every host calls `work`. When all have, host 0 calls `decide` with the results, which must be JSON. All hosts get
+        what that returns; with `parts` it must be a list, and each host gets its own part.
 
         An error on one host is an error on all: CommitError, which names the host.
         """
-        mine = _attempt(work)
+        # An error is an answer too: a host that raised here would leave host 0 waiting for it.
+        answer = _attempt(work)
         if self.host > 0:
-            self._tell(f"{topic}/{self.host}", mine)
-            verdict = self._hear(f"{self._prefix}/{topic}-verdict/{self.host if parts else 'all'}", 0, 2 * TIMEOUT_S)
+            self._send(f"{topic}/{self.host}", answer)
+            # Twice as long as host 0 waits: its reply must come first, for it names the host that did not answer.
+            reply = self._receive(f"{self._prefix}/{topic}-reply/{self.host if parts else 'all'}", 0, 2 * TIMEOUT_S)
         else:
-            told = multihost.gather(self._client, f"{self._prefix}/{topic}", range(1, self.num_hosts), self._hear, TIMEOUT_S)
-            verdict = _verdict([mine, *(told[host] for host in range(1, self.num_hosts))], lead)
-            verdict = self._tell_all(f"{topic}-verdict", verdict, parts)
-        if "problem" in verdict:
-            raise CommitError(verdict["problem"])
-        return verdict["value"]
+            answers = multihost.gather(
+                self._client, f"{self._prefix}/{topic}", range(1, self.num_hosts), self._receive, TIMEOUT_S
+            )
+            reply = _reply([answer, *(answers[host] for host in range(1, self.num_hosts))], decide)
+            reply = self._send_to_all(f"{topic}-reply", reply, parts)
+        if "problem" in reply:
+            raise CommitError(reply["problem"])
+        return reply["value"]
 
     def forget(self) -> None:
-        """Removes what was told; for host 0, once no host can be listening any more."""
+        """Removes the keys. For host 0, once no host can be waiting for them any more."""
         if self.num_hosts > 1 and self.host == 0:
+            # This deletes all keys below the prefix.
             self._client.key_value_delete(self._prefix)
 
-    def _tell(self, key: str, value: dict[str, Any]) -> None:
+    def _send(self, key: str, value: dict[str, Any]) -> None:
         if self.num_hosts > 1:
             self._client.key_value_set(f"{self._prefix}/{key}", json.dumps(value))
 
-    def _tell_all(self, topic: str, verdict: dict[str, Any], parts: bool) -> dict[str, Any]:
-        """Returns host 0's own."""
+    def _send_to_all(self, topic: str, reply: dict[str, Any], parts: bool) -> dict[str, Any]:
+        """Returns host 0's own reply."""
         if not parts:
-            self._tell(f"{topic}/all", verdict)
-            return verdict
-        of_each = [{"value": part} for part in verdict["value"]] if "value" in verdict else [verdict] * self.num_hosts
+            self._send(f"{topic}/all", reply)
+            return reply
+        # Each host gets its own part of a result, and all get the same problem.
+        replies = [{"value": part} for part in reply["value"]] if "value" in reply else [reply] * self.num_hosts
         for host in range(1, self.num_hosts):
-            self._tell(f"{topic}/{host}", of_each[host])
-        return of_each[0]
+            self._send(f"{topic}/{host}", replies[host])
+        return replies[0]
 
-    def _hear(self, key: str, host: int, timeout_s: float) -> dict[str, Any]:
+    def _receive(self, key: str, host: int, timeout_s: float) -> dict[str, Any]:
         try:
             return json.loads(self._client.blocking_key_value_get(key, int(timeout_s * 1000)))
         except jax.errors.JaxRuntimeError as error:
@@ -87,7 +93,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Commit:
-    """One checkpoint on its way from `work`, a new folder, to `final`."""
+    """A save of one checkpoint: written to `work`, a new folder, and renamed to `final`."""
 
     work: Path
     final: Path
@@ -96,42 +102,47 @@ class Commit:
     write: Callable[[Path], None]
     """Writes this host's part of the arrays to a folder that exists."""
     merge: Callable[[Path], None]
-    """Makes one checkpoint of the parts, on host 0."""
+    """Merges the parts of all hosts into one checkpoint, on host 0."""
     forbidden: Callable[[], str] = lambda: ""
-    """Why nothing may be committed now; empty if it may."""
+    """Returns why nothing may be committed now; empty if it may."""
     replace: bool = False
     clock: Callable[[], float] = field(default=time.time)
 
     def run(self) -> None:
-        """All hosts must call this. Raises CommitError on all or on none; nothing but `final` is left."""
+        """Writes and commits. All hosts must call this. Raises CommitError on all of them or on none; leaves nothing but
+        `final`."""
         exchange = self.exchange
         try:
-            mine = exchange.all_or_none("written", self._write, self._describe, parts=True)
-            exchange.all_or_none("digested", lambda: self._digests(mine), self._finish)
+            # Two exchanges: the digests are of merged files, which exist only when every host has written.
+            names = exchange.all_or_none("written", self._write, self._describe, parts=True)
+            exchange.all_or_none("digested", lambda: self._digests(names), self._finish)
         except CommitError:
             if exchange.host == 0:
-                # No host writes any more: each has told its part, or has been waited for long enough.
+                # No host writes any more: each has answered, or host 0 has waited long enough for it.
                 shutil.rmtree(self.work, ignore_errors=True)
             raise
 
     def _write(self) -> None:
-        # Every host makes them: only this thread may wait for the storage. Never their parent: if that is gone, the storage is,
-        # and a new one would lie on whatever disk is below the mount point.
-        folder = self.work / manifest.STATE_FOLDER
-        for made in (self.work, folder):
-            made.mkdir(exist_ok=True)
-        self.write(folder)
+        # Every host creates the folders, here: only this thread may wait for the storage. None creates their parent: if that is
+        # gone, the storage is, and a new one would be on whatever disk is below the mount point.
+        state_folder = self.work / manifest.STATE_FOLDER
+        for folder in (self.work, state_folder):
+            folder.mkdir(exist_ok=True)
+        self.write(state_folder)
 
     def _describe(self, _: list[None]) -> list[list[str]]:
-        """The names of the files of which each host is to find the digests."""
+        """Merges the parts, writes the meta, and returns for each host the names of the files to compute digests of."""
         self.merge(self.work / manifest.STATE_FOLDER)
+        # Before the names are listed: the manifest covers the meta too.
         durable.write(self.work / manifest.META_FILE, sealed.seal(self.meta))
         names, num_hosts = manifest.names_below(self.work), self.exchange.num_hosts
+        # Every n-th file: the hosts share the reading. Host 0 alone would have to read the whole checkpoint.
         return [names[host::num_hosts] for host in range(num_hosts)]
 
     def _digests(self, names: list[str]) -> dict[str, tuple[int, str]]:
-        found = {name: manifest.digest(self.work / name) for name in names}
-        return {name: (entry.size, entry.sha256) for name, entry in found.items()}
+        # Of what is on the disk now, not of what was in memory: this notices a write that went wrong.
+        entries = {name: manifest.digest(self.work / name) for name in names}
+        return {name: (entry.size, entry.sha256) for name, entry in entries.items()}
 
     def _finish(self, parts: list[dict[str, tuple[int, str]]]) -> None:
         if problem := self.forbidden():
@@ -140,29 +151,35 @@ class Commit:
         manifest.write(self.work, manifest.Manifest(self.meta.get("step"), self.clock(), files))
         if problem := self.forbidden():  # again, at the last moment: writing may have taken long
             raise CommitError(problem)
+        # This rename is the commit: a reader finds no checkpoint, or a whole one.
         layout.put_in_place(self.work, self.final, replace=self.replace)
 
 
-def begin(final: Path, obstacle: Callable[[], str], term: WriterTerm = NO_DRIVER) -> tuple[Path, str]:
-    """(the folder to write `final` in, "") if no host finds an `obstacle`, else (it, what prevents it).
+def begin(final: Path, obstacle: Callable[[], str], term: WriterTerm = NO_DRIVER) -> Path:
+    """Returns the new folder to write `final` in. Raises CommitError, on all hosts, if one of them finds an `obstacle`.
 
-    All hosts must call this, in the thread that trains: the one agreement before a save.
+    All hosts must call this, in the thread that trains: it is the one agreement before a save.
     """
+    # The random part: two tries of one generation must not write to the same folder.
     token = f"{term.driver_term}_{term.generation}_{uuid.uuid4().hex[:8]}"
     work = final.with_name(layout.name_on_the_way(final.name, "saving", token))
     try:
+        # Not raised here: alone in raising, this host would leave the others in the exchange below.
         problem = obstacle()
     except OSError as error:
         problem = layout.unwritable(final.parent, error)
-    # The name is host 0's: what all say alike is sent once.
+    # The name is host 0's, for its token is random. The others send None: equal answers are sent once.
     answers = multihost.all_hosts("checkpoint", {"name": work.name if jax.process_index() == 0 else None, "problem": problem})
-    return final.with_name(answers[0]["name"]), first_problem([answer["problem"] for answer in answers])
+    if problem := first_problem([answer["problem"] for answer in answers]):
+        raise CommitError(problem)
+    # The name of host 0: each host has made one, with a random part of its own.
+    return final.with_name(answers[0]["name"])
 
 
-def _verdict(told: list[dict[str, Any]], lead: Callable[[list[Any]], Any]) -> dict[str, Any]:
-    if problem := first_problem([one.get("problem", "") for one in told]):
+def _reply(answers: list[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    if problem := first_problem([answer.get("problem", "") for answer in answers]):
         return {"problem": problem}
-    return _attempt(lambda: lead([one["value"] for one in told]))
+    return _attempt(lambda: decide([answer["value"] for answer in answers]))
 
 
 def _attempt(work: Callable[[], Any]) -> dict[str, Any]:
@@ -170,5 +187,5 @@ def _attempt(work: Callable[[], Any]) -> dict[str, Any]:
         return {"value": work()}
     except CommitError as error:
         return {"problem": str(error)}
-    except Exception as error:  # a thread's boundary, and Orbax raises whatever its layers raise: told to all hosts
+    except Exception as error:  # a thread's boundary, and Orbax raises whatever its layers raise: sent to all hosts
         return {"problem": one_line(error)}

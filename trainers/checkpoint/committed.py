@@ -1,4 +1,4 @@
-"""What a run has ever committed, on record: an empty folder is told from storage that is not there by it. Without JAX.
+"""The record of what a run has committed: it distinguishes an empty folder from storage that is not mounted. Without JAX.
 
 The record lies in the folder of the checkpoints, where it ties folder and run together, and in the run's folder, where it
 outlives them. The driver keeps the same in what it knows of the run, and sends it with its orders.
@@ -21,12 +21,13 @@ FILE = "committed.json"
 @dataclass(frozen=True)
 class Committed:
     run: str | None = None
-    """Names the run, whichever launch trains it; None: it has no name yet."""
+    """The name of the run, the same for all its launches; None: it has no name yet."""
     step: int | None = None
     """The highest step that was ever committed; None: none yet."""
 
     def and_(self, other: Committed) -> Committed:
-        """What both know. Where they name different runs, the name of this one."""
+        """Returns both records as one. If they name different runs, the name of this one stays."""
+        # The greater step: a record that lags must not hide that a checkpoint is missing.
         return Committed(self.run or other.run, max((s for s in (self.step, other.step) if s is not None), default=None))
 
 
@@ -34,7 +35,7 @@ NOTHING = Committed()
 
 
 def read(folder: Path) -> Committed | None:
-    """None where there is no record, or no folder. Raises OSError, or ValueError where the record cannot be believed."""
+    """Returns the record; None if there is none, or no folder. Raises OSError, or ValueError if the record is damaged."""
     try:
         text = (folder / FILE).read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -44,7 +45,7 @@ def read(folder: Path) -> Committed | None:
 
 
 def is_there(folder: Path) -> bool:
-    """Whether `folder` has a record, whatever it says. Raises OSError where nobody can tell."""
+    """Whether `folder` has a record, damaged or not. Raises OSError if that cannot be found out."""
     try:
         return read(folder) is not None
     except ValueError:
@@ -52,56 +53,64 @@ def is_there(folder: Path) -> bool:
 
 
 def write(folder: Path, record: Committed) -> None:
-    """Raises OSError."""
+    """Writes the record. Raises OSError."""
     durable.write(folder / FILE, sealed.seal(asdict(record)))
 
 
 def ensure(folder: Path, record: Committed) -> None:
-    """Writes the record if another one is there, or none. Raises OSError."""
-    with suppress(ValueError):  # damaged: written anew
+    """Writes the record, unless the same one is there. Raises OSError."""
+    with suppress(ValueError):  # a damaged record is written again
+        # Not written again without need: every write is a moment in which a power cut may come.
         if read(folder) == record:
             return
     write(folder, record)
 
 
 def of_run(run_folder: Path, checkpoints: Path) -> Committed:
-    """What the records say of the run in this folder; nothing where there are none. What cannot be read says nothing here:
-    the hosts read it again, and stop."""
-    known = NOTHING
+    """Returns what the records say of the run in this folder. A record that cannot be read counts as none here: the hosts read
+    it again, and stop."""
+    recorded = NOTHING
     for folder in (run_folder, checkpoints):
         try:
-            known = known.and_(read(folder) or NOTHING)
+            recorded = recorded.and_(read(folder) or NOTHING)
         except (OSError, ValueError):
             continue
-    return known
+    return recorded
 
 
 def check(folder: Path, steps: Iterable[int], ordered: Committed) -> Committed:
-    """What is known of the run whose checkpoints are in `folder`, where `steps` were found, if that can be all of them.
+    """Returns what is recorded of the run whose checkpoints are in `folder`, in which `steps` were found. `ordered` is what the
+    driver knows of it.
 
-    Raises CheckpointUnavailableError if there must be more: the storage is not mounted, is another one, or lags.
+    Raises CheckpointUnavailableError if there must be more checkpoints: the storage is not mounted, is another one, or lags.
     """
+    # A step whose checkpoint was being replaced when a process died was committed, though its folder has another name now.
     steps, records = {*steps, *layout.replaced(folder)}, []
-    for place in (folder.parent, folder):
+    # In this order: they are unpacked as `outer, inner` below.
+    for location in (folder.parent, folder):
         try:
-            records.append(read(place))
+            records.append(read(location))
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) or not steps:  # a damaged record, too, says that there was something
-                raise CheckpointUnavailableError(f"{place / FILE} cannot be read ({error}); {_advice(folder)}") from error
+            # A damaged record proves that something was committed; it may be ignored only if there are checkpoints.
+            if isinstance(error, OSError) or not steps:
+                raise CheckpointUnavailableError(f"{location / FILE} cannot be read ({error}); {_advice(folder)}") from error
             records.append(None)
     outer, inner = records
-    known = ordered.and_(outer or NOTHING)
-    if inner and inner.run and known.run and inner.run != known.run and known.step is not None:
-        whose = f"{folder} belongs to another run ({inner.run} in {FILE}, expected {known.run})"
-        raise CheckpointUnavailableError(f"{whose}, and this one has committed step {known.step}; {_advice(folder)}")
-    known = known.and_(inner or NOTHING)
+    # Without the inner record at first: it may be that of another run.
+    recorded = ordered.and_(outer or NOTHING)
+    if inner and inner.run and recorded.run and inner.run != recorded.run and recorded.step is not None:
+        mismatch = f"{folder} belongs to another run ({inner.run} in {FILE}, expected {recorded.run})"
+        raise CheckpointUnavailableError(f"{mismatch}, and this one has committed step {recorded.step}; {_advice(folder)}")
+    recorded = recorded.and_(inner or NOTHING)
     newest = max(steps, default=None)
-    if known.step is not None and (newest is None or newest < known.step):
-        found = "there is no such folder" if not folder.is_dir() else f"the newest there is {newest}" if steps else "it is empty"
+    # Only the newest counts: older ones may have been deleted by the retention rules.
+    if recorded.step is not None and (newest is None or newest < recorded.step):
+        content = f"the newest there is {newest}" if steps else "it is empty"
+        content = content if folder.is_dir() else "there is no such folder"
         raise CheckpointUnavailableError(
-            f"checkpoint {known.step} of this run was committed, and is not in {folder}: {found}; {_advice(folder)}"
+            f"checkpoint {recorded.step} of this run was committed, and is not in {folder}: {content}; {_advice(folder)}"
         )
-    return known
+    return recorded
 
 
 def _advice(folder: Path) -> str:

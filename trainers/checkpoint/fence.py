@@ -1,8 +1,8 @@
-"""Whether another driver, or a later generation of the gang, has the run: then nothing may be committed from here. Without JAX.
+"""Finds out whether another driver, or a later generation of the gang, has the run: then this one must not commit. Without JAX.
 
-A driver that takes a run creates the document of its term; a generation that restores leaves a *claim* in the folder of the
-checkpoints. Both are only ever created, so whoever lists the folders knows. Where nobody can tell, the answer is yes: a
-checkpoint that is not committed is made good by the next one, and two writers of one run by nothing.
+A driver that takes over a run creates the document of its term. A generation that restores leaves a *claim* in the folder of
+the checkpoints. Both are only ever created, so listing the folders is enough. If a folder cannot be listed, the answer is yes:
+a checkpoint that was not committed is replaced by the next one, but two writers of one run cannot be repaired.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ _CLAIM = re.compile(r"claimed-(\d+)-(\d+)")
 
 
 class WriterTerm(NamedTuple):
-    """Which generation of which driver: the later one is the greater one."""
+    """The generation of the gang and the term of its driver. The later one is the greater one."""
 
+    # The order of the fields is that of the comparison: any generation of a later driver is the later one.
     driver_term: int = 0
     generation: int = 0
 
@@ -33,34 +34,41 @@ class WriterTerm(NamedTuple):
 NO_DRIVER = WriterTerm()
 
 
-def fenced(path: str | None, checkpoints: Path, own: WriterTerm) -> str:
-    """Why nothing may be committed; empty if it may. `path`: of the document that the next driver creates; None without one."""
+def fenced(path: str | None, checkpoints: Path, writer: WriterTerm) -> str:
+    """Returns why nothing may be committed; empty if it may. `path` is the document that the next driver would create; None
+    without a driver."""
     try:
-        if path is not None and (found := next_driver(Path(path))):
-            return f"another driver has taken over this run ({found} exists): no checkpoint is committed from here"
-        later = max(claims(checkpoints), default=NO_DRIVER) if own != NO_DRIVER else NO_DRIVER
+        if path is not None and (document := next_driver(Path(path))):
+            return f"another driver has taken over this run ({document} exists): no checkpoint is committed from here"
+        # Without a driver there are no generations that could claim the folder.
+        later = max(claims(checkpoints), default=NO_DRIVER) if writer != NO_DRIVER else NO_DRIVER
     except OSError as error:
         where = error.filename or checkpoints
         return f"whether another driver has this run cannot be told ({where}: {error.strerror or error}): nothing is committed"
-    if later > own:
-        return f"a later generation has claimed {checkpoints} ({later}; this is {own}): no checkpoint is committed from here"
+    if later > writer:
+        return f"a later generation has claimed {checkpoints} ({later}; this is {writer}): no checkpoint is committed from here"
     return ""
 
 
 def next_driver(path: Path) -> Path | None:
-    """`path`, or the document of a later driver beside it. Raises OSError, also where the folder is gone: so is the storage.
+    """Returns `path` if it exists, or the document of a later driver beside it; else None. Raises OSError, also if the folder
+    is gone, for then the storage is.
 
-    The folder is listed: clients of a file server remember for longer that a name was absent than what a folder holds."""
-    own = _TERM.fullmatch(path.name)
+    The folder is listed, because clients of a file server remember for longer that a name was absent than what a folder
+    contains.
+    """
+    term = _TERM.fullmatch(path.name)
+    # Sorted, so that every host and every try names the same document.
     for name in sorted(os.listdir(path.parent)):
-        number = _TERM.fullmatch(name)
-        if name == path.name or (own and number and int(number[1]) >= int(own[1])):
+        other_term = _TERM.fullmatch(name)
+        if name == path.name or (term and other_term and int(other_term[1]) >= int(term[1])):
             return path.with_name(name)
     return None
 
 
 def with_patience(look: Callable[[], str], wait: Callable[[float], None] = time.sleep) -> str:
-    """What `look` says after a few tries: storage that fails for a moment costs no checkpoint. Not for the thread that trains."""
+    """Returns what `look` returns after a few tries: storage that fails for a moment costs no checkpoint. Not for the thread
+    that trains."""
     for _ in range(RETRIES):
         if not (problem := look()):
             return ""
@@ -68,22 +76,23 @@ def with_patience(look: Callable[[], str], wait: Callable[[float], None] = time.
     return look() and problem
 
 
-def claim(checkpoints: Path, own: WriterTerm) -> None:
-    """Leaves word that this generation works in the folder, which must be there. Raises OSError."""
-    if own != NO_DRIVER:
-        with open(checkpoints / f"claimed-{own.driver_term:06}-{own.generation:06}", "ab"):
+def claim(checkpoints: Path, writer: WriterTerm) -> None:
+    """Records that this generation works in the folder, which must exist. Raises OSError."""
+    if writer != NO_DRIVER:
+        # Appending creates the file and never changes one: a second claim of the same generation is harmless.
+        with open(checkpoints / f"claimed-{writer.driver_term:06}-{writer.generation:06}", "ab"):
             pass
 
 
-def drop_older_claims(checkpoints: Path, own: WriterTerm) -> None:
+def drop_older_claims(checkpoints: Path, writer: WriterTerm) -> None:
     """Raises OSError."""
     for name in os.listdir(checkpoints):
-        if (term := _claimed_by(name)) is not None and term < own:
+        if (term := _claimed_by(name)) is not None and term < writer:
             (checkpoints / name).unlink(missing_ok=True)
 
 
 def claims(checkpoints: Path) -> list[WriterTerm]:
-    """Of all generations that have left word; none where there is no folder. Raises OSError."""
+    """Returns the terms of all generations that have claimed the folder; none if there is no folder. Raises OSError."""
     try:
         return [term for name in os.listdir(checkpoints) if (term := _claimed_by(name)) is not None]
     except FileNotFoundError:
@@ -91,5 +100,5 @@ def claims(checkpoints: Path) -> list[WriterTerm]:
 
 
 def _claimed_by(name: str) -> WriterTerm | None:
-    found = _CLAIM.fullmatch(name)
-    return WriterTerm(int(found[1]), int(found[2])) if found else None
+    match = _CLAIM.fullmatch(name)
+    return WriterTerm(int(match[1]), int(match[2])) if match else None

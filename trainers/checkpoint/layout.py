@@ -1,7 +1,8 @@
-"""The folder of a run's checkpoints: what lies in it, whether there is room for one more, and which may go. Without JAX.
+"""The folder of a run's checkpoints: its names, whether there is room for one more, and which may be deleted. Without JAX.
 
-`12` is a checkpoint of step 12. `12.saving-TOKEN` is one being written, or what a process that died has left of it;
-`12.replaced-TOKEN` and `12.deleted-TOKEN` are on their way out: renamed first, so that half of one is never taken for a whole.
+`12` is a checkpoint of step 12. `12.saving-TOKEN` is one that is being written, or that a process left when it died.
+`12.replaced-TOKEN` and `12.deleted-TOKEN` are about to be deleted. They are renamed first, so that a half-deleted checkpoint is
+never taken for a whole one.
 """
 
 from __future__ import annotations
@@ -27,23 +28,24 @@ _ON_THE_WAY = re.compile(r"(\d+)\.(saving|replaced|deleted)-\w+")
 
 
 def local(path: str) -> Path:
-    """Raises CheckpointError for a URL."""
+    """Returns the absolute path. Raises CheckpointError for a URL."""
     if "://" in path:
         raise CheckpointError(f"checkpoints need a local or mounted folder, not {path}: mount the bucket, and give the folder")
     return Path(os.path.abspath(path))
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps with a checkpoint, oldest first; none where there is no folder."""
+    """Returns the steps that have a checkpoint, oldest first; none if there is no folder."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    # Digits alone: a folder on the way has a suffix, and is never taken for a checkpoint.
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def on_the_way(folder: Path) -> list[Path]:
-    """What is being written or removed, or was when a process died."""
+    """Returns the folders that are being written or removed, or were when a process died."""
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -52,7 +54,7 @@ def on_the_way(folder: Path) -> list[Path]:
 
 
 def replaced(folder: Path) -> list[int]:
-    """Steps whose checkpoint was making way for another of its step when a process died."""
+    """Returns the steps whose checkpoint was being replaced by another of the same step when a process died."""
     return [int(path.name.partition(".")[0]) for path in on_the_way(folder) if ".replaced-" in path.name]
 
 
@@ -61,16 +63,18 @@ def name_on_the_way(step: int | str, what: str, token: str) -> str:
 
 
 def obstacle(folder: Path, num_bytes: int) -> str:
-    """Why a state of `num_bytes` cannot be saved in `folder` now; empty if nothing stands in the way."""
+    """Returns why a state of `num_bytes` cannot be saved in `folder` now; empty if it can."""
     if not folder.is_dir():
         return f"the folder {folder} is gone: bring the storage back, and the next save goes there"
     probe = folder / f"{PROBE}{uuid.uuid4().hex}"
     try:
         space = os.statvfs(folder)
+        # `f_bavail`, not `f_bfree`: without the blocks that are kept for root.
         free, needed = space.f_bavail * space.f_frsize, int(num_bytes * ROOM_FACTOR) + ROOM_MARGIN_BYTES
         if free < needed:
             return f"no room in {folder}: {_mib(needed)} needed, {_mib(free)} free; free some, or lower save_total_limit"
         try:
+            # Free space does not tell whether a quota is used up, or whether the folder may be written to.
             probe.write_bytes(bytes(PROBE_BYTES))
         finally:
             probe.unlink(missing_ok=True)
@@ -84,7 +88,7 @@ def unwritable(folder: Path, error: OSError) -> str:
 
 
 def models_of(folder: Path) -> Path:
-    """Where the parameters of checkpoints in `folder` lie whose other arrays are gone."""
+    """Returns the folder for the checkpoints of the parameters alone."""
     return folder.parent / MODELS_FOLDER
 
 
@@ -95,48 +99,68 @@ def delete_old(
     retention: Retention,
     keep_model: Callable[[Path, Path], None] | None = None,
     abandoned_models: Iterable[int] = (),
+    is_read: Callable[[Path], bool] = lambda checkpoint: False,
 ) -> list[str]:
-    """Deletes what is superfluous now that `newest` was committed, and its files read back for their digests. Steps that training
-    has gone back on (`superseded`) do not count as good. Returns what went wrong.
+    """Deletes the checkpoints that are no longer needed now that `newest` is committed and its files were read back for their
+    digests. Returns what went wrong.
 
-    `keep_model(checkpoint, new folder)` makes a checkpoint of the parameters alone; where it raises, the whole one stays.
-    `abandoned_models` are of a course that training has gone back on: they go."""
-    found, only = steps(folder), models_of(folder)
+    Steps that training has gone back behind (`superseded`) do not count as good. `keep_model(checkpoint, new folder)` creates a
+    checkpoint of the parameters alone; if it raises, the whole checkpoint stays. `abandoned_models` belong to a course that was
+    rolled back, and are deleted. A checkpoint that `is_read` now stays until a later call.
+    """
+    models_folder = models_of(folder)
     good = {newest, *_whole(folder, set(superseded))}
-    models = _whole(only, set(abandoned_models))
-    gone = retention.may_go(found, good, models, _scores(folder, good, retention) | _scores(only, models - good, retention))
+    models = _whole(models_folder, set(abandoned_models))
+    scores = _scores(folder, good, retention) | _scores(models_folder, models - good, retention)
+    removals = retention.may_go(steps(folder), good, models, scores)
     problems = []
-    for step in gone.checkpoints:
+    for step in removals.checkpoints:
+        if is_read(folder / str(step)):
+            continue
         try:
-            if step in gone.into_models and keep_model is not None:
-                keep_model(folder / str(step), only / str(step))
+            if step in removals.into_models and keep_model is not None:
+                keep_model(folder / str(step), models_folder / str(step))
             delete(folder / str(step))
         except Exception as error:  # a thread's boundary, and Orbax raises what its layers raise: tried again after the next save
             problems.append(f"the old checkpoint {folder / str(step)} could not be deleted: {_reason(error)}")
-    for step in {*gone.models, *abandoned_models}:
+    return problems + _delete_models(models_folder, {*removals.models, *abandoned_models})
+
+
+def delete_old_models(folder: Path, superseded: Iterable[int], retention: Retention) -> list[str]:
+    """Deletes the models that may go, now that a newer one is committed. `folder` is that of the checkpoints. Returns what went
+    wrong."""
+    models_folder = models_of(folder)
+    good, models = _whole(folder, set(superseded)), _whole(models_folder, set())
+    scores = _scores(folder, good, retention) | _scores(models_folder, models - good, retention)
+    return _delete_models(models_folder, retention.may_go(steps(folder), good, models, scores).models)
+
+
+def _delete_models(folder: Path, steps: Iterable[int]) -> list[str]:
+    problems = []
+    for step in steps:
         try:
-            delete(only / str(step))
+            delete(folder / str(step))
         except OSError as error:
-            problems.append(f"the old model {only / str(step)} could not be deleted: {_reason(error)}")
+            problems.append(f"the old model {folder / str(step)} could not be deleted: {_reason(error)}")
     return problems
 
 
-def _whole(folder: Path, left_behind: set[int]) -> set[int]:
-    return {step for step in steps(folder) if step not in left_behind and is_whole(folder / str(step))}
+def _whole(folder: Path, excluded: set[int]) -> set[int]:
+    return {step for step in steps(folder) if step not in excluded and is_whole(folder / str(step))}
 
 
 def _scores(folder: Path, steps: Iterable[int], retention: Retention) -> dict[int, float]:
-    """Read from the checkpoints themselves: a restart finds them there, and they go where their checkpoint goes. An evaluation
-    that is due at the step of a save comes first, so that the save can tell of it."""
-    found = {}
+    """Returns the scores by step. They are read from the checkpoints themselves: so a restart finds them, and they are deleted
+    with their checkpoint. An evaluation that is due at the step of a save runs first, so that the save records its score."""
+    scores = {}
     for step in steps if retention.best else ():
         try:
             score = retention.score(manifest.read_meta(folder / str(step)))
         except (manifest.DamagedError, KeyError):
-            continue  # without a score it is kept or not by its age
+            continue  # without a score, only its age decides whether it is kept
         if score is not None:
-            found[step] = score
-    return found
+            scores[step] = score
+    return scores
 
 
 def _reason(error: Exception) -> str:
@@ -144,29 +168,33 @@ def _reason(error: Exception) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """As far as names and sizes tell."""
+    """Whether a checkpoint is whole, as far as names and sizes show."""
     try:
         content = manifest.read(path)
     except manifest.DamagedError:
         return False
+    # Sizes only: this runs for every checkpoint after every save, and digests would read all of them.
     return next(content.problems(path, content.files, digest_up_to=0), None) is None
 
 
 def put_in_place(work: Path, final: Path, *, replace: bool) -> None:
-    """Gives a finished checkpoint its name; with `replace`, one that has the name makes way. Raises OSError."""
+    """Renames a finished checkpoint to `final`; with `replace`, one that has that name is removed. Raises OSError."""
     old = final.with_name(name_on_the_way(final.name, "replaced", uuid.uuid4().hex[:8]))
+    # A folder cannot be renamed over another. If the process dies between the two renames, `committed.check`
+    # still counts the old one.
     if replace and final.exists():
         os.rename(final, old)
     os.rename(work, final)
+    # Before the old one is deleted: until then a power cut could undo the rename, and leave neither.
     durable.sync_folder(final.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def delete(path: Path) -> None:
     """Removes a checkpoint so that no part of it is ever taken for a checkpoint. Raises OSError."""
-    going = path.with_name(name_on_the_way(path.name, "deleted", uuid.uuid4().hex[:8]))
-    os.rename(path, going)
-    shutil.rmtree(going)
+    renamed = path.with_name(name_on_the_way(path.name, "deleted", uuid.uuid4().hex[:8]))
+    os.rename(path, renamed)
+    shutil.rmtree(renamed)
 
 
 def _mib(num_bytes: int) -> str:

@@ -1,7 +1,7 @@
-"""What the files of a checkpoint were when it was committed: names, sizes and digests. Without JAX: command lines read it too.
+"""The manifest of a checkpoint: names, sizes and digests of its files when it was committed. Without JAX: commands read it too.
 
 The manifest is written last: a checkpoint without one was not completely committed. The manifest and the meta document carry
-their own digest, so that neither is believed when a byte of it has changed.
+their own digest, so that a changed byte in them is noticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ META_FILE = "meta.json"
 STATE_FOLDER = "state"
 NOT_COMMITTED = "it was not completely committed: there is no manifest"
 SMALL_BYTES = 1 << 20
-"""Files up to this size have their digest checked before they are loaded: descriptions of arrays are among them."""
+"""The digest of files up to this size is checked before they are loaded; the descriptions of the arrays are among them."""
 
 
 class DamagedError(Exception):
@@ -42,23 +42,24 @@ class Entry:
 @dataclass(frozen=True)
 class Manifest:
     step: int | None
-    """None: a state that was saved by itself, not as a run's checkpoint."""
+    """None for a state that was saved by itself, not as a run's checkpoint."""
     committed_s: float
     """Unix time."""
     files: dict[str, Entry]
-    """By path inside the checkpoint; all files but the manifest."""
+    """All files but the manifest, by their path inside the checkpoint."""
 
     @property
     def num_bytes(self) -> int:
         return sum(entry.size for entry in self.files.values())
 
     def problems(self, folder: Path, names: Iterable[str], *, digest_up_to: int | None) -> Iterator[str]:
-        """What is wrong with these files of the checkpoint in `folder`. Sizes are always compared; digests only of files of at
-        most `digest_up_to` bytes (None: of all)."""
+        """Yields what is wrong with these files of the checkpoint in `folder`. Sizes are always compared; digests only of files
+        of at most `digest_up_to` bytes (None: of all)."""
         for name in names:
             entry = self.files[name]
             try:
                 size = (folder / name).stat().st_size
+                # The size first: that costs no reading.
                 if size != entry.size:
                     yield f"{name} has {size} bytes, {entry.size} were saved"
                 elif (digest_up_to is None or size <= digest_up_to) and digest(folder / name).sha256 != entry.sha256:
@@ -70,19 +71,22 @@ class Manifest:
 
 
 def names_below(folder: Path) -> list[str]:
-    """The files of the checkpoint in `folder`, sorted, without the manifest."""
-    found = (os.path.relpath(os.path.join(parent, name), folder) for parent, _, names in os.walk(folder) for name in names)
-    return sorted(name.replace(os.sep, "/") for name in found if name != MANIFEST_FILE)
+    """Returns the names of the files of the checkpoint in `folder`, sorted, without the manifest."""
+    names = []
+    for parent, _, files in os.walk(folder):
+        names += [os.path.relpath(os.path.join(parent, file), folder) for file in files]
+    # With `/` on every system: the manifest may be read on another one.
+    return sorted(name.replace(os.sep, "/") for name in names if name != MANIFEST_FILE)
 
 
 def digest(path: Path) -> Entry:
-    """Of what lies on disk now. Raises OSError."""
+    """Returns size and digest of the file as it is on disk now. Raises OSError."""
     with open(path, "rb") as file:
         return Entry(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest at once and reads it back. Raises OSError, or DamagedError if another came back."""
+    """Writes the manifest atomically and reads it back. Raises OSError, or DamagedError if it reads differently."""
     document = {
         "format": FORMAT,
         "step": manifest.step,
@@ -90,12 +94,13 @@ def write(folder: Path, manifest: Manifest) -> None:
         "files": {name: [entry.size, entry.sha256] for name, entry in manifest.files.items()},
     }
     durable.write(folder / MANIFEST_FILE, seal(document))
+    # Read back before the commit: afterwards a torn manifest would look like a damaged checkpoint.
     if read(folder) != manifest:
         raise DamagedError(f"{folder / MANIFEST_FILE} does not read as it was written")
 
 
 def read(folder: Path) -> Manifest:
-    """Raises UnfinishedError where there is no manifest, DamagedError where it cannot be believed."""
+    """Returns the manifest. Raises UnfinishedError if there is none, DamagedError if it is damaged."""
     try:
         document = _read_sealed(folder / MANIFEST_FILE)
         files = {name: Entry(int(size), str(sha256)) for name, (size, sha256) in document["files"].items()}
@@ -107,7 +112,7 @@ def read(folder: Path) -> Manifest:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The meta document of the checkpoint in `folder`. Raises DamagedError."""
+    """Returns the meta document of the checkpoint in `folder`. Raises DamagedError."""
     try:
         meta = _read_sealed(folder / META_FILE)
         if meta.get("format") != FORMAT:

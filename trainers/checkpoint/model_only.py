@@ -1,4 +1,4 @@
-"""Checkpoints of the parameters alone: what is left of one whose other arrays are not needed any more. Made of its files."""
+"""Checkpoints of the parameters alone, made from the files of a whole checkpoint whose other arrays are no longer needed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from trainers.checkpoint.commit import CommitError
 from trainers.storage import durable, sealed
 
 PART = "params"
-"""Of the state: its name in a TrainState, and in the files."""
+"""The name of the parameters in a TrainState, and in the files."""
 
 
 def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callable[[], str]) -> None:
-    """Makes `final` of the parameters in `checkpoint`, at once or not at all. Every byte is checked first: the whole checkpoint
-    goes afterwards. On one host, which needs memory for all parameters. Raises what went wrong, or what `forbidden` says."""
+    """Creates `final` from the parameters in `checkpoint`, atomically. Every byte is checked first, because the whole
+    checkpoint is deleted afterwards. One host calls this; it needs memory for all parameters. Raises what went wrong, or what
+    `forbidden` returns."""
     content = manifest.read(checkpoint)
     if problem := next(content.problems(checkpoint, content.files, digest_up_to=None), ""):
         raise manifest.DamagedError(problem)
@@ -31,20 +32,23 @@ def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callab
         durable.write(work / manifest.META_FILE, sealed.seal(meta_of(manifest.read_meta(checkpoint))))
         files = {name: manifest.digest(work / name) for name in manifest.names_below(work)}
         manifest.write(work, manifest.Manifest(content.step, time.time(), files))
+        # At the last moment: copying may have taken long, and another driver may have taken over meanwhile.
         if problem := forbidden():
             raise CommitError(problem)
+        # What is there already is damaged, or of an abandoned course: a whole one is not made again.
         layout.put_in_place(work, final, replace=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def meta_of(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What the meta of a whole checkpoint says of its parameters, by their names in a state."""
+    """Returns the meta of a whole checkpoint, with the shapes and fingerprints of the parameters only, by their names in a
+    state."""
     return {**meta, **{name: _below_part(meta[name]) for name in ("shapes", "fingerprints")}}
 
 
 def of_parameters(shapes: Mapping[str, str]) -> dict[str, str]:
-    """Of the shapes in a checkpoint's meta those of the parameters, named as in a tree {PART: parameters}."""
+    """Returns the shapes of the parameters from a checkpoint's meta, named as in a tree {PART: parameters}."""
     return {f"['{PART}']{name.removeprefix(f'.{PART}')}": shape for name, shape in _below_part(shapes).items()}
 
 

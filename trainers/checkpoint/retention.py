@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and of which the parameters alone: pure, without JAX."""
+"""Decides which checkpoints stay, and which keep their parameters alone. Pure, without JAX."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from trainers.config import CheckpointConfig, ScoreConfig
 
 
 class MayGo(NamedTuple):
-    """Steps, oldest first."""
+    """The checkpoints that may be deleted, as steps, oldest first."""
 
     checkpoints: list[int]
     into_models: list[int]
-    """Of these: whose parameters are to be kept."""
+    """Those of `checkpoints` whose parameters are kept."""
     models: list[int]
 
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays is the union of the newest, the best and every n-th."""
+    """The rules for what stays: the union of the newest, the best, and every n-th checkpoint."""
 
-    newest: int
-    """At least 1."""
+    newest: int | None
+    """How many of the newest stay; at least 1. None: everything stays."""
     best: int = 0
     every_steps: int | None = None
     only_models: frozenset[str] = frozenset()
-    """`best`, `every`: of what these alone keep, the parameters suffice."""
+    """`best`, `every`: of checkpoints that stay only by these rules, the parameters are enough."""
     lower_better: bool = True
     metrics: tuple[str, ...] = ()
-    """That the scores are made of."""
+    """The metrics that the score is computed from."""
+    model_every_steps: int | None = None
+    """Models of a step that is a multiple of this are saved by themselves, and have a limit of their own."""
+    model_limit: int | None = None
+    """How many of the newest of these stay. None: all."""
 
     @classmethod
     def of(cls, config: CheckpointConfig, score: ScoreConfig | None) -> Retention:
@@ -41,40 +45,51 @@ class Retention:
             config.keep_best or 0,
             config.keep_every_steps,
             frozenset(only),
-            score.lower_better,
+            score.lowest_is_best,
             score.metrics,
+            config.model_every_steps,
+            config.model_limit,
         )
 
     def may_go(
-        self, found: Iterable[int], good: Iterable[int], models: Iterable[int] = (), scores: Mapping[int, float] | None = None
+        self, steps: Iterable[int], good: Iterable[int], models: Iterable[int] = (), scores: Mapping[int, float] | None = None
     ) -> MayGo:
-        """Of the checkpoints `found`, and of the `models` that are kept alone.
+        """Returns what may be deleted of the checkpoints `steps`, and of the `models` kept alone.
 
-        `good` are steps of checkpoints that are whole, and of the course that training has taken. As long as there are fewer than
-        `newest` of them, all stays, damaged ones too: what is old goes only for what is newer and whole.
+        `good` are the steps of checkpoints that are whole, and belong to the course that training has taken. As long as there
+        are fewer than `newest` of them, everything stays, damaged ones too: an old checkpoint is deleted only when newer and
+        whole ones are there.
         """
         good, models = set(good), set(models)
+        best_models, every_models = self._best(good | models, scores or {}), self._every(good | models)
+        scheduled = {step for step in models if self.model_every_steps is not None and step % self.model_every_steps == 0}
+        stay = best_models | every_models | set(sorted(scheduled, reverse=True)[: self.model_limit])
+        if self.newest is None:
+            return MayGo([], [], sorted(scheduled - stay))
+        # `newest` is at least 1: with 0 the slice would be the whole list.
         newest = sorted(good)[-self.newest :]
         if len(newest) < self.newest:
-            return MayGo([], [], [])
-        kept = {"best": self._best(good | models, scores or {}), "every": self._every(good | models)}
-        whole: set[int] = set().union(*(steps for reason, steps in kept.items() if reason not in self.only_models))
-        go = [step for step in sorted(found) if step < newest[0] and step not in whole & good]
-        wanted = kept["best"] | kept["every"]
-        into_models = [step for step in go if step in wanted & good and step not in models]
-        return MayGo(go, into_models, sorted(models - wanted))
+            return MayGo([], [], sorted(scheduled - stay))
+        kept = {"best": best_models, "every": every_models}
+        kept_whole: set[int] = set().union(*(kept[reason] for reason in kept if reason not in self.only_models))
+        removed = [step for step in sorted(steps) if step < newest[0] and step not in kept_whole & good]
+        any_kept = kept["best"] | kept["every"]
+        # Only of those that go: a checkpoint that stays whole has its parameters in it.
+        into_models = [step for step in removed if step in any_kept & good and step not in models]
+        return MayGo(removed, into_models, sorted(models - stay))
 
     def score(self, meta: Mapping[str, Any]) -> float | None:
-        """Of the state in the checkpoint with this meta; None if it was not evaluated, or was scored by other metrics."""
+        """Returns the score of the state in the checkpoint with this meta; None if it was not evaluated, or scored by other
+        metrics."""
         scores = meta.get("scores") or {}
         if scores.get("step") != meta["step"] or tuple(scores.get("metrics", ())) != self.metrics:
             return None
         return scores["score"]
 
     def _best(self, steps: Iterable[int], scores: Mapping[int, float]) -> set[int]:
-        """Of equals the newer; what is no number is never among them."""
+        """Returns the best steps. Among equal scores the newer step is better; NaN is never among the best."""
         sign = 1.0 if self.lower_better else -1.0
-        scored = [step for step in steps if step in scores and scores[step] == scores[step]]
+        scored = [step for step in steps if step in scores and scores[step] == scores[step]]  # NaN differs from itself
         return set(sorted(scored, key=lambda step: (sign * scores[step], -step))[: self.best])
 
     def _every(self, steps: Iterable[int]) -> set[int]:

@@ -1,10 +1,11 @@
-"""A state saved and loaded by itself, not as a checkpoint of a run."""
+"""Saves and loads a state by itself, not as a checkpoint of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from trainers.checkpoint import assets, layout, manifest, model_only
@@ -16,10 +17,12 @@ from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem
 from trainers.step.state import TrainState
 
+NO_ASSETS: Mapping[str, Any] = MappingProxyType({})
 
-def save_to(path: str, state: TrainState, meta: dict[str, Any], build_assets: Callable[[], Mapping[str, Any]] = dict) -> None:
-    """Writes `state`, `meta` and, called on host 0, what `build_assets` gives to the new folder `path` and waits. All hosts must
-    call this. Raises CheckpointError."""
+
+def save_to(path: str, state: TrainState, meta: dict[str, Any], model_assets: Mapping[str, Any] = NO_ASSETS) -> None:
+    """Writes `state`, `meta` and the assets to the new folder `path`, and waits. All hosts must call this. Raises
+    CheckpointError."""
     final, arrays, size = layout.local(path), ArrayFiles(), num_bytes_of(state)
 
     def obstacle() -> str:
@@ -28,17 +31,19 @@ def save_to(path: str, state: TrainState, meta: dict[str, Any], build_assets: Ca
         final.parent.mkdir(parents=True, exist_ok=True)
         return layout.obstacle(final.parent, size)
 
-    work, problem = begin(final, obstacle)
-    if problem:
-        raise CheckpointError(f"{path} cannot be written: {problem}")
+    try:
+        work = begin(final, obstacle)
+    except CommitError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}") from error
     meta = {**meta, "format": manifest.FORMAT, "shapes": shapes(state)}
 
     def merge(folder: Path) -> None:
         arrays.merge(folder)
-        assets.write(work, build_assets())
+        # On host 0 alone, before the digests are taken: so the manifest covers the assets too.
+        assets.write(work, model_assets)
 
     save = Commit(work, final, meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), merge)
-    with ThreadPoolExecutor(1) as thread:  # where the caller has an event loop, as in a notebook, Orbax's would be refused
+    with ThreadPoolExecutor(1) as thread:  # a thread that has an event loop, as in a notebook, cannot run Orbax's
         try:
             thread.submit(save.run).result()
         except CommitError as error:
@@ -46,27 +51,37 @@ def save_to(path: str, state: TrainState, meta: dict[str, Any], build_assets: Ca
 
 
 def load_from(path: str, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """What `save_to` or a run's checkpoint wrote, with the shapes and shardings of `abstract`. All hosts must call this.
+    """Loads what `save_to` or a run's checkpoint wrote, with the shapes and shardings of `abstract`. All hosts must call this.
 
     Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
     """
     folder = layout.local(path)
-    meta, problem = check_files(folder, digest_up_to=None)
-    if problem := first_problem(multihost.all_hosts("checkpoint files", problem)):
-        raise CheckpointError(f"{path} is not whole: {problem}")
+    meta = _checked_meta("checkpoint files", folder, path)
+    # Before the arrays are read: the error of Orbax would not say which arrays differ.
     check_same_model(meta, abstract, path)
     return ArrayFiles().read(folder / manifest.STATE_FOLDER, abstract), meta
 
 
 def load_model(path: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
-    """(parameters, meta) of what `save_to` wrote, of a run's checkpoint, or of a checkpoint in its folder `models`, which has the
-    parameters alone. `abstract`: the parameters' shapes and shardings. All hosts must call this.
+    """Loads (parameters, meta) from what `save_to` wrote, from a run's checkpoint, or from a checkpoint in its folder `models`,
+    which has the parameters alone. `abstract` gives the parameters' shapes and shardings. All hosts must call this.
 
     Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
     """
     folder = layout.local(path)
-    meta, problem = check_files(folder, digest_up_to=None)
-    if problem := first_problem(multihost.all_hosts("model files", problem)):
-        raise CheckpointError(f"{path} is not whole: {problem}")
+    meta = _checked_meta("model files", folder, path)
     check_same_model({"shapes": model_only.of_parameters(meta["shapes"])}, {model_only.PART: abstract}, path)
-    return ArrayFiles().read(folder / manifest.STATE_FOLDER, {model_only.PART: abstract}, partly=True)[model_only.PART], meta
+    tree = ArrayFiles().read(folder / manifest.STATE_FOLDER, {model_only.PART: abstract}, partly=True)
+    return tree[model_only.PART], meta
+
+
+def _checked_meta(topic: str, folder: Path, path: str) -> dict[str, Any]:
+    """Returns the meta. Raises CheckpointError on all hosts if one of them finds a file that is not what was saved."""
+    meta, problem = {}, ""
+    try:
+        meta = check_files(folder, digest_up_to=None)
+    except manifest.DamagedError as error:
+        problem = str(error)
+    if problem := first_problem(multihost.all_hosts(topic, problem)):
+        raise CheckpointError(f"{path} is not whole: {problem}")
+    return meta

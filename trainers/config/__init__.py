@@ -1,9 +1,11 @@
 """The sections of the configuration, each checked as it is built. Free of JAX."""
 
+from trainers.config.data import DataConfig
 from trainers.config.evaluation import CheckpointConfig, EvaluationConfig, PreviewConfig, ScoreConfig, UnitConfig
-from trainers.config.model import DataConfig, LossConfig, MeshConfig, ModelConfig
+from trainers.config.model import LossConfig, MeshConfig, ModelConfig
 from trainers.config.monitoring import AnomalyConfig, DistributionConfig, MetricsConfig, ProfileConfig
 from trainers.config.optimizer import LossScaleConfig, OptimizerConfig, ParameterGroup, PruningConfig, ScheduleConfig
+from trainers.config.weights import InitConfig
 
 __all__ = [
     "AnomalyConfig",
@@ -11,6 +13,7 @@ __all__ = [
     "DataConfig",
     "DistributionConfig",
     "EvaluationConfig",
+    "InitConfig",
     "LossConfig",
     "LossScaleConfig",
     "MeshConfig",

@@ -1,7 +1,7 @@
-"""What a training run is asked to do: frozen dataclasses, checked as they are built.
+"""The arguments of a training run: frozen dataclasses, checked as they are built.
 
-Free of JAX, so that a driver or a command line can read a configuration without importing it. A trainer that needs more
-fields subclasses `TrainingArguments` and names the subclass in the configuration (`arguments: package.module:Class`).
+Free of JAX, so that a driver or a command line can read a configuration without importing it. A trainer that needs more fields
+subclasses `TrainingArguments` and names the subclass in the configuration (`arguments: package.module:Class`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trainers.config import (
     DataConfig,
     DistributionConfig,
     EvaluationConfig,
+    InitConfig,
     LossConfig,
     LossScaleConfig,
     MeshConfig,
@@ -37,7 +38,7 @@ from trainers.config.section import PATH, Section, not_paths, parse_duration_s, 
 T = TypeVar("T")
 
 ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking")
-"""Top-level keys of a configuration file that concern machines; `python -m trainers.run` has no use for them."""
+"""Top-level keys of a configuration file that concern machines; `python -m trainers.run` ignores them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +56,14 @@ class TrainingArguments(Section):
     max_num_steps: int | None = None
     max_num_data_epochs: int | None = None
     time_limit: str | None = None
-    """Wall time of this process's training, such as `30m` or `2h30m`; the state is saved at the limit."""
+    """The run's wall time, such as `30m` or `2h30m`; the state is saved at the limit. It counts from when the processes of a
+    launch begin to train, and over all launches: restarts and waits of the run count, the time between launches does not. A
+    later launch goes on only with a larger limit. Processes that do not stop by themselves get `driver.watchdog.evaluate_s` and
+    `save_s` to do so, and are then ended. Without the orchestrator the checkpoint has the time used: what a process did after
+    its last checkpoint does not count."""
     publish_every_steps: int = 10
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the computation; parameters and optimizer keep `param_dtype`. float16 scales the loss (`loss_scale`)."""
+    """The dtype of the computation; parameters and optimizer have `param_dtype`. float16 scales the loss (`loss_scale`)."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -73,18 +78,23 @@ class TrainingArguments(Section):
     pruning: PruningConfig = field(default_factory=PruningConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     recorders: tuple[str, ...] = ()
-    """Where the metrics go beside the console, MLflow and Ray Train: `jsonl`, `tensorboard`, `wandb`, or `package.module:Class`
-    (`trainers.recorders`)."""
+    """Further recorders of the metrics, beside the console, MLflow and Ray Train: `jsonl`, `tensorboard`, `wandb`, or
+    `package.module:Class` (`trainers.recorders`)."""
+    recorder_folders: dict[str, str] = field(default_factory=dict)
+    """Where recorders write, by name: a folder, relative to that of the run or absolute. The others have their own defaults."""
     distributions: DistributionConfig = field(default_factory=DistributionConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    init_from: InitConfig | None = None
+    """Parameters to begin with: `PATH`, or a section. A run that has a checkpoint goes on from that."""
     kept_programs_gb: float | None = 10.0
-    """Room on each machine for the compiled programs of all runs, which the next start loads; null: as much as they need. Those
-    used least recently go first, but none that is in use."""
+    """The limit on each machine for the compiled programs of all runs, which the next start loads; null: no limit. Those used
+    least recently are deleted first, but none that is in use."""
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
+        # It becomes a folder's name (`storage`/`name`): without a separator, and with no dot in front.
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             yield f"name = {self.name!r}: expected letters, digits, '.', '_' and '-', starting with a letter or digit"
         if not self.storage:
@@ -95,13 +105,15 @@ class TrainingArguments(Section):
             self, 1, "global_batch_size", "accumulation_steps", "max_num_steps", "max_num_data_epochs", "publish_every_steps"
         )
         yield from too_small(self, 0, "kept_programs_gb")
+        # All micro-batches of the scan have one shape.
         if self.accumulation_steps >= 1 and self.global_batch_size % self.accumulation_steps:
             yield (
                 f"global_batch_size = {self.global_batch_size}: expected a multiple of accumulation_steps "
                 f"({self.accumulation_steps})"
             )
-        yield from recorders.problems(self.recorders, self.storage)
+        yield from recorders.problems(self.recorders, self.recorder_folders, self.storage)
         every = self.distributions.every_steps
+        # Histograms travel with a publish: between two publishes nobody would fetch them.
         if self.distributions.pattern is not None and self.publish_every_steps >= 1 and every % self.publish_every_steps:
             yield (
                 f"distributions.every_steps = {every}: expected a multiple of publish_every_steps ({self.publish_every_steps}), "
@@ -114,6 +126,11 @@ class TrainingArguments(Section):
         if self.checkpoint.keep_model_only != "none" and self.optimizer.name == "schedule_free_adamw":
             yield (
                 f"checkpoint.keep_model_only = {self.checkpoint.keep_model_only!r}: expected 'none', for the averages that "
+                "schedule_free_adamw evaluates are in its state"
+            )
+        if self.checkpoint.model_every_steps is not None and self.optimizer.name == "schedule_free_adamw":
+            yield (
+                f"checkpoint.model_every_steps = {self.checkpoint.model_every_steps}: expected null, for the averages that "
                 "schedule_free_adamw evaluates are in its state"
             )
         if self.dtype == "float16" and self.param_dtype != "float32":
@@ -135,8 +152,8 @@ class TrainingArguments(Section):
         return self.global_batch_size // self.accumulation_steps
 
     def check_devices(self, num_devices: int) -> dict[str, int]:
-        """The mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, or has more replicas than a
-        micro-batch has sequences."""
+        """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, or has more
+        replicas than a micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
         replicas, rows = sizes["data"] * sizes["fsdp"], self.micro_batch_size
         require(
@@ -148,13 +165,14 @@ class TrainingArguments(Section):
         return sizes
 
     def padded_rows_per_step(self, num_devices: int) -> int:
-        """Rows that are computed and do not count, where a micro-batch does not divide over the replicas."""
+        """Returns the number of rows that are computed and do not count, because a micro-batch does not divide evenly over the
+        replicas."""
         sizes = self.check_devices(num_devices)
         return -self.micro_batch_size % (sizes["data"] * sizes["fsdp"]) * self.accumulation_steps
 
 
 def load_object(path: str) -> Any:
-    """The object named `package.module:attribute`. Raises ValueError that says which part was not found."""
+    """Returns the object named `package.module:attribute`. Raises ValueError that says which part was not found."""
     module_name, _, attribute = path.partition(":")
     require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
     try:
@@ -169,9 +187,10 @@ def load_object(path: str) -> Any:
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Builds a (nested) configuration dataclass from what JSON or YAML gives. Raises ValueError on unknown keys and wrong types.
+    """Builds a (nested) configuration dataclass from what JSON or YAML gives. Raises ValueError on unknown keys and wrong
+    types.
 
-    The orchestrator checks more kindly (`orchestrator/config/job.py`); this is for those who run `trainers` alone.
+    The orchestrator checks with better messages (`orchestrator/config/job.py`); this is for those who run `trainers` alone.
     """
     hints = typing.get_type_hints(cls)
     fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -185,6 +204,8 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     section = next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
     if value is None and type(None) in arms:
         return None
+    if isinstance(value, str) and (key := getattr(section, "shorthand", None)):
+        value = {key: value}
     if section is not None and isinstance(value, Mapping | None):
         return from_dict(typing.cast(type, section), value or {})
     require(section is None, f"{name} = {value!r}: expected a section of keys and values")

@@ -1,4 +1,4 @@
-"""When training is looked at and saved: held-out data, scores, checkpoints, previews."""
+"""The sections for held-out data, scores, checkpoints and previews."""
 
 from __future__ import annotations
 
@@ -12,36 +12,54 @@ from trainers.config.section import Section, not_paths, require_none, too_small
 
 @dataclass(frozen=True, kw_only=True)
 class UnitConfig(Section):
-    """Held-out data of its own, and what is measured on it."""
+    """A validation unit: held-out data, and the task that measures it."""
 
     dataset: str | None = None
     """`package.module:function` (arguments) -> examples; default: the held-out ones of `data.dataset`."""
     task: str | None = None
-    """Whose loss is measured, on the parameters that are trained; default: the task that is trained."""
+    """The task whose loss is measured, with the parameters that are trained; default: the task that is trained."""
     max_batches: int | None = None
     """Default: `evaluation.max_batches`."""
+    batch_size: int | None = None
+    """Default: `evaluation.batch_size`."""
+    metrics: str | None = None
+    """`package.module:Class` (arguments): metrics of the task's predictions (`trainers.protocol.EvaluationMetrics`)."""
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        yield from not_paths(self, *(name for name in ("dataset", "task") if getattr(self, name) is not None))
-        yield from too_small(self, 1, "max_batches")
+        yield from not_paths(self, *(name for name in ("dataset", "task", "metrics") if getattr(self, name) is not None))
+        yield from too_small(self, 1, "max_batches", "batch_size")
+
+
+LOWER_IS_BETTER = {"loss", "nll", "perplexity", "error", "errors", "wer", "cer", "mse", "rmse", "mae", "divergence", "kl"}
+HIGHER_IS_BETTER = {"accuracy", "acc", "f1", "precision", "recall", "auc", "map", "iou", "bleu", "chrf", "rouge", "reward", "em"}
+"""Words in the name of a metric that tell in which direction it gets better."""
+TOLD = {True: "lower is better", False: "higher is better", None: "not known"}
+
+
+def lower_is_better(metric: str) -> bool | None:
+    """Returns whether lower values of a metric are better; None if its name does not tell."""
+    words = set(re.split(r"[^a-z0-9]+", metric.lower()))
+    lower, higher = bool(words & LOWER_IS_BETTER), bool(words & HIGHER_IS_BETTER)
+    return lower if lower != higher else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreConfig(Section):
-    """What makes one evaluation better than another, and when there is no hope of a better one."""
+    """How evaluations are compared, and when training stops because none gets better."""
 
     metrics: tuple[str, ...] = ("eval_loss",)
-    """As they are published: the unit's name, `_`, the metric's."""
+    """The published names of the metrics: the unit's name, `_`, the metric's name."""
     combine: Literal["mean", "min", "max"] = "mean"
     """How several metrics become one number."""
-    lower_better: bool = True
+    lower_better: bool | None = None
+    """Whether a lower score is better. Default: as the names of the metrics tell, such as `loss` and `accuracy`."""
     min_delta: float = 0.0
     """A score is better if it beats the best one by more than this."""
     patience: int | None = None
-    """Training stops after so many evaluations that brought no better score."""
+    """Training stops after this many evaluations without a better score."""
     early_stopper: str | None = None
     """`package.module:function` (step, score) -> whether to stop; called on host 0 alone."""
 
@@ -51,33 +69,47 @@ class ScoreConfig(Section):
     def _problems(self) -> Iterator[str]:
         if not self.metrics:
             yield "metrics = []: expected at least one metric, such as eval_loss"
+        elif self.lower_better is None and (len(directions := self._directions()) > 1 or None in directions):
+            told = ", ".join(f"{name} ({TOLD[lower_is_better(name)]})" for name in self.metrics)
+            yield f"lower_better = null: expected true or false, for the names of the metrics do not tell: {told}"
         yield from too_small(self, 0, "min_delta")
         yield from too_small(self, 1, "patience")
         if self.early_stopper is not None:
             yield from not_paths(self, "early_stopper")
 
+    def _directions(self) -> set[bool | None]:
+        return {lower_is_better(metric) for metric in self.metrics}
+
+    @property
+    def lowest_is_best(self) -> bool:
+        """The direction that counts."""
+        return self._directions() == {True} if self.lower_better is None else self.lower_better
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig(Section):
-    """Evaluations never come twice at a step. One comes at the end of a run in any case."""
+    """When and how to evaluate. There is never more than one evaluation at a step, and always one at the end of a run."""
 
     at_start: bool = False
-    """Before the first step of the run."""
+    """Whether to evaluate before the first step of the run."""
     every_steps: int | None = None
     every_epochs: int | None = None
     after_step: int = 0
-    """The first step at which one may be due."""
+    """The first step at which an evaluation may be due."""
     max_batches: int | None = None
     """How many global batches of the held-out data to use; default: all."""
+    batch_size: int | None = None
+    """Examples in a global batch of an evaluation; default: those of a micro-batch of the training, which fit into memory."""
     units: dict[str, UnitConfig] = field(default_factory=dict)
-    """By name, which begins the names of its metrics; default: `eval`, the held-out data of `data.dataset`."""
+    """The validation units by name, which begins the names of their metrics; default: `eval`, the held-out data of
+    `data.dataset`."""
     score: ScoreConfig | None = None
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        yield from too_small(self, 1, "every_steps", "every_epochs", "max_batches")
+        yield from too_small(self, 1, "every_steps", "every_epochs", "max_batches", "batch_size")
         yield from too_small(self, 0, "after_step")
         for name in self.units:
             if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "train":
@@ -87,13 +119,13 @@ class EvaluationConfig(Section):
 
     @property
     def scheduled(self) -> bool:
-        """Whether there are evaluations before the end."""
+        """Whether evaluations are scheduled before the end of the run."""
         return self.every_steps is not None or self.every_epochs is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """When a state is saved, and which checkpoints stay: all that any of the settings asks for, and always the newest."""
+    """When a state is saved, and which checkpoints are kept: all that any of the settings asks for, and always the newest."""
 
     save_steps: int | None = None
     save_epochs: int | None = None
@@ -102,22 +134,29 @@ class CheckpointConfig(Section):
     save_minutes: float | None = None
     save_at_end: bool = True
     storage_patience_s: float = 5.0
-    """How long training waits before a save for a storage that does not answer. It then goes on, and tries again soon."""
-    save_total_limit: int = 3
-    """How many of the newest checkpoints are kept."""
+    """How long training waits before a save for a storage that does not answer. It then continues, and tries again later."""
+    save_total_limit: int | None = 3
+    """How many of the newest checkpoints are kept. null: all checkpoints are kept."""
     keep_best: int | None = None
-    """How many of those with the best scores (`evaluation.score`) are kept."""
+    """How many of the checkpoints with the best scores (`evaluation.score`) are kept."""
     keep_every_steps: int | None = None
-    """Those of a step that is a multiple of this are kept."""
+    """Checkpoints of a step that is a multiple of this are kept."""
     keep_model_only: Literal["none", "best", "every", "all"] = "none"
-    """Of which older checkpoints the parameters alone are kept, in the run's folder `models`: those that `keep_best` keeps, those
-    that `keep_every_steps` keeps, or both. What is also kept for another reason stays whole."""
+    """Which older checkpoints keep the parameters alone, in the run's folder `models`: those that `keep_best` keeps, those that
+    `keep_every_steps` keeps, or both. A checkpoint that is also kept for another reason stays whole."""
+    model_every_steps: int | None = None
+    """Save the parameters alone, too, in the folder `models`, at each step that is a multiple of this."""
+    model_limit: int | None = None
+    """How many of the newest of these are kept. null: all. No other setting deletes them."""
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "save_steps", "save_epochs", "save_total_limit", "keep_best", "keep_every_steps")
+        yield from too_small(self, 1, "model_every_steps", "model_limit")
+        if self.model_limit is not None and self.model_every_steps is None:
+            yield f"model_limit = {self.model_limit}: nothing saves models at a cadence of its own; set model_every_steps"
         yield from too_small(self, 0, "save_after_step")
         if not self.storage_patience_s > 0:
             yield f"storage_patience_s = {self.storage_patience_s}: expected a positive number of seconds"
@@ -131,20 +170,20 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewConfig(Section):
-    """Texts that the model generates, a look at what it has learnt: at the end of a run, and on the way if wanted."""
+    """Texts that the model generates to show what it has learnt: at the end of a run, and every `every_steps`."""
 
     every_steps: int | None = None
-    """Default: at the end alone."""
+    """Default: only at the end."""
     prompts: tuple[str, ...] = ("def ",)
-    """Continued all at once; []: no previews."""
+    """The texts to continue, all in one batch; []: no previews."""
     num_tokens: int = 200
-    """Of each continuation."""
+    """The number of tokens of each continuation."""
     greedy: bool = False
-    """Take the likeliest token each time."""
+    """Whether to take the likeliest token each time."""
     temperature: float = 0.7
-    """Of what is drawn otherwise; 0 is greedy too."""
+    """The temperature of the sampling if not greedy; 0 is greedy too."""
     top_k: int | None = None
-    """Draw from the likeliest so many tokens; default: from all."""
+    """Draw from this many of the likeliest tokens; default: from all."""
     top_p: float | None = None
     """Draw from the likeliest tokens that together have this probability; default: from all."""
 

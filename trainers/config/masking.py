@@ -1,4 +1,4 @@
-"""What is secret in text that is shown or stored: in a URL, who logs in and with what. Free of JAX."""
+"""Masks secrets in text that is shown or stored: the user information and the keys in URLs. Free of JAX."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 MASK = "***"
 _USER = re.compile(r"(?<=://)[^\s:/?#@'\"]*(?::[^\s@'\"]*)?@(?:[^\s/?#@'\"]*@)*")
-"""Up to the host. A password may hold a slash, and even the sign that ends it."""
+"""Matches up to the host. A password may contain a slash, and even an `@`."""
 _QUERY = re.compile(r"(?i)([?&][\w.-]*(?:password|passwd|pwd|secret|token|signature|credential|key)[\w.-]*=)[^&#\s'\"]+")
 
 
 def masked(data: Any) -> Any:
-    """Plain data, or a text, without the user information of the URLs in it."""
+    """Returns plain data, or a text, with the secrets in its URLs masked."""
     if isinstance(data, str):
         return _QUERY.sub(rf"\1{MASK}", _USER.sub(f"{MASK}@", data)) if "://" in data else data
     if isinstance(data, Mapping):
         return {key: masked(value) for key, value in data.items()}
+    # Exactly lists and tuples: a named tuple cannot be built from an iterable.
     return type(data)(masked(item) for item in data) if type(data) in (list, tuple) else data

@@ -1,18 +1,17 @@
-"""What is trained, on which data, over which mesh."""
+"""The sections for the model, its data, its loss, and the mesh."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from trainers.config.section import Section, not_paths, require, require_none, too_small
+from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Section):
-    """Sizes of the mesh axes over all devices of the run; one of them may be -1: whatever is left."""
+    """The sizes of the mesh axes over all devices of the run. One of them may be -1: it takes what is left."""
 
     data: int = -1
     fsdp: int = 1
@@ -25,7 +24,7 @@ class MeshConfig(Section):
         require(list(sizes.values()).count(-1) <= 1, f"mesh {sizes}: at most one axis may be -1")
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """Axis sizes for `num_devices` devices. Raises ValueError when they do not multiply to it."""
+        """Returns the axis sizes for `num_devices` devices. Raises ValueError if they do not multiply to it."""
         sizes = dataclasses.asdict(self)
         fixed = 1
         for size in sizes.values():
@@ -40,6 +39,10 @@ class MeshConfig(Section):
         return {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
 
 
+REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
+"""Values of `model.remat`; all but the first two are names of `jax.checkpoint_policies`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
     """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
@@ -50,63 +53,51 @@ class ModelConfig(Section):
     num_heads: int = 4
     num_kv_heads: int = 4
     mlp_width: int = 768
+    # As in Su et al., 2021.
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
+    remat: str = "none"
+    """The activations of a layer that are computed again in the backward pass, to save memory. `full`: all of them.
+    `dots_saveable`: all but the products of matrices; `dots_with_no_batch_dims_saveable`: all but the products with weights.
+    The results are the same up to rounding."""
 
     def __post_init__(self):
         require_none(too_small(self, 1, "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"))
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
+        # Even, for rotary positions turn pairs of channels.
         if self.width % self.num_heads or (self.width // self.num_heads) % 2:
             yield f"width = {self.width}: expected an even number of channels for each of the {self.num_heads} heads (num_heads)"
         if self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads ({self.num_heads})"
+        if self.remat not in REMAT:
+            yield f"remat = {self.remat!r}: expected one of {', '.join(REMAT)}{did_you_mean(self.remat, REMAT)}"
         if self.rope_theta <= 0:
             yield f"rope_theta = {self.rope_theta}: expected a positive number"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Section):
-    """Text as bytes, from files and folders. `dataset` names a function (arguments) -> (train, eval) to use another source."""
+class LossConfig(Section):
+    """Settings of the loss of the built-in tasks."""
 
-    dataset: str = "trainers.data.sources.text:byte_text"
-    paths: tuple[str, ...] = ("python-stdlib",)
-    """Files or folders; `python-stdlib` stands for the sources of the running Python's standard library."""
-    pattern: str = "*.py"
-    """Which files of a folder to read (a file named in `paths` is always read)."""
-    sequence_length: int = 256
-    eval_fraction: float = 0.05
-    """The tail of the text that is held out."""
-    shuffle: bool = True
-    truncation: Literal["keep_start", "keep_end"] = "keep_start"
-    """Which part of an example remains that is longer than `build_data_collate_info` allows."""
-    sources: tuple[str, ...] = ()
-    """Names of what the examples come from, if each has a leaf `source` with a place in this list: loss and tokens are then told
-    of each."""
+    z_loss_weight: float = 0.0
+    """The weight of the mean square of log Z, the logarithm of the sum of exp(logits), which keeps it near 0 (Chowdhery et al.,
+    2022, section 5). 0: it is not computed."""
+
+    label_smoothing: float = 0.0
+    """The share of each target's probability that is spread evenly over the vocabulary (Szegedy et al., 2016, section 7). The
+    published perplexity is then that of the smoothed loss."""
+    ignore_index: int | None = None
+    """Tokens with this id (of padding, say) are no targets: they count in no loss and no metric. null: every token is one."""
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        yield from not_paths(self, "dataset")
-        yield from too_small(self, 2, "sequence_length")
-        if not self.paths:
-            yield "paths = []: expected at least one file or folder"
-        if len(set(self.sources)) < len(self.sources):
-            yield f"sources = {list(self.sources)}: expected each name once"
-        if not 0 <= self.eval_fraction < 1:
-            yield f"eval_fraction = {self.eval_fraction}: expected 0 <= eval_fraction < 1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossConfig(Section):
-    """Of the tasks that are built in."""
-
-    z_loss_weight: float = 0.0
-    """Of the mean square of log Z, the logarithm of the sum of exp(logits), which keeps it near 0 (Chowdhery et al., 2022,
-    section 5). 0: it is not computed."""
-
-    def __post_init__(self):
-        require_none(too_small(self, 0, "z_loss_weight"))
+        yield from too_small(self, 0, "z_loss_weight")
+        if not 0 <= self.label_smoothing < 1:
+            yield f"label_smoothing = {self.label_smoothing}: expected 0 <= label_smoothing < 1"
+        if self.ignore_index is not None and self.ignore_index < 0:
+            yield f"ignore_index = {self.ignore_index}: expected an id of the vocabulary, for targets are the model's input too"

@@ -1,4 +1,4 @@
-"""What is recorded of a run, and what is done about batches that are bad."""
+"""The sections for what is recorded of a run, and for bad batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainers.config.section import Section, require, require_none, too_small
 
 @dataclass(frozen=True, kw_only=True)
 class AnomalyConfig(Section):
-    """What to do about a batch whose loss or gradient is not finite, or whose loss leaps up. Its update is never applied."""
+    """What to do about a batch whose loss or gradient is not finite, or whose loss is a spike. Its update is never applied."""
 
     non_finite: Literal["raise", "skip", "rollback"] = "skip"
     """raise: the run fails; skip: it goes on with the next batch; rollback: it goes back to a checkpoint before the batch."""
@@ -20,15 +20,17 @@ class AnomalyConfig(Section):
     spike_zscore: float = 6.0
     """A spike is a loss this many standard deviations above its running mean, both over the updates that were applied."""
     spike_warmup_steps: int = 50
-    """Updates before the first one that can be a spike."""
+    """The number of updates before the first one that can be a spike."""
+    # An average over about 1 / (1 - 0.98) = 50 losses: as many as the warm-up waits for.
     spike_decay: float = 0.98
-    """Of the running mean and variance: the weight of the past at each update."""
+    """The decay of the running mean and variance: the weight of the past at each update."""
     skip_before: int = 0
     """How many batches before the offending one a rollback leaves out with it."""
     max_skipped: int = 100
-    """Of any `skipped_window_batches` batches in a row. One more, and the run fails: the fault is not in the data."""
+    """The limit for skipped batches among any `skipped_window_batches` in a row. With one more the run fails: the fault is not
+    in the data."""
     skipped_window_batches: int = 10_000
-    """What was skipped longer ago does not count: a run of any length may come upon a bad batch now and then."""
+    """Batches that were skipped longer ago do not count: a run of any length may meet a bad batch now and then."""
 
     def __post_init__(self):
         require_none(self._problems())
@@ -44,13 +46,17 @@ class AnomalyConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig(Section):
-    """See `docs/metrics.md`."""
+    """Further metrics. See `docs/metrics.md`."""
 
     per_parameter_grad_norm: bool = False
+    running_means: tuple[str, ...] = ()
+    """The metrics NAME, such as `accuracy`, whose mean since the run began is published as `mean_NAME`."""
     peak_flops_per_s: float | None = None
-    """Of one device, for `mfu`; default: as known of its kind (`trainers/metrics/peak_flops.py`)."""
+    """The peak of one device, for `mfu`; default: the known one of its kind (`trainers/metrics/peak_flops.py`)."""
 
     def __post_init__(self):
+        repeated = sorted({name for name in self.running_means if self.running_means.count(name) > 1})
+        require(not repeated, f"running_means = {list(self.running_means)}: expected each name once")
         if self.peak_flops_per_s is not None:
             require(self.peak_flops_per_s > 0, f"peak_flops_per_s = {self.peak_flops_per_s}: expected a positive number")
 
@@ -60,7 +66,7 @@ class DistributionConfig(Section):
     """Histogram, mean, deviation and extremes of parameters and their gradients, for the recorders that take them."""
 
     pattern: str | None = None
-    """Which parameters: a regular expression that is searched in names such as `layers/attention/query`; `.`: all; null: none."""
+    """Which parameters: a regular expression that is searched in names such as `layers/query`; `.`: all; null: none."""
     every_steps: int = 100
     bins: int = 64
 
@@ -78,23 +84,27 @@ class DistributionConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Section):
-    """A window of steps that JAX's profiler records, below `profile` in the run's folder; more at any time by
-    `python -m orchestrator.profile`. Skips, then `repeat` times: waits, warms up, records."""
+    """Windows of steps that JAX's profiler records; more at any time by `python -m
+    orchestrator.profile`. Skips, then `repeat` times: waits, warms up, records."""
 
     record_steps: int | None = None
     """null: nothing is recorded on schedule."""
     skip_steps: int = 0
-    """Of this process, at first."""
+    """The number of steps of this process to skip at first."""
     wait_steps: int = 0
     warmup_steps: int = 1
-    """Steps that are traced and thrown away: what the start of the tracer costs is not to be seen in the record."""
+    """Steps that are traced and thrown away, so that the cost of starting the tracer is not in the record."""
     repeat: int = 1
     hosts: tuple[int, ...] = (0,)
+    folder: str = "profile"
+    """Where profiles are written, on every host: a folder, relative to that of the run or absolute."""
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
+        if not self.folder or "://" in self.folder:
+            yield f"folder = {self.folder!r}: expected a folder, relative to that of the run or absolute"
         yield from too_small(self, 1, "record_steps", "repeat")
         yield from too_small(self, 0, "skip_steps", "wait_steps", "warmup_steps")
         if self.repeat > 1 and self.wait_steps < 2:

@@ -1,4 +1,4 @@
-"""How parameters are updated."""
+"""The sections for the optimizer, its schedule, parameter groups, loss scaling and pruning."""
 
 from __future__ import annotations
 
@@ -11,31 +11,46 @@ from trainers.config.section import Section, not_patterns, require_none, too_sma
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
-    """Learning rate over steps, as a factor of `learning_rate`. See `trainers/optim/schedules.py` for the names."""
+    """The learning rate over steps, as a factor of `learning_rate`. See `trainers/optim/schedules.py` for the names."""
 
     name: str = "cosine"
     warmup_steps: int = 0
+    warmup_ratio: float | None = None
+    """Instead of `warmup_steps`: the share of the run's steps, rounded. The run's steps are `max_num_steps`, else those of
+    `max_num_data_epochs`, else `decay_steps`."""
+    start_factor: float | None = None
+    """The rate of the first step of the warm-up, as a factor; default: that of an even step, 1 / (`warmup_steps` + 1)."""
     decay_steps: int | None = None
-    """Steps after which the decay has ended, warm-up included; default: `max_num_steps`."""
+    """Steps after which the decay has ended, warm-up included; default: the run's steps."""
+    decay_ratio: float | None = None
+    """Instead of `decay_steps`: the share of the run's steps, rounded."""
     final_factor: float = 0.1
     power: float = 2.0
-    """Of `polynomial`."""
+    """The exponent of `polynomial`."""
     hold_steps: int = 0
-    """Of `tri_stage`: steps at the full rate, between warm-up and decay."""
+    """For `tri_stage`: the steps at the full rate, between warm-up and decay."""
     cycle_steps: int | None = None
-    """Of `cosine_restarts`: the length of the first cycle."""
+    """For `cosine_restarts`: the length of the first cycle."""
     cycle_growth: int = 1
-    """Of `cosine_restarts`: how many times longer each cycle is than the one before."""
+    """For `cosine_restarts`: how many times longer each cycle is than the one before."""
     cycle_factor: float = 1.0
-    """Of `cosine_restarts`: the peak of each cycle, as a factor of the one before."""
+    """For `cosine_restarts`: the peak of each cycle, as a factor of the one before."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of `optax.<function>`."""
+    """The arguments of `optax.<function>`."""
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        yield from too_small(self, 0, "warmup_steps", "final_factor", "hold_steps", "cycle_factor")
+        yield from too_small(self, 0, "warmup_steps", "start_factor", "final_factor", "hold_steps", "cycle_factor")
+        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio < 1:
+            yield f"warmup_ratio = {self.warmup_ratio}: expected 0 <= warmup_ratio < 1"
+        if self.decay_ratio is not None and not 0 < self.decay_ratio <= 1:
+            yield f"decay_ratio = {self.decay_ratio}: expected 0 < decay_ratio <= 1"
+        if self.warmup_ratio is not None and self.warmup_steps:
+            yield f"warmup_ratio = {self.warmup_ratio}: warmup_steps = {self.warmup_steps} says the same; leave one of them out"
+        if self.decay_ratio is not None and self.decay_steps is not None:
+            yield f"decay_ratio = {self.decay_ratio}: decay_steps = {self.decay_steps} says the same; leave one of them out"
         yield from too_small(self, 1, "decay_steps", "cycle_steps", "cycle_growth")
         if not self.power > 0:
             yield f"power = {self.power}: expected a positive number"
@@ -45,6 +60,7 @@ class ScheduleConfig(Section):
             yield f"final_factor = {self.final_factor}: expected a positive number, for an exponential decay never ends at 0"
         for name, field_ in self.__dataclass_fields__.items():
             owner = SCHEDULE_OF.get(name)
+            # `{}` too: `arguments` has a factory, and so no default to compare with.
             given = getattr(self, name) not in (field_.default, {})
             if owner and given and not self.name.startswith(owner):
                 yield f"{name} = {getattr(self, name)}: it is a setting of {owner}, and name is {self.name!r}; leave it out"
@@ -60,17 +76,17 @@ SCHEDULE_OF = {
     "cycle_factor": "cosine_restarts",
     "arguments": "optax.",
 }
-"""Which schedule a setting belongs to that most have not."""
+"""The schedule that a setting belongs to, for settings that most schedules do not have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup(Section):
-    """Parameters that are trained in another way than the rest, or not at all. The first group that takes a parameter has it."""
+    """Parameters with their own settings, or frozen. The first group that matches a parameter counts."""
 
     pattern: str
     """A regular expression that is searched in the names of parameters, such as `layers.query`."""
     learning_rate: float | None = None
-    """At the peak, the schedule's shape being that of all; default: `optimizer.learning_rate`."""
+    """The rate at the peak; the shape of the schedule is the same for all. Default: `optimizer.learning_rate`."""
     weight_decay: float | None = None
     """Default: `optimizer.weight_decay`."""
     frozen: bool = False
@@ -88,14 +104,16 @@ class ParameterGroup(Section):
             yield f"frozen = true: the group {self.pattern!r} is not trained; leave out its learning_rate and weight_decay"
 
 
+# Those whose function of optax takes a type for its first moment (`mu_dtype`, `accumulator_dtype`).
 MOMENT_DTYPE_TAKEN = ("adamw", "adam", "lion", "sgd", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
-    """See `trainers/optim/optimizers.py` for the names."""
+    """The optimizer. See `trainers/optim/optimizers.py` for the names."""
 
     name: str = "adamw"
+    # Weight decay, betas, eps and clipping are those of GPT-3 (Brown et al., 2020, appendix B).
     learning_rate: float = 3e-4
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -103,11 +121,11 @@ class OptimizerConfig(Section):
     max_grad_norm: float | None = 1.0
     """Clips by global norm; null: no clipping (the norm is published all the same)."""
     moment_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the first moment; the second is too small for bfloat16."""
+    """The dtype of the first moment; the second moment needs more precision than bfloat16 has."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     groups: tuple[ParameterGroup, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of `optax.<factory>`, in the place of all settings above but `learning_rate`."""
+    """The arguments of `optax.<factory>`, instead of all settings above except `learning_rate`."""
 
     def __post_init__(self):
         require_none(self._problems())
@@ -138,15 +156,17 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig(Section):
-    """Of `dtype: float16`: the loss is multiplied by a scale, lest small gradients become 0, and gradients are divided by it."""
+    """Settings of loss scaling, for `dtype: float16`. The loss is multiplied by a scale, so that small gradients do not become
+    0, and the gradients are divided by it."""
 
     initial: float = 128.0
     minimum: float = 1e-4
-    """A scale that would have to fall below it is an error."""
+    """The run fails when the scale would have to fall below this."""
     growth_factor: float = 2.0
-    """By which the scale grows after a window, and is divided when gradients overflow."""
+    """The factor by which the scale grows after a window, and is divided when gradients overflow."""
+    # As many as in PyTorch's GradScaler (`growth_interval`).
     window_steps: int = 2000
-    """So many updates in a row without an overflow, and the scale grows."""
+    """The scale grows after this many updates in a row without an overflow."""
 
     def __post_init__(self):
         require_none(self._problems())
@@ -163,12 +183,12 @@ class LossScaleConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PruningConfig(Section):
-    """Weights of the smallest magnitude become 0 and stay 0: more and more of them, after Zhu & Gupta (2017)."""
+    """Pruning: the weights of the smallest magnitude become 0 and stay 0, more and more of them, after Zhu & Gupta (2017)."""
 
     pattern: str | None = None
-    """Which parameters: a regular expression that is searched in names such as `layers.query`; null: none."""
+    """The parameters to prune: a regular expression that is searched in names such as `layers.query`; null: none."""
     final_sparsity: float = 0.5
-    """The part of each parameter that is 0 from `end_step` on."""
+    """The fraction of each parameter that is 0 from `end_step` on."""
     begin_step: int = 0
     end_step: int = 1000
     every_steps: int = 100

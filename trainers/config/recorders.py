@@ -1,9 +1,9 @@
-"""Which recorders a configuration may name, and what each needs installed."""
+"""The recorders that a configuration may name, and what each needs installed."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from trainers.config.section import PATH, did_you_mean
 
@@ -16,12 +16,18 @@ NEEDS = {"tensorboard": ("tensorboardX", "tensorboardX"), "wandb": ("wandb", "ga
 """(module, what to install)."""
 
 
-def problems(names: Sequence[str], storage: str) -> Iterator[str]:
-    """What is wrong with the recorders that a configuration names."""
-    if "://" in storage and (appending := [name for name in names if name in ("jsonl", "tensorboard")]):
+def problems(names: Sequence[str], folders: Mapping[str, str], storage: str) -> Iterator[str]:
+    """Yields what is wrong with the recorders that a configuration names, and with the folders that it gives them."""
+    for name, folder in folders.items():
+        if name not in names:
+            yield f"recorder_folders.{name}: expected one of recorders ({', '.join(names) or 'none'}){did_you_mean(name, names)}"
+        elif not folder or "://" in folder:
+            yield f"recorder_folders.{name} = {folder!r}: expected a folder, relative to that of the run or absolute"
+    on_storage = [name for name in names if not folders.get(name, "").startswith("/")]
+    if "://" in storage and (appending := [name for name in on_storage if name in ("jsonl", "tensorboard")]):
         yield (
             f"recorders: {', '.join(appending)} append to files, which {storage} cannot do: set storage to a local or mounted "
-            "folder, or leave them out"
+            "folder, give them an absolute folder (recorder_folders), or leave them out"
         )
     for name in names:
         if name not in BUILT_IN and not PATH.fullmatch(name):

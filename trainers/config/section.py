@@ -1,4 +1,4 @@
-"""What a section of the configuration is, and how its values are checked. Free of JAX."""
+"""The base of the configuration's sections, and the checks of their values. Free of JAX."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class Section:
     """A part of the configuration: unknown keys are errors (read by pydantic, which `trainers` does not import)."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}
+    shorthand: ClassVar[str | None] = None
+    """The key that a text in the place of the section stands for. None: there must be a section."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -30,7 +32,7 @@ def require_none(problems: Iterable[str]) -> None:
 
 
 def too_small(config: Any, minimum: float, *names: str) -> Iterator[str]:
-    """Problems of the fields that are less than `minimum` (null passes)."""
+    """Yields the problems of the fields that are less than `minimum` (null passes)."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value < minimum:
@@ -38,7 +40,7 @@ def too_small(config: Any, minimum: float, *names: str) -> Iterator[str]:
 
 
 def not_paths(config: Any, *names: str) -> Iterator[str]:
-    """Problems of the fields that do not have the form of `package.module:Name`."""
+    """Yields the problems of the fields that do not have the form `package.module:Name`."""
     for name in names:
         value = getattr(config, name)
         if not PATH.fullmatch(value):
@@ -46,7 +48,7 @@ def not_paths(config: Any, *names: str) -> Iterator[str]:
 
 
 def not_patterns(config: Any, *names: str) -> Iterator[str]:
-    """Problems of the fields that are no regular expressions (null passes)."""
+    """Yields the problems of the fields that are no regular expressions (null passes)."""
     for name in names:
         try:
             re.compile(getattr(config, name) or "")
@@ -55,7 +57,7 @@ def not_patterns(config: Any, *names: str) -> Iterator[str]:
 
 
 def parse_duration_s(text: str | int | float) -> float:
-    """`90`, `45s`, `30m`, `2h30m`, `1d12h` in seconds. Every character must belong to a number with a unit."""
+    """Returns `90`, `45s`, `30m`, `2h30m`, `1d12h` in seconds. Every character must belong to a number with a unit."""
     if isinstance(text, int | float):
         return float(text)
     units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -67,8 +69,8 @@ def parse_duration_s(text: str | int | float) -> float:
     return sum(float(n) * units[u] for n, u in parts)
 
 
-def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", at_most: int = 1) -> str:
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", at_most: int = 1, cutoff: float = 0.6) -> str:
     """Returns the end of an error about an unknown name: `; did you mean cosine?`, or nothing if none of `known` is near.
-    `prefix` is shown before each name."""
-    near = difflib.get_close_matches(name, list(known), n=at_most)
-    return f"; did you mean {', '.join(prefix + one for one in near)}?" if near else ""
+    `prefix` is shown before each name. `cutoff`: the least similarity, from 0 to 1 (`difflib`)."""
+    near = difflib.get_close_matches(name, list(known), n=at_most, cutoff=cutoff)
+    return f"; did you mean {', '.join(prefix + match for match in near)}?" if near else ""

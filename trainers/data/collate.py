@@ -1,4 +1,4 @@
-"""Examples of any length become rows of fixed shapes: transformed, cut, filled up, put together. On the host."""
+"""Turns examples of any length into rows of fixed shapes: transformed, truncated, padded and stacked. On the host."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from trainers.protocol import METRIC
 
 Example = Mapping[str, Any]
 Transform = Callable[[Example], Example | None]
-"""None: the example is left out. A pure function; called in the loader's threads."""
+"""A pure function, called in the loader's threads. It returns None for an example to leave out."""
 Truncation = Literal["keep_start", "keep_end"]
 Preprocess = Callable[[dict[str, np.ndarray], int], Any]
 """`Hooks.preprocess_batch`."""
 
 LONGEST_GAP = 1000
-"""How many examples in a row may be left out before one is found that tells the shapes."""
+"""How many examples are searched for one that is not left out, and so shows the shapes."""
 
 
 @dataclass(frozen=True)
 class CollateInfo:
-    """How a leaf of an example gets the same length in all of them, along its first dimension."""
+    """How a leaf is brought to the same length in all examples, along its first dimension."""
 
     length: int
     pad_value: float = 0
     mask: str | None = None
-    """The name of a leaf to add: float32[length], 1 where there was something and 0 where it was filled up."""
+    """The name of a leaf to add: float32[length], 1 for a value of the example and 0 for padding."""
 
 
 class Collated:
@@ -39,6 +39,7 @@ class Collated:
         self.dataset, self.transform, self.info, self.truncation = dataset, transform, info, truncation
         self._filler: dict[str, np.ndarray] | None = None
         if hasattr(dataset, "available"):
+            # Only if the dataset has it: whoever needs the end of the data asks whether there is such a method.
             self.available = dataset.available
 
     def __len__(self) -> int:
@@ -46,75 +47,81 @@ class Collated:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         example = self.dataset[index]
-        made = self._row(example)
-        if made is None:
-            return {**self._shapes(), "sample_id": example["sample_id"], "weight": np.zeros((), np.float32)}
-        return {"weight": np.ones((), np.float32), **made}
+        row = self._row(example)
+        if row is None:
+            # Left out by its weight, not by taking the next example: that would shift the position of all later ones.
+            return {**self._filler_row(), "sample_id": example["sample_id"], "weight": np.zeros((), np.float32)}
+        return {"weight": np.ones((), np.float32), **row}
 
     def _row(self, example: Example) -> dict[str, np.ndarray] | None:
-        made = example if self.transform is None else self.transform(example)
-        if made is None:
+        transformed = example if self.transform is None else self.transform(example)
+        if transformed is None:
             return None
-        return collate({"sample_id": example["sample_id"], **made}, self.info, self.truncation)
+        return collate({"sample_id": example["sample_id"], **transformed}, self.info, self.truncation)
 
-    def _shapes(self) -> dict[str, np.ndarray]:
-        """A row that counts for nothing."""
+    def _filler_row(self) -> dict[str, np.ndarray]:
+        """Returns a row with the right shapes, in place of one that is left out."""
         if self._filler is None:
             rows = (self._row(self.dataset[index]) for index in range(LONGEST_GAP))
-            found = next((row for row in rows if row is not None), None)
-            if found is None:
+            first_row = next((row for row in rows if row is not None), None)
+            if first_row is None:
                 raise DataError(
                     f"build_data_transform leaves out each of the first {LONGEST_GAP} examples: there is nothing to train"
                 )
-            self._filler = found
+            # Two threads may both compute it. That is harmless: it is the same row.
+            self._filler = first_row
         return dict(self._filler)
 
 
 def collate(example: Example, info: Mapping[str, CollateInfo], truncation: Truncation) -> dict[str, np.ndarray]:
-    """One row: the leaves that `info` names cut or filled up, those it does not name as they are. Raises DataError."""
+    """Returns one row: the leaves that `info` names truncated or padded, the others unchanged. Raises DataError."""
     if missing := info.keys() - example.keys():
         raise DataError(
             f"build_data_collate_info names {', '.join(sorted(missing))}, absent from one with {', '.join(sorted(example))}"
         )
     row = {name: np.asarray(value) for name, value in example.items()}
-    for name, own in info.items():
-        row[name], mask = _fit(row[name], own, truncation)
-        if own.mask is not None:
-            row[own.mask] = mask
+    for name, leaf_info in info.items():
+        row[name], mask = _fit(row[name], leaf_info, truncation)
+        if leaf_info.mask is not None:
+            row[leaf_info.mask] = mask
     return row
 
 
 def _fit(value: np.ndarray, info: CollateInfo, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
     value = value[: info.length] if truncation == "keep_start" else value[max(len(value) - info.length, 0) :]
-    out = np.full((info.length, *value.shape[1:]), info.pad_value, value.dtype)
-    out[: len(value)] = value
-    return out, (np.arange(info.length) < len(value)).astype(np.float32)
+    # [length, ...], in the type of the values: padding must not change the type of a leaf.
+    padded = np.full((info.length, *value.shape[1:]), info.pad_value, value.dtype)
+    padded[: len(value)] = value
+    return padded, (np.arange(info.length) < len(value)).astype(np.float32)
 
 
 def stack(rows: Sequence[Example], counts: Sequence[bool]) -> dict[str, np.ndarray]:
-    """A batch [rows, ...] of rows of equal shapes. `weight` is that of the row (default 1) where it counts, else 0."""
+    """Stacks rows of equal shapes to a batch [rows, ...]. `weight` is that of the row (default 1) where `counts` is true, else
+    0."""
+    # Without `weight`: it is made below for every row, also where the data has none.
     plain = [{name: np.asarray(value) for name, value in row.items() if name != "weight"} for row in rows]
     try:
-        out = {name: np.stack([row[name] for row in plain]) for name in plain[0]}
+        batch = {name: np.stack([row[name] for row in plain]) for name in plain[0]}
     except (ValueError, KeyError) as error:
         raise DataError(
             f"the examples of a batch differ in their leaves or shapes ({error}): override build_data_collate_info to cut and "
             "fill up those of varying length"
         ) from error
-    weights = [float(row.get("weight", 1.0)) if own else 0.0 for row, own in zip(rows, counts, strict=True)]
-    return {**out, "weight": np.array(weights, np.float32)}
+    weights = [float(row.get("weight", 1.0)) if is_real else 0.0 for row, is_real in zip(rows, counts, strict=True)]
+    return {**batch, "weight": np.array(weights, np.float32)}
 
 
 def preprocessed(batch: dict[str, np.ndarray], batch_index: int, preprocess: Preprocess) -> dict[str, np.ndarray]:
-    """What the hook makes of the rows; metrics that it returns become leaves `metric/NAME`. Raises DataError."""
+    """Returns the rows as the hook returns them; its metrics become leaves `metric/NAME`. Raises DataError."""
     num_rows, returned = len(batch["weight"]), preprocess(dict(batch), batch_index)
-    made, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    leaves, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    # A number becomes one value for each row, so rows of padding drop out by their weight.
     rows = {METRIC + name: np.broadcast_to(np.asarray(value, np.float32), (num_rows,)) for name, value in metrics.items()}
-    out = {**made, **rows}
-    wrong = [f"{name} {np.shape(leaf)}" for name, leaf in out.items() if np.shape(leaf)[:1] != (num_rows,)]
-    if wrong or not {"weight", "sample_id"} <= out.keys():
+    result = {**leaves, **rows}
+    wrong = [f"{name} {np.shape(leaf)}" for name, leaf in result.items() if np.shape(leaf)[:1] != (num_rows,)]
+    if wrong or not {"weight", "sample_id"} <= result.keys():
         raise DataError(
             f"preprocess_batch returned {', '.join(wrong) or 'no weight or sample_id'}: expected leaves [{num_rows}, ...], "
             "`weight` and `sample_id` among them"
         )
-    return out
+    return result

@@ -1,15 +1,16 @@
-"""Faults on order, from inside a training process: for `python -m orchestrator.chaos` and `verify`, asleep in every other run.
+"""Faults on order, from inside a training process: for `python -m orchestrator.chaos` and `verify`. Inactive in every other
+run.
 
 The environment variable GANGWAY_FAULTS names a folder that all hosts see. In it:
 
     host-0001.json          an order to host 1, taken once: {"id": "3-hang", "kind": "hang", "at": 120, ...}; `at`: the first
-                            batch index at which it may strike
+                            batch index at which the fault may happen
     taken/3-hang.json       what came of it: the order with `host`, `pid`, `batch_index`, `at_s`
     pace.json               {"step_s": 0.1}: as long as it is there, every step takes so much longer, on all hosts
     members/host-0001.json  who is host 1 now: {"host", "num_hosts", "pid", "at_s"}
     batches/                if it is there: what was in each batch, a digest for every row, one file for each process
 
-What an order strikes with is the name of a function here: its docstring says what else the order must have.
+The kind of an order is the name of a function here, whose docstring says what else the order must have.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ UNCORRECTABLE = (
 
 
 def install(trainer: Any) -> None:
-    """Makes `trainer` obey the orders of the folder. Called when the process has joined its generation.
+    """Makes `trainer` follow the orders in the folder. Called when the process has joined its generation.
 
-    A trainer that takes no callbacks can be killed from outside only; it is entered among the members all the same.
+    A trainer that takes no callbacks can only be killed from outside; it is listed among the members all the same.
     """
     folder = Path(os.environ[FOLDER_VARIABLE])
     host = jax.process_index()
     member = {"host": host, "num_hosts": jax.process_count(), "pid": os.getpid(), "at_s": time.time()}
     write(folder / "members" / f"host-{host:04d}.json", member)
     if isinstance(callbacks := getattr(trainer, "callbacks", None), CallbackList):
-        # Before the others: it is to see a batch as it was read.
+        # Before the other callbacks: it must see a batch as it was read.
         callbacks.callbacks.insert(0, Injector(folder, host))
 
 
 class Injector(Callback):
-    """Looks for an order at the beginning of every step: two or three failed `stat` calls, a few microseconds."""
+    """Looks for an order at the beginning of every step. That costs two or three failed `stat` calls, a few microseconds."""
 
     def __init__(self, folder: Path, host: int):
         self.folder, self.host = folder, host
@@ -77,27 +78,29 @@ class Injector(Callback):
 
     def _take(self, batch_index: int) -> dict[str, Any] | None:
         order = read(self._order)
+        # `<`: a process that begins behind the batch (after a restart) takes the order all the same.
         if order is None or batch_index < order.get("at", 0):
             return None
         try:
-            # Of two processes that believe to be this host, one gets it.
+            # If two processes believe to be this host, only one of them gets the order.
             os.rename(self._order, self._order.with_suffix(f".{os.getpid()}"))
         except FileNotFoundError:
             return None
         taken = {**order, "host": self.host, "pid": os.getpid(), "batch_index": batch_index, "at_s": time.time()}
-        # Before it strikes: afterwards there may be nobody left to tell.
+        # Before the fault: afterwards this process may no longer exist.
         write(self.folder / "taken" / f"{order['id']}.json", taken)
         os.unlink(self._order.with_suffix(f".{os.getpid()}"))
         return order
 
 
 def slow(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
-    """`step_s`, `steps`: each of the next steps takes so much longer. Never by fewer CPUs: that changes the last bits."""
+    """`step_s`, `steps`: each of the next steps takes so much longer. It sleeps and does not take CPUs away: fewer CPUs would
+    change the last bits."""
     injector.slow_s, injector.slow_steps = order["step_s"], order["steps"]
 
 
 def hang(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> NoReturn:
-    """Waits for ever in Python, while every thread of JAX goes on answering."""
+    """Waits for ever in Python, while every thread of JAX keeps answering."""
     hang_for_ever()
 
 
@@ -107,13 +110,14 @@ def skip_collective(injector: Injector, order: Mapping[str, Any], state: RunInfo
 
 
 def desync(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
-    """This host believes to be one batch further than it is."""
+    """Makes this host count one batch too many."""
     state.global_step += 1  # `batch_index` is the same number
 
 
 def nan(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
-    """This host's rows of this batch weigh NaN: so do the loss and the gradients of all."""
+    """Gives this host's rows of this batch the weight NaN: the loss and the gradients of all hosts become NaN."""
     weight = batch["weight"]
+    # Only on this host's own devices: no collective, so the other hosts need not know of it.
     shards = [
         jax.device_put(np.full(shard.data.shape, np.nan, weight.dtype), shard.device) for shard in weight.addressable_shards
     ]
@@ -121,7 +125,7 @@ def nan(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any
 
 
 def stuck_save(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
-    """From the next checkpoint on, this host's part of it is never written to its end."""
+    """Makes the next checkpoint hang: this host's part of it is never completed."""
     from trainers.checkpoint.array_io import ArrayFiles
 
     write_whole = ArrayFiles.write
@@ -130,6 +134,7 @@ def stuck_save(injector: Injector, order: Mapping[str, Any], state: RunInfo, bat
         write_whole(*args)
         write_for_ever()
 
+    # On the class: the manager of this run has its instance already.
     ArrayFiles.write = never_ends  # type: ignore[method-assign, assignment]
 
 
@@ -138,17 +143,17 @@ def exception(injector: Injector, order: Mapping[str, Any], state: RunInfo, batc
 
 
 def device_error(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> NoReturn:
-    """What a step raises on a GPU whose memory has an error that cannot be corrected."""
+    """Raises what a step raises on a GPU whose memory has an error that cannot be corrected."""
     raise jax.errors.JaxRuntimeError(UNCORRECTABLE)
 
 
 def kill(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
-    """As `kill -9` from outside would, at a batch known beforehand."""
+    """Ends the process as `kill -9` from outside would, but at a known batch."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
-    """As Ctrl-C would: all hosts agree on a step, save, and stop."""
+    """Asks for a stop, as Ctrl-C would: all hosts agree on a step, save, and stop."""
     runtime.current().request_stop(StopReason.REQUESTED)
 
 
@@ -168,9 +173,11 @@ def write_for_ever() -> NoReturn:
 
 
 def row_digests(batch: Mapping[str, jax.Array]) -> dict[str, str]:
-    """`micro-batch.row` -> digest over all leaves, of this host's rows that are no padding: the same on any number of hosts."""
+    """Returns `micro-batch.row` -> digest over all leaves, for this host's rows without padding: the same on any number of
+    hosts."""
     rows: dict[str, Any] = {}
     padding: set[str] = set()
+    # Sorted: the digest must not depend on the order in which a loader adds its leaves.
     for name in sorted(batch):
         # Devices that differ only along the tensor axis hold the same rows.
         for shard in {str(shard.index): shard for shard in batch[name].addressable_shards}.values():
@@ -192,6 +199,6 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """At once: whoever reads it gets all of it."""
+    """Writes the file atomically: a reader gets all of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     durable.write_shared(path, json.dumps(data).encode(), 0o666)

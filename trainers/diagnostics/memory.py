@@ -1,4 +1,4 @@
-"""What uses the memory of the devices, and what to change first: said where it has run out."""
+"""Says what uses the memory of the devices, and what to change first, when it has run out."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 
-from trainers.config.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments, load_object
 from trainers.foreign_errors import OUT_OF_MEMORY_SIGNS
 from trainers.step.state import TrainState
+from trainers.tasks.causal_lm import CausalLMTask
 
 SHOWN_TENSORS = 8
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -20,17 +21,17 @@ UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes on one device."""
+    """The memory in use on one device, in bytes."""
 
     parameters: int
     optimizer: int
     batch: int
     temporaries: int | None
-    """Activations, gradients and whatever else a step makes and drops; None if the program could not even be compiled."""
+    """Activations, gradients and other arrays that exist only during a step; None if the program could not even be compiled."""
     divided: int = 0
-    """Of parameters and optimizer: what a larger fsdp axis divides further."""
+    """The part of parameters and optimizer state that a larger fsdp axis would divide further."""
     largest: tuple[str, ...] = ()
-    """Of the arrays that are there between steps, each in a line."""
+    """The largest of the arrays that exist between steps, one line each."""
 
     @property
     def total(self) -> int:
@@ -48,24 +49,27 @@ class Usage:
 class Change:
     text: str
     saved: int | None
-    """Bytes a device; None if it cannot be told."""
+    """Bytes on each device; None if unknown."""
 
     def __str__(self) -> str:
         return self.text + (f": about {shown(self.saved)} less on each device" if self.saved is not None else "")
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether it is the runtime's or the compiler's error that a device has no room."""
+    """Whether this is the error of the runtime or the compiler that a device has no memory left."""
     message = str(error).lower()
+    # By the text: JAX raises one type for all errors of the runtime.
     return isinstance(error, jax.errors.JaxRuntimeError) and any(sign in message for sign in OUT_OF_MEMORY_SIGNS)
 
 
 def usage(state: TrainState, batch: Any, program: jax.stages.Compiled | None) -> Usage:
-    """`state` and `batch` may be shapes with shardings; `program`: the train step, if it could be compiled."""
+    """Returns the memory in use. `state` and `batch` may be shapes with shardings; `program` is the train step, if it could be
+    compiled."""
     analysis = program.memory_analysis() if program is not None else None
     parts = {"params": state.params, "opt_state": state.opt_state, "batch": batch}
     leaves = [(name + jax.tree_util.keystr(path), leaf) for name, part in parts.items() for path, leaf in _leaves(part)]
     divided = (leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if "fsdp" in _axes(leaf))
+    # By what one device holds, not by the whole size: a large array may be divided well.
     leaves.sort(key=lambda named: -bytes_on_a_device(named[1]))
     return Usage(
         parameters=_total(state.params),
@@ -78,11 +82,11 @@ def usage(state: TrainState, batch: Any, program: jax.stages.Compiled | None) ->
 
 
 def advice(error: BaseException, used: Usage, arguments: TrainingArguments, sizes: dict[str, int]) -> str:
-    """The message for `error`; `sizes`: of the mesh's axes. Its first line stands for itself."""
-    first, *others = changes(used, arguments, sizes)
+    """Returns the message for `error`. `sizes` are those of the mesh's axes. The first line is complete by itself."""
+    first, *later = changes(used, arguments, sizes)
     lines = [
         f"a device is out of memory{_asked_for(error)}. A device holds {used}. First change: {first}",
-        *(f"  then: {change}" for change in others),
+        *(f"  then: {change}" for change in later),
         "  largest arrays, by what a device holds of them:",
         *(f"    {line}" for line in used.largest),
         f"  the error was: {(str(error).strip().splitlines() or [''])[0][:300]}",
@@ -91,19 +95,23 @@ def advice(error: BaseException, used: Usage, arguments: TrainingArguments, size
 
 
 def changes(used: Usage, arguments: TrainingArguments, sizes: dict[str, int]) -> list[Change]:
-    """What to change, first what costs nothing but time: it leaves the results as they are. At least one."""
+    """Returns what to change, at least one change. First come changes that cost only time, and leave the results the same."""
     free = sorted(_without_effect(used, arguments, sizes), key=lambda change: -(change.saved or 0))
     return [*free, *_with_effect(used, arguments), Change("more devices, or a smaller model", None)]
 
 
 def _without_effect(used: Usage, arguments: TrainingArguments, sizes: dict[str, int]) -> Iterator[Change]:
     replicas, steps, rows = sizes["data"] * sizes["fsdp"], arguments.accumulation_steps, arguments.micro_batch_size
+    # A smaller micro-batch still needs a row for each replica.
     if rows % 2 == 0 and rows // 2 >= replicas:
         text = f"accumulation_steps {steps} -> {2 * steps} (micro-batches of {rows // 2} sequences, not {rows})"
         yield Change(text, _half(used.temporaries))
+    if arguments.model.remat == "none" and issubclass(load_object(arguments.task), CausalLMTask):  # other tasks need not heed it
+        yield Change("model.remat none -> full (activations are computed again: a step takes about a third longer)", None)
     if sizes["data"] > 1 and used.divided:
         wider = sizes["data"] * sizes["fsdp"]
         text = f"mesh.fsdp {sizes['fsdp']} -> {wider}, mesh.data {sizes['data']} -> 1 (parameters and moments are shared out)"
+        # Each device keeps 1 / data of what it held.
         yield Change(text, used.divided * (sizes["data"] - 1) // sizes["data"])
 
 
@@ -154,6 +162,6 @@ def _axes(leaf: Any) -> list[str]:
 
 
 def _asked_for(error: BaseException) -> str:
-    """The size that there was no room for, if the error tells it."""
-    found = re.search(r"allocat\w* (\d+)(?: bytes|B\b)", str(error))
-    return f" (there was no room for another {shown(int(found[1]))})" if found else ""
+    """Returns the size that could not be allocated, if the error names it."""
+    match = re.search(r"allocat\w* (\d+)(?: bytes|B\b)", str(error))
+    return f" (there was no room for another {shown(int(match[1]))})" if match else ""

@@ -1,7 +1,7 @@
-"""Where a loss or gradient stopped being finite: the first module and operation, found by computing the batch once more.
+"""Finds where a loss or gradient stopped being finite: the first module and operation, by computing the batch once more.
 
-The computation is taken apart into its operations and compiled anew, with a look at what each has made. That costs a compilation
-and a step, and is done for one batch of a run.
+The computation is taken apart into its operations and compiled again, with a check of the result of each. That costs a
+compilation and a step, and is done for one batch of a run.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ Objective = Callable[[Any, Any, Any], jax.Array]
 """(parameters, micro-batch, number of updates) -> loss."""
 
 INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters of an operation that hold what it calls. Loops with a condition, and branches, are taken as one operation."""
+"""The parameters of an operation that hold a program it calls. Loops with a condition, and branches, count as one operation."""
 OPAQUE = ("while", "cond", "pallas_call", "custom_partitioning", "shard_map")
 MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims", "neg", "optimization_barrier", "reshape", "rev"),
     *("sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose"),
 )
-"""Operations that make nothing non-finite of finite inputs: they are not looked at, which makes the program a third the size."""
+"""Operations that make nothing non-finite from finite inputs. They are not checked, which makes the program a third of the
+size."""
 
 FINITE, INFINITE, NAN = 0, 1, 2
-"""The worst in an array."""
+"""The codes for the worst value in an array."""
 UNNAMED = ("rematted_computation", "checkpoint")
-"""Scopes that JAX itself adds."""
+"""Scopes that JAX itself adds; they are not shown."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """An operation of the program."""
+    """An operation of the program, as it is shown to the user."""
 
     scopes: tuple[str, ...]
     operation: str
@@ -50,10 +51,10 @@ class Site:
     """File, line and function of the user's code; empty if unknown."""
     backward: bool
 
-    def in_rounds(self, rounds: tuple[int, ...]) -> Site:
-        """With the numbers of the loops' rounds, the outermost first."""
-        numbers = iter(rounds)
-        scopes = tuple(str(next(numbers)) if scope == ROUND else scope for scope in self.scopes)
+    def in_iterations(self, iterations: tuple[int, ...]) -> Site:
+        """Returns the site with the numbers of the loops' iterations, the outermost first."""
+        numbers = iter(iterations)
+        scopes = tuple(str(next(numbers)) if scope == ITERATION else scope for scope in self.scopes)
         return replace(self, scopes=scopes)
 
     def __str__(self) -> str:
@@ -63,25 +64,25 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Known:
-    """Where it is told how an array is: the places of codes in its level, and what is known without them."""
+class CodeRef:
+    """Where to find the code of an array: the indices of codes in its level, and a constant part known without them."""
 
-    places: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     constant: int = FINITE
 
     def worst(self, codes: np.ndarray) -> int:
-        return max((self.constant, *(int(codes[place]) for place in self.places)))
+        return max((self.constant, *(int(codes[index]) for index in self.indices)))
 
 
 @dataclass(frozen=True)
 class Operation:
     site: Site
-    inputs: Known
-    outputs: Known
+    inputs: CodeRef
+    outputs: CodeRef
 
 
 class Level:
-    """A program, or the body of a loop: its operations in order, and what is told of its arrays while it is traced."""
+    """A program, or the body of a loop: its operations in order, and the codes of its arrays while it is traced."""
 
     def __init__(self) -> None:
         self.steps: list[Operation | Loop] = []
@@ -89,13 +90,15 @@ class Level:
         self._loops: list[jax.Array] = []
         self._size_of_loops = 0
 
-    def look_at(self, value: Any) -> Known:
+    def add_code(self, value: Any) -> CodeRef:
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
-            return Known()
+            # Integers and bools are always finite: no code is spent on them.
+            return CodeRef()
         self._codes.append(
+            # `initial`: an array may be empty.
             jnp.max(jnp.where(jnp.isnan(value), NAN, jnp.where(jnp.isinf(value), INFINITE, FINITE)), initial=FINITE)
         )
-        return Known((len(self._codes) - 1,))
+        return CodeRef((len(self._codes) - 1,))
 
     def add_loop(self, loop: Loop, codes: jax.Array) -> None:
         self.steps.append(loop)
@@ -103,7 +106,7 @@ class Level:
         self._size_of_loops += loop.length * loop.body.size
 
     def vector(self) -> jax.Array:
-        """All that is told: int8[size]."""
+        """Returns all codes: int8[size]."""
         parts = [jnp.stack(self._codes)] if self._codes else []
         return jnp.concatenate([jnp.ravel(part).astype(jnp.int8) for part in (*parts, *self._loops)] or [jnp.zeros(0, jnp.int8)])
 
@@ -111,20 +114,22 @@ class Level:
     def size(self) -> int:
         return len(self._codes) + self._size_of_loops
 
-    def culprits(self, codes: np.ndarray, rounds: tuple[int, ...] = ()) -> Iterator[tuple[Site, int]]:
-        """In order, the operations that made something worse than their inputs, and what: INFINITE for anything non-finite made
-        of finite inputs, NAN for a NaN made of infinities, which may have been there on purpose."""
+    def culprits(self, codes: np.ndarray, iterations: tuple[int, ...] = ()) -> Iterator[tuple[Site, int]]:
+        """Yields in order the operations whose output is worse than their inputs, and how: INFINITE for anything non-finite
+        made from finite inputs, NAN for a NaN made from infinities, which may be there on purpose."""
         start = len(self._codes)
         for step in self.steps:
             if isinstance(step, Loop):
                 size = step.length * step.body.size
-                own, start = codes[start : start + size].reshape(step.length, -1), start + size
+                loop_codes, start = codes[start : start + size].reshape(step.length, -1), start + size
+                # A reversed scan computes its last iteration first: the order here is that of the computation.
                 for number in range(step.length - 1, -1, -1) if step.reverse else range(step.length):
-                    yield from step.body.culprits(own[number], (*rounds, number))
+                    yield from step.body.culprits(loop_codes[number], (*iterations, number))
                 continue
+            # An operation with bad inputs only passes them on: the culprit is one whose output is worse.
             before, after = step.inputs.worst(codes), step.outputs.worst(codes)
             if after > before:
-                yield step.site.in_rounds(rounds), INFINITE if before == FINITE else NAN
+                yield step.site.in_iterations(iterations), INFINITE if before == FINITE else NAN
 
 
 @dataclass(frozen=True)
@@ -134,23 +139,24 @@ class Loop:
     reverse: bool
 
 
-def find(objective: Objective, mesh: Mesh, params: Any, batch: Any, step: Any) -> tuple[str, str]:
-    """(where the loss of this batch or its gradient stopped being finite, ""), or ("", why that could not be found).
+def find(objective: Objective, mesh: Mesh, params: Any, batch: Any, step: Any) -> str:
+    """Returns where the loss of this batch or its gradient stopped being finite. Raises StageError if that cannot be found.
 
     Leaves of `batch` are [micro-batches, rows, ...]. All hosts must call this; all get the same answer.
     """
     search = _Search(objective, params, batch)
     program = jax.jit(search.codes, out_shardings=meshes.replicated(mesh))
+    # As an argument and not a constant: one program serves all micro-batches.
     indices = [meshes.put_everywhere(mesh, np.array(index, np.int32)) for index in range(jax.tree.leaves(batch)[0].shape[0])]
 
+    # A stage of its own, without a collective: compiling may fail on one host alone.
     def compiled(_: Any) -> Any:
         return program.lower(params, batch, step, indices[0]).compile()
 
-    def run(made: Any) -> list[np.ndarray]:
-        return [wait_for_device(made(params, batch, step, index)) for index in indices]
+    def run(executable: Any) -> list[np.ndarray]:
+        return [wait_for_device(executable(params, batch, step, index)) for index in indices]
 
-    answer, problem = in_stages("first non-finite value", compiled, run, search.answer)
-    return answer or "", problem
+    return in_stages("first non-finite value", compiled, run, search.answer)
 
 
 class _Search:
@@ -160,25 +166,29 @@ class _Search:
         self.level = Level()
 
     def codes(self, params: Any, batch: Any, step: Any, index: Any) -> jax.Array:
-        """Traced: how each leaf is, and each array on the way to the loss and gradient of micro-batch `index`."""
+        """Returns the codes of each leaf, and of each array on the way to the loss and the gradient of micro-batch `index`.
+        Traced."""
         micro_batch = jax.tree.map(lambda leaf: leaf[index], batch)
+        # With the batch as an argument of the function: its leaves must be inputs of the program, not constants.
         gradient = jax.value_and_grad(lambda params, batch: self.objective(params, batch, step).astype(jnp.float32))
         program = jax.make_jaxpr(gradient)(params, micro_batch)
         leaves = jax.tree.leaves((params, micro_batch))
         self.level = level = Level()
-        self.known = [level.look_at(leaf) for leaf in leaves]
-        consts = [(value, level.look_at(value)) for value in program.consts]
-        _evaluate(level, program.jaxpr, consts, list(zip(leaves, self.known, strict=True)), ())
+        self.refs = [level.add_code(leaf) for leaf in leaves]
+        consts = [(value, level.add_code(value)) for value in program.consts]
+        _evaluate(level, program.jaxpr, consts, list(zip(leaves, self.refs, strict=True)), ())
         return level.vector()
 
     def answer(self, codes_of_micro_batches: Iterable[np.ndarray]) -> str:
         for index, codes in enumerate(codes_of_micro_batches):
-            for name, known in zip(self.leaves, self.known, strict=True):
-                if known.worst(codes) != FINITE:
+            # The inputs first: what is bad from the beginning is the fault of no operation.
+            for name, ref in zip(self.leaves, self.refs, strict=True):
+                if ref.worst(codes) != FINITE:
                     return f"{name} is not finite itself"
             culprits = list(self.level.culprits(codes))
-            for wanted in (INFINITE, NAN):
-                if site := next((site for site, made in culprits if made == wanted), None):
+            # A NaN made from infinities counts only if nothing else is found: masks hold infinities on purpose.
+            for worst in (INFINITE, NAN):
+                if site := next((site for site, code in culprits if code == worst), None):
                     return f"the first non-finite value is made by {site}, micro-batch {index}"
         return (
             "computed once more, every value of the loss and of its gradient is finite: it is their sums or the gradients' norm "
@@ -186,16 +196,16 @@ class _Search:
         )
 
 
-Told = tuple[Any, Known]
-"""An array, and what is known of it."""
+Traced = tuple[Any, CodeRef]
+"""An array, and where its code is."""
 
 
-def _evaluate(level: Level, jaxpr: Any, consts: list[Told], args: list[Told], scopes: tuple[str, ...]) -> list[Told]:
-    """What the program computes; adds its operations to `level`."""
-    values: dict[Any, Told] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+def _evaluate(level: Level, jaxpr: Any, consts: list[Traced], args: list[Traced], scopes: tuple[str, ...]) -> list[Traced]:
+    """Computes what the program computes, and adds its operations to `level`."""
+    values: dict[Any, Traced] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(atom: Any) -> Told:
-        return (atom.val, Known(constant=_worst(atom.val))) if isinstance(atom, core.Literal) else values[atom]
+    def read(atom: Any) -> Traced:
+        return (atom.val, CodeRef(constant=_worst(atom.val))) if isinstance(atom, core.Literal) else values[atom]
 
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
@@ -203,38 +213,40 @@ def _evaluate(level: Level, jaxpr: Any, consts: list[Told], args: list[Told], sc
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _apply(level: Level, equation: Any, inputs: list[Told], scopes: tuple[str, ...]) -> list[Told]:
+def _apply(level: Level, equation: Any, inputs: list[Traced], scopes: tuple[str, ...]) -> list[Traced]:
     if equation.primitive.name == "scan":
         return _scan(level, equation, inputs, scopes)
     inner = _called(equation)
     if inner is not None and len(inner.jaxpr.invars) == len(inputs):
-        return _evaluate(level, inner.jaxpr, [(value, level.look_at(value)) for value in inner.consts], inputs, scopes)
+        return _evaluate(level, inner.jaxpr, [(value, level.add_code(value)) for value in inner.consts], inputs, scopes)
     outputs = _bind(equation, [value for value, _ in inputs])
-    before = _all_of(known for _, known in inputs)
+    input_ref = _all_of(ref for _, ref in inputs)
     if equation.primitive.name in MOVES:
-        return [(output, before) for output in outputs]
-    told = [(output, level.look_at(output)) for output in outputs]
-    level.steps.append(Operation(_site(equation, scopes), before, _all_of(known for _, known in told)))
-    return told
+        # What only moves values has the codes of its inputs: nothing to check, and nothing to compute.
+        return [(output, input_ref) for output in outputs]
+    traced = [(output, level.add_code(output)) for output in outputs]
+    level.steps.append(Operation(_site(equation, scopes), input_ref, _all_of(ref for _, ref in traced)))
+    return traced
 
 
-def _scan(level: Level, equation: Any, inputs: list[Told], scopes: tuple[str, ...]) -> list[Told]:
+def _scan(level: Level, equation: Any, inputs: list[Traced], scopes: tuple[str, ...]) -> list[Traced]:
     params, body, values = equation.params, equation.params["jaxpr"], [value for value, _ in inputs]
     num_consts, num_carry = params["num_consts"], params["num_carry"]
     consts, carry, xs = values[:num_consts], values[num_consts : num_consts + num_carry], values[num_consts + num_carry :]
     inner = Level()
 
-    def round_(carry: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[list[Any], jax.Array]]:
+    def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], tuple[list[Any], jax.Array]]:
         nonlocal inner
         inner = Level()  # the body may be traced more than once
-        args = [(value, inner.look_at(value)) for value in (*consts, *carry, *xs)]
-        told = _evaluate(inner, body.jaxpr, [(value, inner.look_at(value)) for value in body.consts], args, (*scopes, ROUND))
-        outputs = [value for value, _ in told]
+        args = [(value, inner.add_code(value)) for value in (*consts, *carry, *xs)]
+        body_consts = [(value, inner.add_code(value)) for value in body.consts]
+        outputs = [value for value, _ in _evaluate(inner, body.jaxpr, body_consts, args, (*scopes, ITERATION))]
         return outputs[:num_carry], (outputs[num_carry:], inner.vector())
 
-    carry, (ys, codes) = jax.lax.scan(round_, carry, xs, length=params["length"], reverse=params["reverse"])
+    # codes: [length, size of the body], stacked by the scan.
+    carry, (ys, codes) = jax.lax.scan(iteration, carry, xs, length=params["length"], reverse=params["reverse"])
     level.add_loop(Loop(inner, params["length"], params["reverse"]), codes)
-    return [(value, level.look_at(value)) for value in (*carry, *ys)]
+    return [(value, level.add_code(value)) for value in (*carry, *ys)]
 
 
 def _bind(equation: Any, inputs: list[Any]) -> list[Any]:
@@ -244,21 +256,21 @@ def _bind(equation: Any, inputs: list[Any]) -> list[Any]:
 
 
 def _called(equation: Any) -> Any:
-    """The closed program that an operation calls, if it is a plain call."""
+    """Returns the closed program that an operation calls, if it is a plain call."""
     if equation.primitive.name in OPAQUE:
         return None
     inner = next((equation.params[name] for name in INLINED if name in equation.params), None)
     return core.ClosedJaxpr(inner, ()) if isinstance(inner, core.Jaxpr) else inner
 
 
-def _all_of(known: Iterable[Known]) -> Known:
-    every = list(known)
-    places = {place: None for one in every for place in one.places}
-    return Known(tuple(places), max((one.constant for one in every), default=FINITE))
+def _all_of(refs: Iterable[CodeRef]) -> CodeRef:
+    all_refs = list(refs)
+    indices = {index: None for ref in all_refs for index in ref.indices}  # a dict, to keep their order
+    return CodeRef(tuple(indices), max((ref.constant for ref in all_refs), default=FINITE))
 
 
 def _worst(value: Any) -> int:
-    """Of a constant in the program."""
+    """Returns the code of a constant in the program."""
     array = np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return FINITE
@@ -270,13 +282,14 @@ def _site(equation: Any, scopes: tuple[str, ...]) -> Site:
     return Site(named, equation.primitive.name, _line_of(equation), BACKWARD in scopes)
 
 
-ROUND = "{}"
-"""Stands among the scopes for the number of the round of a loop."""
+ITERATION = "{}"
+"""The placeholder among the scopes for the number of a loop's iteration."""
 BACKWARD = "(backward)"
 
 
 def _scopes_of(equation: Any) -> tuple[str, ...]:
-    """The names the program gave (`jax.named_scope`), without those of its transformations but that it runs backward."""
+    """Returns the names that the program gave (`jax.named_scope`), without those of JAX's transformations; BACKWARD marks the
+    backward pass."""
     parts = equation.source_info.name_stack.stack
     scopes = (part.name for part in parts if isinstance(part, source_info_util.Scope))
     named = tuple(name for name in scopes if name not in UNNAMED)

@@ -1,4 +1,4 @@
-"""Texts that a model generates while it trains: a compiled decoder that keeps the keys and values of the tokens so far.
+"""Generates texts with the model while it trains, by a compiled decoder that caches keys and values.
 
 Dimensions: B prompts, P tokens of the longest prompt, T tokens at once, S slots of the cache, V vocabulary.
 """
@@ -22,10 +22,11 @@ from trainers.runtime.device import wait_for_device
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.runtime.multihost import in_stages
 from trainers.step import rng
+from trainers.step.loss import in_mode
 
 
 class TextTask(Protocol):
-    """What a task must offer for previews, beside a model that is a `Decoder`."""
+    """What a task must have for previews, beside a model that is a `Decoder`."""
 
     def encode(self, text: str) -> Sequence[int]: ...
 
@@ -33,7 +34,7 @@ class TextTask(Protocol):
 
     @property
     def tokens_per_example(self) -> int:
-        """No token looks further back than the model was trained to."""
+        """The longest context that the model was trained with; no token attends further back."""
 
 
 def can_generate(task: Any) -> bool:
@@ -42,8 +43,8 @@ def can_generate(task: Any) -> bool:
 
 @dataclass
 class Previews:
-    """The prompts of the configuration, continued by the model as it is. Parameters stay where they are; prompts are shared out
-    among the replicas, and the cache's heads among the devices of a tensor group."""
+    """Continues the prompts of the configuration with the present model. Parameters keep their sharding. The prompts are
+    divided among the replicas, and the cache's heads among the devices of a tensor group."""
 
     config: PreviewConfig
     task: TextTask
@@ -55,18 +56,20 @@ class Previews:
     def of(
         cls, task: Any, merge: Callable[[Any], Any], config: PreviewConfig, mesh: Mesh, seed: int, programs: ProgramStore
     ) -> Previews:
-        """`merge` makes the model of its parameters."""
-        place = partial(_place, mesh)
+        """Builds the previews of a task. `merge` builds the model from its parameters."""
+        shard_cache = partial(_shard_cache, mesh)
 
         def continued(params: Any, tokens_BP: jax.Array, lengths_B: jax.Array, step: jax.Array) -> jax.Array:
             key, window = rng.key(seed, "preview", step), task.tokens_per_example
-            return decode(merge(params), tokens_BP, lengths_B, key, config=config, window=window, place=place)
+            # Sampling depends on (seed, step) alone: a replayed step shows the same texts.
+            model = in_mode(merge(params), training=False)
+            return decode(model, tokens_BP, lengths_B, key, config=config, window=window, place=shard_cache)
 
         jitted = jax.jit(continued, out_shardings=meshes.replicated(mesh))
         return cls(config, cast(TextTask, task), mesh, seed, Program("preview", jitted, programs, programs.note))
 
-    def __call__(self, params: Any, step: int) -> tuple[list[dict[str, str]], str]:
-        """(`prompt` and `text`, what follows it, of each; ""), or ([], why there are none). All hosts must call this."""
+    def __call__(self, params: Any, step: int) -> list[dict[str, str]]:
+        """Returns `prompt` and `text`, what follows it, of each preview. All hosts must call this. Raises StageError."""
 
         def prepared(_: Any) -> tuple[Any, ...]:
             args = (params, *self._prompts(), meshes.put_everywhere(self.mesh, np.array(step, np.int32)))
@@ -74,35 +77,37 @@ class Previews:
                 self.program.prepare(*args)
             return args
 
-        stages = (prepared, lambda args: wait_for_device(self.program(*args)), self._texts)
-        previews, problem = in_stages("preview", *stages)
-        return previews or [], problem
+        # The collective has a stage of its own: the user's `encode` or `decode` may fail on one host alone.
+        return in_stages("preview", prepared, lambda args: wait_for_device(self.program(*args)), self._texts)
 
     def _prompts(self) -> tuple[jax.Array, jax.Array]:
-        """The prompts' tokens, on the right of [B, P], and how many each has."""
+        """Returns the tokens of the prompts, aligned at the right of [B, P], and the length of each."""
         encoded = [self._encoded(prompt) for prompt in self.config.prompts]
         rows, width = meshes.padded_rows(self.mesh, len(encoded)), max(map(len, encoded))
         tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
         for row, prompt in enumerate(encoded):
+            # At the right: the last tokens of all prompts share one slot, so that one position decodes every row.
             tokens[row, width - len(prompt) :], lengths[row] = prompt, len(prompt)
-        place = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES))
-        put = partial(jax.make_array_from_callback, sharding=place)
+        sharding = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES))
+        put = partial(jax.make_array_from_callback, sharding=sharding)
         return put(tokens.shape, data_callback=tokens.__getitem__), put(lengths.shape, data_callback=lengths.__getitem__)
 
     def _encoded(self, prompt: str) -> list[int]:
-        """The last tokens of it, if it has more than the model looks back."""
+        """Returns the tokens of a prompt; only the last ones, if it is longer than the model's context."""
         tokens = list(self.task.encode(prompt))[-self.task.tokens_per_example :]
         if not tokens:
             raise UsageError(f"previews.prompts: {prompt!r} has no tokens: expected at least one to continue from")
         return tokens
 
     def _texts(self, tokens_BN: np.ndarray) -> list[dict[str, str]]:
+        # Without the rows that pad the prompts for the replicas.
         texts = [self.task.decode(row.tolist()) for row in tokens_BN[: len(self.config.prompts)]]
         return [{"prompt": prompt, "text": text} for prompt, text in zip(self.config.prompts, texts, strict=True)]
 
 
-def _place(mesh: Mesh, cache: Any) -> Any:
+def _shard_cache(mesh: Mesh, cache: Any) -> Any:
     def put(leaf: jax.Array) -> jax.Array:
+        # leaf: [layers, B, S, heads, channels]. Heads that the tensor axis does not divide stay whole.
         heads = "tensor" if leaf.shape[3] % mesh.shape["tensor"] == 0 else None
         spec = PartitionSpec(None, meshes.BATCH_AXES, None, heads, None)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))

@@ -1,4 +1,4 @@
-"""The score: one number of an evaluation, the best of them so far, and whether there is hope of a better one."""
+"""The score of an evaluation: one number, the best so far, and whether to stop early."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from trainers.config import ScoreConfig
-from trainers.config.arguments import load_object
 from trainers.errors import UsageError
 from trainers.runtime import multihost
 
@@ -24,31 +23,32 @@ COMBINE: Mapping[str, Callable[[list[float]], float]] = {
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the evaluations of one course of training. Every checkpoint carries those up to its step (`meta`), so that they go back
-    with it, and the best is known when its checkpoint is gone."""
+    """The scores of one course of training. Every checkpoint carries those up to its step (`meta`): so they go back with a
+    rollback, and the best is known even when its checkpoint is deleted."""
 
     metrics: tuple[str, ...] = ()
-    """That the scores are made of."""
+    """The metrics that the score is computed from."""
     step: int | None = None
-    """Of the last one."""
+    """The step of the last evaluation."""
     score: float | None = None
     best_step: int | None = None
     best: float | None = None
     num_since_best: int = 0
-    """Evaluations after the best one."""
+    """The number of evaluations after the best one."""
     stopped: bool = False
-    """`early_stopper` said so at the last one."""
+    """Whether the user's `early_stopper` asked for a stop at the last evaluation."""
 
     def after(self, step: int, score: float, config: ScoreConfig) -> Scores:
-        """These, and that of one more evaluation. A score that is no number is never better."""
-        sign = 1.0 if config.lower_better else -1.0
+        """Returns the scores with one more evaluation. NaN is never better."""
+        sign = 1.0 if config.lowest_is_best else -1.0
         better = not math.isnan(score) and (self.best is None or sign * (self.best - score) > config.min_delta)
+        # Kept as numbers and not as a checkpoint: the checkpoint of the best score may be deleted.
         best_step, best = (step, score) if better else (self.best_step, self.best)
         return Scores(config.metrics, step, score, best_step, best, 0 if better else self.num_since_best + 1)
 
 
 def combined(metrics: Mapping[str, float], config: ScoreConfig) -> float:
-    """Raises UsageError if there is no such metric."""
+    """Returns the score of these metrics. Raises UsageError if a metric is missing."""
     if missing := [name for name in config.metrics if name not in metrics]:
         raise UsageError(
             f"evaluation.score.metrics = {list(config.metrics)}: the evaluation gave no {', '.join(missing)}; "
@@ -59,30 +59,27 @@ def combined(metrics: Mapping[str, float], config: ScoreConfig) -> float:
 
 @dataclass
 class ScoreKeeper:
-    """Scores evaluations, and says when to stop early. All hosts must call its methods alike."""
+    """Scores evaluations, and decides when to stop early. All hosts must call its methods alike."""
 
     config: ScoreConfig | None
+    early_stopper: Callable[[int, float], bool] | None = None
+    """(step, score) -> whether to stop."""
     scores: Scores = field(default_factory=Scores)
-    _early_stopper: Callable[[int, float], bool] | None = None
-
-    def __post_init__(self) -> None:
-        if self.config is not None and self.config.early_stopper is not None:
-            self._early_stopper = load_object(self.config.early_stopper)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Scores the evaluation at `step`; returns what is published of it."""
+        """Scores the evaluation at `step`; returns the metrics to publish."""
         if self.config is None:
             return {}
-        # Of host 0, although all have the same metrics: a hook may have put in what one host measured.
+        # Host 0's score counts: a hook may have added a metric that differs between hosts.
         score = multihost.from_host0("score", combined(metrics, self.config))
         after = self.scores.after(step, score, self.config)
-        self.scores = dataclasses.replace(after, stopped=self._ask(step, score))
+        self.scores = dataclasses.replace(after, stopped=self._asks_for_stop(step, score))
         return {"score": score} if self.scores.best is None else {"score": score, "best_score": self.scores.best}
 
     def go_back(self, meta: Mapping[str, Any] | None) -> None:
-        """To what a checkpoint knew of; None: to the beginning. Scores made of other metrics are forgotten."""
-        known = {**(meta or {}), "metrics": tuple((meta or {}).get("metrics", ()))}
-        scores = Scores(**known)
+        """Goes back to the scores in a checkpoint; None: to the beginning. Scores of other metrics are dropped."""
+        fields = {**(meta or {}), "metrics": tuple((meta or {}).get("metrics", ()))}  # JSON has made a list of the tuple
+        scores = Scores(**fields)
         self.scores = scores if self.config is not None and scores.metrics == self.config.metrics else Scores()
 
     def meta(self) -> dict[str, Any] | None:
@@ -90,15 +87,15 @@ class ScoreKeeper:
 
     @property
     def wants_stop(self) -> bool:
-        """The same on all hosts, and again after a restart."""
+        """Whether to stop early; the same on all hosts, and after a restart."""
         if self.config is None:
             return False
         patience = self.config.patience
-        lost = patience is not None and self.scores.num_since_best >= patience
-        return lost or (self.scores.stopped and self._early_stopper is not None)
+        out_of_patience = patience is not None and self.scores.num_since_best >= patience
+        return out_of_patience or (self.scores.stopped and self.early_stopper is not None)
 
-    def _ask(self, step: int, score: float) -> bool:
-        """What the user's function says to host 0, for all hosts. Its error ends host 0, which they notice at once."""
-        if self._early_stopper is None:
+    def _asks_for_stop(self, step: int, score: float) -> bool:
+        """Asks the user's function on host 0, for all hosts. Its error ends host 0, which the others notice at once."""
+        if self.early_stopper is None:
             return False
-        return multihost.from_host0("early stop", bool(self._early_stopper(step, score)) if jax.process_index() == 0 else None)
+        return multihost.from_host0("early stop", bool(self.early_stopper(step, score)) if jax.process_index() == 0 else None)

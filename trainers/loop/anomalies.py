@@ -1,4 +1,4 @@
-"""What becomes of a batch that must not be trained on. Pure: every host reads the same verdict, so all decide alike."""
+"""Decides what to do about a batch whose update was not applied. Pure: every host reads the same status, so all decide alike."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainers.config import AnomalyConfig
+from trainers.runtime.events import AnomalyFields
 from trainers.step.host_flags import UpdateStatus
 
 SHOWN_BATCHES = 20
-
 
 KINDS = {UpdateStatus.NON_FINITE: "non_finite", UpdateStatus.LOSS_SPIKE: "loss_spike"}
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    verdict: UpdateStatus
+    status: UpdateStatus
     batch_index: int
     loss: float
     expected: float
@@ -26,10 +26,10 @@ class Anomaly:
 
     @property
     def kind(self) -> str:
-        return KINDS[self.verdict]
+        return KINDS[self.status]
 
     def __str__(self) -> str:
-        if self.verdict is UpdateStatus.LOSS_SPIKE:
+        if self.status is UpdateStatus.LOSS_SPIKE:
             return f"the loss of batch {self.batch_index}, {self.loss:.6g}, is far above the {self.expected:.6g} expected"
         return f"batch {self.batch_index} has a non-finite loss or gradient (loss {self.loss:.6g})"
 
@@ -39,14 +39,14 @@ class Decision:
     anomaly: Anomaly
     action: Literal["raise", "skip", "rollback"]
     skipped_batches: tuple[int, ...] = ()
-    """Those skipped because of this anomaly, and not before."""
+    """The batches that are skipped because of this anomaly, and were not skipped before."""
     go_back_to: int | None = None
-    """Of a rollback: the newest batch index to go back to."""
+    """For a rollback: the greatest batch index of a state that may be restored."""
     error: str = ""
-    """Of a failure: what to tell the user."""
+    """For "raise": the message for the user."""
 
-    def event(self) -> dict:
-        """What is told of it. JSON has no NaN: null stands for a loss that is none."""
+    def event(self) -> AnomalyFields:
+        """Returns the fields of the `anomaly` event. JSON has no NaN: a loss that is not finite becomes null."""
         anomaly = self.anomaly
         return {
             "kind": anomaly.kind,
@@ -59,23 +59,26 @@ class Decision:
 
 
 def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) -> Decision:
-    """What the configuration wants done; `skipped` are the batches skipped before, or to be skipped when they come.
+    """Returns what the configuration asks for. `skipped` are the batches skipped so far, or to be skipped when they come.
 
-    Of these only the last `skipped_window_batches` before the offending one count. They are known by their indices, so a restart
-    or another number of hosts comes to the same decision.
+    Only those among the last `skipped_window_batches` before the offending batch count towards `max_skipped`. They are counted
+    by index, so that a restart, or another number of hosts, comes to the same decision.
     """
-    policy = config.non_finite if anomaly.verdict is UpdateStatus.NON_FINITE else config.loss_spike
+    policy = config.non_finite if anomaly.status is UpdateStatus.NON_FINITE else config.loss_spike
     if policy == "raise":
-        return Decision(anomaly, "raise", error=f"{anomaly}; its update was not applied: {ADVICE[anomaly.verdict]}")
+        return Decision(anomaly, "raise", error=f"{anomaly}; its update was not applied: {ADVICE[anomaly.status]}")
     last = anomaly.batch_index
+    # A batch before the offending one may have done the damage. Its update can be left out only by going back.
     first = max(0, last - config.skip_before) if policy == "rollback" else last
+    # A batch that is skipped already is reported, and counts, only once.
     new = tuple(batch for batch in range(first, last + 1) if batch not in skipped)
+    # A bound in batches and not in time: it is the same after a restart.
     window = range(last + 1 - config.skipped_window_batches, last + 1)
     recent = sorted({*new, *skipped}.intersection(window))
     if len(recent) > config.max_skipped:
         error = (
             f"{anomaly}; with it {len(recent)} of the last {len(window):,} batches would be skipped (anomalies.max_skipped = "
-            f"{config.max_skipped}): {shown(recent)}; {ADVICE[anomaly.verdict]}"
+            f"{config.max_skipped}): {shown(recent)}; {ADVICE[anomaly.status]}"
         )
         return Decision(anomaly, "raise", error=error)
     if policy == "rollback":
@@ -90,7 +93,7 @@ ADVICE = {
 
 
 def scale_exhausted(batch_index: int, loss: float) -> str:
-    """What to tell the user of a batch with that verdict."""
+    """Returns the error message for a batch with the status SCALE_EXHAUSTED."""
     return (
         f"the gradients of batch {batch_index} (loss {loss:.6g}) overflow float16, and the scale of the loss is as small as it "
         "may be (loss_scale.minimum); the update was not applied: lower the learning rate, train with dtype bfloat16, or lower "
@@ -99,6 +102,7 @@ def scale_exhausted(batch_index: int, loss: float) -> str:
 
 
 def shown(batches: list[int]) -> str:
+    """Returns the first SHOWN_BATCHES of them, and how many more there are."""
     more = f" and {len(batches) - SHOWN_BATCHES} more" if len(batches) > SHOWN_BATCHES else ""
     return ", ".join(map(str, batches[:SHOWN_BATCHES])) + more
 

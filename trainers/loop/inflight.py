@@ -1,4 +1,4 @@
-"""The steps in flight: dispatched to the device and not yet completed, and what each says for all hosts alike."""
+"""The steps in flight: dispatched to the device and not yet completed, with the result that each returns to all hosts alike."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from trainers.runtime.stop_reason import StopReason
 from trainers.step.host_flags import FLAGS, RUN_AHEAD_STEPS, UpdateStatus
 
 LOOK_AHEAD_STEPS = RUN_AHEAD_STEPS + 1
-"""After this many steps at most all hosts have heard of a wish."""
+"""A request of one host is known to all hosts after at most this many steps."""
 STOP_REASONS = tuple(StopReason)
-"""A stop wish travels as 1 + its place in this tuple; where hosts differ, the greatest wins."""
+"""A request to stop is sent as 1 + its index in this tuple (0: none). If hosts ask for different reasons, the greatest wins."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all hosts know of an earlier step: the same on every host at the same step. In the order of REDUCED."""
+    """The result of an earlier step: the same on every host at the same step. The fields are in the order of REDUCED."""
 
     stop: int = 0
     saves: int = 0
-    verdict: UpdateStatus = UpdateStatus.APPLIED
+    status: UpdateStatus = UpdateStatus.APPLIED
     batch_index: int = 0
     newest_batch_index: int = 0
-    """The same, unless the hosts are out of step."""
+    """Equals `batch_index`, unless the hosts are out of step."""
     loss: float = 0.0
     expected_loss: float = 0.0
 
     @classmethod
     def read(cls, reduced: jax.Array) -> Agreed:
-        """Waits for the step."""
+        """Waits for the step, and returns its result."""
         values = wait_for_device(reduced)
-        stop, saves, verdict, batch_index, newest = values[:5].tolist()
-        loss, expected = values[5:].view(np.float32).tolist()
-        return cls(stop, saves, UpdateStatus(verdict), batch_index, newest, loss, expected)
+        stop, saves, status, batch_index, newest = values[:5].tolist()
+        loss, expected = values[5:].view(np.float32).tolist()  # sent as the bits of a float32
+        return cls(stop, saves, UpdateStatus(status), batch_index, newest, loss, expected)
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -46,20 +46,21 @@ class Agreed:
 
 
 class Flags:
-    """This host's flags as an input of the train step: one row for each of its devices."""
+    """Builds the input `flags` of the train step from this host's requests: one row for each of its devices."""
 
     def __init__(self, mesh: jax.sharding.Mesh):
         self._sharding = meshes.one_per_device(mesh)
         self._shape = (mesh.devices.size, len(FLAGS))
 
     def array(self, stop: int = 0, saves: int = 0, skip: bool = False, batch_index: int = 0) -> jax.Array:
+        # [1, len(FLAGS)]: the same row for each device of this host.
         row = np.array([[stop, saves, skip, batch_index]], np.int32)
-        # At every step: a fifth of the time that one `device_put` for each device takes.
+        # Called at every step: this takes a fifth of the time of one `device_put` for each device.
         return jax.make_array_from_callback(self._shape, self._sharding, lambda index: row)
 
 
 class Window:
-    """The steps in flight, oldest first, each with the batch that this host took it with."""
+    """The queue of the steps in flight, oldest first, each with the index of this host's batch."""
 
     def __init__(self, first_step: int = 0):
         self._in_flight: collections.deque[tuple[int, jax.Array]] = collections.deque()
@@ -71,14 +72,14 @@ class Window:
 
     @property
     def full(self) -> bool:
-        """Whether the oldest is to be waited for."""
+        """Whether the host must wait for the oldest step before it dispatches another."""
         return len(self._in_flight) > RUN_AHEAD_STEPS
 
     def push(self, batch_index: int, reduced: jax.Array) -> None:
         self._in_flight.append((batch_index, reduced))
 
     def complete_one(self) -> Agreed:
-        """Waits for the oldest step."""
+        """Waits for the oldest step, and returns its result."""
         batch_index, reduced = self._in_flight.popleft()
         agreed = Agreed.read(reduced)
         self.completed_step = batch_index + 1

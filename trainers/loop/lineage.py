@@ -1,7 +1,8 @@
-"""What made a state, beside its arguments: on which machines each stretch of batches was trained, and which were left out.
+"""The lineage of a state: on how many machines each segment of batches was trained, and which batches were left out.
 
-Floating-point sums depend on how many devices share them. A run that changed its number of hosts is therefore compared with one
-that changes at the same batches: the lineage says which. `python -m orchestrator.verify` does that.
+The bits of a floating-point sum depend on the number of devices that share it. A run that changed its number of hosts is
+therefore compared with one that changes at the same batches, which the lineage lists. `python -m orchestrator.verify` does
+that.
 """
 
 from __future__ import annotations
@@ -17,34 +18,45 @@ from trainers.errors import UsageError
 from trainers.loop.anomalies import shown
 
 SKIPPED_FILE = "skipped_batches.json"
-"""In the run's folder: the batches that rollbacks have left out. Kept apart from the checkpoints, for a rollback goes to one
-that knows nothing of it, and the process may be gone before the next."""
+"""The file in the run's folder that lists the batches left out by rollbacks. It is apart from the checkpoints: a rollback
+restores an older checkpoint, which does not list them, and the process may end before the next one is saved."""
 
 
 @dataclass
 class Lineage:
-    """Of the present state. All hosts have the same."""
+    """The lineage of the present state. It is the same on all hosts."""
 
-    stretches: list[dict[str, Any]] = field(default_factory=list)
-    """For each stretch on other machines than the one before: batch_index (its first), num_hosts, num_devices, mesh."""
+    segments: list[dict[str, Any]] = field(default_factory=list)
+    """One entry for each change of machines: batch_index (the first of the segment), num_hosts, num_devices, mesh."""
     skipped: set[int] = field(default_factory=set)
     """Batches whose update was not applied, or will not be when they come."""
 
+    init_from: dict[str, Any] | None = None
+    """What the run's first parameters were loaded from: settings, checkpoint, digest. None: they were not."""
+
     def start(self, batch_index: int, topology: Mapping[str, Any], restored: Mapping[str, Any] | None = None) -> None:
-        """The state at `batch_index` goes on from here on `topology`; `restored`: the meta of the checkpoint it came from."""
+        """Records that the state at `batch_index` is trained on `topology` from here on. `restored` is the meta of its
+        checkpoint."""
         meta = restored or {}
         self.skipped |= set(meta.get("skipped_batches", ()))
-        before = [stretch for stretch in meta.get("lineage", ()) if stretch["batch_index"] < batch_index]
-        own = {"batch_index": batch_index, **topology}
-        same = before and {**before[-1], "batch_index": batch_index} == own
-        self.stretches = before if same else [*before, own]
+        self.init_from = meta.get("init_from")
+        # A segment that begins at `batch_index` has no batch yet: the one that starts now takes its place.
+        earlier = [segment for segment in meta.get("lineage", ()) if segment["batch_index"] < batch_index]
+        segment = {"batch_index": batch_index, **topology}
+        # A restart on the same machines begins no segment: the bits of a sum are those of an undisturbed run.
+        same_machines = earlier and {**earlier[-1], "batch_index": batch_index} == segment
+        self.segments = earlier if same_machines else [*earlier, segment]
 
     def meta(self, batch_index: int) -> dict[str, Any]:
-        """What a checkpoint at `batch_index`, or a result, says of it."""
-        return {"lineage": list(self.stretches), "skipped_batches": sorted(b for b in self.skipped if b < batch_index)}
+        """Returns the lineage as a checkpoint at `batch_index`, or a result, records it."""
+        begun = {} if self.init_from is None else {"init_from": self.init_from}
+        skipped = sorted(batch for batch in self.skipped if batch < batch_index)
+        return {"lineage": list(self.segments), "skipped_batches": skipped, **begun}
 
     def refuse(self, meta: Mapping[str, Any]) -> str:
-        """Why the checkpoint with this meta is of no use: it was trained on batches that have been skipped since. "" if not."""
+        """Returns why the checkpoint with this meta must not be restored: it was trained on batches that have been skipped
+        since. Returns "" if it may be."""
+        # Only batches that the checkpoint's state has seen can speak against it.
         applied = {b for b in self.skipped if b < meta["batch_index"]} - set(meta["skipped_batches"])
         if not applied:
             return ""
@@ -52,7 +64,7 @@ class Lineage:
 
 
 def read_skipped(run_folder: str) -> list[int]:
-    """The batches that the run's rollbacks have left out. Raises UsageError if the file is there and makes no sense."""
+    """Returns the batches that the run's rollbacks have left out. Raises UsageError if the file exists and cannot be parsed."""
     path = epath.Path(run_folder) / SKIPPED_FILE
     try:
         return [int(batch) for batch in json.loads(path.read_text())["skipped_batches"]]
@@ -66,9 +78,10 @@ def read_skipped(run_folder: str) -> list[int]:
 
 
 def write_skipped(run_folder: str, batches: Iterable[int]) -> None:
-    """Replaces the file at once, so that whoever reads it finds the old one or the new one. For one host to call."""
+    """Replaces the file atomically: a reader finds the old one or the new one. One host must call this."""
     folder = epath.Path(run_folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # A name without a token will do: host 0 alone writes this file.
     temporary = folder / f"{SKIPPED_FILE}.new"
     temporary.write_text(json.dumps({"skipped_batches": sorted(batches)}))
     temporary.replace(folder / SKIPPED_FILE)

@@ -1,18 +1,21 @@
-"""What is told of a run at its end."""
+"""The summary of a run at its end."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainers.checkpoint.fingerprint import digest, leaf_names
+from trainers.checkpoint.array_fingerprints import digest, leaf_names
 from trainers.runtime.device import wait_for_device
 from trainers.step.state import TrainState, num_parameters, wide
 
 
 def describe(state: TrainState, fingerprints: Any) -> dict[str, Any]:
-    """Counts, and the digests that two runs can be compared by: equal digests mean equal parameters, bit for bit, and the same
-    samples, each at its place. `fingerprints` are those of all leaves of `state`. Waits for the device."""
+    """Returns counts, and two digests by which runs are compared: equal digests mean equal parameters, bit for bit, and the
+    same samples, each in the same row of the same batch. `fingerprints` are those of all leaves of `state`. Waits for the
+    device."""
+    # Both are in the order of the leaves.
     rows = zip(leaf_names(state), wait_for_device(fingerprints), strict=True)
+    # Leaf names are paths in TrainState: the digest leaves out the optimizer's moments.
     params = {name: row for name, row in rows if name.startswith(".params")}
     totals = {name: wide(wait_for_device(words)) for name, words in state.totals.items()}
     return {

@@ -1,14 +1,13 @@
-"""The training loop: reads straight down; where order matters, the line says what would break.
+"""The training loop. It reads from top to bottom; where the order matters, a comment at the line says what would break.
 
-The host never waits for the step it has just dispatched. It waits for the step before last: that bounds how far it runs ahead,
-and tells it what all hosts agreed on by then.
+The host never waits for the step that it has just dispatched. It waits for the step before last. This bounds how far the host
+runs ahead of the device, and gives it what all hosts had agreed on by that step.
 
 A *step* here is a batch drawn, whether or not its update was applied.
 """
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,12 +22,16 @@ from trainers.data.loader import StepAddressedLoader
 from trainers.errors import CoordinatorError, DesyncError, LossScaleError, LossSpikeError, NonFiniteLossError
 from trainers.loop import anomalies
 from trainers.loop.anomalies import Anomaly, Decision
+from trainers.loop.evaluator import Evaluator
 from trainers.loop.hooks import Hooks
 from trainers.loop.host_requests import HostRequests
 from trainers.loop.inflight import STOP_REASONS, Agreed, Flags, Window
 from trainers.loop.lineage import Lineage
+from trainers.loop.previewer import Previewer
+from trainers.loop.restore import Resume
+from trainers.loop.saver import Saver
 from trainers.loop.triggers import Due, EndOfData
-from trainers.metrics import histograms as distributions
+from trainers.metrics import histograms
 from trainers.metrics.accumulator import Layout, MetricSums, scalars
 from trainers.metrics.publisher import BusyTime, Publisher, Replaced, Seconds
 from trainers.runtime import multihost
@@ -38,11 +41,12 @@ from trainers.step.state import TrainState
 from trainers.step.train_step import StepOutput
 
 DESYNC_TIMEOUT_S = 10.0
-"""For the hosts to tell each other who is out of step. All read the same verdict, so all come, unless one dies of it."""
+"""How long the hosts wait to exchange their batch indices for the error message. All hosts read the same status, so all of them
+take part, unless one dies first."""
 
 
 class GoBack(Exception):
-    """Training is to go on from an older state: ends a stretch, from wherever in it the anomaly was read."""
+    """Raised to continue training from an older state. It ends a segment, wherever in it the anomaly was read."""
 
     def __init__(self, decision: Decision):
         super().__init__(str(decision.anomaly))
@@ -51,7 +55,7 @@ class GoBack(Exception):
 
 @dataclass
 class Loop:
-    """What one run of the loop works with."""
+    """The training loop of one run, with the objects that it works with."""
 
     train_step: Callable[[TrainState, MetricSums, Any, jax.Array], StepOutput]
     layout: Layout
@@ -64,100 +68,109 @@ class Loop:
     anomalies: AnomalyConfig
     distributions: DistributionConfig
     lineage: Lineage
-    save: Callable[[TrainState], None]
-    """Starts a checkpoint of the step that the RunInfo names."""
-    evaluate: Callable[[TrainState], TrainState]
-    evaluated_step: Callable[[], int | None]
-    """Of the last evaluation that the state, restored or not, has behind it."""
-    stop_early: Callable[[], bool]
-    """The same on all hosts."""
-    preview: Callable[[TrainState], None]
+    saver: Saver
+    evaluator: Evaluator
+    previewer: Previewer
+    resume: Resume
     diagnose: Callable[[TrainState, Any, int], str]
-    """(state, batch, step of the state) -> where the batch's loss or gradient stopped being finite."""
-    go_back: Callable[[Decision], tuple[TrainState, int]]
-    """The state to go on from after a rollback, and its batch index. The lineage knows by then what to leave out."""
+    """(state, batch, step of the state) -> a text that says where the batch's loss or gradient stopped being finite."""
     callbacks: CallbackList
     hooks: Hooks
     seconds: Seconds
     info: RunInfo
     resumed_step: int
-    saved: collections.deque[tuple[int, str]] = field(default_factory=collections.deque)
-    """Step and path of checkpoints that are complete, appended by the thread that saves."""
     replaced: Replaced = field(default_factory=Replaced)
     window: Window = field(default_factory=Window)
     agreed: Agreed = field(default_factory=Agreed)
     busy: BusyTime = field(default_factory=BusyTime)
     handled_saves: int = 0
-    first_step_told: bool = False
+    first_step_reported: bool = False
     diagnosed: bool = False
     end_of_data: EndOfData = field(default_factory=lambda: EndOfData(None))
-    last_evaluated_step: int | None = None
+    prepare_batch: Callable[[TrainState, Any], Any] | None = None
+    """The hook on batches that are on the devices; None: batches stay as they are."""
 
     def run(self, state: TrainState) -> tuple[TrainState, StopReason]:
-        """From `state` to a limit or a stop that all hosts agreed on. `state` is donated: use what is returned."""
+        """Trains from `state` to a limit, or to a stop that all hosts agreed on. `state` is donated: use the returned one."""
         self.busy = BusyTime()
         while True:
             try:
-                return self._run_stretch(state)
-            except GoBack as wanted:
-                decision = wanted.decision
-            # Here the exception is gone, and with its frames the old state: there may be no room for two.
+                return self._run_segment(state)
+            except GoBack as rollback:
+                decision = rollback.decision
+            # Outside the `except` block: the exception's frames hold the old state, and there may be no room for two.
             with self.busy.waiting():
-                state, self.resumed_step = self.go_back(decision)
+                state, self.resumed_step = self.resume.go_back(decision)
+                self.saver.restore(self.resume.meta)
+            if not self.resume.meta:
+                # What the hook made of the beginning is part of it; a checkpoint has it.
+                state = self.hooks.on_training_start(state)
             self.info.global_step = self.resumed_step
 
-    def _run_stretch(self, state: TrainState) -> tuple[TrainState, StopReason]:
-        """Raises GoBack at an anomaly that wants it."""
+    def _run_segment(self, state: TrainState) -> tuple[TrainState, StopReason]:
+        """Trains until the run ends. Raises GoBack at an anomaly that calls for a rollback."""
         info, host = self.info, runtime.current()
+        # After a rollback the results of the steps in flight must not be read any more.
         self.window, self.agreed = Window(info.global_step), Agreed()
         self.end_of_data.start(info.batch_index)
         host.step = host.batch_index = info.batch_index
         metric_sums = self.empty_sums()
         self.publisher.start(info.global_step)
-        self.last_evaluated_step = self.evaluated_step()
         while (reason := self._stop_reason()) is None:
-            # Also where a run goes on that was stopped here before it could evaluate.
-            if self.due.evaluate(info.global_step) and info.global_step != self.last_evaluated_step:
+            # First in the loop: a run that was stopped at this step before it could evaluate does so when it continues.
+            if self.due.evaluate(info.global_step) and info.global_step != self.evaluator.evaluated_step:
                 self._finish_steps(state, metric_sums)
                 metric_sums = self.empty_sums()
-                # Before a save at this step, whose meta tells of it: so it is not repeated, and the checkpoint has a score.
+                # Before a save at this step: its meta records the score, and that the evaluation need not be repeated.
                 state = self._evaluate(state)
-                continue  # it may have ended training
-            save_due = info.global_step > self.resumed_step and self.due.save(info.global_step)
-            if save_due or self.agreed.saves > self.handled_saves:
-                # Before the data moves on: a checkpoint must not know of a batch that its state has not seen.
-                self._save(state)
-            self.callbacks.tell_saved(info, self.saved)
+                continue  # the evaluation may have ended training (early stop)
+            self._save_what_is_due(state)
+            # Here, on the main thread: a user's callback must not run on the thread that saves.
+            with info.showing(state):
+                self.saver.report_saved()
             state = self._begin_epochs(state)
             with self.seconds.measure("data_wait"):
                 batch = self.loader.batch(info.batch_index)
             self.callbacks.call(Callback.on_step_begin, info, batch=batch)
             state = self.hooks.on_step_start(state, info.batch_index)
+            batch = self._prepared(state, batch)
             flags = self._flags()
-            with self.busy.waiting():  # where devices compute on the dispatching thread
-                state, metric_sums, reduced, measured, bins = self.train_step(state, metric_sums, batch, flags)
+            with self.busy.waiting():  # some backends compute on the dispatching thread: that is not the host's own work
+                state, metric_sums, reduced, step_metrics, bins = self.train_step(state, metric_sums, batch, flags)
+            # With the index of the batch that it trains on: the counter moves on in the next line.
             self.window.push(info.batch_index, reduced)
             info.global_step += 1
             info.epoch = self.due.epochs.at(info.batch_index)
-            if not self.first_step_told:
-                jax.block_until_ready(reduced)  # the only wait for the newest step: recovery is measured to here
-                host.emit("first_step", step=info.global_step, resumed_step=self.resumed_step)
-                self.first_step_told = True
+            if not self.first_step_reported:
+                jax.block_until_ready(reduced)  # the only wait for the newest step: recovery time ends here
+                host.emit({"ev": "first_step", "step": info.global_step, "resumed_step": self.resumed_step})
+                self.first_step_reported = True
             if self.window.full:
                 self._complete_one(state)
             host.batch_index, host.busy_s = info.batch_index, self.busy.total_s
-            self.publisher.collect(self.window.completed_step)
-            state = self._end_step(state, batch, measured)
+            # After the wait for an older step: the copies of these numbers had that time to arrive.
+            with info.showing(state):
+                self.publisher.collect(self.window.completed_step)
+            state = self._end_step(state, batch, step_metrics)
             if self.publisher.due(info.global_step):
-                bins = bins if distributions.due(info.batch_index - 1, self.distributions) else None
-                self.publisher.cut(info.global_step, metric_sums, self.seconds.take(), self.replaced.take(), bins)
+                # `- 1`, for the counter has moved on: the step itself asked with the index of its batch.
+                bins = bins if histograms.due(info.batch_index - 1, self.distributions) else None
+                self.publisher.cut(info.global_step, metric_sums, self.seconds.drain(), self.replaced.drain(), bins)
+                # New ones: the publisher keeps the old ones until their copy has arrived, and the next step donates its input.
                 metric_sums = self.empty_sums()
             if self.due.preview(info.global_step):
                 self._finish_steps(state, metric_sums)
                 metric_sums = self.empty_sums()
                 self._preview(state)
+        # Before the end: a step in flight may still ask for a rollback, and its metrics are not published yet.
         self._finish_steps(state, metric_sums)
         return state, reason
+
+    def _prepared(self, state: TrainState, batch: Any) -> Any:
+        if self.prepare_batch is None:
+            return batch
+        with self.busy.waiting():  # a hook that reads values waits for the device
+            return self.prepare_batch(state, batch)
 
     def _begin_epochs(self, state: TrainState) -> TrainState:
         for epoch in self.due.epochs.begun_at(self.info.batch_index):
@@ -165,33 +178,40 @@ class Loop:
             state = self.hooks.on_epoch_begin(state, epoch)
         return state
 
-    def _end_step(self, state: TrainState, batch: Any, measured: MetricSums) -> TrainState:
-        """All that observes or changes what a step has made, without waiting for it."""
-        step, metrics = self.info.batch_index, scalars(self.layout, measured)
+    def _end_step(self, state: TrainState, batch: Any, step_metrics: MetricSums) -> TrainState:
+        """Calls the hooks and callbacks that follow a step, without waiting for the device."""
+        step, metrics = self.info.batch_index, scalars(self.layout, step_metrics)
         if self.hooks.overrides("on_step_end"):
             state, returned = self.hooks.on_step_end(state, dict(metrics), step)
             self.replaced.add(metrics, returned)
             metrics = returned
-        own = {"batch": batch, "loss": metrics.get("loss"), "grad_norm": metrics.get("grad_norm"), "loss_dict": metrics}
-        self.callbacks.call(Callback.on_step_end, self.info, **own)
+        self.callbacks.call(
+            Callback.on_step_end,
+            self.info,
+            batch=batch,
+            loss=metrics.get("loss"),
+            grad_norm=metrics.get("grad_norm"),
+            loss_dict=metrics,
+        )
         for epoch in self.due.epochs.ended_at(step):
             self.callbacks.call(Callback.on_epoch_end, self.info, epoch=epoch)
             state = self.hooks.on_epoch_end(state, epoch)
         return state
 
     def _stop_reason(self) -> StopReason | None:
-        early = StopReason.EARLY_STOPPED if self.stop_early() else None
+        early = StopReason.EARLY_STOPPED if self.evaluator.wants_stop else None
         reason = early or self.host_requests.limits.reached(self.info)
         if reason is None and self.end_of_data.reached(self.info.batch_index):
             return StopReason.END_OF_DATA
-        # That one is told ahead, and comes when the last batch was trained on.
+        # END_OF_DATA is requested ahead of the end. Training stops only after the last batch, which was checked above.
         return reason or (None if self.agreed.stop_reason is StopReason.END_OF_DATA else self.agreed.stop_reason)
 
     def _stop_request(self) -> int:
-        wish = self.host_requests.stop()
+        request = self.host_requests.stop()
         if self.end_of_data.in_sight(self.info.batch_index):
-            wish = max(wish, 1 + STOP_REASONS.index(StopReason.END_OF_DATA))
-        return wish
+            # As the step does with the requests of several hosts: the greatest wins.
+            request = max(request, 1 + STOP_REASONS.index(StopReason.END_OF_DATA))
+        return request
 
     def _flags(self) -> jax.Array:
         batch_index = self.info.batch_index
@@ -199,86 +219,109 @@ class Loop:
         return self.flags.array(self._stop_request(), self.host_requests.requested_saves(self.agreed), skip, batch_index)
 
     def _complete_one(self, state: TrainState) -> None:
-        """Waits for the oldest step in flight, and does what all hosts do about it."""
+        """Waits for the oldest step in flight, and acts on its status, as all hosts do."""
         with self.busy.waiting():
             self.agreed = self.window.complete_one()
         runtime.current().step = self.window.completed_step
-        self.end_of_data.hear(self.agreed)
-        verdict = self.agreed.verdict
-        if verdict is UpdateStatus.OUT_OF_STEP:
+        self.end_of_data.observe(self.agreed)
+        status = self.agreed.status
+        if status is UpdateStatus.OUT_OF_STEP:
             raise self._out_of_step()
-        if verdict is UpdateStatus.SCALE_EXHAUSTED:
+        if status is UpdateStatus.SCALE_EXHAUSTED:
             raise LossScaleError(anomalies.scale_exhausted(self.agreed.batch_index, self.agreed.loss))
-        if verdict in anomalies.KINDS:
-            self._treat(Anomaly(verdict, self.agreed.batch_index, self.agreed.loss, self.agreed.expected_loss), state)
+        if status in anomalies.KINDS:
+            anomaly = Anomaly(status, self.agreed.batch_index, self.agreed.loss, self.agreed.expected_loss)
+            self._handle_anomaly(anomaly, state)
 
-    def _treat(self, anomaly: Anomaly, state: TrainState) -> None:
+    def _handle_anomaly(self, anomaly: Anomaly, state: TrainState) -> None:
         decision = anomalies.decide(anomaly, self.anomalies, self.lineage.skipped)
-        why = self._diagnose(anomaly, state)
+        # Before the decision is carried out: after a rollback the parameters that gave the value are gone.
+        origin = self._diagnose(anomaly, state)
         if decision.action == "raise":
-            error = f"{decision.error}; {why}" if why else decision.error
-            raise (NonFiniteLossError if anomaly.verdict is UpdateStatus.NON_FINITE else LossSpikeError)(error)
+            message = f"{decision.error}; {origin}" if origin else decision.error
+            raise (NonFiniteLossError if anomaly.status is UpdateStatus.NON_FINITE else LossSpikeError)(message)
         self.lineage.skipped.update(decision.skipped_batches)
         if decision.action == "rollback":
             raise GoBack(decision)
         if jax.process_index() == 0:
-            runtime.current().emit("anomaly", **decision.event(), restored_step=None)
+            runtime.current().emit({"ev": "anomaly", **decision.event(), "restored_step": None})
 
     def _diagnose(self, anomaly: Anomaly, state: TrainState) -> str:
-        """Where the first non-finite value came from: once, for it takes as long as to compile a step."""
-        if anomaly.verdict is not UpdateStatus.NON_FINITE or self.diagnosed:
+        """Returns where the first non-finite value came from. Only once in a process: it takes as long as compiling a step."""
+        if anomaly.status is not UpdateStatus.NON_FINITE or self.diagnosed:
             return ""
         self.diagnosed = True
         host = runtime.current()
         host.phase("diagnose")
         with self.busy.waiting():
-            why = self.diagnose(state, self.loader.batch(anomaly.batch_index), self.info.batch_index)
+            batch = self._prepared(state, self.loader.batch(anomaly.batch_index))
+            origin = self.diagnose(state, batch, self.info.batch_index)
         host.phase("train")
         if jax.process_index() == 0:
-            host.note(f"batch {anomaly.batch_index}: {why}")
-        return why
+            host.note(f"batch {anomaly.batch_index}: {origin}")
+        return origin
 
     def _out_of_step(self) -> DesyncError:
-        own = self.window.completed_step - 1  # the batch that this host took the step with
+        batch_index = self.window.completed_step - 1  # the batch that this host took the step with
         indices: list[int] | None = None
-        places = f"this host at {own}"
-        with suppress(CoordinatorError):  # it would hide what happened
-            indices = multihost.all_hosts("hosts out of step", own, DESYNC_TIMEOUT_S)
-            places = "; ".join(f"host {host} at {index}" for host, index in enumerate(indices))
+        hosts = f"this host at {batch_index}"
+        with suppress(CoordinatorError):  # it would hide the DesyncError
+            indices = multihost.all_hosts("hosts out of step", batch_index, DESYNC_TIMEOUT_S)
+            hosts = "; ".join(f"host {host} at {index}" for host, index in enumerate(indices))
         return DesyncError(
             f"the hosts are out of step at batch {self.agreed.batch_index}: they took one step with batches "
-            f"{self.agreed.batch_index} to {self.agreed.newest_batch_index} ({places}); a host has skipped or repeated a step",
+            f"{self.agreed.batch_index} to {self.agreed.newest_batch_index} ({hosts}); a host has skipped or repeated a step",
             indices,
         )
 
+    def _save_what_is_due(self, state: TrainState) -> None:
+        step = self.info.global_step
+        # Not at the step that was just restored: its checkpoint is there already.
+        save_due = step > self.resumed_step and self.due.save(step)
+        if save_due or self.agreed.saves > self.handled_saves:
+            # Before the next batch is drawn: a checkpoint must not count a batch that its state was not trained on.
+            self._save(state)
+        if self.due.save_model(step):
+            self._save_model(state)
+
     def _save(self, state: TrainState) -> None:
         with self.busy.waiting():
-            jax.block_until_ready(state)  # copying waits for the steps in flight anyway: their time is theirs
-        # A checkpoint tells which batches were skipped before it; one of these may forbid it.
+            # The copy would wait for the steps in flight anyway; here their time is not counted as checkpoint time.
+            jax.block_until_ready(state)
+        # Before the save: its meta lists the batches skipped so far, and an anomaly in flight may forbid the checkpoint.
         self._complete_all(state)
+        # One checkpoint serves every request that is known by now, whichever host it came from.
         self.handled_saves = max(self.agreed.saves, self.handled_saves)
         with self.seconds.measure("checkpoint"), self.busy.waiting():
-            self.save(state)
+            self.saver.save(state)
         self.host_requests.saved()
+
+    def _save_model(self, state: TrainState) -> None:
+        with self.busy.waiting():
+            jax.block_until_ready(state)
+        # As before a checkpoint: an anomaly in flight may say that these parameters are not to be kept.
+        self._complete_all(state)
+        with self.seconds.measure("checkpoint"), self.busy.waiting():
+            self.saver.save_model(state)
 
     def _evaluate(self, state: TrainState) -> TrainState:
         host = runtime.current()
         host.phase("evaluate")
         with self.seconds.measure("evaluation"), self.busy.waiting():
-            state = self.evaluate(state)
-        self.last_evaluated_step = self.info.global_step
+            state = self.evaluator.evaluate(state)
         host.phase("train")
         return state
 
     def _preview(self, state: TrainState) -> None:
         with self.seconds.measure("preview"), self.busy.waiting():
-            self.preview(state)
+            self.previewer.show(state)
         runtime.current().phase("train")
 
     def _finish_steps(self, state: TrainState, metric_sums: MetricSums) -> None:
-        """Waits for the steps in flight and publishes what is known of them."""
+        """Waits for the steps in flight, and publishes their metrics."""
         self._complete_all(state)
-        self.publisher.flush(self.window.completed_step, metric_sums, self.seconds.take(), self.replaced.take())
+        with self.info.showing(state):
+            self.publisher.flush(self.window.completed_step, metric_sums, self.seconds.drain(), self.replaced.drain())
 
     def _complete_all(self, state: TrainState) -> None:
         while self.window.in_flight:

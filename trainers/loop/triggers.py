@@ -1,4 +1,4 @@
-"""What is due at which step, from the settings alone and so the same on all hosts; and where data that ends by itself ends.
+"""Decides what is due at which step, from the settings alone and so alike on all hosts; and finds the end of finite data.
 
 A *step* is a batch drawn, whether or not its update was applied.
 """
@@ -17,37 +17,37 @@ from trainers.runtime.stop_reason import StopReason
 
 @dataclass(frozen=True)
 class Epochs:
-    """Counted from 0. Data of no known length (0 samples) is one epoch."""
+    """The epochs of a data set, counted from 0. Data of unknown length (0 samples) is one epoch."""
 
     num_samples: int
     global_batch_size: int
 
     def at(self, step: int) -> float:
-        """How many have passed."""
+        """Returns how many epochs have passed, with the fraction of the present one."""
         return step * self.global_batch_size / (self.num_samples or math.inf)
 
     def begun_at(self, step: int) -> range:
-        """Those that begin with the batch that comes at `step`."""
+        """Returns the epochs that begin with the batch drawn at `step`."""
         return range(self._of(step - 1) + 1, self._of(step) + 1)
 
     def ended_at(self, step: int) -> range:
-        """Those that the last batch before `step` made full."""
+        """Returns the epochs that the last batch before `step` completed."""
         return range(self._of(step - 1), self._of(step))
 
-    def made_full(self, every: int, step: int) -> bool:
-        """Whether the last batch before `step` made a number of epochs full that is a multiple of `every`."""
+    def completed_multiple(self, every: int, step: int) -> bool:
+        """Whether the last batch before `step` brought the number of completed epochs to a multiple of `every`, or past one."""
         return self._of(step) // every > self._of(step - 1) // every
 
     def _of(self, batch_index: int) -> int:
-        """That in which a batch begins."""
+        """Returns the epoch in which a batch begins."""
         if not self.num_samples:
-            return min(batch_index, 0)
+            return min(batch_index, 0)  # -1 before the first batch, so that `begun_at(0)` contains epoch 0
         return batch_index * self.global_batch_size // self.num_samples
 
 
 @dataclass(frozen=True)
 class Due:
-    """After the last batch before a step."""
+    """Decides what is due after the last batch before a step."""
 
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig
@@ -56,45 +56,54 @@ class Due:
 
     def save(self, step: int) -> bool:
         config = self.checkpoint
-        return self._now(step, config.save_steps, config.save_epochs, config.save_after_step)
+        return self._is_due(step, config.save_steps, config.save_epochs, config.save_after_step)
+
+    def save_model(self, step: int) -> bool:
+        every = self.checkpoint.model_every_steps
+        return every is not None and step > 0 and step % every == 0
 
     def evaluate(self, step: int) -> bool:
         config = self.evaluation
-        return config.at_start if step == 0 else self._now(step, config.every_steps, config.every_epochs, config.after_step)
+        # Step 0 is a multiple of every number, but only `at_start` asks for an evaluation there.
+        return config.at_start if step == 0 else self._is_due(step, config.every_steps, config.every_epochs, config.after_step)
 
     def preview(self, step: int) -> bool:
         every = self.previews.every_steps
         return every is not None and step % every == 0
 
-    def _now(self, step: int, every_steps: int | None, every_epochs: int | None, after_step: int) -> bool:
+    def _is_due(self, step: int, every_steps: int | None, every_epochs: int | None, after_step: int) -> bool:
         if step < after_step:
             return False
         if every_steps is not None and step % every_steps == 0:
             return True
-        return every_epochs is not None and self.epochs.made_full(every_epochs, step)
+        return every_epochs is not None and self.epochs.completed_multiple(every_epochs, step)
 
 
 @dataclass
 class EndOfData:
-    """Of data that ends by itself, on the host where it ends first: told ahead, for all hosts to stop after the same batch."""
+    """The end of finite data. The host whose data ends first asks for a stop ahead of time, so that all hosts stop after the
+    same batch."""
 
     ends: Callable[[int], bool] | None
     """Whether this host has no data for a batch. None: the data never ends."""
     step: int | None = None
-    """Of the first batch that there is no data for, as all hosts have agreed."""
+    """The index of the first batch without data, as all hosts have agreed."""
 
     def start(self, step: int) -> None:
-        """Looks where it could end too soon for a wish to be heard of in time. All hosts must call this."""
+        """Checks the first steps, at which the data could end before a request reached all hosts. All hosts must call this."""
         if self.ends is not None:
-            own = next((k for k in range(step, step + LOOK_AHEAD_STEPS) if self.ends(k)), None)
-            self.step = min((end for end in multihost.all_hosts("end of data", own) if end is not None), default=None)
+            local_end = next((k for k in range(step, step + LOOK_AHEAD_STEPS) if self.ends(k)), None)
+            host_ends = multihost.all_hosts("end of data", local_end)
+            self.step = min((end for end in host_ends if end is not None), default=None)
 
     def in_sight(self, step: int) -> bool:
-        """Whether this host is to wish for an end."""
+        """Whether this host must ask for the stop now, for the request to reach all hosts in time."""
         return self.ends is not None and self.ends(step + LOOK_AHEAD_STEPS)
 
-    def hear(self, agreed: Agreed) -> None:
+    def observe(self, agreed: Agreed) -> None:
+        """Sets the end from the first agreed request; later requests for the same end come from steps in flight."""
         if agreed.stop_reason is StopReason.END_OF_DATA and self.step is None:
+            # The host that asked has data up to here (`in_sight`); all hosts read the request at the same step.
             self.step = agreed.batch_index + LOOK_AHEAD_STEPS
 
     def reached(self, step: int) -> bool:

@@ -1,7 +1,8 @@
-"""Metric sums: metrics summed on the device by the steps of an interval, one small array, fetched once."""
+"""Metric sums: metrics summed on the device by the steps of an interval, in one small array that is fetched once."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,17 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from trainers.config.section import did_you_mean
 from trainers.errors import UsageError
 from trainers.protocol import Last, Loss, Max, Min, Sum
 from trainers.runtime.device import wait_for_device
 
 MetricSums = jax.Array
-"""float32[num_metrics, 2]: (value, weight) pairs in the order of the layout's names, since the last publish. A row of weight 0
-says nothing."""
+"""float32[num_metrics, 2]: (value, weight) pairs since the last publish, in the order of the layout's names. A row of weight 0
+has no value."""
 
 
 class Kind(StrEnum):
-    """How two (value, weight) pairs become one. The weights add up."""
+    """How two (value, weight) pairs are combined. The weights add up."""
 
     MEAN = "mean"
     """The values are weighted sums: they add up, and are divided by the weight when they are read."""
@@ -30,11 +32,11 @@ class Kind(StrEnum):
     MAX = "max"
     MIN = "min"
     LAST = "last"
-    """The newer one."""
+    """The newer value."""
     TOTAL = "total"
-    """A sum over micro-batches; over steps the newer one, for the step makes it the sum since the run began."""
+    """A sum over micro-batches. Over steps the newer value: the step itself makes it the sum since the run began."""
     COUNT = "count"
-    """An integer since the run began, exact where float32 is not: (n // 2^24, n % 2^24 + 1). The newer one."""
+    """An integer counted since the run began, exact where float32 is not: (n // 2^24, n % 2^24 + 1). The newer value."""
 
 
 COUNT_BASE = 1 << 24
@@ -50,48 +52,71 @@ class Layout:
     names: tuple[str, ...]
     kinds: tuple[Kind, ...]
     terms: tuple[str, ...] = ()
-    """Of a loss that is a dict: what adds up to `loss`."""
+    """The terms of a loss that is a dict; they add up to `loss`."""
+    means: tuple[str, ...] = ()
+    """The metrics NAME whose mean since the run began is the metric `mean_NAME`."""
 
     @classmethod
     def of(cls, loss: Loss, **others: Kind) -> Layout:
-        """Of a loss (its shapes suffice), and further metrics."""
+        """Returns the layout for a loss (its shapes suffice) and further metrics."""
         parts = {name: _kind(name, part) for name, part in loss.parts.items()}
         if taken := parts.keys() & {"loss", *others}:
             raise UsageError(f"the task's loss has parts named {', '.join(sorted(taken))}, which the step measures: rename them")
         kinds = {"loss": Kind.MEAN, **parts, **others}
         return cls(tuple(kinds), tuple(kinds.values()))
 
+    def with_means(self, means: tuple[str, ...]) -> Layout:
+        """Returns the layout with the running means of these metrics. Raises UsageError if one of them is no weighted mean."""
+        allowed = [name for name, kind in _kinds(self) if kind is Kind.MEAN]
+        if unknown := [name for name in means if name not in allowed]:
+            near = did_you_mean(unknown[0], allowed)
+            raise UsageError(
+                f"metrics.running_means: {unknown[0]!r} is no metric that is published as a weighted mean: expected some of "
+                f"{', '.join(allowed)}{near}"
+            )
+        return dataclasses.replace(self, means=means)
+
     def __len__(self) -> int:
         return len(self.names)
+
+    def with_others(self, others: Mapping[str, Kind]) -> Layout:
+        """Returns the layout with further metrics at its end."""
+        return dataclasses.replace(self, names=(*self.names, *others), kinds=(*self.kinds, *others.values()))
 
     def zeros(self) -> np.ndarray:
         return np.zeros((len(self), 2), np.float32)
 
     def pairs(self, values: Mapping[str, Any]) -> MetricSums:
-        """The sums of one batch. A name that `values` lacks gets weight 0."""
+        """Returns the sums of one batch. A name that `values` lacks gets weight 0."""
         return jnp.stack([_pair(values.get(name, (0.0, 0.0))) for name in self.names])
 
     def combine(self, metric_sums: MetricSums, new: MetricSums, *, steps: bool = True) -> MetricSums:
-        """`metric_sums`, and then `new`: of steps, or of the micro-batches of one."""
+        """Returns `metric_sums` followed by `new`, over steps or (`steps=False`) over the micro-batches of one step."""
+        # All are [num_metrics].
         (value, weight), (new_value, new_weight) = metric_sums.T, new.T
-        counts, known = new_weight > 0, weight > 0
+        has_new, has_old = new_weight > 0, weight > 0
+        newer = jnp.where(has_new, new_value, value)
         rules = {
-            Kind.MAX: jnp.where(counts & known, jnp.maximum(value, new_value), jnp.where(counts, new_value, value)),
-            Kind.MIN: jnp.where(counts & known, jnp.minimum(value, new_value), jnp.where(counts, new_value, value)),
-            Kind.LAST: jnp.where(counts, new_value, value),
+            # A row of weight 0 holds 0, which is no value: it must not be the maximum of negative ones.
+            Kind.MAX: jnp.where(has_new & has_old, jnp.maximum(value, new_value), newer),
+            Kind.MIN: jnp.where(has_new & has_old, jnp.minimum(value, new_value), newer),
+            Kind.LAST: newer,
         }
         if steps:
+            # Micro-batches add up to a step; of two steps the newer value contains the older one.
             rules[Kind.TOTAL] = rules[Kind.COUNT] = rules[Kind.LAST]
-        out, weights = value + new_value, weight + new_weight
+        values, weights = value + new_value, weight + new_weight
+        # Sorted: the order of a set of names differs between processes, and with it the compiled program would.
         for kind in sorted(set(self.kinds) & rules.keys()):
-            out = jnp.where(np.array([own is kind for own in self.kinds]), rules[kind], out)
+            values = jnp.where(np.array([row_kind is kind for row_kind in self.kinds]), rules[kind], values)
         if steps and Kind.COUNT in self.kinds:
-            whole = np.array([own is Kind.COUNT for own in self.kinds])
-            weights = jnp.where(whole, jnp.where(counts, new_weight, weight), weights)
-        return jnp.stack([out, weights], axis=1)
+            # The weight of a count is half of its number: it is replaced with the value, and not added up.
+            is_count = np.array([row_kind is Kind.COUNT for row_kind in self.kinds])
+            weights = jnp.where(is_count, jnp.where(has_new, new_weight, weight), weights)
+        return jnp.stack([values, weights], axis=1)
 
     def read(self, metric_sums: np.ndarray) -> dict[str, float]:
-        """The values by name, of what there was any of."""
+        """Returns the values by name; rows of weight 0 are left out."""
         rows = zip(self.names, self.kinds, metric_sums.tolist(), strict=True)
         return {name: _read(kind, value, weight) for name, kind, (value, weight) in rows if weight}
 
@@ -100,30 +125,30 @@ class Layout:
 
 
 class Scalar:
-    """A metric of one step, still on the device: `float()` of it waits for the step, using it in `jax.numpy` does not."""
+    """A metric of one step that is still on the device. `float()` of it waits for the step; using it in `jax.numpy` does not."""
 
-    __slots__ = ("_bag", "_kind", "_row")
+    __slots__ = ("_kind", "_metric_sums", "_row")
 
     def __init__(self, metric_sums: MetricSums, row: int, kind: Kind):
-        self._bag, self._row, self._kind = metric_sums, row, kind
+        self._metric_sums, self._row, self._kind = metric_sums, row, kind
 
     def __jax_array__(self) -> jax.Array:
-        return _read(self._kind, *self._bag[self._row])
+        return _read(self._kind, *self._metric_sums[self._row])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(float(self), dtype)
 
     def __float__(self) -> float:
-        value, weight = wait_for_device(self._bag)[self._row].tolist()
+        value, weight = wait_for_device(self._metric_sums)[self._row].tolist()
         return float(_read(self._kind, value, weight)) if weight else math.nan
 
     def __repr__(self) -> str:
         return "Scalar(on the device; float() waits for it)"
 
 
-def scalars(layout: Layout, measured: MetricSums) -> dict[str, Scalar]:
-    """The metrics of one step by name, without waiting for it."""
-    return {name: Scalar(measured, row, kind) for row, (name, kind) in enumerate(_kinds(layout))}
+def scalars(layout: Layout, step_metrics: MetricSums) -> dict[str, Scalar]:
+    """Returns the metrics of one step by name, without waiting for it."""
+    return {name: Scalar(step_metrics, row, kind) for row, (name, kind) in enumerate(_kinds(layout))}
 
 
 def _kinds(layout: Layout) -> Iterator[tuple[str, Kind]]:
@@ -142,12 +167,14 @@ def _kind(name: str, part: Any) -> Kind:
 
 
 def count(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The pair of a COUNT, from a (high, low) pair of uint32."""
+    """Returns the pair of a COUNT, from a (high, low) pair of uint32. The 1 that is added keeps its weight above 0."""
     high, low = words
+    # n // 2**24 and n % 2**24 + 1: both are exact in float32.
     return (high << 8) | (low >> 24), (low & jnp.uint32(COUNT_BASE - 1)) + 1
 
 
 def _pair(value: Any) -> jax.Array:
     if isinstance(value, Sum | Max | Min | Last):
+        # A value of weight 0 may be NaN, which would spoil every later sum.
         value = (jnp.where(jnp.asarray(value.weight) > 0, value.value, 0.0), value.weight)
     return jnp.stack([jnp.asarray(part, jnp.float32) for part in value])

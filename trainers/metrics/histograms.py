@@ -1,6 +1,6 @@
-"""What parameters and their gradients look like: histogram, mean, deviation and extremes, measured in the step every N steps.
+"""Histograms of parameters and gradients, with mean, deviation and extremes, computed in the step every N steps.
 
-Between those steps nothing of it is computed (`lax.cond`); what was measured is fetched with the publish that follows.
+Between those steps nothing is computed (`lax.cond`). The result is fetched with the publish that follows.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from trainers.config import DistributionConfig
 from trainers.recorders.recorder import Distribution
 
 STATISTICS = ("mean", "std", "min", "max")
-"""Before the counts of the bins, in a row of what is measured."""
+"""The first columns of a row; the counts of the bins follow."""
 
 
 def parameter_names(params: Any) -> list[str]:
-    """Of the leaves, in their order, such as `layers/attention/query`."""
+    """Returns the names of the leaves in their order, such as `layers/query`."""
     return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def parameter_norms(gradients: Any) -> dict[str, jax.Array]:
-    """`grad_norm/NAME` of each parameter."""
+    """Returns `grad_norm/NAME` of each parameter."""
     named = zip(parameter_names(gradients), jax.tree.leaves(gradients), strict=True)
+    # In float32: a long sum in bfloat16 stops growing.
     return {f"grad_norm/{name}": jnp.linalg.norm(leaf.astype(jnp.float32)) for name, leaf in named}
 
 
 def chosen(params: Any, config: DistributionConfig) -> list[str]:
-    """The names of the parameters to measure. Empty if it is off."""
+    """Returns the names of the parameters that have histograms; empty if histograms are off."""
     pattern = config.pattern
     return [] if pattern is None else [name for name in parameter_names(params) if re.search(pattern, name)]
 
 
 def measure(params: Any, gradients: Any, batch_index: jax.Array, config: DistributionConfig) -> jax.Array | None:
-    """float32[2 * parameters chosen, len(STATISTICS) + bins]: a row of each parameter, then of each gradient; zeros between the
-    steps at which it is due. None if it is off. Traced."""
+    """Returns float32[2 * parameters chosen, len(STATISTICS) + bins]: a row for each parameter, then one for each gradient;
+    zeros at steps at which it is not due. None if histograms are off. Traced."""
     names = set(chosen(params, config))
     if not names:
         return None
@@ -52,6 +53,7 @@ def measure(params: Any, gradients: Any, batch_index: jax.Array, config: Distrib
         if name in names
     ]
     width = len(STATISTICS) + config.bins
+    # `cond`, not `where`: between the steps at which it is due it must cost nothing.
     return jax.lax.cond(
         due(batch_index, config),
         lambda leaves: jnp.stack([_describe(leaf, config.bins) for leaf in leaves]),
@@ -61,14 +63,14 @@ def measure(params: Any, gradients: Any, batch_index: jax.Array, config: Distrib
 
 
 def due(batch_index: Any, config: DistributionConfig) -> Any:
-    """Whether the step that draws this batch measures."""
+    """Whether the step that draws this batch computes the histograms."""
     return (batch_index + 1) % config.every_steps == 0
 
 
-def read(measured: np.ndarray, names: list[str]) -> dict[str, Distribution]:
-    """By name, `params/NAME` and `gradients/NAME`; what was not finite is left out."""
+def read(bins: np.ndarray, names: list[str]) -> dict[str, Distribution]:
+    """Returns the histograms by name, `params/NAME` and `gradients/NAME`; those with values that are not finite are left out."""
     labels = [f"{kind}/{name}" for kind in ("params", "gradients") for name in names]
-    rows: Mapping[str, list[float]] = dict(zip(labels, measured.tolist(), strict=True))
+    rows: Mapping[str, list[float]] = dict(zip(labels, bins.tolist(), strict=True))
     head = len(STATISTICS)
     return {
         label: Distribution(row[0], row[1], row[2], row[3], tuple(int(count) for count in row[head:]))
@@ -80,21 +82,25 @@ def read(measured: np.ndarray, names: list[str]) -> dict[str, Distribution]:
 def _describe(leaf: jax.Array, bins: int) -> jax.Array:
     values = leaf.astype(jnp.float32)
     low, high = jnp.min(values), jnp.max(values)
-    # Scattering is slow where many lanes write to few places, and the fastest way by far on a CPU.
+    # Scattering is by far the fastest on a CPU, and slow on devices where many lanes write to few bins.
     counts = jax.lax.platform_dependent(
-        values, low, high, cpu=functools.partial(_scattered, bins=bins), default=functools.partial(_passed, bins=bins)
+        values, low, high, cpu=functools.partial(_scattered, bins=bins), default=functools.partial(_counted_by_edge, bins=bins)
     )
     return jnp.concatenate([jnp.stack([jnp.mean(values), jnp.std(values), low, high]), counts.astype(jnp.float32)])
 
 
 def _scattered(values: jax.Array, low: jax.Array, high: jax.Array, *, bins: int) -> jax.Array:
+    # A parameter of equal values has no width: all of them then fall into the first bin.
     width = jnp.where(high > low, high - low, 1.0)
-    places = jnp.clip((values - low) / width * bins, 0, bins - 1).astype(jnp.int32)
-    return jnp.zeros(bins, jnp.int32).at[places].add(1)
+    indices = jnp.clip((values - low) / width * bins, 0, bins - 1).astype(jnp.int32)
+    return jnp.zeros(bins, jnp.int32).at[indices].add(1)
 
 
-def _passed(values: jax.Array, low: jax.Array, high: jax.Array, *, bins: int) -> jax.Array:
-    """How many lie below each edge, one pass an edge: what is sharded stays so, and no copy of the size of a bin is made."""
+def _counted_by_edge(values: jax.Array, low: jax.Array, high: jax.Array, *, bins: int) -> jax.Array:
+    """Counts the values below each edge, one pass for each edge: sharded values stay sharded, and no copy of a parameter's size
+    is made for each bin."""
+    # The inner edges alone: [bins - 1]. Nothing lies below the first or above the last.
     edges = low + (high - low) * jnp.arange(1, bins) / bins
+    # A loop over edges: one comparison of the parameter's size at a time.
     below = jax.lax.map(lambda edge: jnp.sum(values < edge, dtype=jnp.int32), edges)
     return jnp.diff(jnp.concatenate([jnp.zeros(1, jnp.int32), below, jnp.full(1, values.size, jnp.int32)]))

@@ -1,4 +1,4 @@
-"""The greatest number of floating-point operations that a device can do in a second: what MFU is measured by."""
+"""The peak number of floating-point operations of a device in a second, from which MFU is computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TPU_PEAKS: tuple[tuple[str, float], ...] = (
     ("TPU v6e", 918e12),
     ("TPU7x", 1153.5e12),
 )
-"""bfloat16; and float32, which XLA multiplies as bfloat16 unless it is told otherwise (`jax_default_matmul_precision`)."""
+"""Peaks for bfloat16; and for float32, which XLA multiplies as bfloat16 by default (`jax_default_matmul_precision`)."""
 
 GPU_PEAKS: tuple[tuple[str, float, float], ...] = (
     # (kind, 16 bits, float32). Tensor cores without sparsity, from NVIDIA's and AMD's data sheets of each product, which for some
@@ -36,13 +36,13 @@ GPU_PEAKS: tuple[tuple[str, float, float], ...] = (
     ("T4", 65e12, 8.1e12),
 )
 FLOAT16_ONLY = ("V100", "T4")
-"""Their tensor cores know neither bfloat16 nor TF32."""
+"""The tensor cores of these have neither bfloat16 nor TF32."""
 
 
 def peak_flops_per_s(device_kind: str, dtype: str) -> float | None:
-    """Of one device, by JAX's name of its kind and the dtype of the computation; None if it is not known.
+    """Returns the peak of one device, by JAX's name of its kind and the dtype of the computation; None if it is not known.
 
-    The first kind of the tables that occurs in the name as whole words is taken.
+    The first kind of the tables that occurs in the name as whole words is taken: more specific names come first.
     """
     words = f" {device_kind} ".replace("-", " ")
     for kind, peak in TPU_PEAKS:

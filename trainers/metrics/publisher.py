@@ -1,4 +1,4 @@
-"""Metrics: summed on the device by the step, fetched when the numbers are there, published once per interval."""
+"""Publishes metrics once per interval: the step sums them on the device, and they are fetched when the interval is complete."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.runtime.device import wait_for_device
 
 NO_STEPS = ("evaluation", "checkpoint", "preview")
-"""Categories of `Seconds` that are no part of the time of a step."""
+"""Categories of `Seconds` that are not part of the time of a step."""
 
 
 @dataclass
 class Seconds:
-    """Wall time that the loop's host spent in something other than steps, by category, since the last publish."""
+    """The wall time since the last publish that the loop's host spent on something other than steps, by category."""
 
     clock: Callable[[], float] = time.perf_counter
     spent: dict[str, float] = field(default_factory=dict)
@@ -35,37 +35,39 @@ class Seconds:
         finally:
             self.spent[category] = self.spent.get(category, 0.0) + self.clock() - start
 
-    def take(self) -> dict[str, float]:
+    def drain(self) -> dict[str, float]:
         spent, self.spent = self.spent, {}
         return spent
 
 
-_TAKEN_OUT = object()
+_REMOVED = object()
 
 
 class Replaced:
-    """What `Hooks.on_step_end` made of the metrics of the steps since the last publish: values may be on the device still."""
+    """The metrics that `Hooks.on_step_end` replaced since the last publish. Values may still be on the device."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Any]] = {}
 
     def add(self, given: Mapping[str, Any], returned: Mapping[str, Any]) -> None:
         for name, value in returned.items():
-            if given.get(name, _TAKEN_OUT) is not value:
+            # By identity: to compare the values would wait for the device.
+            if given.get(name, _REMOVED) is not value:
                 self._values.setdefault(name, []).append(value)
         for name in given.keys() - returned.keys():
-            self._values.setdefault(name, []).append(_TAKEN_OUT)
+            self._values.setdefault(name, []).append(_REMOVED)
 
-    def take(self) -> dict[str, list[Any]]:
+    def drain(self) -> dict[str, list[Any]]:
         values, self._values = self._values, {}
         return values
 
 
 def replace(metrics: dict[str, float], replaced: Mapping[str, list[Any]]) -> dict[str, float]:
-    """`metrics` with the means of what a hook gave in their place, without what it took out of every step."""
+    """Returns `metrics` with the means of the values that a hook returned, and without those that it always removed."""
     metrics = dict(metrics)
     for name, values in replaced.items():
-        if numbers := [float(value) for value in values if value is not _TAKEN_OUT]:
+        # No wait in practice: an interval is published when its last step is complete.
+        if numbers := [float(value) for value in values if value is not _REMOVED]:
             metrics[name] = sum(numbers) / len(numbers)
         else:
             metrics.pop(name, None)
@@ -73,8 +75,8 @@ def replace(metrics: dict[str, float], replaced: Mapping[str, list[Any]]) -> dic
 
 
 class BusyTime:
-    """Seconds in which the loop's thread did something of its own: a host that is slow by itself has more of them than others,
-    while all wait for the slowest alike."""
+    """Counts the seconds in which the loop's thread did work of its own. A host that is slow by itself has more of them than
+    others, while all hosts wait equally long for the slowest."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self.clock, self._spent_s = clock, 0.0
@@ -82,7 +84,8 @@ class BusyTime:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what waits for devices or other hosts."""
+        """Use this around whatever waits for devices or other hosts."""
+        # What came before this wait was the host's own work.
         self._spent_s += self.clock() - self._since_s
         try:
             yield
@@ -105,12 +108,12 @@ class Interval:
     seconds: dict[str, float]
     replaced: Mapping[str, list[Any]]
     distributions: Any = None
-    """On the device, of the interval's last step; None if it measured none."""
+    """The histograms of the interval's last step, on the device; None if there are none."""
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What turns counts into rates."""
+    """The constants that turn counts into rates."""
 
     flops_per_token: float
     num_devices: int
@@ -140,7 +143,8 @@ class Publisher:
         self._first_step = 0
 
     def start(self, step: int) -> None:
-        """Begins at `step`, which may lie before what was published: what is not complete yet is forgotten."""
+        """Begins at `step`, which after a rollback may lie before what was published. Drops intervals that are not complete."""
+        # What they cover is trained again after a rollback, and is published then.
         self.pending.clear()
         self._first_step, self._since_s = step, self.clock()
 
@@ -155,6 +159,7 @@ class Publisher:
         replaced: Mapping[str, list[Any]],
         distributions: Any = None,
     ) -> None:
+        # Start the copies now: they run beside the next steps, and `collect` finds the numbers on the host.
         for array in (metric_sums, distributions) if distributions is not None else (metric_sums,):
             array.copy_to_host_async()
         now = self.clock()
@@ -167,7 +172,7 @@ class Publisher:
             self._publish(self.pending.popleft())
 
     def flush(self, step: int, metric_sums: MetricSums, seconds: dict[str, float], replaced: Mapping[str, list[Any]]) -> None:
-        """Publishes all that is known when `step` is complete, a part of an interval too."""
+        """Publishes everything up to `step`, which must be complete; also a part of an interval."""
         if step > self._first_step:
             self.cut(step, metric_sums, seconds, replaced)
         self.collect(step)
@@ -179,31 +184,36 @@ class Publisher:
         self.publish(interval.last_step, replace(metrics, interval.replaced), interval.seconds, distributions)
 
     def _rates(self, interval: Interval, tokens: float, samples: float) -> dict[str, float]:
-        steps, other_s = interval.last_step - interval.first_step, sum(interval.seconds.get(name, 0) for name in NO_STEPS)
-        busy_s, about = max(interval.wall_s - other_s, 1e-9), self.throughput
-        flops = about.flops_per_token * tokens / busy_s / about.num_devices
+        num_steps = interval.last_step - interval.first_step
+        other_s = sum(interval.seconds.get(name, 0) for name in NO_STEPS)
+        # Never 0: a clock may not have moved in a very short interval.
+        steps_s, throughput = max(interval.wall_s - other_s, 1e-9), self.throughput
+        flops = throughput.flops_per_token * tokens / steps_s / throughput.num_devices
         rates = {
-            "step_time_s": busy_s / max(steps, 1),
-            "tokens_per_s": tokens / busy_s,
-            "tokens_per_s_per_device": tokens / busy_s / about.num_devices,
-            "samples_per_s": samples / busy_s,
-            "flops_per_token": about.flops_per_token,
+            "step_time_s": steps_s / max(num_steps, 1),
+            "tokens_per_s": tokens / steps_s,
+            "tokens_per_s_per_device": tokens / steps_s / throughput.num_devices,
+            "samples_per_s": samples / steps_s,
+            "flops_per_token": throughput.flops_per_token,
             "tflops_per_s_per_device": flops / 1e12,
         }
-        if about.peak_flops_per_s:
-            rates["mfu"] = flops / about.peak_flops_per_s
+        if throughput.peak_flops_per_s:
+            rates["mfu"] = flops / throughput.peak_flops_per_s
         return rates
 
 
 def device_memory(devices: Sequence[jax.Device]) -> dict[str, float]:
-    """Of the fullest of these devices, this host's; empty where the backend does not count (the CPU's does not)."""
+    """Returns the memory of the fullest of these devices of this host. Empty if the backend does not count it, as on a CPU."""
     stats = [device.memory_stats() or {} for device in devices]
     names = {"device_memory_bytes": "bytes_in_use", "device_memory_peak_bytes": "peak_bytes_in_use"}
-    return {name: max(one[key] for one in stats) for name, key in names.items() if all(key in one for one in stats)}
+    # Only what all of them count: the maximum over some would pass for that over all.
+    counted = {name: key for name, key in names.items() if all(key in device_stats for device_stats in stats)}
+    return {name: max(device_stats[key] for device_stats in stats) for name, key in counted.items()}
 
 
 def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
-    """Adds `perplexity` beside `loss`: without what the z-loss has added to it."""
+    """Adds `perplexity` to the metrics, from the loss without its z-loss."""
     if "loss" not in metrics:
         return metrics
+    # exp overflows beyond 709.
     return {**metrics, "perplexity": math.exp(min(metrics["loss"] - metrics.get("z_loss", 0.0), 700.0))}

@@ -17,24 +17,25 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainers.config import ModelConfig
+from trainers.models import remat
 
 Cache = dict[str, jax.Array]
-"""`key` and `value` of the tokens so far: [L, B, S, H, C], layer by layer, S slots of which each holds a token."""
+"""`key` and `value` of the tokens so far: [L, B, S, H, C], with S slots of one token each."""
 
 TABLE_SCALE = 0.02
-"""Of the embedding's first values: small beside what the layers add, else a table that also scores the next token would begin by
-expecting every token to repeat itself."""
+"""The standard deviation of the embedding's initial values. It is small beside what the layers add: otherwise a table that also
+scores the next token would begin by expecting every token to repeat itself."""
 
 UNROLLED_LAYERS = 4
-"""Up to this many layers are compiled one by one: on a CPU 8 % faster than a loop, compiled in three quarters of the time, and
-the executable loads as fast. A deeper model is a loop."""
+"""Up to this many layers are compiled one by one, and more as a loop. On a CPU that is 8 % faster than a loop and compiles in
+three quarters of the time, and the executable loads as fast."""
 
 
 class Llama(nnx.Module):
-    """`__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
+    """A Llama decoder. `__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
 
-    Every parameter carries logical axis names; `trainers.parallel.mesh.LOGICAL_AXIS_RULES` says where they lie. The channels
-    of all heads are one dimension, so that each weight of a layer is a matrix.
+    Every parameter has logical axis names; `trainers.parallel.mesh.LOGICAL_AXIS_RULES` maps them to mesh axes. The channels of
+    all heads are one dimension, so that each weight of a layer is a matrix.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32):
@@ -49,6 +50,7 @@ class Llama(nnx.Module):
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
         config, (batch, time) = self.config, tokens_BT.shape
         if positions_BT is None:
+            # [1, T]: the same positions for every row.
             positions_BT = jnp.arange(time)[None]
         angles = rotary_angles(positions_BT, config.width // config.num_heads, config.rope_theta)
 
@@ -57,16 +59,19 @@ class Llama(nnx.Module):
                 normed_ND = rms_norm(x_ND, weights["attention_norm"], config.norm_eps)
                 query, key, value = heads_of(config, normed_ND, weights, batch, angles)
                 mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+                # mixed: [B, T, H, C] -> [N, D].
                 x_ND = x_ND + mixed.reshape(x_ND.shape) @ weights["out"]
             return mlp(config, x_ND, weights), None
 
         with jax.named_scope("layers"):
-            unroll = config.num_layers <= UNROLLED_LAYERS
-            x_ND, _ = jax.lax.scan(layer, self._embedded(tokens_BT), self._layer_weights(), unroll=unroll)
+            # With checkpointing always a loop: of unrolled layers the compiler keeps the activations all the same.
+            unroll = config.num_layers <= UNROLLED_LAYERS and config.remat == "none"
+            body = remat.wrap(layer, config.remat, in_loop=True)
+            x_ND, _ = jax.lax.scan(body, self._embedded(tokens_BT), self._layer_weights(), unroll=unroll)
         return self._logits(x_ND).reshape(batch, time, config.vocab_size)
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """For `decode_step`: room for the keys and values of `length` tokens, [L, B, S, H, C] each."""
+        """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens: [L, B, S, H, C] each."""
         config = self.config
         shape = (config.num_layers, batch, length, config.num_kv_heads, config.width // config.num_heads)
         return {name: jnp.zeros(shape, self.dtype) for name in ("key", "value")}
@@ -74,32 +79,35 @@ class Llama(nnx.Module):
     def decode_step(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, mask_BTS: jax.Array, cache: Cache, slot: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
-        """(float32 logits [B, V] of what follows the last of the T tokens, the cache with these).
+        """Returns (float32 logits [B, V] for the token after the last of the T tokens, the cache with these tokens).
 
-        The tokens' keys and values go to the slots from `slot` on; `mask_BTS` is true where token t may look at slot s, its own
-        among them.
+        The keys and values of the tokens go to the slots from `slot` on. `mask_BTS` is true where token t attends to slot s,
+        including its own.
         """
         config, batch = self.config, tokens_BT.shape[0]
         angles = rotary_angles(positions_BT, config.width // config.num_heads, config.rope_theta)
 
-        def layer(x_ND: jax.Array, of_layer: tuple[dict[str, jax.Array], Cache]) -> tuple[jax.Array, Cache]:
-            weights, cache = of_layer
+        def layer(x_ND: jax.Array, weights_and_cache: tuple[dict[str, jax.Array], Cache]) -> tuple[jax.Array, Cache]:
+            weights, cache = weights_and_cache
             normed_ND = rms_norm(x_ND, weights["attention_norm"], config.norm_eps)
             query, key, value = heads_of(config, normed_ND, weights, batch, angles)
             new = {"key": key, "value": value}
+            # old: [B, S, H, C], so the slots are dimension 1.
             cache = {name: jax.lax.dynamic_update_slice_in_dim(old, new[name], slot, 1) for name, old in cache.items()}
+            # The mask is the same for all heads: [B, 1, T, S].
             mixed = jax.nn.dot_product_attention(query, cache["key"], cache["value"], mask=mask_BTS[:, None])
             return mlp(config, x_ND + mixed.reshape(x_ND.shape) @ weights["out"], weights), cache
 
-        # Never unrolled: this program is compiled for a look now and then, while everything waits.
+        # Never unrolled: previews are rare, and training waits while this program is compiled.
         x_ND, cache = jax.lax.scan(layer, self._embedded(tokens_BT), (self._layer_weights(), cache))
+        # Of the last token alone: logits of a whole prompt would be [B, T, V], for nothing.
         return self._logits(x_ND.reshape(batch, -1, config.width)[:, -1]), cache
 
     def _layer_weights(self) -> dict[str, jax.Array]:
         return jax.tree.map(lambda weight: weight.astype(self.dtype), nnx.to_pure_dict(nnx.state(self.layers)))
 
     def _embedded(self, tokens_BT: jax.Array) -> jax.Array:
-        """Flat [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D]."""
+        """Returns the embeddings as [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D]."""
         with jax.named_scope("embed"):
             return self.embed[...].astype(self.dtype)[tokens_BT].reshape(tokens_BT.size, self.config.width)
 
@@ -141,11 +149,13 @@ class Layers(nnx.Module):
 
 
 def parameter(rngs: nnx.Rngs, axes: tuple[str, ...], shape: tuple[int, ...], scale: float, dtype: Any) -> nnx.Param:
+    # Drawn in float32 and then cast: the same start for every type of the parameters.
     return nnx.Param((jax.random.normal(rngs.params(), shape) * scale).astype(dtype), logical_axes=axes)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * scale, in float32 (Zhang & Sennrich, 2019)."""
+    # A mean of squares in bfloat16 would lose most of its digits.
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
     return normed.astype(x.dtype) * scale
@@ -170,19 +180,21 @@ def mlp(config: ModelConfig, x_ND: jax.Array, weights: dict[str, jax.Array]) -> 
 
 
 def swiglu(x_ND: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    """(silu(x gate) * (x up)) down (Shazeer, 2020)."""
+    """Returns (silu(x gate) * (x up)) down (Shazeer, 2020)."""
     return (jax.nn.silu(x_ND @ weights["gate"]) * (x_ND @ weights["up"])) @ weights["down"]
 
 
 def rotary_angles(positions_BT: jax.Array, channels: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, C/2] of position * theta^(-2i/C) (Su et al., 2021, eq. 15)."""
+    """Returns cos and sin [B, T, C/2] of position * theta^(-2i/C) (Su et al., 2021, eq. 15)."""
+    # [C/2]; in float32, for the angles of late positions need its precision.
     frequencies = theta ** (-jnp.arange(0, channels, 2, dtype=jnp.float32) / channels)
     angles = positions_BT[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles), jnp.sin(angles)
 
 
 def rotate(x_BTHC: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns channel i and i + C/2 of each head by the position's angle i."""
+    """Rotates channels i and i + C/2 of each head by the position's angle i."""
+    # [B, T, 1, C/2]: the same angles for all heads.
     cos, sin = (part[:, :, None, :] for part in angles)
     first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_BTHC.dtype)

@@ -15,17 +15,19 @@ from trainers.errors import UsageError
 PREFIX = "optax."
 
 
-def call(section: str, name: str, arguments: Mapping[str, Any], own: Sequence[str], value: Any) -> Any:
-    """`name`, a function of optax, called with `arguments`, and with `value` for the first parameter that it has of `own`.
+def call(section: str, name: str, arguments: Mapping[str, Any], candidates: Sequence[str], value: Any) -> Any:
+    """Calls `name`, a function of optax, with `arguments`, and with `value` for the first of the parameters `candidates` that
+    it has.
 
-    `section` is that of the configuration, such as `optimizer`. Raises UsageError that says what is allowed.
+    `section` is the section of the configuration, such as `optimizer`. Raises UsageError that says what is allowed.
     """
     function = _function(section, name)
     parameters = inspect.signature(function).parameters
-    given = next((parameter for parameter in own if parameter in parameters), None)
+    # Optax names the same thing differently from function to function.
+    given = next((parameter for parameter in candidates if parameter in parameters), None)
     if given is None:
         raise UsageError(
-            f"{section}.name = {name!r}: it takes no {' or '.join(own)}; expected a function of optax that does, or "
+            f"{section}.name = {name!r}: it takes no {' or '.join(candidates)}; expected a function of optax that does, or "
             "package.module:function"
         )
     if problems := list(_problems(section, name, arguments, parameters, given)):
@@ -36,14 +38,15 @@ def call(section: str, name: str, arguments: Mapping[str, Any], own: Sequence[st
 def _function(section: str, name: str) -> Callable[..., Any]:
     path = name.removeprefix(PREFIX).split(".")
     try:
-        found = functools.reduce(getattr, path, optax)
+        function = functools.reduce(getattr, path, optax)
     except AttributeError:
-        found = None
-    if not callable(found):
-        known = [one for one in dir(optax) if not one.startswith("_")]
-        hint = did_you_mean(path[-1], known, prefix=PREFIX, at_most=3)
+        function = None
+    if not callable(function):
+        public_names = [public_name for public_name in dir(optax) if not public_name.startswith("_")]
+        hint = did_you_mean(path[-1], public_names, prefix=PREFIX, at_most=3)
         raise UsageError(f"{section}.name = {name!r}: optax {optax.__version__} has no such function{hint}")
-    return found
+
+    return function
 
 
 def _problems(section: str, name: str, arguments: Mapping[str, Any], parameters: Mapping[str, Any], given: str) -> Any:
@@ -59,7 +62,7 @@ def _problems(section: str, name: str, arguments: Mapping[str, Any], parameters:
 
 
 def _from_yaml(value: Any) -> Any:
-    """YAML 1.1 takes 3e-4 for text, and JSON any key."""
+    """Converts a value from YAML: YAML 1.1 reads 3e-4 as text, and keys that are numbers come as text from JSON."""
     if isinstance(value, Mapping):
         return {int(key) if str(key).isdigit() else key: _from_yaml(item) for key, item in value.items()}
     try:

@@ -1,4 +1,4 @@
-"""Optimizers by name, from optax. Clipping is not theirs: the training step does it.
+"""Optimizers by name, from optax. They do not clip: the training step does.
 
 Weight decay is decoupled from the gradient (Loshchilov & Hutter 2019), scaled by the learning rate, and for matrices only.
 
@@ -32,30 +32,32 @@ from trainers.config import OptimizerConfig, ParameterGroup
 from trainers.config.arguments import load_object
 from trainers.errors import unknown_name
 from trainers.optim import optax_registry
-from trainers.optim.param_groups import Groups, group_of, parameter_path
+from trainers.optim.param_groups import Groups, group_of, parameter_path, rate_names
 
 STACKED = "layers"
 """Parameters under this key have a leading dimension over the layers of the model."""
 
 TABLES = ("embed", "unembed")
-"""Matrices whose rows are looked up by token or scored against one: no linear maps, so Muon leaves them to AdamW."""
+"""Matrices whose rows are looked up by token or scored against one. They are no linear maps, so Muon leaves them to AdamW."""
 
 SCHEDULE_FREE = "schedule_free_adamw"
 
 OTHERS = "others"
 """The label of parameters that are in no group."""
 
+# The threshold d of update clipping (Shazeer & Stern 2018, section 6).
 ADAFACTOR_MAX_UPDATE_RMS = 1.0
+# Liu et al. 2025: the usual RMS of an AdamW update. An orthogonal [A, B] matrix has the RMS 1 / sqrt(max(A, B)).
 MUON_UPDATE_RMS = 0.2
 
 Mask = Callable[[Any], Any]
-"""From the parameters to a tree of the same structure, of bools."""
+"""A function from the parameters to a tree of bools of the same structure."""
 
 
 def build_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, decay_mask: Mask | None = None
 ) -> optax.GradientTransformation:
-    """The named optimizer with its learning rate and weight decay; `decay_mask` says what decays (default: `matrices`).
+    """Returns the named optimizer with its learning rate and weight decay; `decay_mask` says what decays (default: `matrices`).
 
     Raises UsageError if the name is unknown.
     """
@@ -65,7 +67,9 @@ def build_optimizer(
         return load_object(config.name)(config, schedule)
     if config.name not in DIRECTIONS:
         raise unknown_name("optimizer.name", config.name, NAMES)
+    # Adam is AdamW without decay: one function serves both.
     weight_decay = 0.0 if config.name == "adam" else config.weight_decay
+    # The decay comes after the direction and before the rate: it is not part of the gradient, and follows the schedule.
     optimizer = optax.chain(
         DIRECTIONS[config.name](config),
         optax.add_decayed_weights(weight_decay, decay_mask or matrices),
@@ -73,13 +77,14 @@ def build_optimizer(
     )
     if config.name != SCHEDULE_FREE:
         return optimizer
-    # It counts steps from 1, the optimizer inside from 0.
+    # schedule_free counts steps from 1, the optimizer inside it from 0.
     return contrib.schedule_free(optimizer, lambda count: schedule(count - 1), b1=config.betas[0])
 
 
 def parameters_to_evaluate(opt_state: Any, params: Any) -> Any:
-    """The averages that a schedule-free optimizer keeps; of any other, the parameters themselves. Traced or not; `opt_state` may
-    also be as it lies in files, where all is dicts and lists."""
+    """Returns the averages that a schedule-free optimizer keeps; for any other optimizer, the parameters themselves. Traced or
+    not. `opt_state` may also come from files, where everything is dicts and lists."""
+    # Anywhere in the state: the optimizer may lie inside a partition or a chain.
     for node in jax.tree.leaves(opt_state, is_leaf=lambda node: _schedule_free_state(node) is not None):
         if (state := _schedule_free_state(node)) is not None:
             params = _averages(state, params)
@@ -93,7 +98,7 @@ def _schedule_free_state(node: Any) -> contrib.ScheduleFreeState | None:
 
 
 def _averages(state: Any, params: Any) -> Any:
-    """x = (y - (1 - b1) z) / b1, where gradients are taken at y. `state` may be that of some of the parameters."""
+    """Returns x = (y - (1 - b1) z) / b1, where gradients are taken at y. `state` may hold only some of the parameters."""
     fast = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.z)}
 
     def average(path: Any, param: jax.Array) -> jax.Array:
@@ -104,18 +109,24 @@ def _averages(state: Any, params: Any) -> Any:
 
 
 def build_grouped(config: OptimizerConfig, schedule: optax.Schedule, param_groups: Groups) -> optax.GradientTransformation:
-    """The optimizer, with the settings of the groups for the parameters that they take. Frozen groups are not its concern."""
-    others = build_optimizer(config, schedule)
-    own = {f"group_{number}": group for number, group in enumerate(param_groups) if not group.frozen}
-    if not own:
-        return others
-    transforms = {name: build_optimizer(*_settings_of(group, config, schedule)) for name, group in own.items()}
+    """Returns the optimizer, with the settings of each group for its parameters. Frozen groups are left to
+    `param_groups.freezing`."""
+    default = build_optimizer(config, schedule)
+    groups = {f"group_{number}": group for number, group in enumerate(param_groups) if not group.frozen}
+    if not groups:
+        return default
+    transforms = {name: build_optimizer(*_settings_of(group, config, schedule)) for name, group in groups.items()}
 
     def label(path: Any, _: Any) -> str:
         name = f"group_{group_of(param_groups, parameter_path(path))}"
-        return name if name in own else OTHERS
+        return name if name in groups else OTHERS
 
-    return optax.partition({OTHERS: others, **transforms}, lambda params: jax.tree_util.tree_map_with_path(label, params))
+    return optax.partition({OTHERS: default, **transforms}, lambda params: jax.tree_util.tree_map_with_path(label, params))
+
+
+def group_rates(config: OptimizerConfig, schedule: optax.Schedule, param_groups: Groups) -> dict[str, optax.Schedule]:
+    """Returns the schedules of the groups that are trained, by the names of their metrics."""
+    return {name: _settings_of(group, config, schedule)[1] for name, group in rate_names(param_groups).items()}
 
 
 def _settings_of(
@@ -123,12 +134,12 @@ def _settings_of(
 ) -> tuple[OptimizerConfig, optax.Schedule]:
     rate = config.learning_rate if group.learning_rate is None else group.learning_rate
     decay = config.weight_decay if group.weight_decay is None else group.weight_decay
-    factor = rate / config.learning_rate
+    factor = rate / config.learning_rate  # the schedule is built for the rate of the whole optimizer
     return dataclasses.replace(config, learning_rate=rate, weight_decay=decay), lambda step: factor * schedule(step)
 
 
 def matrices(params: Any) -> Any:
-    """True for parameters that are matrices, of one layer each where layers are stacked: not norms' scales, not biases."""
+    """Returns True for parameters that are matrices (in each layer, if layers are stacked): not for scales of norms or biases."""
     return jax.tree_util.tree_map_with_path(lambda path, leaf: _num_dimensions(path, leaf) >= 2, params)
 
 
@@ -172,10 +183,12 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _with_size_of_adam(update: jax.Array) -> jax.Array:
+    # update: [A, B], or [layers, A, B].
     return update * (MUON_UPDATE_RMS * math.sqrt(max(update.shape[-2:])))
 
 
 def _dimension_numbers(params: Any) -> Any:
+    # Counted from the end: of stacked layers each one is orthogonalized by itself.
     return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
 
 
@@ -188,7 +201,7 @@ def _is_linear_map(path: Any, leaf: Any) -> bool:
 
 
 def _schedule_free(config: OptimizerConfig) -> optax.GradientTransformation:
-    # AdamW without its momentum, for which the average stands.
+    # AdamW without its momentum, which the average replaces.
     return optax.scale_by_rms(decay=config.betas[1], eps=config.eps, eps_in_sqrt=False, bias_correction=True)
 
 

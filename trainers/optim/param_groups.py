@@ -1,14 +1,15 @@
-"""Parameters by the pattern of their names: what is trained in a way of its own, and what is not trained at all.
+"""Groups of parameters, by the pattern of their names: parameters with their own settings, and frozen ones.
 
-A frozen parameter is left out where gradients, updates and optimizer states are made: those trees have None in its place, which
-JAX takes for a tree without leaves. So it costs no memory and no time, and nothing can change it.
+Gradients, updates and optimizer states have None in place of a frozen parameter, which JAX takes for a tree without leaves. So
+a frozen parameter costs no memory and no time, and nothing can change it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,28 +17,59 @@ import jax.numpy as jnp
 import optax
 
 from trainers.config import ParameterGroup
+from trainers.config.section import did_you_mean
 from trainers.errors import UsageError
 
 Groups = Sequence[ParameterGroup]
 
 
+def as_group(group: ParameterGroup | Mapping[str, Any]) -> ParameterGroup:
+    """Returns a group that may be given as a dict with the fields of `ParameterGroup`. Raises UsageError if it is none."""
+    if isinstance(group, ParameterGroup):
+        return group
+    fields = [field.name for field in dataclasses.fields(ParameterGroup)]
+    if unknown := [name for name in group if name not in fields]:
+        near = did_you_mean(unknown[0], fields)
+        raise UsageError(f"build_param_groups: unknown key {unknown[0]!r}: expected {', '.join(fields)}{near}")
+    if "pattern" not in group:
+        raise UsageError(
+            f"build_param_groups: {dict(group)} has no pattern: expected a regular expression for names of parameters"
+        )
+    try:
+        return ParameterGroup(**group)
+    except ValueError as error:
+        raise UsageError(f"build_param_groups: {error}") from error
+
+
 def parameter_path(path: Any) -> str:
-    """Such as `layers.query`."""
+    """Returns the name of a parameter, such as `layers.query`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def parameter_paths(params: Any) -> list[str]:
-    """Of the leaves, in their order."""
+    """Returns the names of the leaves in their order."""
     return [parameter_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def group_of(groups: Groups, path: str) -> int | None:
-    """The number of the first group that takes a parameter; None: it is trained like most."""
+    """Returns the index of the first group that matches a parameter; None if no group does."""
+    # `search`, not `match`: a pattern may occur anywhere in the name.
     return next((number for number, group in enumerate(groups) if re.search(group.pattern, path)), None)
 
 
+def rate_names(groups: Groups) -> dict[str, ParameterGroup]:
+    """Returns the groups that are trained, by the names of the metrics of their learning rates, such as
+    `learning_rate/layers.query`. A name has the characters of the pattern that trackers take."""
+    names: dict[str, ParameterGroup] = {}
+    for group in groups:
+        if not group.frozen:
+            # Of equal names the first group: it is the one that counts for parameters which several match.
+            names.setdefault("learning_rate/" + re.sub(r"[^A-Za-z0-9_./-]+", "_", group.pattern), group)
+    return names
+
+
 def check(groups: Groups, params: Any) -> None:
-    """Raises UsageError if a pattern is in no parameter's name, or if nothing is left to train."""
+    """Raises UsageError if a pattern matches no parameter's name, or if nothing is left to train."""
     paths = parameter_paths(params)
     lines = [_unmatched(group.pattern, paths) for group in groups if not any(re.search(group.pattern, path) for path in paths)]
     if paths and all(_is_frozen(groups, path) for path in paths):
@@ -57,15 +89,15 @@ def _is_frozen(groups: Groups, path: str) -> bool:
 
 
 def trainable(groups: Groups, params: Any) -> Any:
-    """`params`, or a tree like it, with None in the place of what is frozen."""
+    """Returns `params`, or a tree like it, with None in place of frozen parameters."""
     if not any(group.frozen for group in groups):
         return params
     return jax.tree_util.tree_map_with_path(lambda path, x: None if _is_frozen(groups, parameter_path(path)) else x, params)
 
 
 def completed(partial: Any, whole: Any) -> Any:
-    """`partial`, with the leaves of `whole` in the place of None."""
-    return jax.tree.map(lambda own, other: other if own is None else own, partial, whole, is_leaf=_is_none)
+    """Returns `partial` with the leaves of `whole` in place of None."""
+    return jax.tree.map(lambda leaf, default: default if leaf is None else leaf, partial, whole, is_leaf=_is_none)
 
 
 def _is_none(node: Any) -> bool:
@@ -73,17 +105,19 @@ def _is_none(node: Any) -> bool:
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
-    """Like `optax.apply_updates`. A parameter without an update stays as it is, bit for bit: + 0 would turn -0 into 0."""
+    """Does what `optax.apply_updates` does. A parameter without an update stays the same, bit for bit: + 0 would turn -0 into
+    0."""
+    # Back to the parameter's type: with a promoted one the next step would not fit the compiled program.
     return jax.tree.map(lambda u, p: p if u is None else (p + u).astype(p.dtype), updates, params, is_leaf=_is_none)
 
 
 def with_zeros(partial: Any, whole: Any) -> Any:
-    """`partial`, with zeros like the leaves of `whole` in the place of None."""
+    """Returns `partial` with zeros like the leaves of `whole` in place of None."""
     return completed(partial, jax.tree.map(jnp.zeros_like, whole))
 
 
 def freezing(optimizer: optax.GradientTransformation, groups: Groups) -> optax.GradientTransformation:
-    """`optimizer` for what is not frozen: its state and its updates have None for the rest."""
+    """Returns `optimizer` for the parameters that are not frozen; its state and its updates have None for the others."""
     if not any(group.frozen for group in groups):
         return optimizer
 

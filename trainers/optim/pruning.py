@@ -25,25 +25,26 @@ class PruningState(NamedTuple):
     num_updates: jax.Array
     """int32"""
     masks: Any
-    """bool, like the parameters that are pruned: what is kept. None for all others."""
+    """Bools, like the parameters that are pruned: True for a weight that is kept. None for all other parameters."""
 
 
 def pruning(config: PruningConfig, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`optimizer`, whose updates bring the weights that are pruned to 0 exactly."""
+    """Returns `optimizer` with updates that set pruned weights to exactly 0."""
     if config.pattern is None:
         return optimizer
+    # Last in the chain: masks need the updates as they are applied.
     return optax.chain(optimizer, _masking(config))
 
 
 def check(config: PruningConfig, params: Any) -> None:
-    """Raises UsageError if the pattern is in no name."""
+    """Raises UsageError if the pattern matches no parameter's name."""
     paths = parameter_paths(params)
     if config.pattern is not None and not any(re.search(config.pattern, path) for path in paths):
         raise UsageError(f"pruning.pattern = {config.pattern!r}: it is in no parameter's name; these are {', '.join(paths)}")
 
 
 def sparsity(config: PruningConfig, step: jax.Array) -> jax.Array:
-    """The part of a parameter that is 0 after `step` updates."""
+    """Returns the fraction of a parameter that is 0 after `step` updates."""
     p = jnp.clip((step - config.begin_step) / (config.end_step - config.begin_step), 0.0, 1.0)
     return config.final_sparsity * (1 - (1 - p) ** 3)
 
@@ -56,14 +57,19 @@ def _masking(config: PruningConfig) -> optax.GradientTransformation:
         return PruningState(jnp.zeros((), jnp.int32), masks)
 
     def update(updates: Any, state: PruningState, params: Any = None) -> tuple[Any, PruningState]:
+        # The number of updates with this one: the schedule of sparsity counts those done.
         step = state.num_updates + 1
+        # Also at `end_step`, which need not be a multiple of `every_steps`: the final sparsity must be reached.
         due = (step >= config.begin_step) & ((step % config.every_steps == 0) | (step == config.end_step))
 
-        def anew(mask: jax.Array, param: jax.Array, update: jax.Array) -> jax.Array:
+        def new_mask(mask: jax.Array | None, param: jax.Array, update: jax.Array) -> jax.Array | None:
+            if mask is None:
+                return None
+            # `cond`, not `where`: sorting all weights at every step would be too slow. By the weights after this update.
             return jax.lax.cond(due, lambda: _largest(param + update, sparsity(config, step)), lambda: mask)
 
-        masks = jax.tree.map(lambda m, p, u: None if m is None else anew(m, p, u), state.masks, params, updates, is_leaf=_is_none)
-        # -param, and not -param + something: what is added to it gives 0 exactly.
+        masks = jax.tree.map(new_mask, state.masks, params, updates, is_leaf=_is_none)
+        # The update of a pruned weight is -param, so that the sum is exactly 0.
         pruned = jax.tree.map(
             lambda m, p, u: u if m is None else jnp.where(m, u, -p.astype(u.dtype)), masks, params, updates, is_leaf=_is_none
         )
@@ -73,10 +79,11 @@ def _masking(config: PruningConfig) -> optax.GradientTransformation:
 
 
 def _largest(weights: jax.Array, part_zero: jax.Array) -> jax.Array:
-    """All but the smallest `part_zero` of the weights by magnitude."""
+    """Returns True for all but the smallest fraction `part_zero` of the weights, by magnitude."""
     magnitudes = jnp.abs(weights)
     num_zero = jnp.floor(part_zero * weights.size).astype(jnp.int32)
     threshold = jnp.sort(magnitudes, axis=None)[jnp.maximum(num_zero - 1, 0)]
+    # `>`, not `>=`: pruned weights tie at 0, and all of them must stay pruned.
     return (magnitudes > threshold) | (num_zero == 0)
 
 

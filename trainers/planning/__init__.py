@@ -1,1 +1,1 @@
-"""What a run will need, worked out without touching a device."""
+"""Estimates of what a run needs, without touching a device."""

@@ -1,1 +1,1 @@
-"""Where the numbers of a run go beside the console, MLflow and Ray Train. `base.py` says what a recorder is."""
+"""Recorders: further receivers of a run's numbers, beside the console, MLflow and Ray Train. See `recorder.py`."""

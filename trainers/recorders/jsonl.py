@@ -1,4 +1,4 @@
-"""JSON lines: `metrics.jsonl` in the run's folder, one object for each publish."""
+"""JSON lines: `metrics.jsonl` in the run's folder, or in the one of `recorder_folders`, one object for each publish."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ FILE = "metrics.jsonl"
 
 
 class JsonLines:
-    """`{"t": unix time, "step": ..., "metrics": {...}, "distributions": {...}}`. Numbers that are not finite are null.
+    """Writes `{"t": unix time, "step": ..., "metrics": {...}, "distributions": {...}}`. Numbers that are not finite are null.
 
-    Each number is there once: of a step that comes again after a restart, the file keeps what it has. A line that a process left
-    unfinished is closed, and is no JSON.
+    Each number is there once: when a step is replayed after a restart, the file keeps what it has. A line that a process left
+    unfinished is closed with a newline, and is not valid JSON.
     """
 
     def __init__(self, about: About):
-        path = Path(about.folder) / FILE
+        path = about.output_folder() / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         self._last_step: dict[str, int] = {}
+        # Of each name by itself: evaluations come separately from the training of the same step.
         for line in read(path):
             self._last_step |= dict.fromkeys((*line["metrics"], *line.get("distributions", ())), line["step"])
+        # Unbuffered: a line is in the file when `record` returns, even if the process is killed then.
         self._file = path.open("ab", buffering=0)
         self._torn = path.stat().st_size > 0 and not _ends_with_newline(path)
 
@@ -48,6 +50,7 @@ class JsonLines:
         data = b"\n" + data if self._torn else data
         self._torn = True  # until all of it is written: a disk may be full
         while data:
+            # An unbuffered file may take only a part of the bytes.
             data = data[self._file.write(data) :]
         self._torn = False
 
@@ -56,7 +59,7 @@ class JsonLines:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of such a file, of one that is not there none."""
+    """Yields the lines of such a file; none if there is no file."""
     if not path.exists():
         return
     with path.open() as file:
@@ -68,7 +71,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _finite(value: float) -> float | None:
-    return value if value - value == 0 else None
+    return value if value - value == 0 else None  # inf - inf and NaN - NaN are NaN
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -1,13 +1,14 @@
-"""What a recorder is: where the numbers of a run go, once a publish. Free of JAX."""
+"""The interface of a recorder: it receives the numbers of a run, once a publish. Free of JAX."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 
 class Distribution(NamedTuple):
-    """Of one array: `counts` are those of equal bins from `min` to `max`."""
+    """The distribution of the values of one array: `counts` are those of equal bins from `min` to `max`."""
 
     mean: float
     std: float
@@ -21,21 +22,29 @@ class About(NamedTuple):
 
     name: str
     folder: str
-    """Of the run, absolute: a recorder writes below it."""
+    """The run's folder, an absolute path."""
     settings: Mapping[str, Any]
     """The configuration, section by section."""
+    output: str | None = None
+    """Where the configuration wants this recorder to write (`recorder_folders`); None: where it chooses, below `folder`."""
+
+    def output_folder(self, default: str = "") -> Path:
+        """Returns the folder to write in; `default` is below the run's folder."""
+        # An absolute `output` takes the place of the run's folder.
+        return Path(self.folder, default if self.output is None else self.output)
 
 
 class Recorder(Protocol):
-    """Built as `Class(about: About)`. One thread of its own calls it, so it may wait; what it raises is told, and costs the
-    numbers of that publish only.
+    """Receives the numbers of a run. Built as `Class(about: About)`. One thread of its own calls it, so it may wait. An error
+    that it raises is reported, and costs only the numbers of that publish.
 
-    After a restart of the run, steps may come again that were recorded before it: with the same numbers, but for those that tell
-    times. A recorder that keeps a file of its own should keep each number once.
+    After a restart of the run, steps may come again that were recorded before. Their numbers are the same, except times. A
+    recorder that keeps its own file should keep each number once.
     """
 
     def record(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, Distribution]) -> None:
-        """The numbers of one publish by name; an evaluation's (`eval_...`) come apart from those of training."""
+        """Records the numbers of one publish by name. Those of an evaluation (`eval_...`) come separately from those of
+        training."""
 
     def close(self) -> None:
-        """Nothing more comes; what was recorded is to be complete when this returns."""
+        """Ends the recording; what was recorded must be complete when this returns."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from trainers.recorders.recorder import About, Distribution
@@ -14,10 +13,10 @@ FLUSH_S = 10
 
 
 class TensorBoard:
-    """A file for each start; of steps that come again after a restart, TensorBoard shows the newest."""
+    """Writes a file for each start. When steps are replayed after a restart, TensorBoard shows the newest values."""
 
     def __init__(self, about: About):
-        self._folder = str(Path(about.folder) / FOLDER)
+        self._folder = str(about.output_folder(FOLDER))
         self._writer: Any = None
 
     def record(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, Distribution]) -> None:
@@ -33,15 +32,16 @@ class TensorBoard:
             self._writer.close()
 
     def _open(self, first_step: int) -> Any:
-        """`first_step`: from here on, what earlier files have is void. An evaluation comes after the training of its step."""
+        """Opens a file. From `first_step` on, what earlier files contain is void. An evaluation comes after the training of its
+        step."""
         from tensorboardX import SummaryWriter
 
-        # Its own names tell seconds only: a second start in one would write over the file of the first.
+        # Its own file names have seconds only: a second start within one would overwrite the file of the first.
         return SummaryWriter(self._folder, purge_step=first_step, flush_secs=FLUSH_S, filename_suffix=f".{time.time_ns()}")
 
 
 def _sums(shape: Distribution) -> dict[str, Any]:
-    """What a TensorBoard histogram is made of."""
+    """Returns the fields of a TensorBoard histogram."""
     num = sum(shape.counts)
     width = (shape.max - shape.min) / len(shape.counts)
     return {
@@ -49,7 +49,8 @@ def _sums(shape: Distribution) -> dict[str, Any]:
         "max": shape.max,
         "num": num,
         "sum": shape.mean * num,
+        # The mean of the squares is the variance plus the square of the mean.
         "sum_squares": (shape.std**2 + shape.mean**2) * num,
-        "bucket_limits": [shape.min + width * (place + 1) for place in range(len(shape.counts))],
+        "bucket_limits": [shape.min + width * (index + 1) for index in range(len(shape.counts))],
         "bucket_counts": list(shape.counts),
     }

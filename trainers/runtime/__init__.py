@@ -1,8 +1,18 @@
-"""One process among many: what a trainer may ask of whoever runs it, joining, agreement between hosts, kept executables.
+"""The runtime of one process among many: events to its agent, joining, agreement between hosts, kept executables.
 
-A trainer of one's own imports this package alone: `from trainers import runtime; runtime.progress(step)`. Free of JAX.
+A user's own trainer imports this package alone: `from trainers import runtime; runtime.progress(step)`. Free of JAX.
 """
 
-from trainers.runtime.context import Event, Runtime, current, install, progress, restore_from, saved, stop_requested
+from trainers.runtime.context import (
+    Runtime,
+    current,
+    install,
+    progress,
+    request_stop,
+    restore_from,
+    saved,
+    stop_requested,
+)
+from trainers.runtime.events import Event
 
-__all__ = ["Event", "Runtime", "current", "install", "progress", "restore_from", "saved", "stop_requested"]
+__all__ = ["Event", "Runtime", "current", "install", "progress", "request_stop", "restore_from", "saved", "stop_requested"]

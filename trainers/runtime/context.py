@@ -1,8 +1,9 @@
-"""What a trainer may ask of whoever runs it, and tell it. Works alike under the orchestrator and alone.
+"""What a trainer may report to, and ask of, the process that runs it. Works alike under the orchestrator and alone.
 
-A trainer of one's own calls `progress`, `stop_requested`, `restore_from` and `saved`; one that calls none of them is watched for
-process exit and total time only. One that calls `progress` must go on calling it: a pause longer than
-`driver.watchdog.step_floor_s` (60 s), and than `step_factor` median steps, is taken for a hang.
+A user's own trainer calls `progress`, `stop_requested`, `restore_from` and `saved`. A trainer that calls none of them is
+watched for three things: the exit of its process, the run's `time_limit`, and silence. A gang none of whose processes has sent an
+event or printed a line for `driver.watchdog.silent_s` (an hour) counts as hung. A trainer that calls `progress` must keep calling
+it: a pause longer than `driver.watchdog.step_floor_s` (60 s), and than `step_factor` median steps, counts as a hang.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+from trainers.runtime.events import Event, MachineTakenAway
 from trainers.runtime.stop_reason import StopReason
 
-Event = dict[str, Any]
+Request = dict[str, Any]
 
 
 class Runtime:
-    """One process's side of the conversation. `send` takes an event, a JSON-able dict with "ev" and "t", and must not block."""
+    """One process's side of the channel to its agent. `send` takes an event, a dict that JSON can hold, and must not block."""
 
     def __init__(
         self,
@@ -34,104 +36,121 @@ class Runtime:
         committed_step: int | None = None,
         driver_term: int = 0,
         generation: int = 0,
+        time_used_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ):
         self.send, self.clock, self.restore_path = send, clock, restore_from
         self.program_key = program_key
-        """Names the code that runs: compiled programs are kept for the next generation under it. None: they are not kept."""
+        """The name of the code that runs: compiled programs are kept for the next generation under it. None: they are not kept.
+        """
         self.stop_at = stop_at
         """The batch index at which to save and stop, the same on all hosts; None: the configuration's limits alone."""
         self.skip_batches = tuple(skip_batches)
         """Batches whose update is not applied, the same on all hosts."""
         self.run, self.committed_step = run, committed_step
-        """The run's name in the record beside its checkpoints, and the highest step that it ever committed, as the driver knows:
-        a folder that shows less is not the run's, or not there. None: nobody knows, or none yet."""
+        """The run's name in the record beside its checkpoints, and the highest step that it ever committed, as the driver knows
+        them. A folder that shows less belongs to another run, or the storage is missing. None: not known, or none yet."""
         self.driver_term, self.generation = driver_term, generation
-        """Of two processes that save to one folder, the later driver's, then the later generation's, is in the right. Epochs
-        count from 1; 0: nobody drives."""
+        """Of two processes that save to one folder, the one of the later driver, then of the later generation, is right. Terms
+        count from 1; 0: no driver."""
+        self.time_used_s = time_used_s
+        """The seconds of the `time_limit` that the run had used when this process got its orders, as the driver knows them. The
+        same on all hosts."""
         self.step = self.batch_index = 0
-        """Completed and drawn, and below how long the loop's thread was busy with something other than the device since the loop
-        began: for the heartbeat, written by the loop, read by a thread."""
+        """The steps completed and the batches drawn, and below, how many seconds the loop's thread has worked since the loop
+        began, other than waiting for the device. The loop writes them, the heartbeat's thread reads them."""
         self.busy_s = 0.0
+        self.usage: dict[str, float] = {}
+        """How much of its machine this host used at the last publish (`trainers.metrics.host_usage`); empty before the first.
+        """
+        self.evaluated_batches = 0
+        """The batches of evaluations so far. An evaluation writes it, the heartbeat's thread reads it."""
         self._phase: str | None = None
         self._stop: str | None = None
         self._save_requests = 0
         self.profiling = False
-        """Whether the loop records a profile just now."""
-        self._profile_request: Event | None = None
+        """Whether the loop is recording a profile."""
+        self._profile_request: Request | None = None
         self._fence = fence
-        self._obey_fence: Callable[[str | None], None] = lambda path: None
-        self._notice: dict[str, Any] | None = None
+        self._on_fence: Callable[[str | None], None] = lambda path: None
+        self._notice: MachineTakenAway | None = None
         self._lock = threading.Lock()
 
-    def emit(self, kind: str, /, **fields: Any) -> None:
-        self.send({"t": self.clock(), "ev": kind, **fields})
+    def emit(self, event: Event) -> None:
+        """Sends `event` with the time. Any thread may call this; it does not block."""
+        self.send(cast("Event", {"t": self.clock(), **event}))
 
     def phase(self, name: str) -> None:
         self._phase = name
-        self.emit("phase", phase=name)
+        self.emit({"ev": "phase", "phase": name})
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """A phase in the midst of another one, which goes on after it. Of a trainer that tells no phases, none is told."""
+        """Enters a phase inside another one, which continues after it. If the trainer reports no phases, none is reported."""
         before = self._phase
         if before is not None:
             self.phase(name)
+        # No `finally`: after an error the phase in which it happened stays the present one.
         yield
         if before is not None:
             self.phase(before)
 
     def note(self, message: str) -> None:
-        self.emit("note", message=message)
+        self.emit({"ev": "note", "message": message})
 
     def request_stop(self, reason: str) -> None:
-        """The first reason stays. Safe in a signal handler."""
+        """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler."""
+        # No lock: the handler may interrupt this very thread while it holds one.
         self._stop = self._stop or reason
 
     def request_save(self) -> None:
         with self._lock:
             self._save_requests += 1
 
-    def request_profile(self, request: Event) -> None:
-        """{"id", "steps"}: to record the next steps of this host. The answer is an event, `profile`, with this id."""
+    def request_profile(self, request: Request) -> None:
+        """Asks to record the next steps of this host: {"id", "steps"}. The answer is an event, `profile`, with this id."""
         with self._lock:
             busy = self.profiling or self._profile_request is not None
             if not busy:
                 self._profile_request = request
         if busy:
-            self.emit("profile", id=request["id"], problem="another profile is under way: ask again when it is written")
+            problem = "another profile is under way: ask again when it is written"
+            self.emit({"ev": "profile", "id": request["id"], "problem": problem})
 
-    def take_profile_request(self) -> Event | None:
-        """One that nobody has begun with, once."""
+    def take_profile_request(self) -> Request | None:
+        """Returns a request that was not handled yet; each only once."""
+        # First without the lock: this is asked at every step, and there is hardly ever a request.
         if self._profile_request is None:
             return None
         with self._lock:
             request, self._profile_request = self._profile_request, None
+            # Under the lock: no second request is accepted between this one and its trace.
             self.profiling = True
         return request
 
     def notice(self, reason: str, deadline_s: float | None = None) -> None:
-        """The machine is about to go away: all hosts are to save and stop. Safe in a signal handler, so it sends nothing itself:
-        the heartbeat's thread does."""
+        """Reports that the machine is about to go away: all hosts save and stop. Safe in a signal handler, so it sends nothing
+        itself; the heartbeat's thread does."""
         self._notice = self._notice or {"reason": reason, "deadline_s": deadline_s}
         self.request_stop(StopReason.PREEMPTED)
 
-    def take_notice(self) -> dict[str, Any] | None:
-        """A notice that was not told yet, once."""
+    def take_notice(self) -> MachineTakenAway | None:
+        """Returns a notice that was not sent yet; each only once."""
         notice, self._notice = self._notice, None
         return notice
 
     def fence(self, path: str | None) -> None:
-        """If `path` exists, another driver has the run: no checkpoint may be committed any more."""
+        """Sets the fence: if `path` exists, another driver has the run, and no checkpoint may be committed any more."""
         with self._lock:
             self._fence = path
-            self._obey_fence(path)
+            # Under the lock: a follower must not get an older fence after a newer one.
+            self._on_fence(path)
 
-    def follow_fence(self, read_commands: Callable[[str | None], None]) -> None:
-        """Calls `read_commands` with the fence that holds now, and again whenever there is another one."""
+    def follow_fence(self, on_fence: Callable[[str | None], None]) -> None:
+        """Calls `on_fence` with the present fence, and again whenever it changes."""
         with self._lock:
-            self._obey_fence = read_commands
-            read_commands(self._fence)
+            self._on_fence = on_fence
+            on_fence(self._fence)
 
     @property
     def stop_reason(self) -> str | None:
@@ -156,12 +175,20 @@ def install(runtime: Runtime) -> None:
 
 
 def progress(step: int, metrics: Mapping[str, float] | None = None) -> None:
-    """Tells that `step` optimizer steps are complete, and any metrics of it. Cheap: call it every step."""
+    """Reports that `step` optimizer steps are complete, and optionally their metrics. Cheap: call it every step."""
     if _current.step == 0 and step > 0:
-        _current.emit("first_step", step=step)
+        _current.emit({"ev": "first_step", "step": step})
     _current.step = _current.batch_index = step
     if metrics:
-        _current.emit("metrics", step=step, metrics=dict(metrics))
+        _current.emit({"ev": "metrics", "step": step, "metrics": dict(metrics)})
+
+
+def request_stop(why: str) -> None:
+    """Asks for the end of training: all hosts stop at one step and save, and the run ends as `requested`. One host is enough.
+    `why` is a sentence for people."""
+    if _current.stop_reason is None:
+        _current.note(f"training is asked to stop: {why}")
+    _current.request_stop(StopReason.REQUESTED)
 
 
 def stop_requested() -> bool:
@@ -170,10 +197,10 @@ def stop_requested() -> bool:
 
 
 def restore_from() -> str | None:
-    """The path last given to `saved` by an earlier generation, or None."""
+    """Returns the path last given to `saved` by an earlier generation, or None."""
     return _current.restore_path
 
 
 def saved(step: int, path: str) -> None:
-    """Tells that a checkpoint is complete and may be given to `restore_from` after a failure. Call it on host 0."""
-    _current.emit("saved", step=step, path=path)
+    """Reports that a checkpoint is complete and may be given to `restore_from` after a failure. Call it on host 0."""
+    _current.emit({"ev": "saved", "step": step, "path": path})

@@ -1,4 +1,4 @@
-"""Joining one `jax.distributed` job, and leaving it without hurting the others."""
+"""Joins one `jax.distributed` job, and leaves it without disturbing the other hosts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from jax._src.lib import _jax
 from trainers.errors import CoordinatorError
 
 HEARTBEAT_TIMEOUT_S = 30
-"""A backstop only: the process's owner watches exits and progress, both of which it sees much sooner."""
+"""A backstop only: the agent watches exits and progress, and notices both much sooner."""
+# Kept before any patch: `let_collectives_listen_at` may run twice in a process.
 _make_gloo_tcp_collectives = _jax.make_gloo_tcp_collectives
 
 FIRST_WAIT_S = 0.002
 QUESTIONS_PER_S = 10_000
-"""Of all hosts together to one that does not listen yet."""
+"""The limit for the attempts of all hosts together to connect to a host that does not listen yet."""
 
 
 @dataclass(frozen=True)
-class Membership:
-    """One host's place in a generation of the gang. `coordinator` is `ip:port`, a port never used before."""
+class JoinSpec:
+    """One host's membership in a generation of the gang. `coordinator` is `ip:port`, a port that was never used before."""
 
     host: int = 0
     num_hosts: int = 1
@@ -38,27 +39,37 @@ class Membership:
 
 
 def find_platforms() -> None:
-    """Optional, before `join`: imports and registers the plugins for GPUs and TPUs that are installed, as JAX does at the latest
-    when a device is first asked for. It touches none."""
+    """Optional, before `join`: imports and registers the installed plugins for GPUs and TPUs, which JAX does at the latest when
+    a device is first needed. It touches no device."""
     xla_bridge._discover_and_register_pjrt_plugins()
 
 
-def join(member: Membership) -> None:
+def devices_touched() -> bool:
+    """Whether this process has used its devices. Before `join` it must not."""
+    return xla_bridge.backends_are_initialized()
+
+
+def join(member: JoinSpec) -> None:
     """Joins the gang; all hosts must call this, before anything touches a device. Raises CoordinatorError."""
-    # It would take SIGTERM away from the Python handler without a word.
+    # That service would silently replace the Python handler of SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
+    # A single host needs no coordinator, and so no port and no wait.
     if member.num_hosts == 1 or member.coordinator is None:
         return
+    # Only there does the cache key differ between processes; elsewhere writing from each host would be waste.
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         let_every_process_write_the_compile_cache()
+    # Not host 0: it starts the service inside `initialize`, and would wait here for itself.
     if member.host > 0:
         wait_for_listener(member.coordinator, member.join_timeout_s, member.num_hosts)
+    # Before `initialize`: the factory is read when the backend is made.
     let_collectives_listen_at(own_address(member.coordinator))
     jax.distributed.initialize(
         member.coordinator,
         member.num_hosts,
         member.host,
         local_device_ids=member.local_device_ids,
+        # Everything is given: JAX must not take other values from Slurm or a cloud's environment.
         cluster_detection_method="deactivate",
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
         shutdown_timeout_seconds=10,
@@ -68,12 +79,14 @@ def join(member: Membership) -> None:
 
 
 def bind_address(coordinator: str) -> str:
-    """Where host 0 listens: at the address that the others were given, which JAX would take for one of many.
+    """Returns the address that host 0 listens at: the one that the others were given. JAX by itself would listen at all
+    addresses.
 
-    On all addresses only if that one is none of this machine's, as in a container whose addresses are translated.
+    All addresses are used only if the given one is none of this machine's, as in a container whose addresses are translated.
     """
     address, port = split_port(coordinator)
     try:
+        # Port 0: only whether the address is ours is asked; the real port stays free for the service.
         with socket.create_server((address, 0), family=_family(address)):
             return coordinator
     except OSError:
@@ -81,15 +94,15 @@ def bind_address(coordinator: str) -> str:
 
 
 def own_address(coordinator: str) -> str:
-    """This host's address in the network in which it reaches the coordinator."""
+    """Returns this host's address in the network in which it reaches the coordinator."""
     address, port = split_port(coordinator)
     with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))  # sends nothing: it only chooses the way
+        probe.connect((address, port))  # sends nothing: it only chooses the route
         return probe.getsockname()[0]
 
 
 def split_port(address: str) -> tuple[str, int]:
-    """`[fd00::1]:80` as ("fd00::1", 80)."""
+    """Splits `[fd00::1]:80` into ("fd00::1", 80)."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -99,12 +112,13 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def wait_for_listener(address: str, timeout_s: float, num_hosts: int = 2) -> None:
-    """Returns when `address` listens: dialing before that costs about a second of gRPC back-off. All `num_hosts` hosts together
-    ask no more often than it can bear, and not all at once."""
+    """Returns when `address` listens. Connecting before that would cost about a second of gRPC back-off. The hosts limit the
+    rate of their attempts, all `num_hosts` together, and spread them in time."""
     deadline = time.monotonic() + timeout_s
     waits = asking_waits_s(num_hosts, random.random)
     while True:
         try:
+            # A plain TCP connection, closed at once: cheaper than gRPC, and without its back-off.
             socket.create_connection(split_port(address), timeout=1).close()
             return
         except OSError as error:
@@ -114,54 +128,67 @@ def wait_for_listener(address: str, timeout_s: float, num_hosts: int = 2) -> Non
 
 
 def asking_waits_s(num_hosts: int, chance: Callable[[], float]) -> Iterator[float]:
-    """Between one host's questions: at first some milliseconds, then longer, the more hosts ask. `chance`: from 0 to 1."""
+    """Yields the delays between one host's attempts: at first some milliseconds, then longer, the more hosts there are.
+    `chance` returns numbers from 0 to 1."""
+    # So many hosts together ask QUESTIONS_PER_S times a second at most.
     longest_s = max(FIRST_WAIT_S, num_hosts / QUESTIONS_PER_S)
     wait_s = FIRST_WAIT_S
     while True:
+        # Random around the mean: hosts that start together would otherwise ask together every time.
         yield wait_s * (0.5 + chance())
         wait_s = min(longest_s, wait_s * 1.5)
 
 
-def leave() -> None:
-    """At a clean end only; all hosts must call this. Host 0 goes last, or its peers would abort for want of their coordinator.
+def let_cpus_run_one_program_at_a_time() -> None:
+    """CPU only; before devices are touched. Makes the dispatch of a program wait for its end. Accelerators run programs in the
+    order of their dispatch. CPUs run independent ones at once, and over gloo the collectives of two programs would mix."""
+    if not devices_touched():
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-    After a failure nobody calls this: it would wait for the dead. The process's owner kills the gang instead.
+
+def leave() -> None:
+    """Leaves the job, at a clean end only; all hosts must call this. Host 0 leaves last: the others would abort without their
+    coordinator.
+
+    After a failure it must not be called: it would wait for the dead. The agents kill the gang instead.
     """
     if distributed.global_state.client is not None:
         jax.distributed.shutdown()
 
 
 def let_collectives_listen_at(address: str) -> None:
-    """CPU only. They would listen at the address that the machine's name stands for: of all networks, or of none that the others
-    can reach."""
+    """CPU only. Makes the collectives listen at `address`. By default they listen at the address of the machine's name, which
+    may be one that the others cannot reach."""
+    # A private hook of jaxlib: gloo's factory has no setting in JAX's configuration.
     _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo_tcp_collectives, hostname=address)
 
 
 def let_every_process_write_the_compile_cache() -> None:
-    """CPU only, each host with a cache folder of its own. There the cache key carries a fingerprint that differs from process to
-    process, and only process 0 writes: without this the others compile again at every start (0.3 s against 0.01 s)."""
+    """CPU only, each host with its own cache folder. On CPU the cache key has a fingerprint that differs between processes, and
+    only process 0 writes. Without this the others would compile again at every start (0.3 s instead of 0.01 s)."""
     write = compiler._cache_write
 
     def write_as_process_0(*args, **kwargs):
+        # JAX asks this very field whether to write; it is put back even if the write fails.
         state = distributed.global_state
-        own, state.process_id = state.process_id, 0
+        process_id, state.process_id = state.process_id, 0
         try:
             return write(*args, **kwargs)
         finally:
-            state.process_id = own
+            state.process_id = process_id
 
     compiler._cache_write = write_as_process_0
 
 
 def use_compile_cache(folder: str) -> None:
-    """Has JAX's compile cache in `folder` instead of where its environment says. To be called before anything is compiled: a
-    standby learns only with its orders whose place it takes, and on CPU finds that host's programs there alone."""
+    """Puts JAX's compile cache in `folder` instead of where its environment says. Must be called before anything is compiled. A
+    standby learns only with its orders which host it replaces, and on CPU only that host's folder has its programs."""
     path = os.path.expanduser(folder)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = path
     jax.config.update("jax_compilation_cache_dir", path)
 
 
 def program_folder() -> Path | None:
-    """Where this machine keeps executables, if its owner gave it a place for them."""
+    """Returns the folder in which this machine keeps executables; None if it keeps none."""
     folder = os.environ.get("GANGWAY_PROGRAMS")
     return Path(folder) if folder else None

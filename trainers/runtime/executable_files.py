@@ -1,4 +1,4 @@
-"""Files of compiled programs: what is in them, whom they are believed, how they are written, and which are deleted.
+"""Files of compiled programs: their contents, which of them are trusted, how they are written, and which are deleted.
 
 To load an executable is to run it. So a file is loaded only if it belongs to this user, nobody else may write it, and no bit of
 it has changed since it was written.
@@ -25,34 +25,36 @@ from trainers.storage import durable, sealed
 MAGIC = b"gangway program 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
 KEPT_DAYS = 90
-"""What nobody has loaded for so long is deleted when something new is kept."""
+"""What was not loaded for this long is deleted when something new is kept."""
 IN_USE_S = 2 * 3600.0
-"""What was used in so long is not deleted to make room: a process says once an hour what it uses."""
+"""What was used within this time is not deleted to make room; a process marks what it uses once an hour."""
 LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes")
-"""JAX pickles objects of these, and calls their functions."""
+"""The libraries whose objects JAX pickles, and whose functions it calls."""
 PLAIN = ("builtins", "collections")
-"""Modules of the standard library of which classes may be in a tree."""
+"""Modules of the standard library whose classes may be in a tree."""
 
 
 class UntrustedError(Exception):
-    """A file or folder is not ours alone; the message says what to do."""
+    """A file or folder belongs to, or may be written by, another user; the message says what to do."""
 
 
 class DamagedProgramError(Exception):
-    """A file does not hold what was written."""
+    """A file does not contain what was written."""
 
 
 # ---------------------------------------------------------------------- whom a file is believed
 
 
 def make_folder(folder: Path) -> None:
-    """For this user alone. Raises UntrustedError if there is one that others may write, and OSError."""
+    """Creates a folder for this user alone. Raises UntrustedError if there is one that others may write, and OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # `exist_ok` accepts a folder that somebody else made: so the owner is checked after, never before.
     check_owner(folder, os.stat(folder), f"remove it, or empty it and chmod 700 {folder}")
 
 
 def check_owner(path: Path, status: os.stat_result, remedy: str) -> None:
     """Raises UntrustedError if `path` is somebody else's, or others may write it."""
+    # The effective user: the one by whose rights files are opened.
     user = os.geteuid()
     if status.st_uid != user:
         raise UntrustedError(f"{path} belongs to user {status.st_uid}, this process to user {user}: {remedy}")
@@ -61,16 +63,18 @@ def check_owner(path: Path, status: os.stat_result, remedy: str) -> None:
 
 
 def read(path: Path) -> bytes:
-    """All of the file; marks it as in use. Raises UntrustedError and OSError."""
+    """Returns the contents, and marks the file as in use. Raises UntrustedError and OSError."""
     with open(path, "rb") as file:
+        # On the open file: between a check by name and the opening, the file could be replaced.
         check_owner(path, os.fstat(file.fileno()), "remove it")
+        # Its time is that of its last use: `delete_old` goes by it.
         with suppress(OSError):
             os.utime(path)
         return file.read()
 
 
 def touch(paths: list[Path]) -> None:
-    """Marks them as in use."""
+    """Marks the files as in use."""
     for path in paths:
         with suppress(OSError):  # somebody has deleted it
             os.utime(path)
@@ -80,68 +84,76 @@ def touch(paths: list[Path]) -> None:
 
 
 def write_executable(path: Path, compiled: jax.stages.Compiled) -> None:
-    """Raises OSError, and whatever a tree raises that cannot be pickled, or would not be loaded."""
+    """Writes an executable. Raises OSError, and whatever a tree raises that cannot be pickled, or could not be loaded."""
     payload = _serialize(compiled)
+    # Read back what was pickled: a tree that a later process could not load must not be kept.
     _Trees(io.BytesIO(payload)).load()
     durable.write_shared(path, MAGIC + _digest(path.name, memoryview(payload)) + payload, 0o600)
 
 
 def read_executable(path: Path) -> io.BytesIO:
-    """To be given to `load`. Raises DamagedProgramError, UntrustedError and OSError."""
+    """Returns the file for `load`. Raises DamagedProgramError, UntrustedError and OSError."""
+    # One read for digest and contents: the bytes that are checked are those that run.
     data = read(path)
     if data[: len(MAGIC)] != MAGIC:
         raise DamagedProgramError("it does not begin as a program of this version does")
+    # Before unpickling: a pickle runs code as it is read.
     if data[len(MAGIC) : HEADER_BYTES] != _digest(path.name, memoryview(data)[HEADER_BYTES:]):
         raise DamagedProgramError("its contents are not those that were written (digests differ)")
     return io.BytesIO(data)
 
 
 def load(file: io.BytesIO) -> jax.stages.Compiled:
-    """Raises anything: classes move, and plugins change."""
+    """Loads an executable. May raise anything: classes move, and plugins change."""
     file.seek(HEADER_BYTES)
+    # Two pickles, one in the other: the inner one cannot be read before the devices of the outer one are known.
     device_ids, (executable, in_tree, out_tree) = _Trees(file).load()
     devices = {device.id: device for device in jax.devices()}
-    # Said explicitly: it would take all devices there are, also for a program that runs on some of them.
-    places = [devices[number] for number in device_ids]
-    # As serialize_executable.deserialize_and_load does it.
-    unloaded, args_info, no_kwargs = _Executable(io.BytesIO(executable), jax.devices()[0].client, places).load()
+    # Given explicitly: the default is all devices, also for a program that runs on some of them.
+    execution_devices = [devices[number] for number in device_ids]
+    # What serialize_executable.deserialize_and_load does.
+    unloaded, args_info, no_kwargs = _Executable(io.BytesIO(executable), jax.devices()[0].client, execution_devices).load()
     return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(args_info), out_tree, no_kwargs=no_kwargs)
 
 
 def _serialize(compiled: jax.stages.Compiled) -> bytes:
-    places = jax.tree.leaves(compiled.output_shardings)
-    device_ids = [device.id for device in places[0]._device_assignment]
+    shardings = jax.tree.leaves(compiled.output_shardings)
+    # All outputs of one program share their devices, so the first one tells.
+    device_ids = [device.id for device in shardings[0]._device_assignment]
     return pickle.dumps((device_ids, serialize_executable.serialize(compiled)))
 
 
 def _digest(name: str, payload: memoryview) -> bytes:
-    """With the name: a file is not believed in another's place."""
-    found = hashlib.sha256(f"{name}\0".encode())
-    found.update(payload)
-    return found.digest()
+    """Includes the name: a file that was renamed is not trusted."""
+    sha256 = hashlib.sha256(f"{name}\0".encode())
+    sha256.update(payload)
+    return sha256.digest()
 
 
-class _Known:
-    """Reads a pickle of what JAX itself pickles, and of classes in modules that this process has imported anyway: those of trees.
-    Nothing is imported for it, and no function of another library is called."""
+class _ImportedOnly:
+    """Reads pickles of what JAX itself pickles, and of classes (of trees) in modules that this process has imported anyway. It
+    imports nothing, and calls no function of another library."""
 
     def find_class(self, module: str, name: str) -> Any:
         package = module.partition(".")[0]
-        found: Any = sys.modules.get(module)
+        # From `sys.modules`, never by import: an import would run code that a forged file names.
+        attribute: Any = sys.modules.get(module)
+        # A class may be nested, as in `Outer.Inner`.
         for part in name.split("."):
-            found = getattr(found, part, None)
-        if package in LIBRARIES and found is not None:
-            return found
-        if isinstance(found, type) and (package in PLAIN or package not in sys.stdlib_module_names):
-            return found
+            attribute = getattr(attribute, part, None)
+        if package in LIBRARIES and attribute is not None:
+            return attribute
+        # No other class of the standard library: some of them run commands when they are created (subprocess.Popen).
+        if isinstance(attribute, type) and (package in PLAIN or package not in sys.stdlib_module_names):
+            return attribute
         raise pickle.UnpicklingError(f"{module}.{name} is no class that this process has imported")
 
 
-class _Trees(_Known, pickle.Unpickler):
+class _Trees(_ImportedOnly, pickle.Unpickler):
     pass
 
 
-class _Executable(_Known, serialize_executable._JaxPjrtUnpickler):
+class _Executable(_ImportedOnly, serialize_executable._JaxPjrtUnpickler):
     pass
 
 
@@ -153,7 +165,7 @@ def write_pointer(path: Path, executable: Path) -> None:
 
 
 def read_pointer(path: Path) -> Path:
-    """The executable. Raises DamagedProgramError, UntrustedError and OSError."""
+    """Returns the path of the executable. Raises DamagedProgramError, UntrustedError and OSError."""
     try:
         document = sealed.unseal(read(path).decode())
         if document["of"] != path.name:
@@ -167,19 +179,23 @@ def read_pointer(path: Path) -> Path:
 
 
 def delete_old(folder: Path, newest: Path, max_bytes: float | None) -> None:
-    """Deletes what was not used for long. Where all is more than `max_bytes`, also what was used least recently.
+    """Deletes what was not used for a long time. If the files have more than `max_bytes` together, also what was used least
+    recently.
 
-    `newest` was written just now: by the folder's clock, which may be another machine's.
+    `newest` was written just now: its time is "now" by the clock of the folder, which may be another machine's.
     """
     now_s = newest.stat().st_mtime
-    files = sorted(_files(folder), key=lambda found: found[1].st_mtime)
+    # Oldest first: room is made by what was used least recently.
+    files = sorted(_files(folder), key=lambda file: file[1].st_mtime)
     total_bytes = sum(status.st_size for _, status in files)
     for path, status in files:
         unused_s = now_s - status.st_mtime
         too_much = max_bytes is not None and total_bytes > max_bytes
+        # A `.tmp` that nobody has touched for so long is from a process that died while writing.
         if unused_s > KEPT_DAYS * 24 * 3600 or (unused_s > IN_USE_S and (too_much or path.suffix == ".tmp")):
             with suppress(OSError):  # another host of this machine was faster, or it is somebody else's
                 path.unlink()
+                # Only after `unlink` has succeeded: what is still there still takes room.
                 total_bytes -= status.st_size
 
 

@@ -1,9 +1,9 @@
 """Compiled programs, kept from one generation of the gang to the next.
 
-A restarted process would spend most of its recovery tracing, lowering and loading a program that it has run before. So each
-machine keeps the executables it compiled, serialized, in a folder that the run's owner gives it: by the lowered program, as a
-compile cache that outlives launches; and by what the program was made from (configuration, code, shapes), as a way past tracing.
-All programs kept here run on the devices of all hosts, so that one host's executable is as good for any other of the same gang.
+A restarted process would spend most of its recovery on tracing, lowering and loading programs that it has run before. So each
+machine keeps the executables it compiled, serialized, in a folder. They are found in two ways: by the lowered program, as in a
+compile cache that outlives launches; and by what the program was made from (configuration, code, shapes), which avoids tracing.
+All programs kept here run on the devices of all hosts, so one host's executable serves every host of the same gang.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from trainers.runtime.executable_files import UntrustedError
 from trainers.runtime.load_attempts import MAX_CRASHES, Attempts
 
 TOUCH_EVERY_S = 3600.0
-"""A process says so often which executables it uses."""
+"""How often a process marks the executables that it uses."""
 COMPILER_PACKAGES = re.compile(r"(libtpu|jax_(cuda|rocm)|nvidia_)", re.IGNORECASE)
-"""Installed packages whose versions are in what they compile."""
+"""Installed packages whose versions affect what is compiled."""
 
 COMPILER_OPTIONS = (
     "jax_disable_most_optimizations",
@@ -45,21 +45,23 @@ COMPILER_OPTIONS = (
     "jax_compiler_enable_remat_pass",
     "jax_xla_profile_version",
 )
-"""JAX's settings that change what is compiled, and are not to be seen in the lowered program."""
+"""JAX's settings that change what is compiled, and cannot be seen in the lowered program."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 class ProgramStore:
-    """Executables in `folder` (None: nothing is kept). `origin` names all that programs are made from but their arguments.
+    """Keeps executables in `folder` (None: nothing is kept). `origin` describes everything that programs are made from, except
+    their arguments. `max_bytes` limits the size of all files.
 
-    The folder must be this user's, and writable by nobody else: loading an executable runs it. If it is not, that is noted, and
-    nothing is kept. A program whose file cannot be loaded, whatever the reason, is compiled again. `max_bytes`: room for all.
+    The folder must belong to this user, and be writable by nobody else: loading an executable runs it. Otherwise a note says
+    so, and nothing is kept. A program whose file cannot be loaded, for whatever reason, is compiled again.
     """
 
     def __init__(self, folder: Path | None, origin: Any, note: Callable[[str], None], max_bytes: float | None = None):
         self.note, self.max_bytes = note, max_bytes
         self.folder = self._usable(folder)
         self._attempts = Attempts(self.folder, jax.process_index(), note) if self.folder is not None else None
+        # `default=str`: the origin may hold types that JSON does not have; it is only hashed.
         self._origin = json.dumps(origin, sort_keys=True, default=str)
         self._loader = ThreadPoolExecutor(1, "programs")
         self._loading: dict[Path, Future[jax.stages.Compiled | None]] = {}
@@ -68,55 +70,59 @@ class ProgramStore:
         self._touched_s = time.monotonic()
 
     def load_ahead(self, name: str, args: Sequence[Any]) -> None:
-        """Begins to load what `get` will be asked for, if it was kept: beside other work, such as the restoring of a state."""
+        """Begins to load what `get` will need, if it was kept, while other work continues, such as restoring a state."""
         if self.folder is None:
             return
-        path = self._target(self._known(name, args))
+        path = self._target(self._pointer_path(name, args))
         if path is not None:
             self._loading[path] = self._loader.submit(self._load, path)
 
     def get(self, name: str, jitted: Any, args: Sequence[Any]) -> tuple[jax.stages.Compiled, str | None]:
-        """(the program `jitted` compiled for `args`, the file that it was loaded from). `args` may be shapes with shardings."""
+        """Returns (the program `jitted` compiled for `args`, the name of the file that it was loaded from). `args` may be
+        shapes with shardings."""
         if self.folder is None:
             return jitted.lower(*args).compile(), None
-        known = self._known(name, args)
-        path = self._target(known)
+        pointer = self._pointer_path(name, args)
+        path = self._target(pointer)
+        # Taken out: a result that stayed here would keep a second reference to the program alive.
         loading = None if path is None else self._loading.pop(path, None)
         compiled = self._load(path) if loading is None else loading.result()
         if compiled is None or path is None:
-            return self._compiled(name, known, jitted.lower(*args))
-        self._in_use |= {known, path}
+            return self._compiled(name, pointer, jitted.lower(*args))
+        self._in_use |= {pointer, path}
         return compiled, path.name
 
     def first_use(self, file: str, compiled: jax.stages.Compiled, args: Sequence[Any]) -> Any:
         """Runs for the first time what was loaded from `file`, without waiting for its end. If this process dies meanwhile, the
-        next one knows what it was doing."""
+        next one finds out what it was running."""
         assert self._attempts is not None
+        # Before the call: a process that is killed in it leaves a record of what it was running.
         self._attempts.begin(file)
         try:
             outputs = compiled(*args)
         except jax.errors.JaxRuntimeError:
             self._attempts.failed(file)
             raise
-        except BaseException:  # of the arguments: nothing has run
+        except BaseException:  # an error in the arguments: nothing has run
             self._attempts.end(file)
             raise
-        threading.Thread(target=self._see_through, args=(file, outputs), name=f"first use of {file}", daemon=True).start()
+        # A thread, because only a wait shows how it ended, and the thread that trains must not wait for the device.
+        threading.Thread(target=self._watch_first_use, args=(file, outputs), name=f"first use of {file}", daemon=True).start()
         return outputs
 
     def still_used(self) -> None:
-        """Called often: what this process uses is not deleted to make room for others."""
+        """Must be called often: marks the files that this process uses, so that they are not deleted to make room."""
         if self._in_use and time.monotonic() - self._touched_s > TOUCH_EVERY_S:
             self._touched_s = time.monotonic()
             threading.Thread(target=executable_files.touch, args=([*self._in_use],), name="touch programs", daemon=True).start()
 
-    def _see_through(self, file: str, outputs: Any) -> None:
+    def _watch_first_use(self, file: str, outputs: Any) -> None:
         assert self._attempts is not None
-        ended = self._attempts.worked if all(_is_sound(leaf) for leaf in jax.tree.leaves(outputs)) else self._attempts.failed
-        ended(file)
+        sound = all(_is_sound(leaf) for leaf in jax.tree.leaves(outputs))
+        (self._attempts.worked if sound else self._attempts.failed)(file)
 
     def _usable(self, folder: Path | None) -> Path | None:
-        """None if nothing can be kept there."""
+        """Returns `folder`, or None if nothing can be kept there."""
         if folder is None:
             return None
         try:
@@ -126,24 +132,25 @@ class ProgramStore:
             return None
         return folder
 
-    def _known(self, name: str, args: Sequence[Any]) -> Path:
-        """Says which executable it is."""
+    def _pointer_path(self, name: str, args: Sequence[Any]) -> Path:
+        """Returns the path of the pointer: a small file, found without tracing, that names the executable."""
         assert self.folder is not None
         return self.folder / f"{name}-{_digest(self._origin, _signature(args), _libraries(), _compiled_for())}.json"
 
-    def _target(self, known: Path) -> Path | None:
-        """The executable that was made from the same before, if it is still there."""
+    def _target(self, pointer: Path) -> Path | None:
+        """Returns the executable that was made from the same before, if it still exists."""
         try:
-            path = executable_files.read_pointer(known)
+            path = executable_files.read_pointer(pointer)
         except FileNotFoundError:
             return None
         except Exception as error:
-            self._refuse(known, f"{type(error).__name__}: {error}")
+            self._refuse(pointer, f"{type(error).__name__}: {error}")
             return None
+        # `delete_old` may have taken the executable and left its pointer.
         return path if path.exists() else None
 
     def _load(self, path: Path | None) -> jax.stages.Compiled | None:
-        """None if it cannot be, for whatever reason: it is compiled then."""
+        """Loads an executable. Returns None if that is not possible, for whatever reason; it is compiled then."""
         assert self._attempts is not None
         if path is None or path in self._refused:
             return None
@@ -153,29 +160,32 @@ class ProgramStore:
             return None
         try:
             file = executable_files.read_executable(path)
+            # Around the load alone: reading a file cannot crash the process, loading it runs native code.
             with self._attempts.of(path.name):
                 return executable_files.load(file)
         except FileNotFoundError:
             pass
+        # Whatever it is, compiling again is right: a cache must never end a run.
         except Exception as error:
             self._refuse(path, f"{type(error).__name__}: {error}")
         return None
 
     def _refuse(self, path: Path, why: str) -> None:
-        """Notes it, once."""
+        """Reports, once, that a file is not loaded."""
         if path not in self._refused:
             self._refused.add(path)
             self.note(f"{path.name} could not be loaded ({why}): compiling again")
 
-    def _compiled(self, name: str, known: Path, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str | None]:
-        path = known.with_name(
+    def _compiled(self, name: str, pointer: Path, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str | None]:
+        # The name is a digest of all that the executable depends on: two programs never share a file.
+        path = pointer.with_name(
             f"{name}-{_digest(lowered.as_text(), _trees(lowered), _libraries(), _compiled_for(), _devices())}.xla"
         )
         loaded = self._load(path)
         compiled = loaded or self._compile(lowered)
         try:
-            self._keep(known, path, None if loaded else compiled)
-        except Exception as error:  # it runs all the same
+            self._keep(pointer, path, None if loaded else compiled)
+        except Exception as error:  # the program runs all the same
             self.note(f"{path.name} is not kept for the next restart: {type(error).__name__}: {error}")
         return compiled, path.name if loaded else None
 
@@ -183,33 +193,38 @@ class ProgramStore:
         with without_compile_cache():
             return lowered.compile()
 
-    def _keep(self, known: Path, path: Path, compiled: jax.stages.Compiled | None) -> None:
-        """Writes both files; the pointer alone if the executable is there already (`compiled` is None)."""
+    def _keep(self, pointer: Path, path: Path, compiled: jax.stages.Compiled | None) -> None:
+        """Writes both files; only the pointer if the executable exists already (`compiled` is None)."""
         assert self._attempts is not None
+        # It would only be compiled, kept and refused again at every start.
         if self._attempts.barred(path.name):
             return
         executable_files.make_folder(path.parent)  # somebody may have emptied the cache
         if compiled is not None:
             executable_files.write_executable(path, compiled)
+            # After the new one: its time is the clock by which the others are old.
             executable_files.delete_old(path.parent, path, self.max_bytes)
-        executable_files.write_pointer(known, path)
-        self._in_use |= {known, path}
+        # Last: a pointer never names an executable that is not there yet.
+        executable_files.write_pointer(pointer, path)
+        self._in_use |= {pointer, path}
 
 
 def _is_sound(output: jax.Array) -> bool:
-    """Waits until it is computed. One that was given to the next step is another's."""
+    """Waits until it is computed; returns False if that failed. An output that was donated to the next step counts as sound."""
     try:
         output.block_until_ready()
     except Exception:
+        # Donated to the next step: its error, if there was one, is in the output of that step.
         return output.is_deleted()
     return True
 
 
 @contextmanager
 def without_compile_cache() -> Iterator[None]:
-    """An executable that came out of JAX's compile cache serializes without complaint, on a CPU, into one that does not run
-    ("Function ... not found"): what we keep must be compiled afresh."""
+    """Turns JAX's compile cache off. On a CPU, an executable that came out of that cache serializes without an error into one
+    that does not run ("Function ... not found"). So what we keep must be compiled afresh."""
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    # JAX decides once whether it uses its cache: without a reset the setting would have no effect.
     compilation_cache.reset_cache()
     jax.config.update("jax_enable_compilation_cache", False)
     try:
@@ -220,7 +235,7 @@ def without_compile_cache() -> Iterator[None]:
 
 
 def _trees(lowered: jax.stages.Lowered) -> str:
-    """An executable takes and returns trees of the shapes that it was compiled with, which its program does not tell."""
+    """Returns the trees that an executable takes and returns. They are part of it, and cannot be seen in the lowered program."""
     return f"{lowered.in_tree} {lowered.out_tree}"
 
 
@@ -230,7 +245,8 @@ def _signature(args: Sequence[Any]) -> str:
 
 @functools.cache
 def _libraries() -> str:
-    """Versions of all that makes programs, or that is in the trees they take."""
+    """Returns the versions of everything that makes programs, or that is in the trees they take."""
+    # Only what is imported: importing more would cost time, and cannot be in the trees.
     modules = {name: getattr(sys.modules.get(name), "__version__", "") for name in ("jax", "jaxlib", "numpy", "flax", "optax")}
     packages = {entry for folder in sys.path for entry in _listed(folder) if COMPILER_PACKAGES.match(entry)}
     return repr((sys.version, modules, sorted(packages), jax.devices()[0].client.platform_version))
@@ -244,42 +260,46 @@ def _listed(folder: str) -> list[str]:
 
 
 def _compiled_for() -> str:
-    """This kind of machine, and the compiler's settings: another machine that reads the same folder may be another kind."""
+    """Returns the kind of this machine, and the compiler's settings: another machine that reads the same folder may be of
+    another kind."""
     kinds = sorted({(d.platform, d.device_kind) for d in jax.local_devices()})
     settings = [jax.config.values[name] for name in COMPILER_OPTIONS], [os.environ.get(name, "") for name in COMPILER_VARIABLES]
     return repr((kinds, settings, platform.machine(), _cpu_flags()))
 
 
 def _devices() -> str:
+    # With ids and processes: an executable names its devices by their ids (`executable_files.load`).
     return repr([(d.platform, d.device_kind, d.id, d.process_index) for d in jax.devices()])
 
 
 @functools.cache
 def _cpu_flags() -> str:
-    """The instructions that its CPU has."""
+    """Returns the instruction sets of the CPU."""
     try:
-        with open("/proc/cpuinfo") as lines:  # no further than need be: there is a part for each core
+        with open("/proc/cpuinfo") as lines:  # the first line that matches will do: there is one for each core
             return next((line for line in lines if line.startswith(("flags", "Features"))), "")
     except OSError:
         return ""
 
 
 def _digest(*parts: str) -> str:
+    # A zero byte between the parts: "ab" + "c" and "a" + "bc" must differ.
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 class Program:
-    """A jitted function, compiled once ahead of time. Other shapes compile it again, and that is said, with what changed."""
+    """A jitted function, compiled once ahead of time. If it is called with other shapes it is compiled again, and a note says
+    what changed."""
 
     def __init__(self, name: str, jitted: Any, store: ProgramStore, note: Callable[[str], None]):
         self.name, self.jitted, self.store, self.note = name, jitted, store, note
         self.compiled: jax.stages.Compiled | None = None
         self._untried_file: str | None = None
-        """The file that `compiled` was loaded from, until it is used."""
+        """The file that `compiled` was loaded from, until its first use."""
         self.shapes: dict[str, str] = {}
 
     def load_ahead(self, *args: Any) -> None:
-        """Optional, before `prepare`: a kept executable is loaded in the background."""
+        """Optional, before `prepare`: loads a kept executable in the background."""
         self.store.load_ahead(self.name, args)
 
     def prepare(self, *args: Any) -> None:
@@ -297,7 +317,7 @@ class Program:
             if not changed:
                 raise
             self.note(f"{self.name} compiles again, because its arguments changed: {'; '.join(changed[:5])}")
-            with runtime.current().within("compile"):  # else the watchdog would take it for a step
+            with runtime.current().within("compile"):  # otherwise the watchdog would take it for a step that hangs
                 self.prepare(*args)
             return self._run(args)
 
@@ -306,6 +326,7 @@ class Program:
         if self._untried_file is None:
             self.store.still_used()
             return self.compiled(*args)
+        # Cleared before the call: if it raises, a retry must not count as a first use again.
         file, self._untried_file = self._untried_file, None
         return self.store.first_use(file, self.compiled, args)
 

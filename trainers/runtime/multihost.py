@@ -1,10 +1,11 @@
-"""What one host alone knows, agreed on by all: every such decision goes through here, or through the flags of the train step.
+"""Agreement between hosts. Every decision that depends on what one host alone knows goes through here, or through the flags of
+the train step.
 
-All hosts must call each function in the same order with the same `topic`. They talk through the coordination service, on the
-host: no device, no compilation. A host that never comes makes the others raise after `timeout_s`, naming the topic.
+All hosts must call each function in the same order with the same `topic`. The exchange uses the coordination service, on the
+host: no device, no compilation. If a host never comes, the others raise after `timeout_s`, with the topic in the message.
 
-Each host tells host 0 and hears from host 0 what all have told, so thousands of hosts cost each of them two calls. What most of
-them say alike is sent once.
+Each host sends its value to host 0, and gets all values from host 0. So each host makes two calls, however many hosts there
+are. A value that most hosts have in common is sent once.
 """
 
 from __future__ import annotations
@@ -22,43 +23,72 @@ from jax._src import distributed
 from trainers.errors import CoordinatorError
 
 _counter = itertools.count()
-"""Makes each exchange's keys unique: the same on all hosts because all call in the same order."""
+"""The number that makes the keys of each exchange unique. It is the same on all hosts, because all call in the same order."""
 _past: list[str] = []
-"""On host 0: the keys of exchanges that some host may still be reading. Once all have come to a later one, they go."""
+"""On host 0: the keys of exchanges that some host may still be reading. They are deleted once all hosts have come to a later
+one."""
 
 FEW = 16
-"""So many hosts are waited for one by one, which is the quickest way to hear of the last one."""
+"""Up to this many hosts are waited for one by one, which notices the last one soonest."""
 LOOK_EVERY_S = 0.02
-"""While more than that are missing."""
+"""The delay between two looks while more hosts than FEW are missing."""
 GRACE_S = 10.0
-"""Host 0, which waits for all, knows who is missing: the others wait for that a little longer."""
+"""The other hosts wait this much longer than host 0: host 0 waits for all, and its reply says who is missing."""
 DEFAULT_TIMEOUT_S = 1800.0
-"""Longer than any limit of a watchdog, which sees more and says more; without one it ends a run that would wait for ever."""
+"""Longer than any limit of a watchdog, which notices more and reports more. Without a watchdog it ends a run that would wait
+for ever."""
 
 
 def all_hosts(topic: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
-    """Every host's (JSON-able) value, in host order."""
+    """Returns every host's (JSON-able) value, in host order."""
     if jax.process_count() == 1:
         return [value]
+    # The topic is in the key: hosts whose calls differ wait for different keys and time out, and never take
+    # each other's values.
     prefix = f"agree/{next(_counter)}/{topic}"
     return exchange(_client(), jax.process_index(), jax.process_count(), prefix, topic, value, timeout_s)
 
 
 def from_host0(topic: str, value: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-    """Host 0's (JSON-able) value; what the others pass is ignored."""
+    """Returns host 0's (JSON-able) value; what the other hosts pass is ignored."""
     if jax.process_count() == 1:
         return value
+    # The same counter as in `all_hosts`: the two kinds of exchange may alternate, but in the same order everywhere.
     key = f"agree/{next(_counter)}/{topic}"
     client = _client()
     if jax.process_index() == 0:
+        # Host 0 does not wait here: it may be several exchanges ahead when the others read.
         client.key_value_set(key, json.dumps(value))
+        # Not deleted now, for the others have not read it yet; `exchange` deletes it.
         _past.append(key)
         return value
     return _get(client, key, topic, 0, timeout_s)
 
 
+def to_host0(topic: str, value: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any] | None:
+    """Returns every host's (JSON-able) value, in host order, on host 0; None on the others. For values that are large."""
+    # As the others would be sent: JSON makes lists of tuples.
+    text = json.dumps(value)
+    if jax.process_count() == 1:
+        return [json.loads(text)]
+    prefix = f"agree/{next(_counter)}/{topic}"
+    client = _client()
+    if jax.process_index() > 0:
+        client.key_value_set(f"{prefix}/of/{jax.process_index()}", text)
+        return None
+
+    def get(key: str, missing: int, left_s: float) -> Any:
+        return _get(client, key, topic, missing, left_s, timeout_s)
+
+    values = gather(client, f"{prefix}/of", range(1, jax.process_count()), get, timeout_s)
+    # At once, for no other host reads them.
+    client.key_value_delete(prefix)
+    return [json.loads(text), *(values[host] for host in range(1, jax.process_count()))]
+
+
 def every_host(topic: str, condition: bool, timeout_s: float = DEFAULT_TIMEOUT_S) -> bool:
-    """True if `condition` holds on all hosts."""
+    """Returns True if `condition` holds on all hosts."""
+    # `bool`: JSON has no NumPy booleans.
     return all(all_hosts(topic, bool(condition), timeout_s))
 
 
@@ -74,7 +104,7 @@ def _client() -> Any:
 
 
 def exchange(client: Any, host: int, num_hosts: int, prefix: str, topic: str, value: Any, timeout_s: float) -> list[Any]:
-    """One host's part in `all_hosts`."""
+    """Does one host's part in `all_hosts`."""
     if host > 0:
         client.key_value_set(f"{prefix}/of/{host}", json.dumps(value))
         reply = _get(client, f"{prefix}/all", topic, 0, timeout_s + GRACE_S)
@@ -86,40 +116,46 @@ def exchange(client: Any, host: int, num_hosts: int, prefix: str, topic: str, va
         return _get(client, key, topic, missing, left_s, timeout_s)
 
     try:
-        told = gather(client, f"{prefix}/of", range(1, num_hosts), get, timeout_s)
+        values = gather(client, f"{prefix}/of", range(1, num_hosts), get, timeout_s)
     except CoordinatorError as error:
+        # The others wait for this reply: so they raise now, and with the name of the host that is missing.
         client.key_value_set(f"{prefix}/all", json.dumps({"problem": str(error)}))
         raise
-    told[0] = json.loads(json.dumps(value))  # as the others will have it
-    client.key_value_set(f"{prefix}/all", json.dumps(pack(told)))
+    values[0] = json.loads(json.dumps(value))  # as the others get it: JSON makes lists of tuples
+    client.key_value_set(f"{prefix}/all", json.dumps(pack(values)))
+    # All hosts have come to this exchange: none still reads an earlier one.
     for key in _past:
         client.key_value_delete(key)
     _past[:] = [prefix]
-    return [told[of] for of in range(num_hosts)]
+    return [values[index] for index in range(num_hosts)]
 
 
 def gather(
     client: Any, folder: str, hosts: Iterable[int], get: Callable[[str, int, float], Any], timeout_s: float
 ) -> dict[int, Any]:
-    """What these hosts have told below `folder`, each by its number. `get(key, host, timeout_s)` waits for one, and raises what
-    its caller wants raised for a host that does not come."""
-    missing, found = list(hosts), dict[int, Any]()
+    """Returns the values that these hosts have set below `folder`, by host. `get(key, host, timeout_s)` waits for one value,
+    and raises what its caller wants raised for a host that does not come."""
+    missing, values = list(hosts), dict[int, Any]()
     deadline_s = time.monotonic() + timeout_s
     while missing:
         if len(missing) > FEW:
-            there = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(f"{folder}/")}
-            found |= {host: there[host] for host in missing if host in there}
-            missing = [host for host in missing if host not in there]
+            # One call for all that have come so far: thousands of single calls would be the slowest part of an exchange.
+            present = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(f"{folder}/")}
+            values |= {host: present[host] for host in missing if host in present}
+            missing = [host for host in missing if host not in present]
         if missing:
+            # With few missing, block on one: this needs no polling, and the others arrive meanwhile and cost
+            # nothing to read.
             host = missing.pop(0)
-            found[host] = get(f"{folder}/{host}", host, max(0.001, deadline_s - time.monotonic()))
+            # At least 1 ms: after the deadline a host that has come already must still be read.
+            values[host] = get(f"{folder}/{host}", host, max(0.001, deadline_s - time.monotonic()))
         if len(missing) > FEW:
             time.sleep(LOOK_EVERY_S)
-    return found
+    return values
 
 
 def pack(values: Mapping[int, Any]) -> dict[str, Any]:
-    """`values` by host, with what most hosts say alike only once."""
+    """Returns `values` by host as one document, with the value that most hosts have in common only once."""
     texts = {host: json.dumps(value) for host, value in values.items()}
     common = Counter(texts.values()).most_common(1)[0][0]
     first = next(host for host, text in texts.items() if text == common)
@@ -127,11 +163,12 @@ def pack(values: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def unpack(packed: Mapping[str, Any], num_hosts: int) -> list[Any]:
+    # JSON has made strings of the keys.
     return [packed["own"].get(str(host), packed["common"]) for host in range(num_hosts)]
 
 
 def _get(client: Any, key: str, topic: str, host: int, left_s: float, timeout_s: float | None = None) -> Any:
-    """Waits `left_s`; `timeout_s` of them in all are told of."""
+    """Waits `left_s`. The error names `timeout_s`, the time of the whole exchange."""
     try:
         return json.loads(client.blocking_key_value_get(key, int(left_s * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -140,44 +177,54 @@ def _get(client: Any, key: str, topic: str, host: int, left_s: float, timeout_s:
 
 
 def first_problem(problems: list[str]) -> str:
-    """The first that is not empty, with its host where there are several."""
-    found = ((host, problem) for host, problem in enumerate(problems) if problem)
-    return next((f"host {host}: {problem}" if len(problems) > 1 else problem for host, problem in found), "")
+    """Returns the first that is not empty, with its host if there are several hosts."""
+    for host, problem in enumerate(problems):
+        if problem:
+            return f"host {host}: {problem}" if len(problems) > 1 else problem
+    return ""
 
 
 def of_host0(problem: str) -> str:
-    """With its host where there are several."""
+    """Returns a problem of host 0, with its host if there are several hosts."""
     return first_problem([problem, *[""] * (jax.process_count() - 1)])
 
 
 def one_line(error: BaseException) -> str:
-    """What it is and what it says; of a long text the beginning and the end, where the cause stands."""
+    """Returns the type and the message of an error; of a long message the beginning and the end, where the cause is."""
+    # Orbax wraps what went wrong; the cause says more than the wrapper.
     cause = error.__cause__ or error
     text = (str(cause).strip().splitlines() or [""])[0].partition(" [tensorstore_spec")[0]
     return f"{type(cause).__name__}: {text if len(text) <= 300 else f'{text[:120]} ... {text[-170:]}'}"
 
 
 PATIENCE_S = 60.0
-"""Of a host that has failed, for the others: they wait for it in a collective if they have not failed too."""
+"""How long a host that has failed waits for the others: if they have not failed too, they wait for it in a collective."""
 
 
-def in_stages(topic: str, *stages: Callable[[Any], Any]) -> tuple[Any, str]:
-    """(what the last stage returned, ""), or (None, what went wrong on the first host that failed).
+class StageError(Exception):
+    """A stage has failed on some host; one line says on which, and why."""
+
+
+def in_stages(topic: str, *stages: Callable[[Any], Any]) -> Any:
+    """Returns what the last stage returned. Raises StageError on all hosts if a stage fails on one of them.
 
     Each stage gets what the one before it returned, and begins when no host has failed in that one. All hosts must call this.
-    What may fail on one host alone belongs in another stage than a collective. Where a collective itself fails on one host, the
-    others can never know: that host raises its error.
+    What may fail on one host alone must not share a stage with a collective. If a collective itself fails on one host, the
+    others cannot know: that host raises its error.
     """
     value: Any = None
     for number, stage in enumerate(stages):
+        # Not raised at once: first the others must learn that they shall not begin the next stage.
         failure: Exception | None = None
         try:
             value = stage(value)
         except Exception as error:  # whatever it is: the caller reports it, and training goes on
             failure = error
+        # Every host calls this after each stage, also the one that failed: otherwise the others would wait for
+        # it in the next stage.
         if problem := _problem_of_all(f"{topic}, stage {number}", failure):
-            return None, problem
-    return value, ""
+            raise StageError(problem)
+    return value
 
 
 def _problem_of_all(topic: str, failure: Exception | None) -> str:
@@ -186,4 +233,5 @@ def _problem_of_all(topic: str, failure: Exception | None) -> str:
     try:
         return first_problem(all_hosts(topic, one_line(failure), PATIENCE_S))
     except CoordinatorError:
+        # The others are in a collective and cannot agree on anything: this host's own error ends it.
         raise failure from None

@@ -1,4 +1,4 @@
-"""Why a training run that did not fail came to its end. Free of JAX: drivers read it too."""
+"""The reasons why a training run ended without failing. Free of JAX: drivers read it too."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from enum import StrEnum
 
 
 class StopReason(StrEnum):
-    """In the order of their weight: where hosts wish to stop for different reasons, the last one counts, so that what a person
-    asked for is not taken for a matter of machines."""
+    """In rising order of weight: if hosts ask to stop for different reasons, the last one counts. So a person's request is not
+    reported as a matter of machines."""
 
     MAX_STEPS = "max_steps"
     MAX_EPOCHS = "max_data_epochs"

@@ -1,4 +1,5 @@
-"""What becomes of an update, decided in the step: what the hosts wish, and whether its loss can be trusted. Pure and traced."""
+"""Decides inside the step what becomes of an update: what the hosts ask for, and whether its loss can be trusted. Pure and
+traced."""
 
 from __future__ import annotations
 
@@ -11,32 +12,35 @@ import jax.numpy as jnp
 from trainers.config import AnomalyConfig
 
 RUN_AHEAD_STEPS = 2
+"""How many steps may be in flight when the host dispatches another."""
 
 
 class UpdateStatus(IntEnum):
-    """Of the train step on its own update, which is applied only if there is nothing against it."""
+    """What the train step decided about its own update. The update is applied only with the status APPLIED."""
 
     APPLIED = 0
     ORDERED = 1
-    """The batch is one of those to skip."""
+    """The batch is one of those that are to be skipped."""
     NON_FINITE = 2
     LOSS_SPIKE = 3
     OUT_OF_STEP = 4
     """The hosts came with different batches."""
     OVERFLOW = 5
-    """Of float16, by the scale of the loss, which is smaller from now on. No anomaly: it happens now and then."""
+    """The gradients overflowed float16; the scale of the loss is smaller from now on. This is no anomaly: it happens now and
+    then."""
     SCALE_EXHAUSTED = 6
-    """The same, and the scale is as small as it may be."""
+    """The gradients overflowed float16, and the scale of the loss is already at its minimum."""
 
 
 FLAGS = ("stop", "saves", "skip", "batch_index")
-"""What each host gives to a step, as int32, in this order: its wishes, and which batch it takes the step with."""
+"""The input of each host to a step, as int32 in this order: its requests, and the index of its batch."""
 
-REDUCED = ("stop", "saves", "verdict", "batch_index", "newest_batch_index", "loss", "expected_loss")
-"""What every host gets of a step, in this order: int32, the losses as the bits of a float32."""
+REDUCED = ("stop", "saves", "status", "batch_index", "newest_batch_index", "loss", "expected_loss")
+"""The result of a step for every host, as int32 in this order; the losses are the bits of a float32."""
 
 MIN_RELATIVE_DEVIATION = 0.01
-"""The least standard deviation that spikes are measured by, as a part of the mean: where losses hardly vary, chance leaps."""
+"""The least standard deviation for the detection of spikes, relative to the mean: where losses hardly vary, a small chance
+change would look like a spike."""
 
 
 def reduce_flags(
@@ -47,32 +51,39 @@ def reduce_flags(
     config: AnomalyConfig,
     overflow: jax.Array | None = None,
 ) -> jax.Array:
-    """int32[len(REDUCED)]: the maximum of what hosts wish, and the verdict on the update. `overflow`: that of the scaled loss."""
-    # The least index too, by one maximum: a collective of its own would cost as much again.
+    """Returns int32[len(REDUCED)]: the maximum of the hosts' requests, and the `UpdateStatus`. `overflow` is the status by the
+    scale of the loss; None where losses are not scaled."""
+    # The least batch index too, as the maximum of its negative: a second collective would cost as much again.
     stop, saves, skip, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
     spike = is_spike(stats, loss, config) if config.loss_spike != "off" else jnp.zeros((), jnp.bool_)
     overflow = jnp.int32(UpdateStatus.APPLIED) if overflow is None else overflow
-    others = [
-        jnp.int32(v) for v in (UpdateStatus.OUT_OF_STEP, UpdateStatus.ORDERED, UpdateStatus.NON_FINITE, UpdateStatus.LOSS_SPIKE)
+    # The first condition that holds wins. OUT_OF_STEP comes first: the hosts computed with different batches. ORDERED comes
+    # before the anomalies: a batch that is skipped on purpose must not be acted on again when it is replayed.
+    conditions = [-least != newest, skip > 0, ~finite, overflow != UpdateStatus.APPLIED, spike]
+    statuses = [
+        jnp.int32(UpdateStatus.OUT_OF_STEP),
+        jnp.int32(UpdateStatus.ORDERED),
+        jnp.int32(UpdateStatus.NON_FINITE),
+        overflow,
+        jnp.int32(UpdateStatus.LOSS_SPIKE),
     ]
-    verdict = jnp.select(
-        [-least != newest, skip > 0, ~finite, overflow != UpdateStatus.APPLIED, spike],
-        [*others[:3], overflow, others[3]],
-        jnp.int32(UpdateStatus.APPLIED),
-    )
+    status = jnp.select(conditions, statuses, jnp.int32(UpdateStatus.APPLIED))
+    # NaN, not 0: "no loss yet" must not read as an expected loss of 0.
     expected = jnp.where(stats["count"] > 0, stats["mean"], jnp.nan)
+    # As bits: one int32 array for everything is one transfer to the host, and no conversion rounds the losses.
     loss_bits, expected_bits = (jax.lax.bitcast_convert_type(value, jnp.int32) for value in (loss, expected))
-    return jnp.stack([stop, saves, verdict, -least, newest, loss_bits, expected_bits])
+    return jnp.stack([stop, saves, status, -least, newest, loss_bits, expected_bits])
 
 
 def is_spike(stats: Mapping[str, jax.Array], loss: jax.Array, config: AnomalyConfig) -> jax.Array:
+    """Returns whether `loss` lies more than `spike_zscore` standard deviations above the running mean."""
     deviation = jnp.maximum(jnp.sqrt(stats["variance"]), MIN_RELATIVE_DEVIATION * jnp.abs(stats["mean"]))
     return (stats["count"] >= config.spike_warmup_steps) & (loss > stats["mean"] + config.spike_zscore * deviation)
 
 
 def update_stats(stats: Mapping[str, jax.Array], loss: jax.Array, decay: float) -> dict[str, jax.Array]:
-    """Exponentially weighted mean and variance (Finch, 2009, "Incremental calculation of weighted mean and variance", eq. 143);
-    of the first losses the plain ones, so that they do not lean towards 0."""
+    """Returns the exponentially weighted mean and variance (Finch, 2009, "Incremental calculation of weighted mean and
+    variance", eq. 143). For the first losses they are the plain mean and variance, which are not biased towards 0."""
     count = stats["count"] + 1
     weight = jnp.maximum(1.0 - decay, 1.0 / count.astype(jnp.float32))
     difference = loss - stats["mean"]

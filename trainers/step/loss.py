@@ -1,7 +1,8 @@
-"""What a task's loss function may return, brought into one form that adds up over micro-batches and hosts."""
+"""Brings what a task's loss function may return into one form that adds up over micro-batches and hosts."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,24 +10,49 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from trainers.data.reading import SKIPPED
 from trainers.errors import UsageError
-from trainers.protocol import METRIC, Batch, Last, Loss, Max, Min, Sum, Task
+from trainers.protocol import METRIC, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
 from trainers.step.per_source import with_sources
 
 EXPECTED = (
-    "expected a trainers.protocol.Loss, a pair (loss_sum, num_targets), where num_targets may be None for a mean over the batch, "
-    "or a dict of such pairs by name"
+    "expected the loss of each example, as an array [batch] or a trainers.protocol.PerExample; sums over the batch, as a "
+    "trainers.protocol.Loss or a pair (loss_sum, num_targets), where num_targets may be None for a mean over the batch; "
+    "or a dict of these by name"
 )
 
 Scales = Sequence[jax.Array]
-"""Of the terms of a loss, in their order: the targets of the first of them over those of each, in the whole global batch."""
+"""One factor for each term of a loss, in their order: the number of targets of the first term divided by that of this term,
+both over the whole global batch."""
+
+
+def weighted(value: Any, weight: jax.Array) -> Any:
+    """Returns what a task's loss returned, with the losses of single examples added up by their weights [B], also those in a
+    dict. Raises UsageError if they are not one number for each example."""
+    if isinstance(value, Mapping):
+        return {name: weighted(part, weight) for name, part in value.items()}
+    if isinstance(value, jax.Array) and value.ndim > 0:
+        value = PerExample(value)
+    if not isinstance(value, PerExample):
+        return value
+    targets = jnp.ones_like(weight) if value.num_targets is None else value.num_targets
+    arrays = {"losses": value.losses, "num_targets": targets, **value.metrics}
+    if wrong := [f"{name} {list(jnp.shape(array))}" for name, array in arrays.items() if jnp.shape(array) != weight.shape]:
+        raise UsageError(f"the task's loss returned {', '.join(wrong)}: expected {list(weight.shape)}, a number for each example")
+    # Not by a product alone: a NaN in a row that only fills up the batch would make the whole loss NaN.
+    rows = {name: jnp.where(weight > 0, weight * array, 0.0) for name, array in arrays.items()}
+    losses, targets = rows.pop("losses"), rows.pop("num_targets")
+    num_targets = jnp.sum(targets)
+    parts = {name: (jnp.sum(row), num_targets) for name, row in rows.items()}
+    return Loss(jnp.sum(losses), num_targets, parts, rows=(losses, targets))
 
 
 def as_loss(value: Any, scales: Scales | None = None) -> Loss:
-    """What a task's loss returned, as a `Loss`. Raises UsageError if it is none.
+    """Converts what a task's loss returned, `weighted`, to a `Loss`. Raises UsageError if it cannot be one.
 
-    Of a dict of pairs, its *terms*, the total is the sum of their means, each over its own targets in the whole global batch
-    (`scales`; default: in this batch); each is a metric under its name. What is a `Sum`, `Max`, `Min` or `Last` is a metric only.
+    The pairs of a dict are its *terms*. The total is the sum of their means, each over its own targets in the whole global
+    batch (`scales`; default: in this batch), and each term is a metric under its name. A `Sum`, `Max`, `Min` or `Last` in the
+    dict is only a metric.
     """
     if isinstance(value, Loss):
         return value
@@ -34,12 +60,13 @@ def as_loss(value: Any, scales: Scales | None = None) -> Loss:
         return _total(value, scales)
     if isinstance(value, tuple) and len(value) == 2:
         loss, num_targets = value
+        # One target for each micro-batch: dividing the sum by the targets then gives the mean of their means.
         return Loss(loss, jnp.ones((), jnp.float32) if num_targets is None else num_targets)
     raise UsageError(f"the task's loss returned {type(value).__name__}: {EXPECTED}")
 
 
 def terms_of(value: Any) -> dict[str, Loss]:
-    """The terms of a loss that is a dict; empty if it is none."""
+    """Returns the terms of a loss that is a dict; an empty dict for any other loss."""
     if not isinstance(value, Mapping):
         return {}
     terms = {name: as_loss(part) for name, part in value.items() if not isinstance(part, Sum | Max | Min | Last)}
@@ -51,32 +78,39 @@ def terms_of(value: Any) -> dict[str, Loss]:
 
 
 def targets_of(value: Any) -> dict[str, jax.Array]:
-    """How many targets each term has."""
+    """Returns the number of targets of each term."""
     return {name: jnp.asarray(term.num_targets) for name, term in terms_of(value).items()}
 
 
 def with_row_metrics(loss: Loss, batch: Batch) -> Loss:
-    """`loss`, with the leaves `metric/NAME` of the batch as parts: means over its rows, by their weights."""
+    """Returns `loss` with the leaves `metric/NAME` of the batch as parts: means over its rows, by the rows' weights."""
     rows = {name.removeprefix(METRIC): leaf for name, leaf in batch.items() if name.startswith(METRIC)}
-    own = {name: (jnp.sum(leaf * batch["weight"]), jnp.sum(batch["weight"])) for name, leaf in rows.items()}
-    if taken := own.keys() & loss.parts.keys():
+    row_metrics = {name: (jnp.sum(leaf * batch["weight"]), jnp.sum(batch["weight"])) for name, leaf in rows.items()}
+    if taken := row_metrics.keys() & loss.parts.keys():
         raise UsageError(f"preprocess_batch returned metrics that the loss has too: {', '.join(sorted(taken))}; rename them")
-    return loss._replace(parts={**loss.parts, **own}) if own else loss
+    # By the rows themselves, and not by their weights, which are 0.
+    skipped = {"total_skipped_examples": Sum(jnp.sum(batch[SKIPPED]))} if SKIPPED in batch else {}
+    added = {**row_metrics, **skipped}
+    return loss._replace(parts={**loss.parts, **added}) if added else loss
 
 
 def scales_of(num_targets: Sequence[jax.Array]) -> Scales:
-    """From the targets of each term in the global batch. A term without any adds nothing, and takes nothing from the others."""
+    """Returns the scales from the number of targets of each term in the global batch. A term without targets adds nothing to
+    the total, and changes nothing for the others."""
     counts = [jnp.maximum(count.astype(jnp.float32), 1.0) for count in num_targets]
     return [counts[0] / count for count in counts]
 
 
 def _total(parts: Mapping[str, Any], scales: Scales | None) -> Loss:
     terms = terms_of(parts)
+    # Without scales this batch counts as the whole one. An evaluation adds up the terms' own means at its end.
     scales = scales or scales_of([*targets_of(parts).values()])
+    # The step divides the total by the targets of the first term: the scales turn that into each term's own mean.
     total = sum(term.loss_sum * scale for term, scale in zip(terms.values(), scales, strict=True))
     pairs = {name: (term.loss_sum, term.num_targets) for name, term in terms.items()}
     metrics = {name: part for name, part in parts.items() if name not in terms}
-    return Loss(jnp.asarray(total), next(iter(terms.values())).num_targets, {**pairs, **metrics})
+    of_terms = {name: part for term in terms.values() for name, part in term.parts.items()}
+    return Loss(jnp.asarray(total), next(iter(terms.values())).num_targets, {**pairs, **of_terms, **metrics})
 
 
 @dataclass(frozen=True)
@@ -85,30 +119,67 @@ class LossFunction:
 
     task: Task
     merge: Callable[[Any], Any]
-    """From parameters to the model."""
+    """Builds the model from its parameters."""
     preforward: Callable[[Batch], Batch] = lambda batch: batch
     postforward: Callable[[Loss, Batch], Loss] = lambda loss, batch: loss
     sources: tuple[str, ...] = ()
     """`data.sources`"""
+    training: bool = True
+    """Whether it is the loss of the training, or that of an evaluation."""
 
     def __call__(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None) -> Loss:
-        """`step`: the number of updates, for a task that wants to be told (`set_step_nr`)."""
+        """Returns the loss of a batch. `step` is the number of updates; a task with a method `set_step_nr` gets it."""
         return self.with_terms(params, batch, step, scales)[0]
 
     def term_targets(self, params: Any, batch: Batch, step: Any) -> tuple[jax.Array, ...]:
-        """How many targets each term of a loss that is a dict has in this batch, in their order, which the names would lose on
-        their way through JAX; empty if it is none. The compiler drops all of the model that the numbers do not depend on."""
-        return tuple(targets_of(self._asked(params, batch, step)[0]).values())
+        """Returns the number of targets of each term in this batch; empty if the loss is no dict. A tuple in the order of the
+        terms, because JAX sorts the keys of a dict. The compiler drops all parts of the model that these numbers do not depend
+        on."""
+        return tuple(targets_of(self._call_task(params, batch, step)[0]).values())
 
     def with_terms(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None) -> tuple[Loss, dict[str, jax.Array]]:
-        """(the loss, `term_targets` by name): the task is asked once for both."""
-        raw, seen = self._asked(params, batch, step)
-        loss = with_sources(as_loss(raw, scales), seen, self.sources)
-        return self.postforward(with_row_metrics(loss, batch), seen), targets_of(raw)
+        """Returns the loss, and `term_targets` by name, with one call of the task."""
+        raw, inputs = self._call_task(params, batch, step)
+        loss = with_sources(as_loss(raw, scales), inputs, self.sources)
+        # Metrics of the rows are taken from the original batch: `preforward` may have dropped or changed their leaves.
+        return self.postforward(with_row_metrics(loss, batch), inputs), targets_of(raw)
 
-    def _asked(self, params: Any, batch: Batch, step: Any) -> tuple[Any, Batch]:
-        """(what the task's loss returned, the batch that it was given)"""
-        if (tell := getattr(self.task, "set_step_nr", None)) is not None:
-            tell(step)
-        seen = self.preforward(batch)
-        return self.task.loss(self.merge(params), seen), seen
+    def predictions(self, params: Any, batch: Batch, step: Any) -> Any:
+        """Returns the task's predictions: leaves [rows, ...]. Raises UsageError for a leaf that has not as many rows."""
+        model, inputs = self._inputs(params, batch, step)
+        outputs, num_rows = self.task.predictions(model, inputs), len(batch["weight"])  # type: ignore[attr-defined]
+        for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+            if jnp.shape(leaf)[:1] != (num_rows,):
+                raise UsageError(
+                    f"predictions of {type(self.task).__name__} returned {jax.tree_util.keystr(path) or 'an array'} of shape "
+                    f"{jnp.shape(leaf)}: expected [rows, ...] with the {num_rows} rows of the batch"
+                )
+        return outputs
+
+    def _call_task(self, params: Any, batch: Batch, step: Any) -> tuple[Any, Batch]:
+        """Returns what the task's loss returned, and the batch that was passed to it."""
+        model, inputs = self._inputs(params, batch, step)
+        # Static, and not traced: a task may choose with a plain `if`.
+        flag = {"training": self.training} if takes_training(self.task) else {}
+        return weighted(self.task.loss(model, inputs, **flag), inputs["weight"]), inputs
+
+    def _inputs(self, params: Any, batch: Batch, step: Any) -> tuple[Any, Batch]:
+        """Returns the model and the batch that are passed to the task."""
+        if (set_step_nr := getattr(self.task, "set_step_nr", None)) is not None:
+            set_step_nr(step)
+        inputs = self.preforward(batch)
+        return in_mode(self.merge(params), training=self.training), inputs
+
+
+def in_mode(model: Any, *, training: bool) -> Any:
+    """Returns `model` after its `train()` or `eval()`, which set the modes of its modules (dropout, normalization); unchanged if
+    it has no such method."""
+    set_mode = getattr(model, "train" if training else "eval", None)
+    if set_mode is not None:
+        set_mode()
+    return model
+
+
+def takes_training(task: Task) -> bool:
+    """Whether the loss of a task has a parameter `training`."""
+    return "training" in inspect.signature(task.loss).parameters

@@ -1,8 +1,8 @@
 """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2), by the rules of fairseq2's and PyTorch's scalers.
 
-The scale is divided by `growth_factor` at each update whose gradients overflow, which is not applied, and multiplied by it after
-`window_steps` updates in a row that did not. All of it happens in the train step. A loss that is not finite is no overflow: no
-scale would help.
+An update whose gradients overflow is not applied, and the scale is divided by `growth_factor`. After `window_steps` updates in
+a row without an overflow, the scale is multiplied by it. All of this happens in the train step. A loss that is itself not
+finite is no overflow: no scale would help.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ def initial_scaler(arguments: TrainingArguments) -> dict[str, jax.Array]:
 
 
 def overflow(scaler: Scaler, norm: jax.Array, config: LossScaleConfig) -> jax.Array | None:
-    """int32: the verdict on gradients of this norm, APPLIED if they have not overflowed. None where losses are not scaled."""
+    """Returns the `UpdateStatus` (int32) of gradients of this norm: APPLIED if none has overflowed. None where losses are not
+    scaled."""
     if not scaler:
         return None
+    # The scale that the next step would use is below the minimum.
     exhausted = scaler["scale"] / config.growth_factor < config.minimum
-    verdict = jnp.where(exhausted, jnp.int32(UpdateStatus.SCALE_EXHAUSTED), jnp.int32(UpdateStatus.OVERFLOW))
-    return jnp.where(jnp.isfinite(norm), jnp.int32(UpdateStatus.APPLIED), verdict)
+    status = jnp.where(exhausted, jnp.int32(UpdateStatus.SCALE_EXHAUSTED), jnp.int32(UpdateStatus.OVERFLOW))
+    return jnp.where(jnp.isfinite(norm), jnp.int32(UpdateStatus.APPLIED), status)
 
 
-def update_scaler(scaler: Scaler, verdict: jax.Array, config: LossScaleConfig) -> dict[str, jax.Array]:
-    """After an update with this verdict. A batch left out for another reason than an overflow leaves it as it was."""
+def update_scaler(scaler: Scaler, status: jax.Array, config: LossScaleConfig) -> dict[str, jax.Array]:
+    """Returns the scaler after an update with this status. A batch that was left out for another reason than an overflow does
+    not change it."""
     if not scaler:
         return {}
     scale, good_steps = scaler["scale"], scaler["good_steps"] + 1
     grown = scale * config.growth_factor
-    full = (good_steps >= config.window_steps) & jnp.isfinite(grown)
-    applied, overflowed = verdict == UpdateStatus.APPLIED, verdict == UpdateStatus.OVERFLOW
+    full = (good_steps >= config.window_steps) & jnp.isfinite(grown)  # growing to infinity would end the run
+    applied, overflowed = status == UpdateStatus.APPLIED, status == UpdateStatus.OVERFLOW
     return {
         "scale": jnp.select([applied & full, overflowed], [grown, scale / config.growth_factor], scale),
         "good_steps": jnp.select([applied & ~full, ~applied & ~overflowed], [good_steps, scaler["good_steps"]], 0),

@@ -1,4 +1,4 @@
-"""Loss and tokens of each source of the data (its channels, in other words), exact over micro-batches and hosts."""
+"""Loss and tokens of each source of the data, exact over micro-batches and hosts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from trainers.protocol import Batch, Loss, Sum
 
 
 def with_sources(loss: Loss, batch: Batch, names: tuple[str, ...]) -> Loss:
-    """`loss`, with the parts `loss/NAME` and `total_tokens/NAME` of each source. Traced.
+    """Returns `loss` with the parts `loss/NAME` and `total_tokens/NAME` of each source. Traced.
 
-    `batch["source"]` (int32 of each row) is a place in `names`; `loss.rows` tells what each row adds.
+    `batch["source"]` (int32 for each row) is an index into `names`; `loss.rows` holds the loss and the targets of each row.
     """
     if not names:
         return loss
@@ -23,9 +23,11 @@ def with_sources(loss: Loss, batch: Batch, names: tuple[str, ...]) -> Loss:
         )
     row_losses, row_targets = loss.rows
     parts = dict(loss.parts)
-    for place, name in enumerate(names):
-        own = batch["source"] == place
-        num_targets = jnp.sum(jnp.where(own, row_targets, 0))
-        parts[f"loss/{name}"] = (jnp.sum(jnp.where(own, row_losses, 0)), num_targets)
+    for index, name in enumerate(names):
+        # [rows]
+        of_source = batch["source"] == index
+        num_targets = jnp.sum(jnp.where(of_source, row_targets, 0))
+        # `where`, not a product: a row of another source may have a loss that is not finite.
+        parts[f"loss/{name}"] = (jnp.sum(jnp.where(of_source, row_losses, 0)), num_targets)
         parts[f"total_tokens/{name}"] = Sum(num_targets)
     return loss._replace(parts=parts)

@@ -8,6 +8,7 @@ import jax
 
 
 def key(seed: int | jax.Array, name: str, step: int | jax.Array) -> jax.Array:
-    """The key for what `name` draws at `step`; seed and step may be traced. Different names or steps are independent."""
+    """Returns the key for what `name` draws at `step`; seed and step may be traced. Different names or steps are independent."""
+    # CRC32 and not `hash`, which differs between processes.
     named = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
     return jax.random.fold_in(named, step)

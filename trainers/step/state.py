@@ -1,8 +1,10 @@
-"""Everything a training run carries from step to step, as one pytree, and how it comes to be."""
+"""The state that a run carries from step to step, as one pytree, and how it is created."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
+from trainers.optim.param_groups import parameter_path
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
 from trainers.step import rng
@@ -22,21 +25,23 @@ from trainers.step import rng
 @dataclass(frozen=True)
 class TrainState:
     step: jax.Array
-    """int32: updates applied; drives schedules."""
+    """int32: the number of updates applied; it drives schedules."""
     batch_index: jax.Array
-    """int32: batches drawn; addresses data, and is what hosts and checkpoints call the step. Differs from `step` by the batches
-    whose update was not applied."""
+    """int32: the number of batches drawn. It addresses data, and is what hosts and checkpoints call the step. It differs from
+    `step` by the batches whose update was not applied."""
     params: Any
     opt_state: Any
     totals: dict[str, jax.Array]
-    """uint32[2] each (high, low word): `tokens` and `samples` trained on, and `samples_digest`, the sum over all samples of
-    a hash of (batch index, row, sample id): the same on any number of hosts, another if a sample came twice or not at all."""
+    """uint32[2] each (high, low word): `tokens` and `samples` trained on, and `samples_digest`: the sum over all samples of a
+    hash of (batch index, row, sample id). The digest is the same on any number of hosts, and differs if a sample came twice or
+    not at all."""
     sums: dict[str, jax.Array]
-    """float32[2] each (sum, what rounding has left out of it): the task's metrics whose names begin with `total_`."""
+    """float32[2] each (sum, what rounding has lost of it): the task's metrics whose names begin with `total_`, and the sums and
+    the weights of the running means (`mean_names`)."""
     loss_stats: dict[str, jax.Array]
-    """Of the losses of updates applied: `count` (int32), running `mean` and `variance` (float32)."""
+    """Statistics of the losses of applied updates: `count` (int32), running `mean` and `variance` (float32)."""
     scaler: dict[str, jax.Array] = field(default_factory=dict)
-    """Of the loss, for float16 (`trainers.step.loss_scale`); else empty."""
+    """The loss scaler for float16 (`trainers.step.loss_scale`); empty for other types."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +58,21 @@ class ModelParts:
 
 
 def abstract_model(task: Task, seed: int) -> tuple[ModelParts, Any, Any]:
-    """(parts, parameter shapes, logical axes), without touching a device."""
+    """Returns (parts, parameter shapes, logical axes), without touching a device."""
+    # Shapes alone: a standby does this too, and touches no device.
     model = nnx.eval_shape(lambda: task.build_model(nnx.Rngs(rng.key(seed, "init", 0))))
     graph, template = nnx.split(model, nnx.Param)
     return ModelParts(graph, template), nnx.to_pure_dict(template), logical_axes(template)
 
 
 def logical_axes(template: Any) -> Any:
-    """The logical axis names of each parameter, from its NNX metadata `logical_axes`; one without them is replicated."""
+    """Returns the logical axis names of each parameter, from its NNX metadata `logical_axes`; a parameter without them is
+    replicated."""
 
     def names(variable: nnx.Variable) -> tuple[str | None, ...]:
         return tuple(variable.get_metadata().get("logical_axes", (None,) * variable.ndim))
 
-    # A variable is a leaf here: its metadata would be gone one level further down.
+    # A variable is a leaf here: the arrays inside it no longer have its metadata.
     return jax.tree.map(names, nnx.to_pure_dict(template, extract_fn=lambda variable: variable), is_leaf=_is_variable)
 
 
@@ -83,10 +90,20 @@ def initial_parameters(task: Task, seed: int) -> Any:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
+def with_loaded(params: Any, loaded: Mapping[str, jax.Array]) -> Any:
+    """Returns the parameters with those of `loaded` in their places, by name, cast to their types. Traced."""
+
+    def choose(path: Any, leaf: jax.Array) -> jax.Array:
+        name = parameter_path(path)
+        return loaded[name].astype(leaf.dtype) if name in loaded else leaf
+
+    return jax.tree_util.tree_map_with_path(choose, params)
+
+
 def state_from_parameters(
     params: Any, optimizer: optax.GradientTransformation, layout: Layout, scaler: dict[str, jax.Array]
 ) -> TrainState:
-    """The state at step 0 with these parameters; `layout`: that of the step's metrics."""
+    """Returns the state at step 0 with these parameters. `layout` is that of the step's metrics."""
     totals = {name: jnp.zeros(2, jnp.uint32) for name in ("tokens", "samples", "samples_digest")}
     zero = jnp.zeros((), jnp.int32)
     stats = {"count": zero, "mean": jnp.zeros((), jnp.float32), "variance": jnp.zeros((), jnp.float32)}
@@ -96,60 +113,85 @@ def state_from_parameters(
         params=params,
         opt_state=optimizer.init(params),
         totals=totals,
-        sums={name: jnp.zeros(2, jnp.float32) for name in total_names(layout)},
+        sums={name: jnp.zeros(2, jnp.float32) for name in (*total_names(layout), *itertools.chain(*mean_names(layout).values()))},
         loss_stats=stats,
         scaler=scaler,
     )
 
 
 def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> Any:
-    """Where each leaf of the state lies: parameters by the logical axis rules, moments beside them, the rest replicated."""
+    """Returns the sharding of each leaf of the state: parameters by the logical axis rules, moments like their parameters, the
+    rest replicated."""
     params = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), abstract.params, axes)
-    everywhere: Any = meshes.replicated(mesh)
+    replicated: Any = meshes.replicated(mesh)  # typed as what it stands for: a leaf
     return TrainState(
-        step=everywhere,
-        batch_index=everywhere,
+        step=replicated,
+        batch_index=replicated,
         params=params,
         opt_state=meshes.like_parameters(mesh, abstract.opt_state, params, abstract.params),
-        totals=jax.tree.map(lambda _: everywhere, abstract.totals),
-        sums=jax.tree.map(lambda _: everywhere, abstract.sums),
-        loss_stats=jax.tree.map(lambda _: everywhere, abstract.loss_stats),
-        scaler=jax.tree.map(lambda _: everywhere, abstract.scaler),
+        totals=jax.tree.map(lambda _: replicated, abstract.totals),
+        sums=jax.tree.map(lambda _: replicated, abstract.sums),
+        loss_stats=jax.tree.map(lambda _: replicated, abstract.loss_stats),
+        scaler=jax.tree.map(lambda _: replicated, abstract.scaler),
     )
 
 
 def with_shardings(abstract: TrainState, shardings: TrainState) -> TrainState:
-    return jax.tree.map(lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), abstract, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract, shardings
+    )
 
 
 def wide(words: Any) -> int:
-    """The Python integer of a (high, low) pair of uint32."""
+    """Returns the Python integer of a (high, low) pair of uint32."""
     high, low = (int(word) for word in words)
     return (high << 32) | low
 
 
 def add_wide(total: jax.Array, amount: jax.Array) -> jax.Array:
-    """(high, low) + amount (uint32), with carry: exact where float32, and 32 bits, are not."""
+    """Returns (high, low) + amount (uint32), with carry: exact where float32, or 32 bits, would not be."""
+    # JAX has no 64-bit integers without x64: hence two words.
     low = total[1] + amount
+    # Unsigned addition wraps: a sum that is less than what was added has carried.
     carry = (low < amount).astype(jnp.uint32)
     return jnp.stack([total[0] + carry, low])
 
 
 def total_names(layout: Layout) -> tuple[str, ...]:
-    """The metrics that go on over restarts."""
+    """Returns the names of the metrics that continue over restarts."""
     kinds = zip(layout.names, layout.kinds, strict=True)
     return tuple(name for name, kind in kinds if kind is Kind.TOTAL)
 
 
-def add_sums(sums: dict[str, jax.Array], layout: Layout, measured: MetricSums) -> tuple[MetricSums, dict[str, jax.Array]]:
-    """(what a step measured, with the totals since the run began in place of what it adds to them; these totals).
+def mean_names(layout: Layout) -> dict[str, tuple[str, str]]:
+    """Returns the names in the state of the (sum, weight) of each running mean, by the name of its metric."""
+    return {name: (f"mean_{name}", f"mean_{name}/weight") for name in layout.means}
 
-    Compensated (Kahan, 1965): a total of a billion steps is as exact as its largest addend."""
-    out = {}
-    for name, total in sums.items():
+
+def add_sums(sums: dict[str, jax.Array], layout: Layout, step_metrics: MetricSums) -> tuple[MetricSums, dict[str, jax.Array]]:
+    """Adds a step to the sums since the run began. Returns the step's metrics with the new totals and running means in their
+    rows, and the new sums."""
+    new_sums = {}
+    for name in total_names(layout):
         row = layout.names.index(name)
-        amount = measured[row, 0] - total[1]
-        new = total[0] + amount
-        out[name] = jnp.stack([new, (new - total[0]) - amount])
-        measured = measured.at[row].set(jnp.stack([new, jnp.ones((), jnp.float32)]))
-    return measured, out
+        new_sums[name] = _add_compensated(sums[name], step_metrics[row, 0])
+        # Weight 1: the total has a value also at a step that added nothing to it.
+        step_metrics = step_metrics.at[row].set(jnp.stack([new_sums[name][0], jnp.ones((), jnp.float32)]))
+    for name, (sum_name, weight_name) in mean_names(layout).items():
+        value, weight = step_metrics[layout.names.index(name)]
+        # A value of weight 0 may be NaN, which would stay in the sum.
+        new_sums[sum_name] = _add_compensated(sums[sum_name], jnp.where(weight > 0, value, 0.0))
+        new_sums[weight_name] = _add_compensated(sums[weight_name], weight)
+        total_weight = new_sums[weight_name][0]
+        mean = jnp.where(total_weight > 0, new_sums[sum_name][0] / total_weight, 0.0)
+        pair = jnp.stack([mean, (total_weight > 0).astype(jnp.float32)])
+        step_metrics = step_metrics.at[layout.names.index(f"mean_{name}")].set(pair)
+    return step_metrics, new_sums
+
+
+def _add_compensated(total: jax.Array, amount: jax.Array) -> jax.Array:
+    """Returns the float32[2] of a sum (Kahan, 1965): its rounding error does not grow with the number of steps."""
+    amount = amount - total[1]
+    new = total[0] + amount
+    # Algebraically 0. In float32 it is what rounding has added too much; the next step takes it off again.
+    return jnp.stack([new, (new - total[0]) - amount])

@@ -1,4 +1,4 @@
-"""The mathematics of one training step and one evaluation step: pure functions, jitted by `compile.py`."""
+"""The mathematics of one training step and one evaluation step: pure functions, jitted by their caller."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import optax
 
 from trainers.config import ParameterGroup
 from trainers.config.arguments import TrainingArguments
-from trainers.metrics import histograms as distributions
+from trainers.metrics import histograms
 from trainers.metrics.accumulator import Kind, Layout, MetricSums, count
 from trainers.metrics.histograms import parameter_names, parameter_norms
-from trainers.optim import param_groups as groups
-from trainers.optim.optimizers import parameters_to_evaluate
+from trainers.optim.optimizers import group_rates, parameters_to_evaluate
+from trainers.optim.param_groups import apply_updates, completed, rate_names, trainable, with_zeros
 from trainers.protocol import Batch, Loss
+from trainers.step.clip import clip
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats
 from trainers.step.loss import LossFunction, scales_of
 from trainers.step.loss_scale import overflow, update_scaler
@@ -34,33 +35,46 @@ STEP_METRICS = {
     "total_tokens": Kind.COUNT,
     "total_samples": Kind.COUNT,
 }
-"""Of the step itself, after those of the task's loss. `skipped_batches` counts updates that were not applied; all others are of
-updates that were."""
+"""The metrics of the step itself; they follow those of the task's loss. `skipped_batches` counts updates that were not applied;
+all others cover only updates that were."""
+
+ForwardBackward = Callable[[Callable[[Any, Batch], tuple[jax.Array, Loss]], Any, Batch], tuple[tuple[jax.Array, Loss], Any]]
+"""(objective, parameters, micro-batch) -> ((value, loss), gradients), like `jax.value_and_grad(objective, has_aux=True)`."""
+
+EVALUATION_COUNTS = {"counted/tokens": Kind.SUM, "counted/samples": Kind.SUM}
+"""What an evaluation counts beside the metrics of the loss, for its rates."""
 
 MicroStepHook = Callable[[Loss, Any, Batch], tuple[Loss, Any]]
 """(loss, gradients, micro-batch) -> (loss, gradients): sums over the micro-batch's targets. Pure and traced."""
 
 
-def step_metrics(params: Any, arguments: TrainingArguments) -> dict[str, Kind]:
-    """STEP_METRICS, and those that were asked for."""
+def step_metrics(params: Any, arguments: TrainingArguments, param_groups: Sequence[ParameterGroup]) -> dict[str, Kind]:
+    """Returns STEP_METRICS, those that the arguments ask for, and the learning rates of the groups."""
     norms = parameter_names(params) if arguments.metrics.per_parameter_grad_norm else ()
     scale = {"loss_scale": Kind.LAST} if arguments.dtype == "float16" else {}
-    return {**STEP_METRICS, **scale, **{f"grad_norm/{name}": Kind.MEAN for name in norms}}
+    means = {f"mean_{name}": Kind.LAST for name in arguments.metrics.running_means}
+    return {
+        **STEP_METRICS,
+        **scale,
+        **means,
+        **dict.fromkeys(rate_names(param_groups), Kind.LAST),
+        **{f"grad_norm/{name}": Kind.MEAN for name in norms},
+    }
 
 
 class StepOutput(NamedTuple):
     state: TrainState
     metric_sums: MetricSums
     reduced: jax.Array
-    """int32[len(REDUCED)]: what all hosts get of this step."""
-    measured: MetricSums
+    """int32[len(REDUCED)]: the result of this step for all hosts."""
+    step_metrics: MetricSums
     """What this step added to the metric sums."""
     distributions: jax.Array | None = None
-    """Of `histograms.measure`; None if they are off."""
+    """The result of `histograms.measure`; None if histograms are off."""
 
 
 class Sums(NamedTuple):
-    """Over the micro-batches of a step."""
+    """Sums over the micro-batches of a step."""
 
     loss_sum: jax.Array
     num_targets: jax.Array
@@ -78,56 +92,66 @@ def make_train_step(
     arguments: TrainingArguments,
     on_micro_step: MicroStepHook | None = None,
     param_groups: Sequence[ParameterGroup] = (),
+    forward_backward: ForwardBackward | None = None,
 ) -> Callable[[TrainState, MetricSums, Batch, jax.Array], StepOutput]:
-    """The function (state, metric_sums, batch, flags) -> StepOutput. `layout` is that of the loss's metrics and STEP_METRICS.
+    """Returns the function (state, metric_sums, batch, flags) -> StepOutput. `layout` is that of the loss's metrics and
+    STEP_METRICS.
 
     `batch` leaves are [accumulation_steps, micro_batch, ...]. Gradients are sums over targets, divided once by the number of
-    targets of the whole global batch: exact for ragged targets at any accumulation and on any number of hosts.
-    `flags` is int32[num_devices, len(FLAGS)], a host's in the rows of its devices; every host gets `reduced` (REDUCED), so that
-    all take the same decision at the same step without a collective of their own.
-    With any status but APPLIED all of the state but `batch_index` stays as it was, whatever was computed: to skip a batch on
-    order is, bit for bit, to find it bad. Such a batch is counted in the metric sums, and adds
-    nothing else to them. Only an overflow of
-    float16 also changes the scale of the loss.
-    Of frozen parameters (`param_groups`) there are no gradients; `optimizer` is one that `groups.freezing` gives.
+    targets of the whole global batch. This is exact for ragged targets, at any accumulation and on any number of hosts.
+
+    `flags` is int32[num_devices, len(FLAGS)]: a host fills the rows of its devices. Every host gets the same `reduced`
+    (REDUCED), so that all take the same decision at the same step without a further collective.
+
+    With any status but APPLIED the whole state except `batch_index` stays as it was, whatever was computed. Skipping a batch on
+    order is therefore, bit for bit, the same as finding it bad. Such a batch is counted in the metric sums, and adds nothing
+    else to them. Only an overflow of float16 also changes the scale of the loss.
+
+    Frozen parameters (`param_groups`) have no gradients; `optimizer` must come from `trainers.optim.param_groups.freezing`.
     """
 
+    rates_of_groups = group_rates(arguments.optimizer, schedule, param_groups)
+
     def train_step(state: TrainState, metric_sums: MetricSums, batch: Batch, flags: jax.Array) -> StepOutput:
-        sums = accumulate(loss_function, layout, on_micro_step, state, batch, param_groups)
-        num_targets = jnp.maximum(sums.num_targets, 1.0)
-        mean_loss = sums.loss_sum / num_targets
-        gradients = jax.tree.map(lambda g: g / num_targets.astype(g.dtype), sums.gradients)
+        sums = accumulate(loss_function, layout, on_micro_step, state, batch, param_groups, forward_backward)
+        mean_loss, gradients = means(sums)
+        # Before clipping: this is the norm that is published and checked.
         norm = optax.tree.norm(gradients)
-        # Of the gradients as they are before they are clipped, like the norm of all.
         norms = parameter_norms(gradients) if arguments.metrics.per_parameter_grad_norm else {}
-        whole = groups.with_zeros(gradients, state.params)
-        measured_arrays = distributions.measure(state.params, whole, state.batch_index, arguments.distributions)
+        all_gradients = with_zeros(gradients, state.params)
+        # Parameters before the update, gradients before clipping: both as this step's loss has seen them.
+        bins = histograms.measure(state.params, all_gradients, state.batch_index, arguments.distributions)
         clipped = clip(gradients, norm, arguments.optimizer.max_grad_norm)
         updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
         finite, overflowed = jnp.isfinite(mean_loss), overflow(state.scaler, norm, arguments.loss_scale)
         if overflowed is None:
-            finite &= jnp.isfinite(norm)
+            finite &= jnp.isfinite(norm)  # with a scaled loss, a norm that is not finite is an overflow, and no anomaly
         reduced = reduce_flags(flags, mean_loss, finite, state.loss_stats, arguments.anomalies, overflowed)
-        verdict = reduced[REDUCED.index("verdict")]
-        applied, scaler = verdict == UpdateStatus.APPLIED, update_scaler(state.scaler, verdict, arguments.loss_scale)
+        status = reduced[REDUCED.index("status")]
+        applied, scaler = status == UpdateStatus.APPLIED, update_scaler(state.scaler, status, arguments.loss_scale)
+        # Counted for every batch; `keep_unless` takes it back if the update is not applied.
         totals = count_samples(state.totals, state.batch_index, batch, sums.num_tokens, arguments.micro_batch_size)
         loss_stats = update_stats(state.loss_stats, mean_loss, arguments.anomalies.spike_decay)
-        scalars = {"grad_norm": norm, "learning_rate": schedule(state.step), "mean_loss": loss_stats["mean"], **norms}
+        # By `state.step`, not by the batch index: batches that were skipped do not move the schedule.
+        rates = {name: rate(state.step) for name, rate in {"learning_rate": schedule, **rates_of_groups}.items()}
+        scalars = {"grad_norm": norm, **rates, "mean_loss": loss_stats["mean"], **norms}
         step_metrics, new_sums = measure_step(layout, state, sums, batch, totals, scalars, applied)
-        new_state = TrainState(
-            step=state.step + 1,
-            batch_index=state.batch_index,
-            params=groups.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            totals=totals,
-            sums=new_sums,
-            loss_stats=loss_stats,
-            scaler=dict(state.scaler),
+        params = apply_updates(state.params, updates)
+        new_state = dataclasses.replace(
+            state, step=state.step + 1, params=params, opt_state=opt_state, totals=totals, sums=new_sums, loss_stats=loss_stats
         )
+        # The batch counts as drawn, and the scaler changes, with any status: otherwise the next step would draw it again.
         kept = dataclasses.replace(keep_unless(applied, new_state, state), batch_index=state.batch_index + 1, scaler=scaler)
-        return StepOutput(kept, layout.combine(metric_sums, step_metrics), reduced, step_metrics, measured_arrays)
+        return StepOutput(kept, layout.combine(metric_sums, step_metrics), reduced, step_metrics, bins)
 
     return train_step
+
+
+def means(sums: Sums) -> tuple[jax.Array, Any]:
+    """Returns the mean loss and the mean gradients over the targets of the global batch."""
+    # A batch of padding alone must give a loss of 0, and not NaN.
+    num_targets = jnp.maximum(sums.num_targets, 1.0)
+    return sums.loss_sum / num_targets, jax.tree.map(lambda g: g / num_targets.astype(g.dtype), sums.gradients)
 
 
 def measure_step(
@@ -139,24 +163,42 @@ def measure_step(
     scalars: Mapping[str, jax.Array],
     applied: jax.Array,
 ) -> tuple[MetricSums, dict[str, Any]]:
-    """The metrics of one step, and the sums that its state keeps (`totals` are those after it). Of an update that was not
-    applied, the metrics say only that it was not."""
+    """Returns the metrics of one step, and the totals for its state (`totals` are those after the step). If the update was not
+    applied, the metrics say only that."""
     counts = {"skipped_batches": 0.0, "tokens": sums.num_tokens, "samples": jnp.sum(batch["weight"] > 0)}
-    totalled = {f"total_{name}": count(totals[name]) for name in ("tokens", "samples")}
     scale_used = {"loss_scale": (state.scaler["scale"], 1.0)} if state.scaler else {}
-    pairs = layout.pairs({name: (value, 1.0) for name, value in {**scalars, **counts}.items()} | totalled | scale_used)
+    values = {name: (value, 1.0) for name, value in {**scalars, **counts}.items()}
+    pairs = layout.pairs(values | totals_so_far(totals) | scale_used)
     step_metrics, new_sums = add_sums(state.sums, layout, sums.metric_sums + pairs)
     left_out = layout.pairs({"skipped_batches": (1.0, 1.0), **scale_used})
+    # Both are [num_metrics, 2].
     return jnp.where(applied, step_metrics, left_out), new_sums
 
 
-def make_eval_step(loss_function: LossFunction, layout: Layout) -> Callable[[TrainState, MetricSums, Batch], MetricSums]:
-    """The function (state, metric_sums, batch) -> metric_sums, of the loss's metrics alone. Nothing but the sums is donated."""
+def totals_so_far(totals: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    return {f"total_{name}": count(totals[name]) for name in ("tokens", "samples")}
 
-    def eval_step(state: TrainState, metric_sums: MetricSums, batch: Batch) -> MetricSums:
+
+def make_eval_step(loss_function: LossFunction, layout: Layout, *, predicts: bool = False) -> Callable[..., Any]:
+    """Returns the function (state, metric_sums, batch) -> metric_sums, for the loss's metrics alone. It donates only the sums.
+
+    With `predicts` it returns (metric_sums, (predictions, rows)): the task's predictions, and the rows of the batch that they
+    are of, with leaves [rows, ...].
+    """
+
+    def eval_step(state: TrainState, metric_sums: MetricSums, batch: Batch) -> Any:
         params = parameters_to_evaluate(state.opt_state, state.params)
-        loss = loss_function(params, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch), state.step)
-        return layout.combine(metric_sums, loss_pairs(layout, loss), steps=False)
+        # [accumulation_steps, rows, ...] -> [rows, ...]: without gradients there is nothing to accumulate.
+        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+        loss = loss_function(params, rows, state.step)
+        num_tokens = loss.num_targets if loss.num_tokens is None else loss.num_tokens
+        counts = {"counted/tokens": (num_tokens, 1.0), "counted/samples": (jnp.sum(rows["weight"] > 0), 1.0)}
+        pairs = layout.pairs({"loss": (loss.loss_sum, loss.num_targets), **loss.parts, **counts})
+        metric_sums = layout.combine(metric_sums, pairs, steps=False)
+        if not predicts:
+            return metric_sums
+        # In the same program as the loss: the compiler computes the model once for both.
+        return metric_sums, (loss_function.predictions(params, rows, state.step), rows)
 
     return eval_step
 
@@ -168,61 +210,77 @@ def accumulate(
     state: TrainState,
     batch: Batch,
     param_groups: Sequence[ParameterGroup] = (),
+    forward_backward: ForwardBackward | None = None,
 ) -> Sums:
-    """Over the micro-batches (first dimension of every leaf). In the place of the gradients of frozen parameters is None."""
+    """Returns the sums over the micro-batches (the first dimension of every leaf). Frozen parameters have None in place of a
+    gradient."""
     first = jax.tree.map(lambda leaf: leaf[0], batch)
     scales = None
+    # By shapes alone: asking whether the loss has terms computes nothing.
     if jax.eval_shape(loss_function.term_targets, state.params, first, state.step):
-        counts = _scan_sums(lambda one: loss_function.term_targets(state.params, one, state.step), _add, batch)
+        # A pass before the gradients: each term's mean is over the whole global batch, of which a micro-batch is a part.
+        counts = _scan_sums(lambda micro_batch: loss_function.term_targets(state.params, micro_batch, state.step), _add, batch)
         scales = scales_of(counts)
 
-    trained, loss_scale = groups.trainable(param_groups, state.params), state.scaler.get("scale", 1.0)
+    trained, loss_scale = trainable(param_groups, state.params), state.scaler.get("scale", 1.0)
 
     def objective(trained: Any, micro_batch: Batch) -> tuple[jax.Array, Loss]:
-        loss = loss_function(groups.completed(trained, state.params), micro_batch, state.step, scales)
+        loss = loss_function(completed(trained, state.params), micro_batch, state.step, scales)
+        # float32 before the scale: a scaled sum of many losses would overflow float16.
         return loss.loss_sum.astype(jnp.float32) * loss_scale, loss
 
     def micro(micro_batch: Batch) -> Sums:
-        (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(trained, micro_batch)
+        # By the trained parameters alone: for frozen ones no gradient is computed.
+        if forward_backward is None:
+            (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(trained, micro_batch)
+        else:
+            (_, loss), gradients = forward_backward(objective, trained, micro_batch)
+        # Before the user's hook and before the sum: both work with gradients of the true size.
         gradients = jax.tree.map(lambda g: g / loss_scale, gradients) if state.scaler else gradients
         if on_micro_step is not None:
             loss, gradients = on_micro_step(loss, gradients, micro_batch)
         num_targets = jnp.asarray(loss.num_targets)
         tokens = num_targets if loss.num_tokens is None else jnp.asarray(loss.num_tokens)
         return Sums(
+            # float32 in any case: the carry of the scan must keep its types.
             loss.loss_sum.astype(jnp.float32),
             num_targets.astype(jnp.float32),
+            # As an integer: float32 counts exactly to 2**24 only.
             tokens.astype(jnp.uint32),
             loss_pairs(layout, loss),
             gradients,
         )
 
-    def add(one: Sums, other: Sums) -> Sums:
-        return _add(one, other)._replace(metric_sums=layout.combine(one.metric_sums, other.metric_sums, steps=False))
+    def add(total: Sums, addend: Sums) -> Sums:
+        # Metrics are not all sums: some are maxima, or the newest value.
+        metric_sums = layout.combine(total.metric_sums, addend.metric_sums, steps=False)
+        return _add(total, addend)._replace(metric_sums=metric_sums)
 
     sums = _scan_sums(micro, add, batch)
-    return sums._replace(metric_sums=_weighed(layout, sums)) if scales else sums
+    return sums._replace(metric_sums=_with_loss_weight(layout, sums)) if scales else sums
 
 
-def _weighed(layout: Layout, sums: Sums) -> MetricSums:
-    """The total of a loss that is a dict weighs as much as its first term has targets: 1, if only other terms have any."""
+def _with_loss_weight(layout: Layout, sums: Sums) -> MetricSums:
+    """Returns the metric sums with the weight of the total loss set to the targets of its first term. It is 1 if only other
+    terms have targets."""
     row = layout.names.index("loss")
     weight = jnp.where(sums.num_targets > 0, sums.num_targets, (sums.loss_sum != 0).astype(jnp.float32))
     return sums.metric_sums.at[row, 1].set(weight)
 
 
 def _scan_sums(function: Callable, add: Callable, batch: Batch) -> Any:
-    """`add` of what `function` gives for each micro-batch, in order; floating-point sums in float32 at least."""
+    """Returns the sum (by `add`) of `function` over the micro-batches, in order. Floating-point sums are float32 at least."""
     first = jax.tree.map(lambda leaf: leaf[0], batch)
     if jax.tree.leaves(batch)[0].shape[0] == 1:
-        return function(first)
+        return function(first)  # a scan of one would only cost time to compile
 
     def wide(leaf: Any) -> Any:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32) if floating else leaf.dtype)
 
     zeros = jax.tree.map(wide, jax.eval_shape(function, first))
-    total, _ = jax.lax.scan(lambda sums, one: (add(sums, function(one)), None), zeros, batch)
+    # A scan and no Python loop: the program does not grow with the number of micro-batches.
+    total, _ = jax.lax.scan(lambda sums, micro_batch: (add(sums, function(micro_batch)), None), zeros, batch)
     return total
 
 
@@ -230,17 +288,10 @@ def loss_pairs(layout: Layout, loss: Loss) -> MetricSums:
     return layout.pairs({"loss": (loss.loss_sum, loss.num_targets), **loss.parts})
 
 
-def clip(gradients: Any, norm: jax.Array, max_norm: float | None) -> Any:
-    """Scaled down to a global norm of `max_norm`, if theirs is greater."""
-    if max_norm is None:
-        return gradients
-    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-6))
-    return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients)
-
-
 def keep_unless(apply: jax.Array, new: Any, old: Any) -> Any:
+    # `where`, not arithmetic: the new values may be NaN.
     return jax.tree.map(lambda a, b: jnp.where(apply, a, b), new, old)
 
 
-def _add(one: Any, other: Any) -> Any:
-    return jax.tree.map(jnp.add, one, other)
+def _add(left: Any, right: Any) -> Any:
+    return jax.tree.map(jnp.add, left, right)

@@ -1,8 +1,8 @@
-"""Small JSON documents in a run's storage: written whole, never appended to, renamed or locked.
+"""Small JSON documents in a run's storage: always written whole, never appended to, renamed or locked.
 
-The run's storage may be a bucket, so nothing here asks for more than an object store gives: read an object, replace it
-whole, create it if it is absent, list a prefix. A local path gets the same guarantees from a temporary file beside it. Mounted
-storage may be able to do less than a local disk: `check_writable` says what is missing.
+The run's storage may be a bucket. So only what an object store can do is used here: read an object, replace it whole, create it
+if it is absent, list a prefix. On a local path a temporary file gives the same guarantees. Mounted storage may be able to do
+less than a local disk: `check_writable` says what is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANOTHER_STORAGE = (
 
 
 class StorageError(Exception):
-    """The run's storage cannot be used, or holds a document that is damaged."""
+    """The run's storage cannot be used, or has a damaged document."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -39,7 +39,7 @@ def join(folder: str | os.PathLike[str], *names: str) -> str:
 
 
 def write_json(path: str | os.PathLike[str], data: Any) -> None:
-    """Replaces the document at once: a reader finds the old one or the new one, never a part."""
+    """Replaces the document atomically: a reader finds the old one or the new one, never a part."""
     text = json.dumps(data, indent=1) + "\n"
     if is_url(path):
         filesystem, name = _remote(path)
@@ -50,10 +50,10 @@ def write_json(path: str | os.PathLike[str], data: Any) -> None:
 
 
 def create_json(path: str | os.PathLike[str], data: Any) -> bool:
-    """Writes the document if there is none, and says whether it did: of several writers at most one is told True.
+    """Writes the document if there is none, and returns whether it did. Of several writers at most one gets True.
 
-    Where the file system has no hard links, a reader may find the document empty or in part while it is written: `read_json` then
-    raises StorageError, and the document has its writer all the same.
+    If the file system has no hard links, a reader may find the document empty or incomplete while it is written. `read_json`
+    then raises StorageError; the document belongs to its writer all the same.
     """
     text = json.dumps(data, indent=1) + "\n"
     if is_url(path):
@@ -64,7 +64,7 @@ def create_json(path: str | os.PathLike[str], data: Any) -> bool:
         os.link(temporary, path)
     except OSError as error:
         if _was_linked(temporary):
-            return True  # the file server did it, and its answer was lost: asked again, it said that the name exists
+            return True  # the server made the link and its answer was lost; the client's retry then found the name
         return not isinstance(error, FileExistsError) and _create_exclusively(os.fspath(path), text)
     finally:
         os.unlink(temporary)
@@ -72,7 +72,7 @@ def create_json(path: str | os.PathLike[str], data: Any) -> bool:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any | None:
-    """The document, or None where there is none. Raises StorageError when it is not JSON."""
+    """Returns the document; None if there is none. Raises StorageError if it is not JSON."""
     try:
         text = _read_remote(path) if is_url(path) else _read_local(path)
     except FileNotFoundError:
@@ -84,11 +84,11 @@ def read_json(path: str | os.PathLike[str]) -> Any | None:
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Raises OSError where nobody can tell."""
+    """Whether the document exists. Raises OSError if that cannot be found out."""
     try:
         if is_url(path):
             filesystem, name = _remote(path)
-            filesystem.info(name)  # its `exists` takes every error for "no"
+            filesystem.info(name)  # not `exists`, which returns False for every error
         else:
             os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -97,7 +97,7 @@ def exists(path: str | os.PathLike[str]) -> bool:
 
 
 def delete(path: str | os.PathLike[str]) -> None:
-    """Removes one document. Raises FileNotFoundError where there is none."""
+    """Removes one document. Raises FileNotFoundError if there is none."""
     if not is_url(path):
         os.unlink(path)
         return
@@ -106,8 +106,8 @@ def delete(path: str | os.PathLike[str]) -> None:
 
 
 def check_writable(run_dir: str | os.PathLike[str]) -> None:
-    """Makes the run's folder, and tries in it all that a run will ask of its storage. Raises StorageError with the reason and
-    what to do about it."""
+    """Creates the run's folder, and tries everything in it that a run needs of its storage. Raises StorageError with the reason
+    and what to do about it."""
     token = uuid.uuid4().hex
     probe = join(run_dir, f".probe-{token}")
     try:
@@ -118,7 +118,7 @@ def check_writable(run_dir: str | os.PathLike[str]) -> None:
         if not is_url(run_dir):
             _try_to("rename a folder in", run_dir, lambda: _rename_a_folder(f"{probe}-from", f"{probe}-to"))
     finally:
-        with suppress(OSError):  # what could be written can be deleted; else that is not what is wrong
+        with suppress(OSError):  # best effort: a failure here is not the problem to report
             delete(probe)
 
 
@@ -131,7 +131,7 @@ def _try_to(do: str, run_dir: str | os.PathLike[str], work: Callable[[], Any]) -
 
 
 def _rename_a_folder(source: str, target: str) -> None:
-    """With a file in it, as a checkpoint gets its name."""
+    """Renames a folder with a file in it, as a checkpoint is renamed."""
     os.mkdir(source)
     folder = source
     try:
@@ -146,10 +146,11 @@ def _rename_a_folder(source: str, target: str) -> None:
 
 
 def _remote(path: str | os.PathLike[str]) -> tuple[Any, str]:
-    """The filesystem of a URL, asked anew each time what it holds, and the path in it."""
+    """Returns the filesystem of a URL, with an empty cache, and the path in it."""
     import fsspec  # Costs 0.1 s: not paid by a run on a local folder.
 
     filesystem, name = fsspec.core.url_to_fs(os.fspath(path))
+    # fsspec keeps listings: an old one would hide what another process has written.
     filesystem.invalidate_cache()
     return filesystem, name
 
@@ -157,6 +158,7 @@ def _remote(path: str | os.PathLike[str]) -> tuple[Any, str]:
 def _create_remote(path: str | os.PathLike[str], text: str) -> bool:
     filesystem, name = _remote(path)
     try:
+        # The object store itself decides who was first: a look beforehand would leave a gap.
         filesystem.pipe_file(name, text.encode(), mode="create")
     except FileExistsError:
         return False
@@ -174,14 +176,14 @@ def _read_local(path: str | os.PathLike[str]) -> str:
 
 
 def _write_beside(path: str, text: str) -> str:
-    """A finished file in the folder of `path`, under a name that nobody else uses."""
+    """Writes a finished file in the folder of `path`, under a unique name, and returns its path."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
         with open(temporary, "x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            durable.sync(file.fileno())  # Without it a power cut can leave the new name on an empty file.
+            durable.sync(file.fileno())  # without it a power cut can leave the new name on an empty file
     except OSError:
         if os.path.exists(temporary):
             os.unlink(temporary)
@@ -190,11 +192,13 @@ def _write_beside(path: str, text: str) -> str:
 
 
 def _was_linked(temporary: str) -> bool:
+    # A second name for this file can only be the one that was to be created.
     return os.stat(temporary).st_nlink > 1
 
 
 def _create_exclusively(path: str, text: str) -> bool:
-    """On a file system without hard links. A mounted bucket may say only when the file is closed that another one came first."""
+    """Creates the file on a file system without hard links. A mounted bucket may report only on close that another file came
+    first."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
@@ -203,9 +207,11 @@ def _create_exclusively(path: str, text: str) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
+        # So a mounted bucket reports, on close, that another writer came first.
         if error.errno == errno.ESTALE:
             return False
         with suppress(OSError):
-            os.unlink(path)  # ours: it holds nobody's place
+            os.unlink(path)  # it is ours: left there, it would block every later writer
         raise
+    # A mounted bucket may accept two writers; the contents show which one won.
     return _read_local(path) == text

@@ -1,4 +1,4 @@
-"""Files that outlive a power cut, on file systems that can do less than a local disk. Without JAX."""
+"""Writes files that survive a power cut, on file systems that can do less than a local disk. Without JAX."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import uuid
 from pathlib import Path
 
 NOT_OFFERED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""A file system that has no fsync, or none for folders, says one of these: then it has its own time at which data is safe."""
+"""The errors of a file system that has no fsync, or none for folders. It decides by itself when data is safe."""
 
 
 def write(path: Path, text: str) -> None:
-    """All of it or nothing, also after a power cut. Nobody else may write it at the same time. Raises OSError."""
+    """Writes the file atomically, also with regard to a power cut. Nobody else may write it at the same time. Raises OSError."""
     _write(path, path.with_name(f"{path.name}.tmp"), text.encode(), 0o666)
 
 
 def write_shared(path: Path, contents: bytes, mode: int) -> None:
-    """The same, where several may write it at the same time: the last one wins. The umask applies to `mode`.
+    """Like `write`, but several processes may write at the same time: the last one wins. The umask applies to `mode`.
 
     A process that is killed leaves a file whose name ends in `.tmp`, which no later write replaces.
     """
@@ -26,19 +26,23 @@ def write_shared(path: Path, contents: bytes, mode: int) -> None:
 
 def _write(path: Path, temporary: Path, contents: bytes, mode: int) -> None:
     try:
+        # By `os.open`, for the mode: a chmod afterwards would leave a moment with other rights.
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
             file.write(contents)
             file.flush()
             sync(file.fileno())
+        # Only after the sync: otherwise a power cut could leave the new name on an empty file.
         os.replace(temporary, path)
+    # Whatever ended the write: a temporary file with a unique name would stay for ever.
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    # The folder too: its new entry could be lost in a power cut although the file is not.
     sync_folder(path.parent)
 
 
 def sync(descriptor: int) -> None:
-    """Returns when what was written is on the disk, where the file system can tell. Raises OSError: no room, a failed disk."""
+    """Returns when the written data is on the disk, if the file system can tell. Raises OSError (no room, a failed disk)."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -47,11 +51,11 @@ def sync(descriptor: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes new names in `folder` outlive a power cut."""
+    """Makes new names in `folder` survive a power cut."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except IsADirectoryError:
-        return  # some file systems open no folder
+        return  # some file systems cannot open folders
     try:
         sync(descriptor)
     finally:

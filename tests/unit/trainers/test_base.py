@@ -113,6 +113,28 @@ def test_a_stop_request_saves_the_state_and_says_why(tmp_path, events, reason):
     assert made.output.checkpoint_path == str(tmp_path / "run" / "checkpoints" / str(int(state.step)))
 
 
+def test_one_sentence_ends_training_on_all_hosts_and_saves(tmp_path, events):
+    class Enough(Callback):
+        def on_step_end(self, state, **kwargs):
+            if state.global_step in (5, 6):
+                runtime.request_stop("the loss is low enough")
+
+    made = trainer(tmp_path, Enough(), max_num_steps=1000, checkpoint={})
+    state = made.train()
+    assert made.output.stop_reason is StopReason.REQUESTED
+    assert of(events, "saved")[-1]["step"] == int(state.step) < 1000
+    assert [note["message"] for note in of(events, "note")] == ["training is asked to stop: the loss is low enough"]
+
+
+def test_who_inherits_the_protocol_must_define_it_all(tmp_path):
+    class Half(TrainerProtocol):
+        def train(self, model_parameters=None, state=None):
+            return None
+
+    with pytest.raises(TypeError, match=r"abstract method.* configure_dataloaders, configure_functions, .*save_pretrained"):
+        Half()
+
+
 def test_a_time_limit_stops(tmp_path, events):
     made = trainer(tmp_path, max_num_steps=None, time_limit="1s", publish_every_steps=1000, optimizer=FIXED)
     made.train()
@@ -144,19 +166,35 @@ def test_what_exists_later_says_so(tmp_path):
     assert made.model is not None
 
 
-def test_save_pretrained_can_be_trained_on(tmp_path, events):
-    from trainers.checkpoint.standalone import load_from
-    from trainers.step.state import with_shardings
+def test_what_is_configured_by_hand_is_there(tmp_path):
+    made = trainer(tmp_path)
+    configured = made.configure_model()
+    assert made.model is configured.model
+    functions = trainer(tmp_path).configure_functions()
+    by_functions = trainer(tmp_path)
+    assert by_functions.configure_functions() is by_functions.functions
+    assert by_functions.model is not None
+    assert functions.mesh == by_functions.functions.mesh
+    loaders = trainer(tmp_path)
+    assert loaders.configure_dataloaders() is loaders.dataloaders
 
+
+@pytest.mark.parametrize("what", ["exported", "run", "run/checkpoints/3"])
+def test_save_pretrained_can_be_trained_on(tmp_path, events, what):
     made = trainer(tmp_path, max_num_steps=3)
     state = made.train()
-    path = made.save_pretrained(str(tmp_path / "exported"))
-    other = trainer(tmp_path / "other", max_num_steps=5, optimizer=FIXED)
-    other._configure()
-    loaded, meta = load_from(path, with_shardings(other._model_state, other._state_shardings))
+    made.save_pretrained(str(tmp_path / "exported"))
+    other = trainer(tmp_path / "other", max_num_steps=5, optimizer=FIXED, mesh={"fsdp": 4})
+    loaded = other.load_pretrained(str(tmp_path / what))
     assert_equal(loaded, state)
-    assert meta["arguments"]["name"] == "run"
+    assert loaded.params["embed"].sharding.mesh == other._mesh
     assert int(other.train(state=loaded).step) == 5
+
+
+def test_what_is_no_saved_state_cannot_be_loaded(tmp_path, events):
+    made = trainer(tmp_path)
+    with pytest.raises(CheckpointUnavailableError, match="there is no"):
+        made.load_pretrained(str(tmp_path / "nothing"))
 
 
 def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path, events):

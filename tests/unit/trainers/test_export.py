@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -15,7 +16,10 @@ from safetensors.numpy import load_file
 from tests.unit.trainers.checkpoint.test_assets import Tokenizer
 from tests.unit.training import assert_equal, of, trainer
 from trainers import export
+from trainers.base import BaseTrainer
+from trainers.callbacks import Callback, hugging_face
 from trainers.callbacks.hugging_face import HuggingFaceExport
+from trainers.checkpoint import weights
 from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_hugging_face, to_safetensors
 
@@ -138,10 +142,25 @@ def test_a_large_model_is_several_files_with_an_index(trained, tmp_path):
     np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf", TOKENS), own_logits(trained), atol=2e-5)
 
 
-def test_a_tokenizer_that_was_saved_with_the_model_goes_with_it(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(trained, "build_model_assets", lambda: {"tokenizer": Tokenizer(["a"]), "note": "text"})
-    to_hugging_face(trained.save_pretrained(str(tmp_path / "saved")), tmp_path / "hf")
-    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors", "vocab.json"]
+class WithTokenizer(BaseTrainer):
+    def build_model_assets(self):
+        return {"tokenizer": Tokenizer(["a"]), "note": "text"}
+
+
+def test_the_assets_of_the_model_go_with_every_export(tmp_path, events):
+    callback = HuggingFaceExport(str(tmp_path / "callback"))
+    made = trainer(tmp_path, callback, cls=WithTokenizer, **LLAMA)
+    made.train()
+    files = ["config.json", "model.safetensors", "note", "vocab.json"]
+    assert sorted(path.name for path in (tmp_path / "callback" / "2").iterdir()) == files
+    for number, source in enumerate((run_folder(made), made.save_pretrained(str(tmp_path / "saved")))):
+        out = tmp_path / f"out-{number}"
+        assert export.main([str(source), str(out), "--format", "huggingface"]) == 0
+        assert sorted(path.name for path in out.iterdir()) == files
+        assert export.main([str(source), str(tmp_path / f"{number}.safetensors")]) == 0
+        beside = tmp_path / f"{number}.assets"
+        assert sorted(path.name for path in beside.iterdir()) == ["assets.json", "note", "tokenizer"]
+        assert (beside / "note").read_text() == "text"
 
 
 def test_from_the_command_line_without_the_devices_of_the_training(trained, tmp_path):
@@ -170,7 +189,7 @@ def test_what_cannot_be_exported_is_said(trained, tmp_path):
         to_safetensors(trained.output.checkpoint_path, tmp_path)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
-        export.find_checkpoint(str(tmp_path / "run"))
+        weights.find(str(tmp_path / "run"))
 
 
 def test_another_model_than_a_llama_is_refused(tmp_path):
@@ -187,6 +206,27 @@ def test_a_callback_exports_on_the_way_and_at_the_end(tmp_path, events):
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["2", "4", "5"]
     np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf" / "5", TOKENS), own_logits(made), atol=2e-5)
     assert of(events, "note") == []
+
+
+def test_no_checkpoint_is_deleted_before_its_export_is_made(tmp_path, events, monkeypatch):
+    """However long the export takes, and however few checkpoints are to stay."""
+    trained, exported, export_now = threading.Event(), [], hugging_face.to_hugging_face
+
+    def late(path, out, *, replace):
+        assert trained.wait(60)
+        export_now(path, out, replace=replace)
+        exported.append(Path(path).name)
+
+    class Last(Callback):
+        def on_train_end(self, state, **kwargs):
+            trained.set()
+
+    monkeypatch.setattr(hugging_face, "to_hugging_face", late)
+    settings = {**LLAMA, "max_num_steps": 8, "checkpoint": {"save_steps": 1, "save_total_limit": 1}}
+    made = trainer(tmp_path, Last(), HuggingFaceExport(str(tmp_path / "hf"), every_steps=2), **settings)
+    made.train()
+    assert (exported, of(events, "note")) == (["2", "4", "6", "8"], [])
+    assert sorted(path.name for path in (run_folder(made) / "checkpoints").iterdir() if path.is_dir()) == ["8"]
 
 
 def test_an_export_that_fails_is_told_and_ends_nothing(tmp_path, events):

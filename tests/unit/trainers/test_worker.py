@@ -1,4 +1,4 @@
-"""Who may look into a training process: its memory holds the data, and the keys to it."""
+"""A training process: who may look into its memory, what its orders do, and what it reports at its end."""
 
 import ctypes
 import os
@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainers import worker
+from tests.event_schema import check_event
+from trainers import runtime, worker
 
 
 class StopHere(Exception):
@@ -29,3 +30,53 @@ def test_a_training_process_lets_its_agent_trace_it_and_nobody_else(monkeypatch)
     with pytest.raises(StopHere):
         worker.main()
     assert calls == [(0x59616D61, os.getppid(), (0, 0, 0))]
+
+
+def test_what_the_orders_say_reaches_the_trainer(monkeypatch):
+    seen, sent = {}, []
+
+    class Trainer:
+        def train(self):
+            host = runtime.current()
+            seen.update({name: getattr(host, name) for name in ("time_used_s", "stop_at", "skip_batches", "committed_step")})
+
+    monkeypatch.setattr(worker, "listen", lambda host: None)
+    monkeypatch.setattr(worker, "join", lambda prepared, orders: Trainer())
+    monkeypatch.setattr(worker, "leave", lambda: None)
+    before = runtime.current()
+    try:
+        pipe = SimpleNamespace(send=sent.append)
+        orders = {"time_used_s": 12.5, "stop_at": 7, "skip_batches": [3], "committed_step": 4}
+        worker.run(None, orders, pipe)
+    finally:
+        runtime.install(before)
+    assert seen == {"time_used_s": 12.5, "stop_at": 7, "skip_batches": (3,), "committed_step": 4}
+    assert (sent[-1]["ev"], sent[-1]["stop_reason"]) == ("done", "max_steps")
+
+
+def test_a_trainer_without_an_output_ends_as_it_was_asked_to():
+    before = runtime.current()
+    try:
+        runtime.install(host := runtime.Runtime(lambda event: None))
+        assert worker.result(object()) == {"stop_reason": "max_steps", "result": {}}
+        host.request_stop("time_limit")
+        assert worker.result(object()) == {"stop_reason": "time_limit", "result": {}}
+    finally:
+        runtime.install(before)
+
+
+def test_a_heartbeat_brings_the_progress_of_the_loop_and_how_much_of_the_machine_it_uses(monkeypatch):
+    sent = []
+    host = runtime.Runtime(sent.append, clock=lambda: 5.0)
+    host.step, host.batch_index, host.busy_s, host.usage = 3, 5, 0.25, {"host_cpu_percent": 50.0}
+    host.evaluated_batches = 7
+
+    def stop_here(seconds):
+        raise StopHere
+
+    monkeypatch.setattr(worker.time, "sleep", stop_here)
+    with pytest.raises(StopHere):
+        worker.heartbeat_loop(host)
+    progress = {"step": 3, "batch_index": 5, "evaluated_batches": 7, "busy_s": 0.25}
+    assert sent == [{"t": 5.0, "ev": "heartbeat", **progress, "usage": {"host_cpu_percent": 50.0}}]
+    check_event(sent[0], "process")

@@ -1,1 +1,1 @@
-"""Where examples come from, addressed by index."""
+"""Sources of examples, addressed by index."""

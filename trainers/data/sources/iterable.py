@@ -1,4 +1,4 @@
-"""Data that can only be read from its beginning, in order: positions in it are found again by counting."""
+"""Data that can only be read in order from its beginning. A position in it is found again by counting."""
 
 from __future__ import annotations
 
@@ -11,61 +11,66 @@ from typing import Any
 import numpy as np
 
 from trainers.config.arguments import TrainingArguments
+from trainers.data.sources.sequence import training_examples
 from trainers.errors import DataError, UsageError
 
 KEPT_BATCHES = 8
-"""More than the loader reads at once, ahead of and behind the step."""
+"""The number of batches to keep: more than the loader reads at once, ahead of and behind the step."""
 
 
 class IterableSource:
-    """Examples of an iterable by index, for reading forward; one further back than `num_kept` begins again and counts.
+    """Gives the examples of an iterable by index, for reading forward. An index more than `num_kept` examples back begins again
+    and counts.
 
-    Each host reads all of it, and keeps its own rows. Every `iter()` must begin anew and give the same examples in the same
-    order. `tell` gets a line on what it cost to count. Threads may share it.
+    Each host reads all of the data, and keeps its own rows. Every `iter()` must begin anew and give the same examples in the
+    same order. `note` gets a line on what the counting cost. Several threads may use one source.
     """
 
-    def __init__(self, dataset: Iterable[Mapping[str, Any]], num_kept: int, tell: Callable[[str], None]):
+    def __init__(self, dataset: Iterable[Mapping[str, Any]], num_kept: int, note: Callable[[str], None]):
         if iter(dataset) is dataset:
             raise UsageError(
                 f"the training data is an iterator ({type(dataset).__name__}), which can be read only once: give an object whose "
                 "__iter__ begins anew, so that a run can go on after a restart"
             )
-        self.dataset, self.num_kept, self.tell = dataset, num_kept, tell
+        self.dataset, self.num_kept, self.note = dataset, num_kept, note
         self._lock = threading.Lock()
         self._iterator: Iterator[Mapping[str, Any]] = iter(dataset)
         self._kept: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=num_kept)
         self._position = 0
-        """How many examples have been read: those kept are the last before it."""
+        """How many examples have been read; those kept are the last before it."""
         self._ended = False
 
     def __len__(self) -> int:
-        """Examples in all; 0 if it does not say."""
+        """Returns the number of all examples; 0 if the data has no length."""
         return num_examples(self.dataset) or 0
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """Raises IndexError past the end."""
+        """Returns the example. Raises IndexError past the end."""
         with self._lock:
             if self._read_to(index + 1) <= index:
                 raise IndexError(f"the data ends after {self._position} examples")
+            # Negative, so it counts from the right end: the newest example kept is the one before `_position`.
             return self._kept[index - self._position]
 
     def available(self, stop: int) -> int:
-        """How many examples there are, up to `stop`. Reads as far as that."""
+        """Returns how many examples there are, up to `stop`. Reads that far."""
         with self._lock:
             return stop if stop <= self._position else min(self._read_to(stop), stop)
 
     def _read_to(self, stop: int) -> int:
-        """Reads until `stop` examples are known, or there are no more; returns the position. What is gone is read anew."""
+        """Reads until `stop` examples were read, or there are no more; returns the position. Starts again if `stop` is no
+        longer kept."""
         began_s, skipped = time.monotonic(), 0
         if stop <= self._position - len(self._kept):
+            # No longer kept: the only way back is to read again from the beginning.
             self._iterator, self._position, self._ended = iter(self.dataset), 0, False
             self._kept.clear()
         while self._position < stop and not self._ended:
             skipped += stop - self._position > self.num_kept
             self._read_one()
         if skipped:
-            self.tell(
-                f"the training data cannot be positioned: {skipped} examples were read and thrown away to find the place, in "
+            self.note(
+                f"the training data cannot be positioned: {skipped} examples were read and thrown away to find the position, in "
                 f"{time.monotonic() - began_s:.1f} s; data with __getitem__ would cost nothing"
             )
         return self._position
@@ -78,14 +83,16 @@ class IterableSource:
             return
         if not isinstance(example, Mapping):
             raise DataError(f"the training data gave {type(example).__name__}: expected a dict of arrays by name")
+        # A `sample_id` of the data itself takes the place of the count.
         self._kept.append({"sample_id": np.asarray(self._position, np.int32), **example})
         self._position += 1
 
 
-def random_access(dataset: Any, arguments: TrainingArguments, tell: Callable[[str], None]) -> Any:
-    """Training data by index: `dataset`, or, if it can only be iterated over, an IterableSource of it. Raises UsageError."""
-    if hasattr(dataset, "__getitem__"):
-        return dataset
+def random_access(dataset: Any, arguments: TrainingArguments, note: Callable[[str], None]) -> Any:
+    """Returns training data by any index: the examples of a sequence, or, if it can only be iterated over, an IterableSource of
+    it. Raises UsageError."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return training_examples(dataset, arguments.seed, shuffle=arguments.data.shuffle)
     if not hasattr(dataset, "__iter__"):
         raise UsageError(
             f"data.dataset gave {type(dataset).__name__}: expected examples by index (__getitem__ and __len__), or an iterable "
@@ -95,11 +102,11 @@ def random_access(dataset: Any, arguments: TrainingArguments, tell: Callable[[st
     if epochs is not None and (epochs > 1 or num_examples(dataset) is None):
         raise UsageError(
             f"max_num_data_epochs = {epochs}: the training data is iterable ({type(dataset).__name__}): it is read once, to its "
-            "end, and need not tell its length; set max_num_steps"
+            "end, and need not have a length; set max_num_steps"
         )
-    return IterableSource(dataset, KEPT_BATCHES * arguments.global_batch_size, tell)
+    return IterableSource(dataset, KEPT_BATCHES * arguments.global_batch_size, note)
 
 
 def num_examples(dataset: Any) -> int | None:
-    """Of one epoch; None if it is not known."""
+    """Returns the number of examples in one epoch; None if it is not known."""
     return (len(dataset) or None) if dataset is not None and hasattr(dataset, "__len__") else None

@@ -1,4 +1,4 @@
-"""Weights and configuration of a Llama in the form of Hugging Face."""
+"""The weights and the configuration of a Llama model in the format of Hugging Face."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainers.errors import UsageError
 
 
 def flat(params: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    """By dotted name."""
+    """Returns the leaves by dotted name."""
     named: dict[str, np.ndarray] = {}
     for name, value in params.items():
         named |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: np.ascontiguousarray(value)}
     return named
 
 
-OF_A_LAYER = {
+HF_NAMES = {
     "attention_norm": "input_layernorm",
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
@@ -33,17 +33,19 @@ OF_A_LAYER = {
 
 
 def llama_tensors(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """By the names and in the layouts of `transformers`: a matrix is [out, in] there, and each layer has its own. The rotary
-    convention is the same one: channel i turns with channel i + C / 2."""
+    """Returns the weights with the names and layouts of `transformers`: there a matrix is [out, in], and each layer has its
+    own. The rotary convention is the same: channel i rotates with channel i + C / 2."""
     top = {"embed", "layers", "final_norm"} | (set() if config.tie_embeddings else {"unembed"})
-    if set(params) != top or set(params["layers"]) != set(OF_A_LAYER):
+    if set(params) != top or set(params["layers"]) != set(HF_NAMES):
         raise UsageError(
             f"the model has the parameters {', '.join(sorted(flat(params)))}: expected those of trainers.models.llama"
         )
+    # [vocabulary, width] on both sides: not transposed.
     tensors = {"model.embed_tokens.weight": params["embed"]}
     for layer in range(config.num_layers):
-        for name, theirs in OF_A_LAYER.items():
-            tensors[f"model.layers.{layer}.{theirs}.weight"] = params["layers"][name][layer].T
+        for name, hf_name in HF_NAMES.items():
+            # The scale of a norm has one dimension, which `.T` leaves as it is.
+            tensors[f"model.layers.{layer}.{hf_name}.weight"] = params["layers"][name][layer].T
     tensors["model.norm.weight"] = params["final_norm"]
     if not config.tie_embeddings:
         tensors["lm_head.weight"] = params["unembed"].T

@@ -3,12 +3,12 @@
 import dataclasses
 import re
 
+from cluster.agent.limits import WatchdogConfig
 from cluster.agent.phases import FIRST_STEP, PHASES
-from cluster.agent.watchdog import WatchdogConfig
 from orchestrator.run_state.goodput import CATEGORIES
 from tests import ROOT
 
-NO_PHASE = {"step_floor_s", "step_factor", "stacks_before_s", f"{FIRST_STEP}_s"}
+NO_PHASE = {"silent_s", "step_floor_s", "step_factor", "stacks_before_s", f"{FIRST_STEP}_s"}
 
 
 def test_every_phase_that_training_tells_is_in_the_table():

@@ -86,6 +86,26 @@ def test_a_source_that_does_not_answer_is_told_of_once(monkeypatch):
 
     monkeypatch.setattr(preemption, "INTERVAL_S", 0.01)
     with pytest.raises(Enough):
-        preemption.keep_asking([silent, lambda: {"reason": "r", "deadline_s": None}], on_answer, troubles.append)
+        preemption.poll_sources([silent, lambda: {"reason": "r", "deadline_s": None}], on_answer, troubles.append)
     assert answers == [{"reason": "r", "deadline_s": None}] * 3
     assert troubles == ["this machine cannot learn whether it is about to be taken away: no route to host"]
+
+
+def test_a_source_that_fails_once_does_not_withdraw_its_notice(monkeypatch):
+    class Enough(Exception):
+        pass
+
+    notice = {"reason": "preempted", "deadline_s": None}
+    answers = iter([notice, OSError("busy"), notice, None])
+    seen = []
+
+    def source():
+        answer = next(answers, Enough())
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(preemption.time, "sleep", lambda seconds: None)
+    with pytest.raises(Enough):
+        preemption.poll_sources([source], seen.append, lambda trouble: None)
+    assert seen == [notice, notice, notice, None]

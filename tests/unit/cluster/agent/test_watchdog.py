@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from cluster.agent.watchdog import Alarm, Watchdog, WatchdogConfig
+from cluster.agent.limits import WatchdogConfig
+from cluster.agent.watchdog import Alarm, Watchdog
 
 CONFIG = WatchdogConfig(
     import_s=10,
@@ -48,7 +49,7 @@ def alarms(events, until_s, config=CONFIG, every_s=0.25):
     dog, told, events, now_s = Watchdog(config, 0.0), [], list(events), 0.0
     while now_s <= until_s:
         while events and events[0][0] <= now_s:
-            dog.note(events[0][1], events[0][0])
+            dog.observe(events[0][1], events[0][0])
             events.pop(0)
         told += [(now_s, alarm.phase, "overdue" if alarm.overdue else "suspicious") for alarm in dog.look(now_s)]
         now_s += every_s
@@ -179,7 +180,7 @@ def test_going_on_ends_the_suspicion():
     dog = Watchdog(CONFIG, 0.0)
     assert not dog.suspicious(7.9)
     assert dog.suspicious(8.0)
-    dog.note(phase("join"), 9.0)
+    dog.observe(phase("join"), 9.0)
     assert not dog.suspicious(9.0)
 
 
@@ -195,9 +196,9 @@ def test_when_to_look_next():
     assert dog.next_look_s(8.0) == 2.0
     dog.look(10.0)
     assert dog.next_look_s(10.0) == float("inf")
-    dog.note(phase("join"), 11.0)
+    dog.observe(phase("join"), 11.0)
     assert dog.next_look_s(30.0) == 0.0
-    dog.note(JOINED, 31.0)
+    dog.observe(JOINED, 31.0)
     assert dog.next_look_s(31.0) == float("inf")
 
 
@@ -205,3 +206,38 @@ def test_limits_are_checked_all_at_once():
     message = "join_s = 0: expected more than 0\nstep_factor = -1: expected more than 0"
     with pytest.raises(ValueError, match=re.escape(message)):
         WatchdogConfig(join_s=0, step_factor=-1)
+
+
+@pytest.mark.parametrize(
+    ("events", "limited"),
+    [
+        ([], True),
+        ([JOINED], False),
+        ([JOINED, phase("a phase of one's own")], False),
+        ([JOINED, FIRST_STEP], True),
+        ([JOINED, saving(3)], True),
+        ([JOINED, saving(3), saved(3)], False),
+        ([JOINED, DONE], True),
+    ],
+)
+def test_a_trainer_that_reports_nothing_has_no_limit_but_that_of_silence(events, limited):
+    dog = Watchdog(CONFIG, 0.0)
+    for each in events:
+        dog.observe(each, 1.0)
+    assert dog.limited is limited
+
+
+def test_silence_may_have_no_limit():
+    assert WatchdogConfig(silent_s=None).silent_s is None
+    with pytest.raises(ValueError, match="silent_s = 0: expected more than 0"):
+        WatchdogConfig(silent_s=0)
+
+
+def test_another_batch_of_an_evaluation_is_progress_and_the_same_one_is_not():
+    def at(number):
+        return {"ev": "heartbeat", "step": 1, "batch_index": 1, "evaluated_batches": number}
+
+    long = [(1, FIRST_STEP), (3, phase("evaluate")), *((3 + 50 * number, at(number)) for number in range(1, 6))]
+    assert alarms(long, 253 + 60) == []
+    stuck = [(1, FIRST_STEP), (3, phase("evaluate")), (20, at(1)), (40, at(1))]
+    assert alarms(stuck, 100) == [(20 + 68, "evaluate", "suspicious"), (20 + 70, "evaluate", "overdue")]

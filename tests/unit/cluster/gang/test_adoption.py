@@ -5,7 +5,7 @@ import pytest
 from cluster.gang.adoption import AdoptError, newest_generation
 
 
-def lead(generation, host=0, num_hosts=2):
+def take_over(generation, host=0, num_hosts=2):
     orders = {"generation": generation, "host": host, "num_hosts": num_hosts}
     return {"generation": generation, "orders": orders}
 
@@ -16,10 +16,13 @@ NO_ORDERS = {"generation": None, "orders": None}
 @pytest.mark.parametrize(
     ("leads", "members"),
     [
-        ({0: lead(3, 0), 1: lead(3, 1)}, [0, 1]),
-        ({0: lead(4, 1), 5: lead(4, 0), 1: lead(3, 1)}, [5, 0]),  # a spare took the place of a host, and no record tells
-        ({0: lead(4, 0, 1), 1: lead(3, 1, 2)}, [0]),  # it shrank
-        ({0: lead(3, 0), 1: lead(3, 1), 2: NO_ORDERS}, [0, 1]),
+        ({0: take_over(3, 0), 1: take_over(3, 1)}, [0, 1]),
+        (
+            {0: take_over(4, 1), 5: take_over(4, 0), 1: take_over(3, 1)},
+            [5, 0],
+        ),  # a spare took the place of a host, and no record tells
+        ({0: take_over(4, 0, 1), 1: take_over(3, 1, 2)}, [0]),  # it shrank
+        ({0: take_over(3, 0), 1: take_over(3, 1), 2: NO_ORDERS}, [0, 1]),
     ],
     ids=["as recorded", "replaced", "shrunk", "a spare"],
 )
@@ -30,8 +33,11 @@ def test_members_are_those_with_orders_for_the_newest_generation(leads, members)
 @pytest.mark.parametrize(
     ("leads", "why"),
     [
-        ({0: lead(4, 0), 1: lead(3, 1)}, "of generation 4, the agents of hosts 1 are gone, do not answer, or had no orders yet"),
-        ({1: lead(3, 1)}, "hosts 0 "),
+        (
+            {0: take_over(4, 0), 1: take_over(3, 1)},
+            "of generation 4, the agents of hosts 1 are gone, do not answer, or had no orders yet",
+        ),
+        ({1: take_over(3, 1)}, "hosts 0 "),
         ({0: NO_ORDERS}, "no agent has orders"),
         ({}, "no agent answers"),
     ],

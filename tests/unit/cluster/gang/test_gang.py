@@ -9,8 +9,7 @@ from cluster.gang import gang as gangs
 from cluster.gang.gang import PROBES_PER_S, Gang
 from cluster.gang.lease_keeper import LeaseKeeper
 from cluster.hosts.config import HostsConfig
-from cluster.placement import bundles as places
-from cluster.placement import placement_groups
+from cluster.placement import bundles, placement_groups
 from cluster.placement.bundles import Bundle
 
 HOSTS = 512
@@ -113,14 +112,14 @@ def gang_of(monkeypatch, spares=0, **hosts):
         monkeypatch.setattr(ray, name, getattr(cluster, name))
     for name in ("living", "node_ids"):
         monkeypatch.setattr(placement_groups, name, getattr(cluster, name))
-    monkeypatch.setattr(places, "placement_group", cluster.placement_group)
-    monkeypatch.setattr(places, "remove_placement_group", cluster.remove)
+    monkeypatch.setattr(bundles, "placement_group", cluster.placement_group)
+    monkeypatch.setattr(bundles, "remove_placement_group", cluster.remove)
     monkeypatch.setattr(gangs, "LeaseKeeper", lambda *about: LeaseKeeper(*about, start=False))
     gang = Gang(cluster)
     monkeypatch.setattr(placement_groups, "wait_ready", lambda *about: None)
-    slots = [gang._add_slot(place) for place in gang._places.take_base(0.0, ())]
+    slots = [gang._add_slot(bundle) for bundle in gang._bundles.take_base(0.0, ())]
     for _ in range(spares):
-        gang._add_slot(gang._places.ask_for_one(len(gang.slots), ()))
+        gang._add_slot(gang._bundles.ask_for_bundle(len(gang.slots), ()))
     assert len(gang.refresh()) == len(gang.slots)
     gang.set_members(slots)
     cluster.counts.clear()
@@ -187,16 +186,16 @@ def test_groups_that_were_removed_are_asked_for_anew(monkeypatch):
     gang.lose(left, avoid_nodes=[left.node_id], fill=False)  # its bundle stays unassigned
     old, cluster.groups = cluster.groups, {}
     gang.lose(*gang.members)
-    assert cluster.groups.keys() >= {"run-gang", left.place.group.name}
+    assert cluster.groups.keys() >= {"run-gang", left.bundle.group.name}
     assert cluster.counts["hired"] == 1  # what looked after the groups has gone with them
-    assert all(cluster.groups.get(slot.place.group.name) is slot.place.group for slot in gang.members)
-    assert all(place.group is cluster.groups["run-gang"] is not old["run-gang"] for place in gang._places.unassigned)
+    assert all(cluster.groups.get(slot.bundle.group.name) is slot.bundle.group for slot in gang.members)
+    assert all(bundle.group is cluster.groups["run-gang"] is not old["run-gang"] for bundle in gang._bundles.unassigned)
     assert len(gang.refresh()) == 5  # spares that nobody has lost yet seem to be there still
     for slot in gang.slots[3:]:
         slot.agent.fate = "dies"
     let_pass(gang, cluster, 5)
     assert len(gang.refresh()) == 5
-    assert {group.hex() for group in gang._places.groups} == cluster.groups.keys()
+    assert {group.hex() for group in gang._bundles.groups} == cluster.groups.keys()
 
 
 def test_a_host_in_a_removed_group_takes_those_along_that_sat_with_it(monkeypatch):
@@ -246,7 +245,7 @@ def test_hosts_that_spread_part_when_they_come_to_one_machine(monkeypatch):
     monkeypatch.setattr(
         cluster, "_nodes_of", lambda group: [shared if "slot" in group.name else f"{group.name}/{i}" for i in range(2)]
     )
-    late = gang._add_slot(gang._places.ask_for_one(2, ()))
+    late = gang._add_slot(gang._bundles.ask_for_bundle(2, ()))
     gang.refresh()
     assert not late.available
     assert shared in late.avoid_nodes

@@ -95,7 +95,7 @@ def test_an_agent_that_is_gone_or_cut_off_is_the_drivers_business(agents, keeper
     for slot, agent in enumerate(["gone", "cut off", "well"]):
         keeper.keep(slot, agent)
     let_pass(agents, keeper, LEASE_S)
-    keeper.heard()
+    keeper.driver_alive()
     assert len(agents.times("cut off")) == len(agents.times("well")) == 4
 
 
@@ -103,11 +103,11 @@ def test_that_another_driver_leads_is_told_to_the_drivers_thread(agents, keeper)
     agents.errors = {"led": StaleDriver("a driver with term 2 leads this agent")}
     keeper.keep(0, "led")
     keeper.keep(1, "other")
-    keeper.heard()
+    keeper.driver_alive()
     let_pass(agents, keeper, LEASE_S)
     for _ in range(2):
         with pytest.raises(StaleDriver, match="a driver with term 2"):
-            keeper.heard()
+            keeper.driver_alive()
     calls = len(agents.calls)
     let_pass(agents, keeper, LEASE_S)
     assert len(agents.calls) == calls  # the machines are the other's to keep
@@ -119,6 +119,6 @@ def test_a_driver_that_is_stuck_for_good_does_not_hold_its_machines(agents, keep
     calls = len(agents.calls)
     let_pass(agents, keeper, LEASE_S)
     assert len(agents.calls) == calls
-    keeper.heard()  # it was not for good
+    keeper.driver_alive()  # it was not for good
     let_pass(agents, keeper, LEASE_S)
     assert len(agents.calls) >= calls + 4

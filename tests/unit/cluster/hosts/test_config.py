@@ -11,7 +11,7 @@ from cluster.hosts.config import (
     SLICE_NAME_LABEL,
     WORKER_ID_LABEL,
     HostsConfig,
-    bundle,
+    bundle_resources,
     chips_per_host,
     devices_per_host,
     max_slices,
@@ -26,7 +26,7 @@ from cluster.hosts.config import (
     slots_of_whole_slices,
     strategy,
 )
-from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, megascale_env, process_env
+from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER, megascale_env, process_env
 from cluster.hosts.tpu import generation, topology_dims
 
 TPU = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}
@@ -45,14 +45,14 @@ def tpu_node(slice_name, worker, free_tpu=4.0, kind="v4-16"):
 def test_cpu_hosts_default_to_one_with_one_device():
     config = HostsConfig()
     assert (num_hosts(config), devices_per_host(config), num_devices(config)) == (1, 1, 1)
-    assert bundle(config) == {"CPU": 1.0}
+    assert bundle_resources(config) == {"CPU": 1.0}
     assert strategy(config) == "PACK"
 
 
 def test_hosts_times_devices():
     config = HostsConfig(kind="gpu", count=4, devices_per_host=8, cpus_per_host=16)
     assert num_devices(config) == 32
-    assert bundle(config) == {"CPU": 16, "GPU": 8}
+    assert bundle_resources(config) == {"CPU": 16, "GPU": 8}
     assert strategy(config) == "STRICT_SPREAD"
     assert slice_of(config, 3) == 0
     assert strategy(HostsConfig(count=2, spread=True)) == "STRICT_SPREAD"
@@ -76,7 +76,7 @@ def test_tpu_hosts_follow_from_the_topology(accelerator, topology, hosts, chips,
     config = HostsConfig(kind="tpu", accelerator=accelerator, topology=topology)
     assert (num_hosts(config), chips_per_host(config), devices_per_host(config)) == (hosts, chips, devices)
     assert pod_type(config) == kind
-    assert bundle(config)["TPU"] == chips
+    assert bundle_resources(config)["TPU"] == chips
 
 
 def test_hosts_of_several_slices_are_counted_slice_by_slice():
@@ -146,9 +146,9 @@ def test_tpu_hosts_are_as_many_as_the_slice_has():
 
 
 def test_a_tpu_run_counts_in_whole_slices():
-    config = HostsConfig(**TPU, min_slices=1, max_slices=3, spares=1)
-    assert (min_slices(config), max_slices(config)) == (1, 3)
-    assert (min_hosts(config), num_hosts(config)) == (2, 6)
+    config = HostsConfig(**TPU, min_slices=2, max_slices=3, spares=1)
+    assert (min_slices(config), max_slices(config)) == (2, 3)
+    assert (min_hosts(config), num_hosts(config)) == (4, 6)
     assert (min_hosts(TWO_SLICES), num_hosts(TWO_SLICES)) == (4, 4)
     assert slots_of_whole_slices(config, [0, 2, 3, 5, 6, 7]) == {2, 3, 6, 7}
     assert slots_of_slices(config, [3, 4]) == {2, 3, 4, 5}
@@ -194,7 +194,7 @@ def test_environment_of_a_cpu_process():
     config = HostsConfig(count=2, devices_per_host=4, env={"XLA_FLAGS": "--xla_dump_to=d", "NAME": "value"})
     env = process_env(config, 1, "cache")
     assert env["JAX_PLATFORMS"] == "cpu"
-    assert env["XLA_FLAGS"] == "--xla_dump_to=d --xla_force_host_platform_device_count=4"
+    assert env["XLA_FLAGS"] == f"{IN_ORDER} --xla_dump_to=d --xla_force_host_platform_device_count=4"
     assert env["JAX_COMPILATION_CACHE_DIR"] == "cache/host-0001"
     assert env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] == "0"
     assert env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] == "-1"

@@ -490,3 +490,41 @@ def test_any_override_is_applied_or_an_error_in_words(key, text):
     source = yaml_source.parse("max_num_steps: 1\nname: x\n", "text")
     yaml_source.override(source, [f"{key}={text}"])
     assert bool(source.problems) == (key == "")
+
+
+# ---------------------------------------------------------------------- init_from
+
+
+def test_init_from_may_be_a_path_or_a_section(write, tmp_path):
+    short = load(write(SMALL + "init_from: runs/a"))
+    assert short.training.init_from.path == str(tmp_path / "runs" / "a")
+    assert build(to_dict(short)) == short
+    assert load(write(SMALL), ["init_from=runs/a"]).training.init_from == short.training.init_from
+    assert load(write(SMALL), ["init_from.path=runs/a"]).training.init_from == short.training.init_from
+    assert load(write(SMALL + "init_from: 2024"), []).training.init_from.path == str(tmp_path / "2024")
+    assert load(write(SMALL + "init_from: null")).training.init_from is None
+    section = load(write(SMALL + "init_from: {path: a, include: [embed], rename: [[x, y]], strict: false}")).training.init_from
+    assert (section.include, section.rename, section.strict) == (("embed",), (("x", "y"),), False)
+    alone = from_dict(TrainingArguments, {"name": "x", "max_num_steps": 1, "init_from": "runs/a"})
+    assert alone.init_from.path == "runs/a"
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ("{include: [embed]}", "init_from.path: missing; it has no default"),
+        ("{path: a, inclde: [embed]}", 'init_from.inclde: unknown key (found ["embed"]); did you mean init_from.include?'),
+        ("gs://bucket/run", "init_from.path = 'gs://bucket/run': expected a local or mounted folder or file"),
+        (
+            "{path: a, exclude: ['(']}",
+            "init_from.exclude = '(': expected a regular expression (missing ), unterminated subpattern",
+        ),
+        (
+            "{path: a, rename: [[a, '\\2']]}",
+            "init_from.rename = ['a', '\\\\2']: expected a regular expression and its replacement",
+        ),
+    ],
+)
+def test_what_is_wrong_with_init_from(write, section, expected):
+    (problem,) = problems(write(SMALL + f"init_from: {section}"))
+    assert expected in problem

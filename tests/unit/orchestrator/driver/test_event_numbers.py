@@ -3,18 +3,18 @@
 from types import SimpleNamespace
 
 from cluster.agent.event_log import EventLog
-from orchestrator.driver.event_handler import Intake
+from orchestrator.board import Board
+from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
-from orchestrator.events import Board
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.tracking.prometheus import Gauges
 
 
-def intake():
+def events():
     """Of a launch that has taken in nothing yet."""
     goodput = SimpleNamespace(switch=lambda category, at_s: None)
     launch = SimpleNamespace(seen={}, high_water_step=0, goodput=goodput)
-    return Intake(launch, Board(), None, None, Gauges("run"), StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
+    return EventHandler(launch, Board(), None, None, Gauges("run"), StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
 
 
 def tell(log, *kinds):
@@ -23,18 +23,18 @@ def tell(log, *kinds):
 
 
 def poll(log, cursor=0):
-    return {"events": log.since(cursor), "cursor": log.next, "heartbeat": None}
+    return {"events": log.since(cursor), "cursor": log.next, "heartbeat": None, "host_state": {}}
 
 
 def posted(taken):
-    return [event["message"] for event in taken.board.take(0, 0.0)[1]]
+    return [event["message"] for event in taken.board.read(0, 0.0)[1]]
 
 
 def test_an_event_is_known_by_its_number_though_others_before_it_were_dropped():
     """A driver that adopts a gang gets the whole log: what its predecessor had counted must not count again."""
-    log, taken = EventLog(8), intake()
+    log, taken = EventLog(8), events()
     tell(log, "note", "note", "save_failed", "save_failed", "note")
-    taken.take_answer(Generation(0, 1), 0, poll(log))
+    taken.handle_answer(Generation(0, 1), 0, poll(log))
     assert len(posted(taken)) == 5
     tell(log, *["note"] * 9, "save_failed")
     dropped = poll(log)

@@ -16,7 +16,7 @@ def event(name, at_s=None, **more):
 def taken(*events, num_hosts=2, **more):
     generation = Generation(0, num_hosts, **more)
     for host, what in events:
-        generation.take(host, what)
+        generation.observe(host, what)
     return generation
 
 
@@ -38,7 +38,7 @@ def test_the_gang_is_in_the_phase_of_its_least_advanced_host():
 def test_steps_up_to_the_furthest_of_before_are_replay():
     generation = taken(*started(step=5), high_water_step=6)
     assert generation.category == "replay"
-    generation.take(0, event("heartbeat", step=6))
+    generation.observe(0, event("heartbeat", step=6))
     assert generation.category == "step"
     assert generation.resumed_step == 4
 
@@ -82,7 +82,7 @@ def test_why_it_stopped_is_known_once_all_have_stopped():
     done = event("done", step=9, stop_reason="resize", result={})
     generation = taken((0, done))
     assert (generation.end, generation.finished) == (None, False)
-    generation.take(1, done)
+    generation.observe(1, done)
     assert (generation.end, generation.wants_restart) == (Paused("resize", {}), False)
 
 
@@ -97,8 +97,8 @@ def test_how_a_generation_ended_is_a_value():
 def test_a_save_in_flight_changes_no_category_and_ends_when_it_failed_too():
     generation = taken(*started(), (0, event("saving", step=1)), (1, event("saving", step=1)))
     assert (generation.category, generation.saving) == ("step", {0: 1, 1: 1})
-    generation.take(0, event("saved", step=1, path="p"))
-    generation.take(1, event("save_failed", step=1, error="full"))
+    generation.observe(0, event("saved", step=1, path="p"))
+    generation.observe(1, event("save_failed", step=1, error="full"))
     assert (generation.saving, generation.saved) == ({}, {0: 1})
 
 
@@ -110,9 +110,9 @@ def test_a_rollback_sets_the_steps_back_and_what_follows_is_replay():
     generation = taken(*started(), (0, event("heartbeat", 100.0, step=9)), (0, rollback(101.0)))
     assert (generation.step, generation.restored_step, generation.high_water_step) == (4, 4, 9)
     assert generation.category == "replay"
-    generation.take(1, event("heartbeat", 100.5, step=9))  # on its way when host 0 told of the rollback
+    generation.observe(1, event("heartbeat", 100.5, step=9))  # on its way when host 0 told of the rollback
     assert generation.step == 4
-    generation.take(0, event("heartbeat", 102.0, step=9))
+    generation.observe(0, event("heartbeat", 102.0, step=9))
     assert generation.category == "step"
 
 
@@ -128,7 +128,7 @@ def test_when_all_hosts_had_entered_a_phase():
     )
     assert generation.all_entered_s("join") == 12.0
     assert generation.all_entered_s("train") is None
-    generation.take(1, event("phase", 20.0, phase="join"))  # told again after a rollback
+    generation.observe(1, event("phase", 20.0, phase="join"))  # told again after a rollback
     assert generation.all_entered_s("join") == 12.0
 
 
@@ -167,3 +167,28 @@ def test_hosts_are_taken_in_the_order_in_which_things_happened():
     assert [(host, place) for host, place, _ in rows] == [(0, 0), (1, 0), (1, 1), (0, 1), (1, 2), (0, 2)]
     assert all(answers[host][place] is what for host, place, what in rows)
     assert in_order({}) == []
+
+
+def silence(waited_s=60.0):
+    return event("overdue", phase="silence", limit_s=60.0, waited_s=waited_s, stacks=None, state=None, log_tail=[])
+
+
+def test_a_gang_hangs_when_all_its_hosts_are_silent():
+    generation = taken(num_hosts=3)
+    generation.hear(0, silence())
+    generation.hear(1, silence())
+    assert not generation.wants_restart
+    generation.hear(0, None)
+    generation.hear(2, silence())
+    assert not generation.wants_restart
+    generation.hear(0, silence())
+    assert generation.broken == dict.fromkeys(range(3), "overdue")
+    assert set(generation.overdue) == {0, 1, 2}
+
+
+def test_hosts_that_are_done_break_no_silence():
+    generation = taken((0, event("done", step=0, stop_reason="max_steps", result={})))
+    generation.hear(0, silence())
+    assert not generation.wants_restart
+    generation.hear(1, silence())
+    assert generation.broken == {1: "overdue"}

@@ -287,6 +287,24 @@ def test_read_post_mortem_of_an_exception_prefers_its_step_and_time():
 def test_read_post_mortem_of_a_process_we_killed_and_of_a_lost_agent():
     assert not read_post_mortem(0, {"exit": None, "last_heartbeat": {"step": 3}, "exception": None}, 0.0).failed
     assert read_post_mortem(0, None, 0.0).agent_lost
+    lost = read_post_mortem(2, None, 0.0, done=True, notice=NOTICE)
+    assert lost == PostMortem(host=2, agent_lost=True, done=True, notice=NOTICE)
+
+
+def test_a_broken_device_is_looked_for_only_where_the_runtime_aborted_the_process():
+    log = ("step 7", ECC)
+    assert PostMortem(host=0, signal=signal.SIGABRT, log_tail=log).broken_device == ECC
+    assert PostMortem(host=0, log_tail=log).broken_device is None
+    assert PostMortem(host=0, exit_code=1, exception=raised("user"), log_tail=log).broken_device is None
+
+
+@pytest.mark.parametrize(
+    "name", ["one host has no link to the others", "one abort explains the lost connections; nothing explains it"]
+)
+def test_a_single_cause_is_described(name):
+    post_mortems, lost, _ = CASES[name]
+    failure = classify(post_mortems, lost)
+    assert failure.summary.startswith(f"host {failure.host}: ")
 
 
 def test_a_hang_names_the_host_that_the_others_wait_for_and_its_line():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.failures.hang_analysis import WAITING, HostStacks, blame, parse, short_name, standing
+from orchestrator.failures.hang_analysis import WAITING, HostStacks, blame, parse, position_of, short_name
 from tests import ROOT
 
 SAMPLES = ROOT / "tests/unit/data/stacks"
@@ -253,13 +253,13 @@ STANDINGS = {
 @pytest.mark.parametrize("name", STANDINGS)
 def test_where_a_host_stands(name):
     text, phase, line, waits_on = STANDINGS[name]
-    found = standing(text, phase)
+    found = position_of(text, phase)
     assert (found.thread.line, found.waits_on) == (line, waits_on)
 
 
 @pytest.mark.parametrize("text", [None, "", "no stacks of process 7: py-spy: not installed", USERS_THREAD])
 def test_a_text_without_a_main_thread_tells_nothing(text):
-    assert standing(text, "train") is None
+    assert position_of(text, "train") is None
 
 
 def test_parse_keeps_names_and_order():

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import subprocess
 from types import SimpleNamespace
 
@@ -129,6 +130,16 @@ def test_rows_that_pad_a_batch_are_told_if_there_are_any():
     assert facts == [None, 1, None]
 
 
+def test_a_schedule_over_epochs_needs_no_number_of_steps():
+    epochs = {"max_num_steps": None, "max_num_data_epochs": 3, "optimizer": {"schedule": {"warmup_ratio": 0.5}}}
+    assert estimate.plan(arguments(**epochs), num_devices=1)[0] == []
+    # Data that is away for now is no problem of the schedule.
+    problems, facts = estimate.plan(arguments(**epochs, data={"dataset": f"{__name__}:away"}), num_devices=1)
+    assert (problems, facts["max_steps"]) == ([], None)
+    (problem,), _ = estimate.plan(arguments(max_num_steps=None, time_limit="1h"), num_devices=1)
+    assert "does not know where to end: set optimizer.schedule.decay_steps, max_num_steps or max_num_data_epochs" in problem
+
+
 def test_epochs_and_steps_end_a_run_whichever_comes_first():
     assert estimate.plan(arguments(max_num_steps=None, max_num_data_epochs=3), num_devices=1)[1]["max_steps"] == 2  # 30 / 16
     assert estimate.plan(arguments(max_num_steps=1, max_num_data_epochs=3), num_devices=1)[1]["max_steps"] == 1
@@ -167,6 +178,31 @@ def test_a_data_server_that_is_away_refuses_no_run():
     assert facts["doubt"] == f"data: ConnectionRefusedError: [Errno {errno.ECONNREFUSED}] the data server is away"
     assert facts["train_examples"] is None
     assert facts["parameters"] > 0
+
+
+def test_what_init_from_names_is_looked_at(tmp_path):
+    made = BaseTrainer(
+        arguments(
+            storage=str(tmp_path), previews={"prompts": []}, data={"dataset": f"{__name__}:ten_examples", "sequence_length": 16}
+        ),
+        Examples(),
+    )
+    made.train()
+    run = tmp_path / "x"
+    problems, facts = estimate.plan(arguments(init_from=str(run)), num_devices=1)
+    assert problems == []
+    assert facts["init_from"] == f"11 of 11 parameters from {run}/checkpoints/5 (step 5)"
+    (problem,), _ = estimate.plan(arguments(init_from={"path": str(run), "rename": [["embed", "table"]]}), num_devices=1)
+    assert "embed is missing there; table is not in the model" in problem
+    (problem,), _ = estimate.plan(arguments(init_from=str(tmp_path / "y")), num_devices=1)
+    assert problem == f"init_from: there is no {tmp_path}/y"
+    (problem,), _ = estimate.plan(arguments(init_from=str(run / "checkpoints" / "5" / "state")), num_devices=1)
+    assert problem.startswith(f"init_from: {run}/checkpoints/5/state is no checkpoint")
+    # The storage of the hosts need not be seen from here; and what a run began with may be gone by now.
+    problems, facts = estimate.plan(arguments(init_from="/not/mounted/run"), num_devices=1)
+    assert (problems, facts["doubt"]) == ([], "init_from: there is no /not/mounted/run")
+    problems, facts = estimate.plan(arguments(storage=str(tmp_path), init_from=str(tmp_path / "y")), num_devices=1)
+    assert (problems, facts.get("init_from"), facts.get("doubt")) == ([], None, None)
 
 
 def test_all_of_it_at_once():
@@ -308,3 +344,41 @@ def test_parameters_for_trackers_are_flat(job):
 )
 def test_numbers_with_prefixes(number, text):
     assert job_plan.scaled(number) == text
+
+
+def held_out_too(arguments):
+    return Examples(), Examples()
+
+
+class AddsMetrics(BaseTrainer):
+    def on_evaluation_end(self, state, metrics):
+        return state, {**metrics, "bleu": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "changes", "problem"),
+    [
+        (
+            ["eval_los"],
+            {},
+            "evaluation.score.metrics: 'eval_los': expected a metric of an evaluation: eval_loss, .*; did you mean eval_loss",
+        ),
+        (["eval_loss", "eval_grad_norm"], {}, "'eval_grad_norm': expected"),  # of a train step only
+        (["eval_loss", "eval_perplexity", "eval_accuracy"], {}, None),
+        (["a_loss"], {"units": {"a": {}}}, None),
+        (["eval_loss"], {"units": {"a": {}}}, "'eval_loss': expected a metric of an evaluation: a_loss"),
+        (["a_anything"], {"units": {"a": {"task": "tests.programs.tiny:TableTask"}}}, None),
+        (["eval_bleu"], {"trainer": f"{__name__}:AddsMetrics"}, None),
+    ],
+)
+def test_a_score_of_a_metric_that_does_not_exist_is_found_before_anything_is_trained(metrics, changes, problem):
+    trainer = {name: changes[name] for name in changes.keys() & {"trainer"}}
+    evaluation = {
+        "score": {"metrics": metrics, "lower_better": True},
+        **{name: changes[name] for name in changes.keys() - trainer.keys()},
+    }
+    data = {"dataset": f"{__name__}:held_out_too", "sequence_length": 16}
+    problems, _ = estimate.plan(arguments(evaluation=evaluation, data=data, **trainer), num_devices=1)
+    assert len(problems) == (problem is not None), problems
+    if problem is not None:
+        assert re.search(problem, problems[0])

@@ -75,7 +75,7 @@ def test_members_are_available_each_once_as_many_as_allowed_and_survivors_keep_t
         assert len(chosen.slots) == min(allowed)
 
 
-POLICY = ElasticityPolicy(restart_cost_s=5.0, horizon_s=100.0)
+POLICY = ElasticityPolicy(restart_cost_s=6.0, horizon_s=100.0)
 
 
 def grow(current=2, possible=4, *, remaining_steps=1000, step_s=None, cost_s=None, policy=POLICY):
@@ -84,7 +84,7 @@ def grow(current=2, possible=4, *, remaining_steps=1000, step_s=None, cost_s=Non
 
 
 GROWTH = {
-    "half the time for a thousand steps repays five seconds": ({}, Grow),
+    "half the time for a thousand steps repays six seconds": ({}, Grow),
     "a hundred steps do not repay it": ({"remaining_steps": 100}, Stay),
     "a run without an end counts to the horizon": ({"remaining_steps": None}, Grow),
     "beyond the horizon nothing counts": ({"remaining_steps": None, "cost_s": 51.0}, Stay),
@@ -106,7 +106,7 @@ def test_should_grow(name):
 
 
 def test_growing_says_what_it_saves_and_costs():
-    assert grow() == Grow("4 hosts instead of 2 save 50.0 s over 1000 steps, a restart costs 5.0 s")
+    assert grow() == Grow("4 hosts instead of 2 save 50.0 s over 1000 steps, a restart costs 6.0 s")
 
 
 @pytest.mark.parametrize("name", ["restart_cost_s", "horizon_s"])

@@ -37,6 +37,7 @@ CASES = {
     "device errors of different slots of the only machine": (failed(1, "a", times=1, kind=DEVICE), ONE_MACHINE, [1], []),
     "an error of the runtime may come once": (failed(1, "b", times=1, kind=RUNTIME), TWO_MACHINES, [], []),
     "an error of the runtime comes again": (failed(1, "b", times=2, kind=RUNTIME), TWO_MACHINES, [1], ["b"]),
+    "what was as long ago as the window counts": (failed(1, "b", at_s=NOW_S - 100), TWO_MACHINES, [1], ["b"]),
     "what was long ago does not count": (failed(1, "b", at_s=NOW_S - 101), TWO_MACHINES, [], []),
     "the user's errors do not count": (failed(1, "b", kind=FailureKind.USER_ERROR), TWO_MACHINES, [], []),
     "preemptions do not count": (failed(1, "b", kind=FailureKind.PREEMPTION), TWO_MACHINES, [], []),
@@ -69,8 +70,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_quarantine(name):
-    history, places, slots, nodes = CASES[name]
-    found = quarantined(history, NOW_S, POLICY, places)
+    history, node_of_slot, slots, nodes = CASES[name]
+    found = quarantined(history, NOW_S, POLICY, node_of_slot)
     assert (sorted(found.slots), sorted(found.nodes)) == (slots, nodes)
 
 
@@ -97,6 +98,12 @@ def test_more_device_errors_are_put_up_with_on_request():
     for kind, most in ((DEVICE, 1), (RUNTIME, 2)):
         assert not quarantined(failed(1, "b", times=most, kind=kind), NOW_S, policy, TWO_MACHINES).slots
         assert quarantined(failed(1, "b", times=most + 1, kind=kind), NOW_S, policy, TWO_MACHINES).slots
+
+
+def test_the_window_is_as_long_as_the_policy_says():
+    for window_s, slots in ((50.0, []), (200.0, [1])):
+        policy = QuarantinePolicy(max_failures_per_host=2, window_s=window_s)
+        assert sorted(quarantined(failed(1, "b", at_s=NOW_S - 101), NOW_S, policy, TWO_MACHINES).slots) == slots
 
 
 def test_where_the_machine_is_not_to_blame_the_slot_is_named():

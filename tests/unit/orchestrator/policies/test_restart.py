@@ -32,6 +32,12 @@ def test_first_restart_is_immediate_then_the_delay_doubles_to_its_limit():
     assert backoff_s(5000, policy) == 60.0
 
 
+def test_the_back_off_begins_and_ends_where_the_policy_says():
+    policy = RestartPolicy(backoff_initial_s=3.0, backoff_max_s=20.0)
+    assert [backoff_s(n, policy) for n in range(1, 6)] == [0.0, 3.0, 6.0, 12.0, 20.0]
+    assert backoff_s(9, RestartPolicy(backoff_initial_s=0.0)) == 0.0
+
+
 def test_gives_up_beyond_max_failures_without_progress():
     assert isinstance(decide([crash(10)] * 3, POLICY), Restart)
     assert decide([crash(10)] * 4, POLICY) == GiveUp(
@@ -268,6 +274,10 @@ def test_a_run_that_loses_what_it_trains_is_told_to_save_more_often():
     never = decide([trained(step=step) for step in (400, 900, 300, 500)], TIMED).reason
     assert never.endswith("step 900 and there is no checkpoint: save more often (checkpoint.save_steps)")
     assert "save more often" not in decide([trained(step=100, checkpoint_step=100)] * 4, TIMED).reason
+    one = dataclasses.replace(TIMED, max_failures=1)
+    assert decide([trained(step=step) for step in (400, 900)], one).reason.endswith("save more often (checkpoint.save_steps)")
+    none = dataclasses.replace(TIMED, max_failures=0)
+    assert "save more often" not in decide([trained(step=400)], none).reason  # once is no pattern
 
 
 # ---------------------------------------------------------------------- whatever happened

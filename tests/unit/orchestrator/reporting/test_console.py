@@ -4,9 +4,10 @@ import threading
 import pytest
 from rich.console import Console as Screen
 
-from orchestrator.events import Board
+from orchestrator.board import Board
 from orchestrator.reporting.console import PlainConsole, TerminalConsole, make_console, watch
 from orchestrator.reporting.text import clock_time, count, printable, recovery, seconds, sentence, summary_page, waiting
+from tests.event_schema import check_event
 
 INCIDENT = {
     "kind": "process_crash",
@@ -47,6 +48,17 @@ class Clock:
         return self.now_s
 
 
+RUN = {
+    "ev": "run",
+    "name": "tiny",
+    "hosts": 1,
+    "devices": None,
+    "parameters": None,
+    "tokens_per_step": None,
+    "max_steps": None,
+}
+
+
 @pytest.fixture
 def clock():
     return Clock()
@@ -58,9 +70,11 @@ def plain(clock):
     stream = io.StringIO()
     console = PlainConsole(stream, clock)
 
-    def show(*events):
+    def show(*events, known=True):
         start = stream.tell()
         for event in events:
+            if known:
+                check_event(event, "console")
             console.show(event)
         return stream.getvalue()[start:]
 
@@ -92,7 +106,7 @@ def test_plain_header_and_start_are_told_once(plain, clock):
 
 
 def test_plain_metrics_come_now_and_then_and_at_the_end(plain, clock):
-    plain({"ev": "run", "name": "tiny", "max_steps": 300})
+    plain({**RUN, "max_steps": 300})
     clock.now_s += 1
     line = plain(metrics(10, loss=3.0, tokens_per_s=41_234.0, step_time_s=0.1))
     assert line == "   0:01  step 10/300  loss 3.0000  41.2 k tokens/s  29.0 s left\n"
@@ -137,7 +151,7 @@ def test_plain_incident_and_recovery(plain):
 def test_plain_notes(plain):
     assert plain({"ev": "note", "message": "hello"}) == "   0:00  hello\n"
     assert plain({"ev": "note", "message": "careful", "level": "warning"}) == "   0:00  ! careful\n"
-    assert plain({"ev": "something new", "x": 1}) == ""
+    assert plain({"ev": "something new", "x": 1}, known=False) == ""
 
 
 def test_text_from_programs_cannot_drive_the_terminal_or_be_taken_for_markup(plain):
@@ -178,6 +192,18 @@ def test_summary_says_what_happened_where_the_time_went_and_where_things_are():
     ]
 
 
+@pytest.mark.parametrize(
+    ("reason", "headline"),
+    [
+        ("early_stopped", "✓ tiny finished (early, by evaluation.score)  300"),
+        ("end_of_data", "✓ tiny finished (the data has ended)  300"),
+        ("max_data_epochs", "✓ tiny finished (max_num_data_epochs)  300"),
+    ],
+)
+def test_summary_says_what_ended_a_run_before_its_last_step(reason, headline):
+    assert headline in page({**SUMMARY, "stop_reason": reason})
+
+
 def test_summary_does_not_cut_what_is_there_to_be_copied():
     assert "  metrics      mlflow ui --backend-store-uri sqlite:////runs/mlflow.db\n" in page(SUMMARY, width=30)
 
@@ -212,7 +238,7 @@ def test_terminal_shows_the_same_story_around_a_live_line(clock):
     stream = io.StringIO()
     console = TerminalConsole(Screen(file=stream, force_terminal=True, width=120, color_system=None), clock)
     events = [
-        {"ev": "run", "name": "tiny", "hosts": 2, "max_steps": 300},
+        {**RUN, "hosts": 2, "max_steps": 300},
         {"ev": "status", "state": "reserving"},
         {"ev": "status", "state": "training"},
         metrics(10, loss=3.0, tokens_per_s=41_234.0, step_time_s=0.1),
@@ -307,3 +333,13 @@ def test_while_the_next_try_is_waited_for_the_user_reads_why_and_until_when():
         "trying again in 4.00 s, for 27 min 10 s at most: host 1: ConnectionError: the data server does not answer"
     )
     assert waiting(60.0, None, "host 0: crashed") == "trying again in 1 min 00 s: host 0: crashed"
+
+
+def test_plain_progress_of_a_long_evaluation_comes_now_and_then(plain, clock):
+    def at(done, total=40):
+        return {"ev": "evaluating", "unit": "eval", "done": done, "total": total}
+
+    clock.now_s += 1
+    assert plain(at(12), at(13)) == "   0:01  evaluating eval 12/40 batches\n"
+    clock.now_s += 60
+    assert plain(at(30, None)) == "   1:01  evaluating eval 30 batches\n"

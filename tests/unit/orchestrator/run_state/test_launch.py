@@ -39,7 +39,7 @@ def take_up(tmp_path, clock):
     def take_up(launch_id="launch"):
         if made:
             assert made[-1]._writer.flush(30)
-        made.append(launches.take_up(str(tmp_path), launch_id, 1000.0, TrackingConfig(mlflow=False), {}, clock))
+        made.append(launches.open_launch(str(tmp_path), launch_id, 1000.0, TrackingConfig(mlflow=False), {}, clock))
         return made[-1]
 
     yield take_up

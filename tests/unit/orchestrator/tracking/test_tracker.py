@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from orchestrator.tracking import shipper
+from orchestrator.tracking import mlflow_shipper
 from orchestrator.tracking import tracker as tracking
 from orchestrator.tracking.config import TrackingConfig
-from orchestrator.tracking.shipper import Line, Shipper, Value, fresh_values, next_batch, read_lines
+from orchestrator.tracking.mlflow_shipper import Line, Shipper, Value, fresh_values, next_batch, read_lines
 from orchestrator.tracking.spool import Spool
 from orchestrator.tracking.tracker import Tracker, flatten, left_over
 from trainers.storage.documents import StorageError
@@ -88,16 +88,28 @@ def test_a_password_is_in_the_shippers_environment_and_in_no_file(tmp_path, monk
     assert (tmp_path / "run" / "tracking" / "shipped.json").exists(), "another password, but the same run"
 
 
+def test_another_experiment_is_another_run_to_which_all_is_shipped_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "ShipperProcess", lambda run_dir, uri: None)
+    named = []
+    for experiment in ("first", "first", "second"):
+        Tracker(str(tmp_path / "run"), TrackingConfig(experiment=experiment), "run")
+        shipped = tmp_path / "run" / "tracking" / "shipped.json"
+        named.append((json.loads((tmp_path / "run" / "tracking" / "mlflow.json").read_text()), shipped.exists()))
+        shipped.write_text("{}")
+    assert [(run["experiment"], kept) for run, kept in named] == [("first", False), ("first", True), ("second", False)]
+    assert named[0][0]["key"] == named[1][0]["key"] != named[2][0]["key"]
+
+
 def test_what_ships_later_is_given_the_password_anew(monkeypatch):
     stored = "postgresql://***@db/mlflow"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", SECRETIVE)
-    assert shipper.real_uri(stored) == SECRETIVE
-    assert shipper.real_uri("http://elsewhere:5000") == "http://elsewhere:5000"
+    assert mlflow_shipper.real_uri(stored) == SECRETIVE
+    assert mlflow_shipper.real_uri("http://elsewhere:5000") == "http://elsewhere:5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql://me:pass@another/mlflow")
     with pytest.raises(
         LookupError, match=r"of postgresql://\*\*\*@db/mlflow are not stored; set MLFLOW_TRACKING_URI to the whole"
     ):
-        shipper.real_uri(stored)
+        mlflow_shipper.real_uri(stored)
 
 
 def test_without_mlflow_there_is_the_file_and_no_process(tmp_path):
@@ -182,9 +194,9 @@ def ship(tmp_path, monkeypatch):
     """Ships two good lines around a bad one, draining; returns (status, steps sent, state)."""
 
     def run_it(fake, attempts_at_end=1):
-        monkeypatch.setattr(shipper, "MlflowRun", lambda folder: fake)
-        monkeypatch.setattr(shipper, "POLL_S", 0.0)
-        monkeypatch.setattr(shipper, "ATTEMPTS_AT_END", attempts_at_end)
+        monkeypatch.setattr(mlflow_shipper, "MlflowRun", lambda folder: fake)
+        monkeypatch.setattr(mlflow_shipper, "POLL_S", 0.0)
+        monkeypatch.setattr(mlflow_shipper, "ATTEMPTS_AT_END", attempts_at_end)
         lines = [{"t": 0.0, "step": n, "metrics": {"bad" if n == 1 else "loss": 1.0}} for n in range(3)]
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"t": 0, "tags": {}}]))
         drain = threading.Event()

@@ -114,3 +114,19 @@ def test_callbacks_may_be_added_later_and_must_be_callbacks(tmp_path):
     assert len(heard.of("on_step_end")) == 1
     with pytest.raises(TypeError, match=r"expected an instance of a subclass of trainers\.callbacks\.Callback"):
         made.add_callback(Everything)
+
+
+def test_a_callback_may_be_given_its_trainer(tmp_path, events):
+    class Named(Callback):
+        def on_train_end(self, state, **kwargs):
+            names.append(self.trainer.arguments.name)
+
+    class WithItsOwn(Callback):
+        def __init__(self, limit):
+            self.limit = limit
+
+    names = []
+    made = trainer(tmp_path, WithItsOwn(3), max_num_steps=1, checkpoint={"save_at_end": False})
+    made.add_callback(Named(made))
+    made.train()
+    assert names == ["run"]

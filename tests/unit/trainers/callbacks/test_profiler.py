@@ -14,10 +14,10 @@ from trainers.config import ProfileConfig
 
 
 def test_the_schedule_skips_then_waits_warms_up_and_records_again_and_again(tmp_path):
-    config = ProfileConfig(skip_steps=5, wait_steps=2, warmup_steps=1, record_steps=3, repeat=2)
+    config = ProfileConfig(skip_steps=5, wait_steps=2, warmup_steps=2, record_steps=3, repeat=2)
     made = Profiler(config, str(tmp_path))
     due = {step: what for step in range(40) if (what := made.due(step))}
-    assert due == {7: "warm up", 8: "record", 13: "warm up", 14: "record"}
+    assert due == {7: "warm up", 9: "record", 14: "warm up", 16: "record"}
     assert [Profiler(ProfileConfig(), str(tmp_path)).due(step) for step in range(5)] == [None] * 5
     assert Profiler(ProfileConfig(record_steps=1, hosts=(1,)), str(tmp_path)).due(1) is None  # this host is 0
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainers.checkpoint import layout, manifest
+from trainers.checkpoint import layout, manifest, readers
 from trainers.checkpoint.retention import Retention
 from trainers.errors import CheckpointError
 
@@ -28,6 +28,17 @@ def test_the_old_goes_only_for_whole_newer_ones(tmp_path):
     put(tmp_path, 4)
     layout.delete_old(tmp_path, 4, (), Retention(2))
     assert layout.steps(tmp_path) == [3, 4]
+
+
+def test_what_is_being_read_stays_until_its_last_reader_has_ended(tmp_path):
+    for step in (1, 2, 3):
+        put(tmp_path, step)
+    readers.begin(tmp_path / "1")
+    readers.begin(str(tmp_path / "1"))
+    for left in ([1, 3], [1, 3], [3]):
+        layout.delete_old(tmp_path, 3, (), Retention(1), is_read=readers.is_read)
+        assert layout.steps(tmp_path) == left
+        readers.end(tmp_path / "1")
 
 
 def test_one_that_training_has_left_behind_keeps_no_place(tmp_path):

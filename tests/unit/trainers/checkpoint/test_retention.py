@@ -247,9 +247,17 @@ def test_a_model_of_a_course_that_was_left_goes(folder):
     for step, score in ((1, 0.3), (2, 0.1), (3, 0.5)):
         save(manager, step, score)
     assert lie_in(folder) == (["3"], ["1", "2"])
-    manager._take_up(1, [3])  # as by a rollback to step 1
+    manager._continue_from(1, [3])  # as by a rollback to step 1
     save(manager, 2, 0.2)
     save(manager, 3, 0.6)
     assert lie_in(folder) == (["3"], ["1", "2"])
     _, meta = load_model(str(folder.parent / "models" / "2"), shapes_of_parameters())
     assert meta["scores"]["score"] == 0.2  # 0.1 was that of the course that was left
+
+
+def test_without_a_limit_everything_stays():
+    from trainers.config import CheckpointConfig
+
+    keeps_all = Retention.of(CheckpointConfig(save_total_limit=None), None)
+    assert keeps_all.may_go(range(1, 9), range(1, 9)) == MayGo([], [], [])
+    assert keeps_all.may_go([], [], [1, 2]).models == []

@@ -101,13 +101,21 @@ def test_training_goes_on_while_the_storage_hangs_and_waits_for_it_at_its_end(tm
     monkeypatch.setattr(layout, "obstacle", hanging)
     train_end = made._finish
 
-    def finish(state, reason):
+    def finish(loop, state, reason):
         taken.append(int(state.step))
         threading.Timer(0.5, hanging.released.set).start()
-        return train_end(state, reason)
+        return train_end(loop, state, reason)
 
     monkeypatch.setattr(made, "_finish", finish)
     state = made.train()
     assert taken == [6]
     assert not made.functions.checkpoint_manager.failing
     assert made.functions.checkpoint_manager.last_saved_step == int(state.step) == 6
+
+
+def test_a_save_waits_for_the_storage_as_long_as_the_settings_say(tmp_path, events, monkeypatch):
+    ask, patience = StorageCheck.ask, []
+    monkeypatch.setattr(StorageCheck, "ask", lambda self, question, s: patience.append(s) or ask(self, question, s))
+    trainer(tmp_path, max_num_steps=3, checkpoint={"save_steps": 2, "storage_patience_s": 7.5}).train()
+    assert patience[-1] is None  # the last save waits
+    assert set(patience) == {7.5, None}

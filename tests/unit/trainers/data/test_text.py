@@ -15,7 +15,7 @@ from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data.sources import text
 from trainers.data.sources.text import PYTHON_STDLIB, byte_text, read
-from trainers.errors import DataMissingError, DataUnavailableError, UsageError
+from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
 LENGTH = 16
 
@@ -203,3 +203,12 @@ def test_held_out_text_shorter_than_one_sequence(tmp_path):
 def test_a_vocabulary_that_has_not_every_byte(folder):
     with pytest.raises(UsageError, match=r"model\.vocab_size = 128: expected at least 256, for the data are bytes"):
         byte_text(arguments(config(folder), model=ModelConfig(vocab_size=128)))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.PARQUET", "a.csv", "a.npz"])
+def test_files_of_records_are_refused_with_what_to_do(tmp_path, name):
+    path = write(tmp_path, {name: b'{"text": "a"}\n' * 100}) / name
+    with pytest.raises(DataError, match=rf"{name} is a file of records.*data\.dataset.*extending\.md"):
+        read(config(path))
+    with pytest.raises(DataError, match="is a file of records"):
+        read(config(tmp_path, pattern="a.*"))

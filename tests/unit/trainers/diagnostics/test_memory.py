@@ -141,3 +141,18 @@ def test_bytes_on_a_device_are_those_of_its_shard():
 )
 def test_only_the_runtimes_own_error_is_a_full_device(error, full):
     assert out_of_memory(error) is full
+
+
+@pytest.mark.parametrize(
+    ("task", "remat", "advised"),
+    [
+        ("trainers.tasks.causal_lm:CausalLMTask", "none", True),
+        ("trainers.tasks.causal_lm:CausalLMTask", "dots_saveable", False),
+        ("tests.programs.tiny:TableTask", "none", False),
+    ],
+)
+def test_activation_checkpointing_is_advised_where_it_is_off_and_would_help(tmp_path, task, remat, advised):
+    made = arguments(tmp_path, **LARGE, task=task, model={"remat": remat})
+    used = memory.Usage(parameters=4, optimizer=8, batch=1, temporaries=1000, divided=12)
+    texts = [change.text for change in memory.changes(used, made, made.mesh.resolve(8))]
+    assert any(text.startswith("model.remat none -> full") for text in texts) is advised

@@ -85,8 +85,7 @@ def test_greedy_texts_are_those_of_the_model_without_a_cache_token_for_token(mes
     parts, params = parameters(task, mesh)
     shown = []
     task.decode = lambda tokens: shown.append(tokens) or "text"
-    previews, problem = previews_of(task, mesh, PreviewConfig(prompts=PROMPTS, num_tokens=NEW, greedy=True), parts)(params, 3)
-    assert problem == ""
+    previews = previews_of(task, mesh, PreviewConfig(prompts=PROMPTS, num_tokens=NEW, greedy=True), parts)(params, 3)
     assert previews == [{"prompt": prompt, "text": "text"} for prompt in PROMPTS]
     whole = jax.device_put(params, jax.devices()[0])
     expected = without_a_cache(parts, whole, [prompt.encode() for prompt in PROMPTS], NEW)
@@ -188,7 +187,7 @@ def test_the_mesh_does_not_change_what_is_drawn():
         mesh = meshes.make_mesh(MeshConfig(**sizes))
         parts, params = parameters(task, mesh)
         previews = previews_of(task, mesh, config, parts)
-        shown.append([[one["text"] for one in previews(params, step)[0]] for step in (0, 0, 1)])
+        shown.append([[one["text"] for one in previews(params, step)] for step in (0, 0, 1)])
     assert shown[0] == shown[1]
     first, again, later = shown[0]
     assert first == again != later
@@ -264,3 +263,22 @@ def test_wrong_settings_are_named():
         PreviewConfig(top_p=0)
     with pytest.raises(ValueError, match=r"prompts = \['a', ''\]: expected at least one character in each"):
         PreviewConfig(prompts=("a", ""))
+
+
+class Moody(llama.Llama):
+    """While it trains, it prefers the token 7."""
+
+    deterministic = False
+
+    def decode_step(self, *given):
+        logits, cache = super().decode_step(*given)
+        return logits + (0.0 if self.deterministic else 1e6 * jax.nn.one_hot(7, logits.shape[-1])), cache
+
+
+def test_previews_are_of_the_model_in_evaluation_mode():
+    task, mesh = task_of(), meshes.make_mesh(MeshConfig())
+    task.build_model = lambda rngs: Moody(task.arguments.model, rngs=rngs, dtype="float32", param_dtype="float32")
+    parts, params = parameters(task, mesh)
+    task.decode = str
+    config = PreviewConfig(prompts=PROMPTS, num_tokens=2, greedy=True)
+    assert str([7, 7]) not in [preview["text"] for preview in previews_of(task, mesh, config, parts)(params, 0)]

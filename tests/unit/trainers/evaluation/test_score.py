@@ -7,13 +7,19 @@ import math
 
 import pytest
 
+from tests.unit.training import trainer
+from trainers.base import BaseTrainer
+from trainers.checkpoint.retention import Retention
 from trainers.config import CheckpointConfig, EvaluationConfig, ScoreConfig
+from trainers.config.arguments import load_object
 from trainers.errors import UsageError
 from trainers.evaluation.score import ScoreKeeper, combined
+from trainers.runtime.stop_reason import StopReason
 
 
 def keeper(**config):
-    return ScoreKeeper(ScoreConfig(**config))
+    made = ScoreConfig(**config)
+    return ScoreKeeper(made, load_object(made.early_stopper) if made.early_stopper else None)
 
 
 def feed(made, scores, first=1):
@@ -31,6 +37,7 @@ def feed(made, scores, first=1):
         ({}, [3.0, 1.0, 2.0], (2, 1.0)),
         ({"lower_better": False}, [1.0, 3.0, 2.0], (2, 3.0)),
         ({}, [1.0, 1.0], (1, 1.0)),  # an equal one is no better
+        ({"min_delta": 0.5}, [3.0, 2.6], (1, 3.0)),
         ({"min_delta": 0.5}, [3.0, 2.6, 2.4], (3, 2.4)),  # measured from the best, not from the last
         ({}, [math.nan, 2.0, math.nan], (2, 2.0)),
     ],
@@ -39,6 +46,38 @@ def test_the_best_is_known_with_its_step(config, scores, best):
     made = keeper(**config)
     feed(made, scores)
     assert (made.scores.best_step, made.scores.best) == best
+
+
+@pytest.mark.parametrize(
+    ("metrics", "lowest"),
+    [
+        (["eval_loss"], True),
+        (["eval_accuracy"], False),
+        (["valid_token_error"], True),
+        (["long_top5_accuracy", "eval_f1"], False),
+        (["eval_loss/code"], True),
+    ],
+)
+def test_the_names_of_the_metrics_tell_whether_lower_is_better(metrics, lowest):
+    assert ScoreConfig(metrics=tuple(metrics)).lowest_is_best is lowest
+    assert ScoreConfig(metrics=tuple(metrics), lower_better=not lowest).lowest_is_best is not lowest
+
+
+@pytest.mark.parametrize("metrics", [["eval_roughness"], ["eval_loss", "eval_accuracy"], ["eval_accuracy_error"]])
+def test_a_direction_that_is_not_known_is_an_error(metrics):
+    with pytest.raises(ValueError, match=r"lower_better = null: expected true or false.* do not tell: eval"):
+        ScoreConfig(metrics=tuple(metrics))
+    assert ScoreConfig(metrics=tuple(metrics), lower_better=True).lowest_is_best
+
+
+def test_the_best_accuracy_is_the_highest_one():
+    made = keeper(metrics=("eval_accuracy",), patience=2)
+    stops = []
+    for step, accuracy in enumerate([0.1, 0.5, 0.4, 0.3], 1):
+        made.add(step, {"eval_accuracy": accuracy})
+        stops += [step] if made.wants_stop else []
+    assert (made.scores.best_step, stops) == (2, [4])
+    assert Retention.of(CheckpointConfig(keep_best=1), made.config).lower_better is False
 
 
 @pytest.mark.parametrize(("combine", "expected"), [("mean", 2.0), ("min", 1.0), ("max", 3.0)])
@@ -76,6 +115,25 @@ def broken(step, score):
 def test_a_function_may_say_when_to_stop():
     made = keeper(early_stopper="tests.unit.trainers.evaluation.test_score:stop_below_two")
     assert feed(made, [3.0, 1.0]) == [2]
+
+
+class FromTwoScores(BaseTrainer):
+    """Its function knows the scores before."""
+
+    def build_early_stopper(self):
+        scores = []
+
+        def enough(step, score):
+            scores.append(score)
+            return len(scores) == 2
+
+        return enough
+
+
+def test_a_trainer_may_build_the_function_itself(tmp_path, events):
+    made = trainer(tmp_path, cls=FromTwoScores, evaluation={"every_steps": 2, "score": {}})
+    made.train()
+    assert (made.output.stop_reason, made.output.metrics["batches"]) == (StopReason.EARLY_STOPPED, 4)
 
 
 def test_an_error_in_it_is_an_error():

@@ -21,6 +21,7 @@ from trainers.protocol import Loss
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.host_flags import UpdateStatus
 
+RATES = ("_seconds", "_per_s", "_per_s_per_device")
 HERE = "tests.unit.trainers.evaluation.test_validation:"
 
 
@@ -50,7 +51,13 @@ def expected_loss(state, examples):
 
 
 def evaluations(events):
-    return {event["step"]: event["metrics"] for event in of(events, "metrics") if event.get("kind") == "eval"}
+    return dict(told_of(events))
+
+
+def told_of(events):
+    """(step, metrics) of each evaluation, without its rates, which differ each time."""
+    told = [(event["step"], event["metrics"]) for event in of(events, "metrics") if event.get("kind") == "eval"]
+    return [(step, {name: value for name, value in metrics.items() if not name.endswith(RATES)}) for step, metrics in told]
 
 
 # ---------------------------------------------------------------------- what is measured
@@ -110,12 +117,10 @@ def test_a_unit_without_examples_is_an_error(tmp_path, events):
 def evaluated(evaluation, *, max_steps=30, start=0, known=None):
     world = World(max_steps=max_steps)
     world.info.global_step = world.loop.resumed_step = start
-    steps = []
     world.loop.due = due(evaluation)
-    world.loop.evaluated_step = lambda: known
-    world.loop.evaluate = lambda state: steps.append(state) or state
+    world.loop.evaluator.evaluated_step = known
     world.loop.run(start)
-    return steps
+    return world.loop.evaluator.steps
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,6 @@ def test_saves_come_when_they_are_due(config, steps):
 def test_an_evaluation_comes_before_the_save_at_its_step():
     world = World(max_steps=9)
     world.loop.due = due(EvaluationConfig(every_steps=4), save_steps=4)
-    world.loop.evaluate = lambda state: world.log.append(("evaluate", state)) or state
     world.loop.run(0)
     assert [entry for entry in world.log if entry[0] in ("evaluate", "save")] == [
         ("evaluate", 4),
@@ -177,26 +181,23 @@ def test_an_evaluation_comes_before_the_save_at_its_step():
 
 
 def test_after_a_rollback_what_is_trained_again_is_evaluated_again():
-    world = World(max_steps=12, anomalies=AnomalyConfig(non_finite="rollback"), verdicts={7: UpdateStatus.NON_FINITE})
-    steps = []
+    world = World(max_steps=12, anomalies=AnomalyConfig(non_finite="rollback"), statuses={7: UpdateStatus.NON_FINITE})
     world.loop.due = due(EvaluationConfig(every_steps=2))
-    world.loop.evaluate = lambda state: steps.append(state) or state
-    world.loop.go_back = lambda decision: (5, 5)
-    world.loop.evaluated_step = lambda: 4 if steps else None  # what the checkpoint of step 5 knows of
+    world.loop.resume.go_back = lambda decision: (5, 5)
+    evaluator = world.loop.evaluator
+    world.loop.saver.restore = lambda meta: setattr(evaluator, "evaluated_step", 4)  # what the checkpoint of step 5 knows of
     world.loop.run(0)
-    assert steps == [2, 4, 6, 6, 8, 10]  # not 8 of the course that was left: its batch 7 was found first
+    assert evaluator.steps == [2, 4, 6, 6, 8, 10]  # not 8 of the course that was left: its batch 7 was found first
 
 
 def test_a_stop_does_not_wait_for_an_evaluation():
     """Time is short then; the next process makes it good."""
     world = World(max_steps=30)
-    steps = []
     world.loop.due = due(EvaluationConfig(every_steps=1, after_step=8))
-    world.loop.evaluate = lambda state: steps.append(state) or state
     wanted = 1 + STOP_REASONS.index(StopReason.PREEMPTED)
     world.loop.host_requests.stop = lambda: wanted if world.dispatched == 5 else 0
     assert world.loop.run(0) == (8, StopReason.PREEMPTED)
-    assert steps == []
+    assert world.loop.evaluator.steps == []
 
 
 # ---------------------------------------------------------------------- what comes of scores
@@ -296,8 +297,7 @@ def test_evaluations_over_restarts_are_those_of_one_run(tmp_path, events):
     runtime.current()._stop = None
     resumed = scored(tmp_path / "cut", at_start=True)
     resumed.train()
-    told = [(event["step"], event["metrics"]) for event in of(events, "metrics") if event.get("kind") == "eval"]
-    assert told == list(expected.items())
+    assert told_of(events) == list(expected.items())
     assert resumed.output.metrics["best_score_step"] == whole.output.metrics["best_score_step"]
 
 

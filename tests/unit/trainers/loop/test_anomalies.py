@@ -18,12 +18,12 @@ from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update
 NON_FINITE, SPIKE = UpdateStatus.NON_FINITE, UpdateStatus.LOSS_SPIKE
 
 
-def anomaly(verdict=NON_FINITE, batch_index=20, loss=math.nan, expected=2.5):
-    return Anomaly(verdict, batch_index, loss, expected)
+def anomaly(status=NON_FINITE, batch_index=20, loss=math.nan, expected=2.5):
+    return Anomaly(status, batch_index, loss, expected)
 
 
 @pytest.mark.parametrize(
-    ("verdict", "settings", "skipped", "action", "new", "go_back_to"),
+    ("status", "settings", "skipped", "action", "new", "go_back_to"),
     [
         (NON_FINITE, {}, (), "skip", (20,), None),
         (NON_FINITE, {"non_finite": "raise"}, (), "raise", (), None),
@@ -55,8 +55,8 @@ def anomaly(verdict=NON_FINITE, batch_index=20, loss=math.nan, expected=2.5):
         ),
     ],
 )
-def test_what_the_configuration_wants_done(verdict, settings, skipped, action, new, go_back_to):
-    decision = decide(anomaly(verdict), AnomalyConfig(**settings), set(skipped))
+def test_what_the_configuration_wants_done(status, settings, skipped, action, new, go_back_to):
+    decision = decide(anomaly(status), AnomalyConfig(**settings), set(skipped))
     assert (decision.action, decision.skipped_batches, decision.go_back_to) == (action, new, go_back_to)
     assert bool(decision.error) == (action == "raise")
 
@@ -150,7 +150,7 @@ def reduced(flags, loss=2.0, finite=True, stats=STATS, **settings):
 
 
 @pytest.mark.parametrize(
-    ("skip", "batches", "loss", "finite", "settings", "verdict"),
+    ("skip", "batches", "loss", "finite", "settings", "status"),
     [
         (0, (7, 7), 2.0, True, {}, UpdateStatus.APPLIED),
         (1, (7, 7), 2.0, True, {}, UpdateStatus.ORDERED),
@@ -166,8 +166,8 @@ def reduced(flags, loss=2.0, finite=True, stats=STATS, **settings):
         (1, (8, 7), np.nan, False, {}, UpdateStatus.OUT_OF_STEP),
     ],
 )
-def test_the_verdict(skip, batches, loss, finite, settings, verdict):
-    assert reduced([[0, 0, skip, batches[0]], [0, 0, 0, batches[1]]], loss, finite, **settings)["verdict"] == verdict
+def test_the_status_of_an_update(skip, batches, loss, finite, settings, status):
+    assert reduced([[0, 0, skip, batches[0]], [0, 0, 0, batches[1]]], loss, finite, **settings)["status"] == status
 
 
 def test_wishes_and_indices_of_all_hosts_come_out():
@@ -179,8 +179,8 @@ def test_wishes_and_indices_of_all_hosts_come_out():
 
 def test_losses_that_hardly_vary_do_not_make_a_spike_of_chance():
     flat = {**STATS, "variance": np.float32(1e-12)}
-    assert reduced([[0, 0, 0, 0]], 2.1, stats=flat, loss_spike="skip")["verdict"] == UpdateStatus.APPLIED
-    assert reduced([[0, 0, 0, 0]], 2.2, stats=flat, loss_spike="skip")["verdict"] == SPIKE
+    assert reduced([[0, 0, 0, 0]], 2.1, stats=flat, loss_spike="skip")["status"] == UpdateStatus.APPLIED
+    assert reduced([[0, 0, 0, 0]], 2.2, stats=flat, loss_spike="skip")["status"] == SPIKE
 
 
 def test_running_statistics():

@@ -318,7 +318,7 @@ def test_a_hook_that_is_not_overridden_costs_nothing():
 
 
 HOST_HOOKS = [name for name in vars(Hooks) if name.startswith("on_") and name != "on_micro_step"]
-TRACED_HOOKS = ["preforward", "postforward", "on_micro_step"]
+TRACED_HOOKS = ["preforward", "postforward", "forward_backward", "on_micro_step"]
 
 
 class OnException(Callback):

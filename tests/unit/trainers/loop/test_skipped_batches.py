@@ -10,12 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from cluster.agent.watchdog import Watchdog, WatchdogConfig
+from cluster.agent.limits import WatchdogConfig
+from cluster.agent.watchdog import Watchdog
 from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
-from trainers.errors import LossSpikeError, NonFiniteLossError, UsageError
+from trainers.errors import LossSpikeError, NonFiniteLossError
 from trainers.loop.lineage import SKIPPED_FILE
 from trainers.runtime.stop_reason import StopReason
 
@@ -76,7 +77,7 @@ def alarms(told):
     for event in told:
         now_s += 10.0 * (event["ev"] == "heartbeat")
         found += dog.look(now_s)
-        dog.note(event, now_s)
+        dog.observe(event, now_s)
     return [alarm.phase for alarm in found if alarm.overdue]
 
 
@@ -198,7 +199,7 @@ def test_what_was_skipped_is_counted_and_enters_no_mean(tmp_path, events):
     ordered(skip_batches=(5, 6))
     other = trainer(tmp_path / "other", **CLEAN | {"publish_every_steps": 4})
     other.train()
-    assert made._latest_metrics["loss"] == other._latest_metrics["loss"]
+    assert made.output.metrics["train_loss"] == other.output.metrics["train_loss"]
 
 
 def test_an_interval_of_which_nothing_was_trained_on_has_no_loss(tmp_path, events):
@@ -230,20 +231,6 @@ def test_a_run_may_fail_of_it(tmp_path, events, callback, anomalies, error, mess
         trainer(tmp_path, callback, optimizer=quick, anomalies=anomalies, checkpoint={}).train()
 
 
-def test_a_rollback_needs_something_to_go_back_to(tmp_path, events):
-    made = trainer(tmp_path, StopNow(), **CLEAN, checkpoint={"save_at_end": False})
-    state = made.train()
-    ordered()
-    again = trainer(tmp_path / "other", Poison(6), **CLEAN, anomalies={"non_finite": "rollback"}, checkpoint={})
-    with pytest.raises(UsageError, match=r"batch 6 .*there is no checkpoint of batch 6 or before to go back to"):
-        again.train(state=state)
-
-
-class StopNow(Callback):
-    def on_train_begin(self, state, **kwargs):
-        runtime.current().request_stop("requested")
-
-
 # ---------------------------------------------------------------------- orders
 
 
@@ -267,8 +254,8 @@ def test_a_run_stops_where_it_is_to_be_resized_and_goes_on_bit_for_bit(tmp_path,
 class FastClock(BaseTrainer):
     """Waits a thousandth of the time before it tries a save again."""
 
-    def _build_loop(self, step, started_s):
-        loop = super()._build_loop(step, started_s)
+    def _build_loop(self, *args):
+        loop = super()._build_loop(*args)
         loop.host_requests.clock = lambda: 1000 * time.monotonic()
         return loop
 

@@ -47,9 +47,9 @@ class OnDevice:
     def copy_to_host_async(self): ...
 
 
-def reduced(stop=0, saves=0, verdict=UpdateStatus.APPLIED, batch_index=0, newest=None, loss=1.0, expected=1.0):
+def reduced(stop=0, saves=0, status=UpdateStatus.APPLIED, batch_index=0, newest=None, loss=1.0, expected=1.0):
     """What the step gives back to all hosts."""
-    values = (stop, saves, verdict, batch_index, batch_index if newest is None else newest)
+    values = (stop, saves, status, batch_index, batch_index if newest is None else newest)
     assert len(values) + 2 == len(REDUCED)
     return np.array([*values, *np.array([loss, expected], np.float32).view(np.int32)], np.int32)
 
@@ -58,15 +58,30 @@ def due(evaluation=None, **checkpoint):
     return Due(CheckpointConfig(**checkpoint), evaluation or EvaluationConfig(), PreviewConfig(), Epochs(10, 1))
 
 
+class Evaluations:
+    """In place of an Evaluator. A state is the number of its step."""
+
+    wants_stop = False
+
+    def __init__(self, log):
+        self.log, self.steps, self.evaluated_step = log, [], None
+
+    def evaluate(self, state):
+        self.log.append(("evaluate", state))
+        self.steps.append(state)
+        self.evaluated_step = state
+        return state
+
+
 class World:
     """A loop around a step that only counts, and a record of all that happens, in order.
 
-    `verdicts`: what the step says of a batch, the first time that it comes, unless it is told to skip it.
+    `statuses`: what the step says of a batch, the first time that it comes, unless it is told to skip it.
     """
 
-    def __init__(self, max_steps=40, every_steps=10, save_steps=None, host_requests=None, anomalies=None, verdicts=None, skip=()):
+    def __init__(self, max_steps=40, every_steps=10, save_steps=None, host_requests=None, anomalies=None, statuses=None, skip=()):
         self.touched, self.log, self.dispatched, self.asked = [], [], 0, []
-        self.verdicts = verdicts or {}
+        self.statuses = statuses or {}
         runtime.install(runtime.Runtime(lambda event: self.log.append((event["ev"], event.get("step")))))
         self.info = RunInfo()
         limits = Limits(max_steps, None)
@@ -82,13 +97,15 @@ class World:
             anomalies=anomalies or AnomalyConfig(),
             distributions=DistributionConfig(every_steps=20),
             lineage=Lineage(skipped=set(skip)),
-            save=lambda state: self.log.append(("save", state)),
-            evaluate=lambda state: state,
-            evaluated_step=lambda: None,
-            stop_early=lambda: False,
-            preview=lambda state: None,
+            saver=SimpleNamespace(
+                save=lambda state: self.log.append(("save", state)),
+                report_saved=lambda: None,
+                restore=lambda meta: self.log.append(("restore", meta)),
+            ),
+            evaluator=Evaluations(self.log),
+            previewer=None,
+            resume=SimpleNamespace(go_back=self.go_back, meta="meta"),
             diagnose=lambda state, batch, step: "",
-            go_back=self.go_back,
             callbacks=CallbackList(),
             hooks=Hooks(),
             seconds=Seconds(),
@@ -104,8 +121,8 @@ class World:
         self.dispatched += 1
         self.asked.append(flags)
         stop, saves, skip, batch_index = flags
-        verdict = UpdateStatus.ORDERED if skip else self.verdicts.pop(batch_index, UpdateStatus.APPLIED)
-        told = reduced(stop, saves, verdict, batch_index, batch_index + (verdict is UpdateStatus.OUT_OF_STEP))
+        status = UpdateStatus.ORDERED if skip else self.statuses.pop(batch_index, UpdateStatus.APPLIED)
+        told = reduced(stop, saves, status, batch_index, batch_index + (status is UpdateStatus.OUT_OF_STEP))
         made = OnDevice(self, "bag", self.dispatched, np.ones((len(LAYOUT), 2)))
         rest = {"flags": told, "measured": [], "distributions": []}
         return StepOutput(state + 1, made, *(OnDevice(self, kind, self.dispatched, made) for kind, made in rest.items()))
@@ -241,7 +258,7 @@ def test_the_window_holds_two_steps():
 
 def test_what_all_hosts_read_of_a_step():
     agreed = Agreed.read(reduced(2, 3, UpdateStatus.LOSS_SPIKE, 17, loss=9.5, expected=np.nan))
-    assert (agreed.stop_reason, agreed.saves, agreed.verdict) == (STOP_REASONS[1], 3, UpdateStatus.LOSS_SPIKE)
+    assert (agreed.stop_reason, agreed.saves, agreed.status) == (STOP_REASONS[1], 3, UpdateStatus.LOSS_SPIKE)
     assert (agreed.batch_index, agreed.loss) == (17, 9.5)
     assert np.isnan(agreed.expected_loss)
 
@@ -259,6 +276,8 @@ def test_what_all_hosts_read_of_a_step():
         (Limits(None, None, stop_at=5), 5, StopReason.RESIZE),
         (Limits(None, None, stop_at=5), 9, StopReason.RESIZE),
         (Limits(5, None, stop_at=5), 5, StopReason.MAX_STEPS),
+        (Limits(5, None, time_is_up=True), 3, StopReason.TIME_LIMIT),
+        (Limits(5, None, time_is_up=True), 5, StopReason.MAX_STEPS),
     ],
 )
 def test_limits_count_batches(limits, at, reason):
@@ -342,23 +361,23 @@ def test_batches_to_skip_are_flagged():
 
 
 def test_a_batch_that_the_step_skipped_is_told_and_remembered():
-    world = World(max_steps=9, verdicts={4: UpdateStatus.NON_FINITE})
+    world = World(max_steps=9, statuses={4: UpdateStatus.NON_FINITE})
     assert world.loop.run(0) == (9, StopReason.MAX_STEPS)
     assert world.loop.lineage.skipped == {4}
     assert [kind for kind, _ in world.log].count("anomaly") == 1
 
 
-def test_a_save_knows_the_verdicts_on_all_batches_before_it():
-    world = World(max_steps=9, save_steps=5, verdicts={4: UpdateStatus.NON_FINITE})
+def test_a_save_knows_the_statuses_of_all_batches_before_it():
+    world = World(max_steps=9, save_steps=5, statuses={4: UpdateStatus.NON_FINITE})
     known = []
-    world.loop.save = lambda state: known.append((state, set(world.loop.lineage.skipped)))
+    world.loop.saver.save = lambda state: known.append((state, set(world.loop.lineage.skipped)))
     world.loop.run(0)
     assert known == [(5, {4})]
 
 
 def test_a_rollback_goes_back_and_leaves_the_batches_out():
     config = AnomalyConfig(non_finite="rollback", skip_before=2)
-    world = World(max_steps=12, anomalies=config, verdicts={7: UpdateStatus.NON_FINITE})
+    world = World(max_steps=12, anomalies=config, statuses={7: UpdateStatus.NON_FINITE})
     state, reason = world.loop.run(0)
     assert (state, reason) == (12, StopReason.MAX_STEPS)
     assert [entry for entry in world.log if entry[0] == "go_back"] == [("go_back", 5)]
@@ -370,28 +389,28 @@ def test_a_rollback_goes_back_and_leaves_the_batches_out():
 
 def test_an_anomaly_in_the_last_steps_is_found_before_the_end_and_before_a_save():
     config = AnomalyConfig(non_finite="rollback")
-    world = World(max_steps=8, save_steps=4, anomalies=config, verdicts={3: UpdateStatus.NON_FINITE, 7: UpdateStatus.NON_FINITE})
+    world = World(max_steps=8, save_steps=4, anomalies=config, statuses={3: UpdateStatus.NON_FINITE, 7: UpdateStatus.NON_FINITE})
     assert world.loop.run(0)[0] == 8
     assert [entry for entry in world.log if entry[0] in ("save", "go_back")] == [("go_back", 3), ("save", 4), ("go_back", 7)]
 
 
 @pytest.mark.parametrize(
-    ("verdict", "config", "error"),
+    ("status", "config", "error"),
     [
         (UpdateStatus.NON_FINITE, AnomalyConfig(non_finite="raise"), NonFiniteLossError),
         (UpdateStatus.LOSS_SPIKE, AnomalyConfig(loss_spike="raise"), LossSpikeError),
     ],
 )
-def test_a_policy_may_want_an_error(verdict, config, error):
+def test_a_policy_may_want_an_error(status, config, error):
     with pytest.raises(error, match="batch 3"):
-        World(anomalies=config, verdicts={3: verdict}).loop.run(0)
+        World(anomalies=config, statuses={3: status}).loop.run(0)
 
 
 def test_hosts_out_of_step_are_an_error_that_names_the_step():
     with pytest.raises(
         DesyncError, match=r"out of step at batch 3: .* batches 3 to 4 \(host 0 at 3\); .* skipped or repeated a step"
     ):
-        World(verdicts={3: UpdateStatus.OUT_OF_STEP}).loop.run(0)
+        World(statuses={3: UpdateStatus.OUT_OF_STEP}).loop.run(0)
 
 
 def test_waiting_is_no_business():

@@ -27,7 +27,7 @@ def test_a_row_is_numpys_histogram_mean_and_deviation():
     assert found["gradients/w"].mean == pytest.approx(-shape.mean, rel=1e-5)
 
 
-@pytest.mark.parametrize("way", [histograms._scattered, histograms._passed])
+@pytest.mark.parametrize("way", [histograms._scattered, histograms._counted_by_edge])
 def test_both_ways_of_counting_are_numpys(way):
     values = jax.random.normal(jax.random.key(1), (30, 40))
     counts = np.asarray(way(values, jnp.min(values), jnp.max(values), bins=16))

@@ -142,3 +142,22 @@ def test_every_parameter_names_its_dimensions():
     assert len(leaves) == 12
     for leaf in leaves:
         assert len(leaf.get_metadata()["logical_axes"]) == leaf.ndim, leaf
+
+
+@pytest.mark.parametrize(("setting", "value"), [("rope_theta", 100.0), ("norm_eps", 0.1)])
+def test_a_setting_without_parameters_changes_the_logits(setting, value):
+    usual, other = build(), build(config=dataclasses.replace(CONFIG, **{setting: value}))
+    np.testing.assert_array_equal(weights(usual)["embed"], weights(other)["embed"])
+    assert np.abs(logits(usual, TOKENS) - logits(other, TOKENS)).max() > 1e-3
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_the_parameters_have_the_sizes_of_the_settings(tie_embeddings):
+    config = ModelConfig(
+        vocab_size=50, width=32, num_layers=3, num_heads=8, num_kv_heads=2, mlp_width=48, tie_embeddings=tie_embeddings
+    )
+    found = weights(build(config=config))
+    assert found["embed"].shape == (50, 32)
+    shapes = {name: found["layers"][name].shape for name in ("query", "key", "gate")}
+    assert shapes == {"query": (3, 32, 32), "key": (3, 32, 8), "gate": (3, 32, 48)}  # two keys of four channels
+    assert ("unembed" in found) is not tie_embeddings

@@ -14,7 +14,7 @@ from tests.unit.training import trainer
 from trainers.config import OptimizerConfig, ScheduleConfig
 from trainers.errors import UsageError
 from trainers.optim.optimizers import NAMES, SCHEDULE_FREE, build_optimizer, matrices, parameters_to_evaluate
-from trainers.step.train_step import clip
+from trainers.step.clip import clip
 
 RATE = 0.1
 B1, B2 = 0.8, 0.9

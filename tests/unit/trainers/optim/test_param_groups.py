@@ -13,7 +13,7 @@ from trainers.base import BaseTrainer
 from trainers.config import OptimizerConfig, ParameterGroup
 from trainers.errors import UsageError
 from trainers.optim.optimizers import build_grouped
-from trainers.optim.param_groups import check, freezing, parameter_paths, trainable
+from trainers.optim.param_groups import check, freezing, parameter_paths, rate_names, trainable
 from trainers.planning import estimate
 
 RATE, DECAY = 0.01, 0.5
@@ -87,7 +87,7 @@ def test_what_is_frozen_has_no_state_no_part_in_the_norm_and_keeps_every_bit(tmp
     norm = of(events, "metrics")[0]["metrics"]["grad_norm"]
     events.clear()
     made = trainer(tmp_path, optimizer=FROZEN_EMBED)
-    start = jax.tree.map(np.array, free._resume.make_first().params)
+    start = jax.tree.map(np.array, free._loop.resume.beginning.make().params)
     start["embed"][0] = -0.0  # + 0 would make it 0
     state = made.train(model_parameters=start)
     assert start["embed"].tobytes() == np.asarray(state.params["embed"]).tobytes()
@@ -170,3 +170,61 @@ def test_nothing_left_to_train_is_an_error():
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
         ParameterGroup(**settings)
+
+
+class GroupsAsDicts(BaseTrainer):
+    groups = ({"pattern": "embed", "frozen": True}, {"pattern": "out", "learning_rate": 0.5})
+
+    def build_param_groups(self):
+        return self.groups
+
+
+def test_groups_may_be_dicts(tmp_path):
+    made = trainer(tmp_path, cls=GroupsAsDicts)
+    assert made.param_groups == (ParameterGroup(pattern="embed", frozen=True), ParameterGroup(pattern="out", learning_rate=0.5))
+
+
+@pytest.mark.parametrize(
+    ("group", "error"),
+    [
+        (
+            {"pattern": "out", "lerning_rate": 1.0},
+            "unknown key 'lerning_rate': expected pattern, learning_rate, .*did you mean learning_rate",
+        ),
+        ({"learning_rate": 1.0}, "has no pattern: expected a regular expression"),
+        ({"pattern": "("}, r"build_param_groups: pattern = "),
+    ],
+)
+def test_a_dict_that_is_no_group_is_an_error(tmp_path, group, error):
+    with pytest.raises(UsageError, match=error):
+        _ = trainer(tmp_path, cls=type("Mine", (GroupsAsDicts,), {"groups": (group,)})).param_groups
+
+
+def test_the_rates_of_groups_are_published_as_they_are_applied(tmp_path, events):
+    groups = [{"pattern": "^embed$|nothing", "learning_rate": 0.2}, {"pattern": "out", "weight_decay": 0.0}]
+    schedule = {"name": "cosine", "decay_steps": 12, "warmup_steps": 3}
+    optimizer = {"name": "sgd", "learning_rate": 0.5, "weight_decay": 0.0, "max_grad_norm": None, "schedule": schedule}
+    metrics = {"per_parameter_grad_norm": True}
+    settings = {"optimizer": {**optimizer, "groups": groups}, "metrics": metrics, "checkpoint": {"save_at_end": False}}
+    made = trainer(tmp_path, max_num_steps=5, **settings)
+    made.train()
+    published = [event["metrics"] for event in of(events, "metrics") if "loss" in event["metrics"]]
+    for step, values in enumerate(published):
+        rate = float(made.scheduler(step))
+        rates = {"learning_rate": rate, "learning_rate/_embed_nothing": 0.4 * rate, "learning_rate/out": rate}
+        assert {name: value for name, value in values.items() if "rate" in name} == pytest.approx(rates, rel=1e-6)
+    # As they are applied: the size of a first step of gradient descent over the size of its gradient.
+    made = trainer(tmp_path / "one", max_num_steps=1, **settings)
+    after, before = made.train().params, made._loop.resume.beginning.make().params
+    moved = float(np.linalg.norm(np.asarray(after["embed"]) - np.asarray(before["embed"])))
+    first = published[0]
+    assert moved / first["grad_norm/embed"] == pytest.approx(first["learning_rate/_embed_nothing"], rel=1e-3)
+
+
+def test_a_frozen_group_has_no_rate_and_of_equal_names_the_first_counts():
+    groups = [
+        ParameterGroup(pattern="a|b", learning_rate=1.0),
+        ParameterGroup(pattern="a b"),
+        ParameterGroup(pattern="c", frozen=True),
+    ]
+    assert rate_names(groups) == {"learning_rate/a_b": groups[0]}

@@ -176,3 +176,57 @@ def test_settings_that_make_no_sense(settings, message):
 def test_holding_counts_towards_the_end():
     with pytest.raises(UsageError, match=r"warmup_steps = 5 \+ hold_steps = 40: expected less than the 45 steps"):
         build_schedule(ScheduleConfig(name="tri_stage", warmup_steps=5, hold_steps=40), RATE, END)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_warm_up_may_be_a_share_of_the_runs_steps(name):
+    """The run's steps, not those of the decay, if they differ."""
+    by_ratio = build_schedule(settings(name, warmup_ratio=0.1, decay_steps=30), RATE, END)
+    by_steps = build_schedule(settings(name, warmup_steps=4, decay_steps=30), RATE, END)
+    assert [float(by_ratio(step)) for step in range(50)] == [float(by_steps(step)) for step in range(50)]
+    without_limit = build_schedule(settings(name, warmup_ratio=0.1, decay_steps=30), RATE, None)
+    assert float(without_limit(0)) == pytest.approx(RATE / (3 + 1))
+
+
+def test_a_decay_may_be_a_share_of_the_runs_steps():
+    by_ratio = build_schedule(ScheduleConfig(name="linear", decay_ratio=0.5, final_factor=0.0), RATE, 40)
+    assert float(by_ratio(10)) == pytest.approx(RATE / 2)
+    assert float(by_ratio(20)) == float(by_ratio(39)) == 0.0
+
+
+def test_a_warm_up_may_start_at_any_factor():
+    schedule = build_schedule(ScheduleConfig(name="constant", warmup_steps=4, start_factor=0.5), RATE, None)
+    np.testing.assert_allclose([schedule(step) / RATE for step in range(6)], [0.5, 0.625, 0.75, 0.875, 1.0, 1.0], rtol=1e-6)
+    assert float(build_schedule(ScheduleConfig(name="constant", start_factor=0.2), RATE, None)(0)) == pytest.approx(RATE)
+
+
+def test_a_users_schedule_gets_steps_for_ratios():
+    seen = build_schedule(ScheduleConfig(name=f"{__name__}:seen", warmup_ratio=0.25, decay_ratio=0.75), RATE, 40)
+    assert (seen.warmup_ratio, seen.warmup_steps, seen.decay_ratio, seen.decay_steps) == (None, 10, None, 30)
+
+
+def seen(config, learning_rate, max_num_steps):
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"warmup_ratio": 1.0}, "warmup_ratio = 1.0: expected 0 <= warmup_ratio < 1"),
+        ({"decay_ratio": 0.0}, "decay_ratio = 0.0: expected 0 < decay_ratio <= 1"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio = 0.1: warmup_steps = 3 says the same"),
+        ({"decay_ratio": 0.1, "decay_steps": 3}, "decay_ratio = 0.1: decay_steps = 3 says the same"),
+        ({"start_factor": -0.1}, "start_factor = -0.1: expected at least 0"),
+        ({"name": "optax.constant_schedule", "warmup_ratio": 0.1}, "takes arguments alone; leave it out"),
+    ],
+)
+def test_ratios_that_cannot_be(changes, problem):
+    with pytest.raises(ValueError, match=problem):
+        ScheduleConfig(**changes)
+
+
+def test_a_share_of_nothing_known_is_an_error():
+    with pytest.raises(UsageError, match=r"warmup_ratio = 0\.1: nothing says how many steps the run has; set max_num_steps"):
+        build_schedule(ScheduleConfig(name="constant", warmup_ratio=0.1), RATE, None)
+    with pytest.raises(UsageError, match=r"decay_ratio = 0\.01: that is no step of 10"):
+        build_schedule(ScheduleConfig(decay_ratio=0.01), RATE, 10)

@@ -200,17 +200,6 @@ def test_a_recorder_whose_package_is_missing_is_refused_before_anything_starts(m
         arguments(recorders=["wandb"])
 
 
-def test_weights_and_biases_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    from trainers.recorders.wandb import WeightsAndBiases
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    recorder = WeightsAndBiases(about(tmp_path))
-    recorder.record(1, {"loss": 1.0}, {"params/w": SHAPE})
-    recorder.close()
-    assert list(tmp_path.rglob("*.wandb"))
-
-
 def test_alone_the_same_recorders_are_fed(tmp_path, capfd, monkeypatch):
     from trainers import run
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tests.programs.tiny import TableTask, numbers
 from tests.unit.training import FIXED, arguments, losses, of, trainer
 from trainers.errors import UsageError
 from trainers.planning.estimate import plan
-from trainers.protocol import Last, Loss, Max
-from trainers.step.loss import as_loss, terms_of
+from trainers.protocol import Last, Loss, Max, PerExample
+from trainers.step.loss import as_loss, terms_of, weighted
 
 # ---------------------------------------------------------------------- the forms
 
@@ -32,7 +33,7 @@ def test_a_dict_is_the_sum_of_the_means_of_its_terms():
 @pytest.mark.parametrize(
     ("returned", "problem"),
     [
-        (1.0, "returned float: expected a trainers.protocol.Loss"),
+        (1.0, "returned float: expected the loss of each example"),
         ((1.0, 2.0, 3.0), "returned tuple: expected"),
         ({}, "a dict without a loss .empty."),
         ({"big": Max(1.0)}, "a dict without a loss .big."),
@@ -43,6 +44,67 @@ def test_a_dict_is_the_sum_of_the_means_of_its_terms():
 def test_anything_else_is_an_error_that_says_what_is_expected(returned, problem):
     with pytest.raises(UsageError, match=problem):
         as_loss(returned)
+
+
+WEIGHT = jnp.array([1.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("garbage", [7.0, jnp.nan, jnp.inf])
+def test_rows_that_only_fill_up_a_batch_count_in_no_sum_of_single_examples(garbage):
+    hits, lengths = jnp.array([1.0, 4.0, garbage]), jnp.array([2.0, 5.0, garbage])
+    loss = weighted(PerExample(jnp.array([3.0, 1.0, garbage]), {"hits": hits}, lengths), WEIGHT)
+    assert (float(loss.loss_sum), float(loss.num_targets)) == (3 + 2 * 1, 2 + 2 * 5)
+    assert [float(value) for value in loss.parts["hits"]] == [1 + 2 * 4, 2 + 2 * 5]
+    assert [row.tolist() for row in loss.rows] == [[3, 2, 0], [2, 10, 0]]
+
+
+def test_an_array_is_the_loss_of_each_example():
+    loss = weighted(jnp.array([3.0, 1.0, 9.0]), WEIGHT)
+    assert (float(loss.loss_sum), float(loss.num_targets), loss.parts) == (5, 3, {})
+
+
+def test_single_examples_may_be_terms_of_a_dict_and_keep_their_metrics():
+    fit = PerExample(jnp.array([3.0, 1.0, 9.0]), {"hits": jnp.array([1.0, 1.0, 1.0])})
+    loss = as_loss(weighted({"fit": fit, "plain": jnp.array([6.0, 0.0, 9.0]), "penalty": (4.0, None)}, WEIGHT))
+    assert float(loss.loss_sum / loss.num_targets) == pytest.approx(5 / 3 + 6 / 3 + 4)
+    assert {name: float(sum_ / weight) for name, (sum_, weight) in loss.parts.items()} == pytest.approx(
+        {"fit": 5 / 3, "plain": 2, "penalty": 4, "hits": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (jnp.ones((3, 2)), r"losses \[3, 2\]: expected \[3\], a number for each example"),
+        (PerExample(jnp.ones(3), {"hits": jnp.ones(())}), r"hits \[\]: expected \[3\]"),
+    ],
+)
+def test_what_is_no_number_for_each_example_is_an_error(value, problem):
+    with pytest.raises(UsageError, match=problem):
+        weighted(value, WEIGHT)
+
+
+class TableOfExamples(TableTask):
+    """Says nothing of weights."""
+
+    def loss(self, model, batch):
+        targets = batch["tokens"][:, 1:]
+        logits = model(batch["tokens"][:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        hits = (jnp.argmax(logits, -1) == targets).astype(jnp.float32)
+        return PerExample(jnp.sum(losses, -1), {"accuracy": jnp.sum(hits, -1)}, jnp.full(len(targets), targets.shape[1]))
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_task_of_single_examples_trains_and_evaluates_like_one_of_sums(tmp_path, steps):
+    """In global batches that 8 devices cannot divide, and with a held-out set whose last batch is not full."""
+    settings = {"global_batch_size": 18, "accumulation_steps": steps, "optimizer": FIXED}
+    sums = trainer(tmp_path / "sums", **settings)
+    singles = trainer(tmp_path / "singles", task=f"{__name__}:TableOfExamples", **settings)
+    # Only the order of the additions differs.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), sums.train().params, singles.train().params)
+    assert sums.output.metrics["eval_accuracy"] == singles.output.metrics["eval_accuracy"]
+    assert sums.output.metrics["eval_loss"] == pytest.approx(singles.output.metrics["eval_loss"], rel=1e-5)
 
 
 def test_only_a_dict_has_terms():

@@ -49,20 +49,20 @@ def published(events, name):
 
 
 def test_the_scale_follows_the_rule():
-    """PyTorch's GradScaler, written down once more, on a history of any verdicts."""
+    """PyTorch's GradScaler, written down once more, on a history of any statuses."""
     config = LossScaleConfig(initial=64.0, growth_factor=4.0, window_steps=3)
-    update = jax.jit(lambda scaler, verdict: update_scaler(scaler, verdict, config))
+    update = jax.jit(lambda scaler, status: update_scaler(scaler, status, config))
     scaler = {"scale": jnp.float32(64.0), "good_steps": jnp.int32(0)}
     scale, good_steps = 64.0, 0
     others = (UpdateStatus.ORDERED, UpdateStatus.NON_FINITE, UpdateStatus.LOSS_SPIKE)
-    for verdict in np.random.default_rng(0).choice([UpdateStatus.APPLIED] * 8 + [UpdateStatus.OVERFLOW, *others], 200):
-        if verdict == UpdateStatus.OVERFLOW:
+    for status in np.random.default_rng(0).choice([UpdateStatus.APPLIED] * 8 + [UpdateStatus.OVERFLOW, *others], 200):
+        if status == UpdateStatus.OVERFLOW:
             scale, good_steps = scale / 4, 0
-        elif verdict == UpdateStatus.APPLIED:
+        elif status == UpdateStatus.APPLIED:
             good_steps += 1
             if good_steps == 3:
                 scale, good_steps = scale * 4, 0
-        scaler = update(scaler, jnp.int32(verdict))
+        scaler = update(scaler, jnp.int32(status))
         assert (float(scaler["scale"]), int(scaler["good_steps"])) == (scale, good_steps)
 
 

@@ -6,7 +6,7 @@ import uuid
 import fsspec
 import pytest
 
-from orchestrator.run_state import outcome
+from orchestrator.run_state.outcome import read_outcome, write_outcome
 from trainers.storage import documents, durable
 from trainers.storage.documents import StorageError
 
@@ -83,11 +83,11 @@ def test_forbidden_storage(tmp_path):
         documents.check_writable(tmp_path / "run")
 
 
-def test_a_verdict_holds_for_its_launch_only(tmp_path):
-    assert outcome.read(tmp_path, "a") is None
-    outcome.write(tmp_path, {"launch_id": "a", "status": "failed"})
-    assert outcome.read(tmp_path, "a") == {"launch_id": "a", "status": "failed"}
-    assert outcome.read(tmp_path, "b") is None
+def test_an_outcome_holds_for_its_launch_only(tmp_path):
+    assert read_outcome(tmp_path, "a") is None
+    write_outcome(tmp_path, {"launch_id": "a", "status": "failed"})
+    assert read_outcome(tmp_path, "a") == {"launch_id": "a", "status": "failed"}
+    assert read_outcome(tmp_path, "b") is None
 
 
 def refuse(number, *, only=lambda *arguments: True, real=None):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainers.config import DataConfig, ModelConfig
+from trainers.config import DataConfig, LossConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.protocol import Task
 from trainers.step import rng
@@ -70,6 +70,44 @@ def test_padding_rows_count_for_nothing_and_get_no_gradient(task, model):
     padded = (padded[0]._replace(rows=tuple(per_row[::2] for per_row in padded[0].rows)), padded[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), padded, alone)
     assert float(padded[0].num_targets) == 2 * LENGTH
+
+
+def with_loss(task, **settings):
+    return CausalLMTask(dataclasses.replace(task.arguments, loss=LossConfig(**settings)))
+
+
+def test_smoothed_labels_give_the_cross_entropy_with_the_smoothed_distribution(task, model):
+    rows, share = batch(2, [1, 1]), 0.1
+    loss = jax.jit(with_loss(task, label_smoothing=share).loss)(model, rows)
+    logits = np.asarray(jax.jit(lambda m, tokens: m(tokens))(model, rows["tokens"][:, :-1]), np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = np.full(logits.shape, share / logits.shape[-1])
+    np.put_along_axis(wanted, rows["tokens"][:, 1:, None], 1 - share + share / logits.shape[-1], -1)
+    assert float(loss.loss_sum) == pytest.approx(-(wanted * log_p).sum(), rel=1e-5)
+    assert float(loss.num_targets) == 2 * LENGTH
+
+
+def test_ignored_tokens_are_no_targets_and_have_no_loss(task, model):
+    rows = batch(2, [1, 1])
+    rows["tokens"][0, 5:] = 7
+    num_ignored = int((rows["tokens"][:, 1:] == 7).sum())
+    loss = jax.jit(with_loss(task, ignore_index=7).loss)(model, rows)
+    by_weight = jax.jit(task.loss)(model, {**rows, "token_weight": (rows["tokens"] != 7).astype(np.float32)})
+    assert num_ignored >= LENGTH - 4
+    assert float(loss.num_targets) == 2 * LENGTH - num_ignored
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), loss, by_weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing = 1.0: expected 0 <= "),
+        ({"ignore_index": -100}, "ignore_index = -100: expected an id"),
+    ],
+)
+def test_settings_of_the_loss_are_checked(settings, error):
+    with pytest.raises(ValueError, match=error):
+        LossConfig(**settings)
 
 
 def test_flops_of_a_token_are_those_of_its_matrix_products(task):

@@ -1,8 +1,8 @@
-"""The process that brings a run's tracking file to MLflow: at least once, and each (metric, step) once.
+"""The shipper process: sends a run's tracking file to MLflow, each (metric, step) once.
 
-It may be killed at any moment: it starts again where `shipped.json` says, and what it sends a second time has the same
-time stamp, which MLflow's stores keep once. A replayed step (after a restart from a checkpoint) is not sent again.
-What MLflow refuses for good goes to `rejected.jsonl` with the reason; what it cannot take now is tried until it can.
+It may be killed at any moment. It then goes on from the offset in `shipped.json`; an entry that is sent twice has the same time
+stamp, and MLflow's stores keep it once. A replayed step (after a restart from a checkpoint) is not sent again. Entries that
+MLflow refuses for good go to `rejected.jsonl` with the reason; all others are retried until MLflow takes them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from trainers.storage import documents
 POLL_S = 1.0
 MAX_BACKOFF_S = 30.0
 MAX_VALUES = 900
-"""Of one request; MLflow takes 1000."""
+"""The most values of one request; MLflow takes 1000."""
 MAX_LINES = 500
 MAX_PARAM_LENGTH = 6000
 KEY_TAG = "gangway.key"
 ATTEMPTS_AT_END = 3
 ATTEMPTS_BEFORE_REFUSED = 5
-"""After so many internal errors over the same entries, from a server that answers otherwise, they are the cause."""
+"""After so many internal errors for the same entries, from a server that answers other requests, the entries are the cause."""
 REFUSALS = frozenset(
     {
         "INVALID_PARAMETER_VALUE",
@@ -46,14 +46,14 @@ REFUSALS = frozenset(
         "INVALID_STATE",
     }
 )
-"""Error codes of MLflow that say the entry is wrong. All others say something about the server."""
+"""Error codes of MLflow for a wrong entry. All other codes are problems of the server."""
 
 
 class Line(NamedTuple):
     record: dict[str, Any] | None
-    """None: not JSON (a driver died while it wrote it)."""
+    """The entry; None if the line is not JSON (a driver died while it wrote it)."""
     end: int
-    """Byte offset behind it."""
+    """The byte offset of its end."""
 
 
 class Value(NamedTuple):
@@ -65,17 +65,17 @@ class Value(NamedTuple):
 
 @dataclass
 class State:
-    """How far we came: `shipped.json`."""
+    """The progress of the shipper: `shipped.json`."""
 
     offset: int = 0
     last_step: dict[str, int] = field(default_factory=dict)
-    """By metric: up to here everything was sent."""
+    """The last step that was sent, by metric."""
     rejected: int = 0
     problem: str | None = None
 
 
 def read_lines(path: str, offset: int, max_lines: int = MAX_LINES) -> list[Line]:
-    """Whole lines from `offset`; one that is still being written is left for later."""
+    """Returns complete lines from `offset`. A line that is still being written is left for later."""
     lines: list[Line] = []
     with open(path, "rb") as file:
         file.seek(offset)
@@ -86,7 +86,7 @@ def read_lines(path: str, offset: int, max_lines: int = MAX_LINES) -> list[Line]
 
 
 def next_batch(lines: Sequence[Line]) -> Sequence[Line]:
-    """The longest beginning that goes out as one request: lines of metrics, or a single line of another kind."""
+    """Returns the longest prefix that fits one request: lines of metrics, or a single line of another kind."""
     num_values = 0
     for index, line in enumerate(lines):
         metrics = (line.record or {}).get("metrics")
@@ -97,20 +97,20 @@ def next_batch(lines: Sequence[Line]) -> Sequence[Line]:
 
 
 def fresh_values(batch: Sequence[Line], last_step: dict[str, int]) -> list[Value]:
-    """The values of steps beyond `last_step`, each metric's steps rising: a step that was replayed is not sent again."""
-    seen = dict(last_step)
+    """Returns the values of steps after `last_step`, with rising steps for each metric: replayed steps are left out."""
+    newest = dict(last_step)
     fresh = []
     for line in batch:
         record = line.record or {}
         for name, value in record["metrics"].items():
-            if record["step"] > seen.get(name, -1):
-                seen[name] = record["step"]
+            if record["step"] > newest.get(name, -1):
+                newest[name] = record["step"]
                 fresh.append(Value(name, value, int(record["t"] * 1000), record["step"]))
     return fresh
 
 
 def real_uri(stored: str) -> str:
-    """The store's address with the user information that is not stored, from the environment. Raises LookupError without it."""
+    """Returns the store's address with its user information, which is only in the environment. Raises LookupError without it."""
     given = os.environ.get(URI_VARIABLE, "")
     if masked(given) == stored:
         return given
@@ -120,7 +120,7 @@ def real_uri(stored: str) -> str:
 
 
 class MlflowRun:
-    """The run in MLflow: found by its id, else by its key (we died before we noted the id), else made."""
+    """The run in MLflow. It is found by its key, or created."""
 
     def __init__(self, folder: str):
         self._path = documents.join(folder, RUN)
@@ -134,11 +134,12 @@ class MlflowRun:
         self.client = MlflowClient(uri, uri)
         self._experiment_id = self._find_experiment(named["experiment"], artifacts)
         self.found, self.run_id = self._find_run(named)
+        # For the driver, which tells people how to look at the run (`Tracker.where`).
         documents.write_json(self._path, named | {"run_id": self.run_id})
         self._params = dict(self.client.get_run(self.run_id).data.params)
 
     def answers(self) -> bool:
-        """False when the store is broken, or the run was deleted: then no entry is to blame."""
+        """Returns False when the store is broken, or the run was deleted: then the entries are not the cause of an error."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -152,7 +153,7 @@ class MlflowRun:
         self.client.log_batch(self.run_id, metrics=[Metric(v.name, v.value, v.time_ms, v.step) for v in values])
 
     def send_record(self, record: dict[str, Any]) -> None:
-        """A line that is not of metrics."""
+        """Sends a line that holds no metrics."""
         if "params" in record:
             self._send_params(record["params"])
         elif "tags" in record:
@@ -167,13 +168,13 @@ class MlflowRun:
             self.client.set_terminated(self.run_id, record["status"], int(record["t"] * 1000))
 
     def _find_experiment(self, name: str, artifacts: str | None) -> str:
-        if (found := self.client.get_experiment_by_name(name)) is not None:
-            return found.experiment_id
-        # If another run is faster, this fails and is tried again: then it is found.
+        if (experiment := self.client.get_experiment_by_name(name)) is not None:
+            return experiment.experiment_id
+        # If another run creates it first, this fails, and the next try finds it.
         return self.client.create_experiment(name, artifact_location=artifacts)
 
     def _find_run(self, named: dict[str, Any]) -> tuple[bool, str]:
-        """Whether the run was there, and its id. One that was deleted, or whose store was, is made again from the file."""
+        """Returns whether the run existed, and its id. If it or its store was deleted, it is created again from the file."""
         key = named["key"]
         runs = self.client.search_runs([self._experiment_id], filter_string=f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
         if runs:
@@ -185,8 +186,10 @@ class MlflowRun:
         from mlflow.entities import Param
 
         params = {name: value[:MAX_PARAM_LENGTH] for name, value in params.items()}
+        # MLflow refuses a second value of a parameter: it becomes a tag.
         changed = {name: value for name, value in params.items() if self._params.get(name, value) != value}
         fresh = {name: value for name, value in params.items() if name not in self._params}
+        # 100: as many as MLflow takes in one request.
         for some in _chunks(list(fresh.items()), 100):
             self.client.log_batch(self.run_id, params=[Param(*item) for item in some])
         self._params |= fresh
@@ -213,6 +216,7 @@ class MlflowRun:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
         versions = self.client.search_model_versions(f"name = '{name}'")
+        # An attempt that died before it was recorded may have made this version.
         if not any((version.run_id, version.source) == (self.run_id, source) for version in versions):
             self.client.create_model_version(name, source=source, run_id=self.run_id)
 
@@ -224,18 +228,19 @@ class Shipper:
         self._state = State(**read_document(folder, STATE))
         self._run: MlflowRun | None = None
         self._attempts = 0
-        """In a row that failed."""
+        """How many attempts in a row have failed."""
 
     def ship(self) -> int:
-        """Until all is shipped, once draining; returns the exit status."""
+        """Ships until told to drain, and then until all is shipped. Returns the exit status."""
         while True:
+            # Read before the shipping: if nothing is left after that, all lines of the run are shipped.
             draining = self._drain.is_set()
             try:
                 if not self._ship_some():
                     if draining:
                         return 0
                     self._drain.wait(POLL_S)
-            except Exception as error:  # Whatever it is, it must not end here: it is shown, and tried again.
+            except Exception as error:  # The shipper must not end: the error is shown, and the batch tried again.
                 self._note_problem(error)
                 if draining and self._attempts >= ATTEMPTS_AT_END:
                     return LEFT_OVER
@@ -246,11 +251,12 @@ class Shipper:
         lines = read_lines(self._spool, self._state.offset) if os.path.exists(self._spool) else []
         if self._run is None:
             self._run = self._open_run()
-            return True  # It may have set us back to the beginning.
+            return True  # The lines are read again: a new run begins at offset 0.
         if not lines:
             return False
         batch = next_batch(lines)
         self._send(batch, self._run)
+        # After the sending: a shipper that dies in between sends the lines again, and MLflow keeps them once.
         self._state.offset = batch[-1].end
         self._state.problem = None
         self._attempts = 0
@@ -281,7 +287,7 @@ class Shipper:
                 self._set_aside(record, str(error))
 
     def _send_values(self, values: Sequence[Value], run: MlflowRun) -> None:
-        """Of a batch that is refused, the halves are tried, until the value that is to blame is alone."""
+        """Sends values. If they are refused, it tries the halves, until the wrong value is alone and can be set aside."""
         try:
             run.send_values(values)
         except Exception as error:
@@ -309,7 +315,7 @@ class Shipper:
 
     def _note_problem(self, error: Exception) -> None:
         self._attempts += 1
-        self._run = None  # To be found again, or made again.
+        self._run = None  # The next attempt connects again.
         text = masked(str(error).strip())
         message = (text or type(error).__name__).splitlines()[0]
         self._state.problem = f"MLflow does not take metrics now: {message[:300]}"
@@ -340,6 +346,7 @@ def _make_sqlite(path: str, artifacts: str) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     unfinished = path + ".unfinished"
+    # Of a process that died half-way: no MLflow could go on with it.
     if os.path.exists(unfinished):
         os.unlink(unfinished)
     SqlAlchemyStore(f"sqlite:///{unfinished}", artifacts).engine.dispose()
@@ -377,6 +384,7 @@ def main(arguments: Sequence[str]) -> int:
         die_with(options.follow)
         os.nice(10)  # Training comes first.
         threading.Thread(target=_read_orders, args=(drain,), daemon=True).start()
+    # One shipper for a run: two would send the same lines and overwrite each other's progress.
     with locked(documents.join(folder, "shipper.lock")):
         status = Shipper(folder, drain).ship()
     if options.follow is None:
@@ -389,6 +397,7 @@ def _read_orders(drain: threading.Event) -> None:
     for _ in sys.stdin:
         drain.set()
     if not drain.is_set():
+        # Not `sys.exit`, which would end this thread alone: the main thread may be waiting for a server.
         os._exit(LEFT_OVER)
 
 

@@ -1,4 +1,4 @@
-"""A number per array that changes when any bit of it does, computed where the array lies, the same on any mesh."""
+"""Fingerprints of arrays: numbers that change when any bit changes, computed where the array lies, the same on any mesh."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ import jax
 import jax.numpy as jnp
 
 MULTIPLIERS = (0x9E3779B1, 0xC2B2AE3D)
-"""One for each of two lanes: a single one would let one in 2**32 changes pass."""
+"""One for each of two lanes: a single lane of 32 bits would miss one in 2**32 changes."""
 
 
 def fingerprints(tree: Any) -> jax.Array:
-    """uint32[num_leaves, 2], traced: for each leaf two sums, over its elements, of mixes of (bits, position).
+    """Returns uint32[num_leaves, 2], traced: for each leaf two sums, over its elements, of a hash of (bits, position).
 
-    A parameter and its moments are taken together: a third of the program to load after a failure.
+    A parameter and its moments are stacked and hashed together. This makes the program a third of the size, and it is loaded in
+    every recovery.
     """
     groups: dict[Any, list[int]] = {}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for index, (path, leaf) in enumerate(leaves):
-        groups.setdefault((_own_names(path), leaf.shape, leaf.dtype), []).append(index)
-    found: dict[int, jax.Array] = {}
+        groups.setdefault((_parameter_names(path), leaf.shape, leaf.dtype), []).append(index)
+    fingerprint_of: dict[int, jax.Array] = {}
     for members in groups.values():
+        # [members, ...] uint32 -> [members, 2].
         rows = _sums(jnp.stack([_bits(leaves[index][1]) for index in members]))
-        found.update(zip(members, rows, strict=True))
-    return jnp.stack([found[index] for index in range(len(leaves))])
+        fingerprint_of.update(zip(members, rows, strict=True))
+    # In the order of the leaves: `leaf_names` gives the names of the rows.
+    return jnp.stack([fingerprint_of[index] for index in range(len(leaves))])
 
 
 def leaf_names(tree: Any) -> list[str]:
@@ -35,13 +38,14 @@ def leaf_names(tree: Any) -> list[str]:
 
 
 def digest(names: Sequence[str], values: Any) -> str:
-    """One short hexadecimal digest of named fingerprints."""
+    """Returns one short hexadecimal digest of named fingerprints. Sorted by name: the order does not matter."""
     rows = [[name, *map(int, row)] for name, row in zip(names, values, strict=True)]
     return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]
 
 
-def _own_names(path: Any) -> tuple[str, ...]:
-    """The names at the end of a path: those of a parameter, wherever the parameter or something of its shape stands."""
+def _parameter_names(path: Any) -> tuple[str, ...]:
+    """Returns the dictionary keys at the end of a path: the names of a parameter, the same for its moments in the optimizer's
+    state."""
     names: list[str] = []
     for entry in reversed(path):
         if not isinstance(entry, jax.tree_util.DictKey):
@@ -51,21 +55,25 @@ def _own_names(path: Any) -> tuple[str, ...]:
 
 
 def _sums(bits: jax.Array) -> jax.Array:
-    """[M, ...] -> [M, 2]."""
+    """Returns the sums of the two lanes: [M, ...] -> [M, 2]."""
     position = jnp.zeros((), jnp.uint32)
     for dimension in range(1, bits.ndim):
+        # The index in the whole array, not in a shard: so the result is the same on any mesh.
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dimension)
+        # It wraps modulo 2**32, on purpose: only that positions are told apart counts.
         position = position * jnp.uint32(2654435761) + index
     lanes = tuple(_mix(bits, position, multiplier) for multiplier in MULTIPLIERS)
     if bits.ndim == 1:
         return jnp.stack(lanes, -1)
+    # Addition modulo 2**32 does not depend on the order, so any division over devices gives the same bits.
     zero, axes = jnp.uint32(0), tuple(range(1, bits.ndim))
-    # Both lanes in one pass: as two sums it took ten times as long on a CPU.
+    # Both lanes in one pass: two separate sums took ten times as long on a CPU.
     sums = jax.lax.reduce(lanes, (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), axes)
     return jnp.stack(sums, -1)
 
 
 def _mix(bits: jax.Array, position: jax.Array, multiplier: int) -> jax.Array:
+    # The multipliers and shifts are those of MurmurHash3's finalizer (Appleby).
     h = (bits ^ (position * jnp.uint32(multiplier))) * jnp.uint32(0x85EBCA6B)
     h ^= h >> 13
     h *= jnp.uint32(0xC2B2AE35)
@@ -73,8 +81,10 @@ def _mix(bits: jax.Array, position: jax.Array, multiplier: int) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """uint32, traced: the bits of each element. An element of more than 32 bits becomes a row of its words, the low one first."""
+    """Returns the bits of each element as uint32, traced. An element of more than 32 bits becomes a row of its words, the low
+    one first."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # A typed key is no number: only its key data can be cast to bits.
         x = jax.random.key_data(x)
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], -1)

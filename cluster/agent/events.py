@@ -1,0 +1,141 @@
+"""The events of a host: those that its agent sends, and the fields of its process's events that the agent reads.
+
+An agent passes on any JSON event of its process, and reads only the fields that are declared here. The complete schema of a
+training process's events is `trainers.runtime.events`; a test checks that the two agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NotRequired, TypedDict
+
+Event = dict[str, Any]
+"""As it travels: any JSON object."""
+
+
+class Envelope(TypedDict):
+    t: float
+    """When it was sent, in seconds since 1970, by the clock of its machine."""
+    n: NotRequired[int]
+    """Its number among the events of its host (`EventLog`)."""
+    generation: NotRequired[int | None]
+
+
+# ---------------------------------------------------------------------- events of the agent
+
+
+class Exit(Envelope):
+    """The process has ended, and the agent did not kill it."""
+
+    ev: Literal["exit"]
+    code: int | None
+    signal: int | None
+    log_tail: Sequence[str]
+    pid: int
+
+
+class Position(TypedDict):
+    """How far a process has come, by its last heartbeat; None before the first."""
+
+    step: int | None
+    batch_index: int | None
+
+
+class Overdue(Position, Envelope):
+    """The process has made no progress for longer than it may."""
+
+    ev: Literal["overdue"]
+    phase: str
+    limit_s: float
+    waited_s: float
+    stacks: str | None
+    state: str | None
+    """The state of the process in the kernel."""
+    log_tail: Sequence[str]
+
+
+class MachineTakenAway(TypedDict):
+    reason: str
+    deadline_s: float | None
+    """Seconds until then; None if the source does not tell."""
+
+
+class MachineNotice(MachineTakenAway, Envelope):
+    """The machine is about to be taken away."""
+
+    ev: Literal["notice"]
+    node: bool
+    """True if the machine gave notice; false if only the process got SIGTERM."""
+
+
+class Note(Envelope):
+    """Something for people to read."""
+
+    ev: Literal["note"]
+    message: str
+
+
+class StartFailed(Envelope):
+    """No process could be started for the generation."""
+
+    ev: Literal["exception"]
+    type: str
+    message: str
+    kind: str
+    traceback: str
+    step: None
+
+
+AgentEvent = Exit | Overdue | MachineNotice | Note | StartFailed
+
+# ---------------------------------------------------------------------- events of the process, as the agent reads them
+
+
+class Warm(Envelope):
+    ev: Literal["warm"]
+
+
+class Joined(Envelope):
+    ev: Literal["joined"]
+
+
+class PhaseEntered(Envelope):
+    ev: Literal["phase"]
+    phase: str
+
+
+class FirstStep(Envelope):
+    ev: Literal["first_step"]
+    step: int
+
+
+class Heartbeat(Envelope):
+    ev: Literal["heartbeat"]
+    step: int
+    batch_index: int
+    evaluated_batches: NotRequired[int]
+
+
+class Save(Envelope):
+    ev: Literal["saving", "saved", "save_failed"]
+    step: int
+
+
+class Profile(Envelope):
+    ev: Literal["profile"]
+    id: str | None
+    problem: str | None
+    path: NotRequired[str]
+
+
+class Raised(Envelope):
+    ev: Literal["exception"]
+    type: str
+    message: str
+
+
+class Done(Envelope):
+    ev: Literal["done"]
+
+
+ProcessEvent = Warm | Joined | PhaseEntered | FirstStep | Heartbeat | Save | Profile | Raised | Done

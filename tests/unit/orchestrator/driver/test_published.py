@@ -1,0 +1,58 @@
+"""What the driver publishes of what the hosts tell."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.board import Board
+from orchestrator.driver.event_handler import EventHandler
+from orchestrator.driver.generation import Generation
+from orchestrator.policies.stragglers import StragglerPolicy
+from trainers.metrics.host_usage import CPU, MEMORY
+
+
+@pytest.fixture
+def handler():
+    """Of a launch that publishes everything; `published` has what reached its recorders."""
+    ignore = SimpleNamespace(report=lambda *args: None, set=lambda *args: None)
+    launch = SimpleNamespace(
+        seen={},
+        high_water_step=0,
+        generations=1,
+        goodput=SimpleNamespace(switch=lambda *args: None, move=lambda *args: None, goodput=lambda at_s: 1.0),
+        is_new=lambda step, kind: True,
+        publish=lambda step, metrics: None,
+    )
+    published = []
+    recorders = SimpleNamespace(record=lambda step, metrics, distributions: published.append((step, metrics)))
+    made = EventHandler(launch, Board(), ignore, recorders, ignore, StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
+    made.published = published
+    return made
+
+
+def tell(handler, generation, host, kind, **fields):
+    handler.handle(generation, host, {"t": 0.0, "n": 0, "ev": kind, **fields})
+
+
+def beat(handler, generation, host, **usage):
+    tell(handler, generation, host, "heartbeat", step=1, batch_index=1, usage=usage)
+
+
+def test_of_the_use_of_the_machines_the_largest_value_is_published(handler):
+    generation = Generation(0, 3)
+    handler.start(generation)
+    beat(handler, generation, 1, **{CPU: 90.0, MEMORY: 4.0})
+    beat(handler, generation, 1, **{CPU: 80.0, MEMORY: 5.0})  # the newest counts
+    tell(handler, generation, 2, "heartbeat", step=1, batch_index=1)  # of a trainer that tells nothing of it
+    tell(handler, generation, 0, "metrics", step=1, metrics={"loss": 2.0, CPU: 10.0, MEMORY: 7.0})
+    tell(handler, generation, 0, "metrics", step=1, metrics={"eval_loss": 2.0})
+    assert handler.published == [(1, {"loss": 2.0, CPU: 80.0, MEMORY: 7.0}), (1, {"eval_loss": 2.0})]
+
+
+def test_what_a_host_of_an_earlier_gang_used_is_forgotten(handler):
+    first, second = Generation(0, 2), Generation(1, 1)
+    handler.start(first)
+    beat(handler, first, 1, **{CPU: 90.0})
+    handler.start(second)
+    tell(handler, second, 0, "metrics", step=1, metrics={"loss": 2.0, CPU: 10.0})
+    assert handler.published == [(1, {"loss": 2.0, CPU: 10.0})]

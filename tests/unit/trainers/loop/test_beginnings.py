@@ -1,0 +1,117 @@
+"""Where a run begins: what is given to `train` is taken once, found again by a rollback, and never instead of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.unit.trainers.loop.test_skipped_batches import Poison
+from tests.unit.training import FIXED, assert_equal, of, trainer
+from trainers import runtime
+from trainers.base import BaseTrainer
+from trainers.errors import UsageError
+
+NO_SAVES = {"optimizer": FIXED, "checkpoint": {"save_at_end": False}}
+ROLLBACK = {**NO_SAVES, "anomalies": {"non_finite": "rollback"}}
+
+
+def parameters(seed):
+    random = np.random.default_rng(seed)
+    return {"embed": random.normal(size=(256, 16)).astype(np.float32), "out": random.normal(size=(16, 256)).astype(np.float32)}
+
+
+def state_of(tmp_path, step):
+    """A state at `step`, of another run."""
+    return trainer(tmp_path / "source", **NO_SAVES | {"max_num_steps": step, "seed": 3}).train()
+
+
+def copied(state):
+    """Training donates what it is given."""
+    return jax.tree.map(lambda leaf: leaf.copy(), state)
+
+
+def ordered(events, **orders):
+    runtime.install(runtime.Runtime(events.append, **orders))
+
+
+@pytest.mark.parametrize("kind", ["state", "parameters"])
+def test_what_is_given_is_the_beginning_and_the_checkpoint_wins_afterwards(tmp_path, events, kind):
+    source = state_of(tmp_path, 2)
+
+    def given():
+        return {"state": copied(source)} if kind == "state" else {"model_parameters": parameters(1)}
+
+    whole = trainer(tmp_path / "whole", optimizer=FIXED).train(**given())
+    trainer(tmp_path / "cut", optimizer=FIXED, max_num_steps=6).train(**given())
+    events.clear()
+    resumed = trainer(tmp_path / "cut", optimizer=FIXED)
+    assert_equal(whole, resumed.train(**given()))
+    assert of(events, "save_failed") == []
+    name = {"state": "the given state", "parameters": "model_parameters"}[kind]
+    notes = [event["message"] for event in of(events, "note")]
+    assert [note for note in notes if note.startswith(name)] == [
+        f"{name} was not used: the run goes on from its checkpoint of step 6; to begin with it, give the run another name"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["state", "parameters"])
+def test_a_rollback_to_the_beginning_finds_what_was_given(tmp_path, events, kind):
+    source = state_of(tmp_path, 2)
+
+    def given():
+        return {"state": copied(source)} if kind == "state" else {"model_parameters": parameters(1)}
+
+    made = trainer(tmp_path / "rolled", Poison(5), **ROLLBACK)
+    rolled = made.train(**given())
+    assert [event["restored_step"] for event in of(events, "anomaly")] == [2 if kind == "state" else 0]
+    ordered(events, skip_batches=[5])
+    assert_equal(rolled, trainer(tmp_path / "ordered", **NO_SAVES).train(**given()))
+    assert made.lineage.segments[0]["batch_index"] == (2 if kind == "state" else 0)
+
+
+class Warm(BaseTrainer):
+    """Puts its own parameters into the state that training begins with."""
+
+    def on_training_start(self, state):
+        if int(state.step) > 0:
+            return state
+        return dataclasses.replace(state, params=jax.tree.map(lambda leaf: 0.5 * leaf, state.params))
+
+
+def test_a_rollback_to_the_beginning_finds_what_the_hook_made_of_it(tmp_path, events):
+    rolled = trainer(tmp_path / "rolled", Poison(3), cls=Warm, **ROLLBACK).train()
+    assert [event["restored_step"] for event in of(events, "anomaly")] == [0]
+    ordered(events, skip_batches=[3])
+    assert_equal(rolled, trainer(tmp_path / "ordered", cls=Warm, **NO_SAVES).train())
+
+
+class Counting(BaseTrainer):
+    calls = 0
+
+    def on_training_start(self, state):
+        self.calls += 1
+        return state
+
+
+def test_after_a_rollback_to_a_checkpoint_the_hook_is_not_called_again(tmp_path, events):
+    made = trainer(tmp_path, Poison(6), cls=Counting, **ROLLBACK | {"checkpoint": {"save_steps": 4}})
+    made.train()
+    assert [event["restored_step"] for event in of(events, "anomaly")] == [4]
+    assert made.calls == 1
+
+
+def test_given_parameters_have_the_types_and_names_of_the_model(tmp_path, events):
+    given = {name: value.astype(np.float64) for name, value in parameters(1).items()}
+    a = trainer(tmp_path / "a", **NO_SAVES).train(model_parameters=given)
+    b = trainer(tmp_path / "b", **NO_SAVES).train(model_parameters=parameters(1))
+    assert_equal(a, b)
+    wrong = {"embed": np.zeros((256, 8), np.float32), "head": {"bias": np.zeros(3)}}
+    with pytest.raises(UsageError) as raised:
+        trainer(tmp_path / "c", **NO_SAVES).train(model_parameters=wrong)
+    assert str(raised.value) == (
+        "the given parameters are not those of the model: out is missing; head.bias is not in the model; "
+        "embed is [256, 8], expected [256, 16]"
+    )

@@ -1,0 +1,262 @@
+"""Train and eval steps of a user's own, loaders that can only be iterated over, and gradients of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.programs.tiny import Numbers
+from tests.unit.training import FIXED, StopAt, assert_equal, losses, of, trainer
+from trainers.base import BaseTrainer
+from trainers.data.iterated_loader import IteratedLoader
+from trainers.errors import DataError, UsageError
+from trainers.protocol import TrainerConfigureDataloaderOutput
+
+pytestmark = pytest.mark.usefixtures("events")
+SGD = {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "max_grad_norm": None, "schedule": {"name": "constant"}}
+PLAIN = {"optimizer": SGD}
+
+
+class OwnSteps(BaseTrainer):
+    """What the built-in steps do, in a few lines."""
+
+    jitted = True
+    as_object = False
+
+    def mean_loss(self, params, batch):
+        loss = self.task.loss(self.model.merge(params), batch)
+        return loss.loss_sum / loss.num_targets, loss.parts["accuracy"][0] / loss.num_targets
+
+    def measured(self, **metrics):
+        return SimpleNamespace(**metrics, nothing=None) if self.as_object else metrics
+
+    def own_train_step(self, state, batch):
+        assert batch["tokens"].shape == (self.arguments.global_batch_size, 9)
+        (loss, accuracy), gradients = jax.value_and_grad(self.mean_loss, has_aux=True)(state.params, batch)
+        updates, opt_state = self.optimizer.update(gradients, state.opt_state, state.params)
+        state = dataclasses.replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+        return state, self.measured(loss=loss, accuracy=accuracy, grad_norm=optax.tree.norm(gradients))
+
+    def own_eval_step(self, state, batch):
+        loss, accuracy = self.mean_loss(state.params, batch)
+        return self.measured(loss=loss, accuracy=accuracy)
+
+    def configure_functions(self):
+        functions = super().configure_functions()
+        train, evaluate = self.own_train_step, self.own_eval_step
+        if self.jitted:
+            train, evaluate = jax.jit(train, donate_argnums=0), jax.jit(evaluate)
+        return functions._replace(train_step_fn=train, eval_step_fn=evaluate)
+
+
+class OwnPlainSteps(OwnSteps):
+    jitted, as_object = False, True
+
+
+@pytest.mark.parametrize("cls", [OwnSteps, OwnPlainSteps])
+def test_steps_of_ones_own_do_what_the_built_in_ones_do(tmp_path, events, cls):
+    made = trainer(tmp_path, cls=cls, evaluation={"every_steps": 4}, **PLAIN)
+    state = made.train()
+    own = losses(events)
+    assert not [event for event in of(events, "note") if "compiles again" in event["message"]]
+    published = of(events, "metrics")[0]["metrics"]
+    assert {"accuracy", "grad_norm", "learning_rate", "mean_loss", "tokens", "total_samples", "tokens_per_s"} <= published.keys()
+    events.clear()
+    other = trainer(tmp_path / "plain", evaluation={"every_steps": 4}, **PLAIN)
+    expected = other.train()
+    np.testing.assert_allclose(list(own.values()), list(losses(events).values()), rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), state.params, expected.params)
+    got, known = made.output.metrics, other.output.metrics
+    for name in ("samples", "tokens", "samples_digest", "steps", "batches"):
+        assert got[name] == known[name], name
+    assert got["eval_loss"] == pytest.approx(known["eval_loss"], rel=1e-4)  # 21 examples in batches of 16: the ragged end, too
+    resumed = trainer(tmp_path / "cut", cls=cls, max_num_steps=5, **PLAIN)
+    resumed.train()
+    assert_equal(trainer(tmp_path / "cut", cls=cls, **PLAIN).train(), trainer(tmp_path / "whole", cls=cls, **PLAIN).train())
+
+
+class Poisoned(OwnSteps):
+    def own_train_step(self, state, batch):
+        state, metrics = super().own_train_step(state, batch)
+        bad = jnp.where(state.batch_index == 5, jnp.nan, 1.0)
+        params = jax.tree.map(lambda leaf: leaf * bad, state.params)
+        return dataclasses.replace(state, params=params), {**metrics, "loss": metrics["loss"] * bad}
+
+
+def test_a_bad_batch_leaves_the_state_as_it_was(tmp_path, events):
+    made = trainer(tmp_path, cls=Poisoned, anomalies={"non_finite": "skip"}, **PLAIN)
+    state = made.train()
+    assert [event["skipped_batches"] for event in of(events, "anomaly")] == [[5]]
+    assert (int(state.step), int(state.batch_index)) == (11, 12)
+    assert np.isfinite(state.params["out"]).all()
+
+
+def returning(step):
+    return type("Returns", (OwnSteps,), {"jitted": False, "own_train_step": step})
+
+
+@pytest.mark.parametrize(
+    ("cls", "changes", "problem"),
+    [
+        (OwnSteps, {"accumulation_steps": 2}, "accumulation_steps = 2: expected 1"),
+        (OwnSteps, {"dtype": "float16"}, "dtype = 'float16': only the built-in step scales"),
+        (OwnSteps, {"pruning": {"pattern": "out", "end_step": 5}}, "pruning.pattern = 'out': only the built-in step prunes"),
+        (OwnSteps, {"metrics": {"per_parameter_grad_norm": True}}, "per_parameter_grad_norm = true: only the built-in"),
+        (returning(lambda self, state, batch: state), {}, "returned TrainState: expected a pair"),
+        (returning(lambda self, state, batch: (state, {})), {}, "returned no `loss`"),
+        (returning(lambda self, state, batch: (state, {"loss": state.params["out"]})), {}, r"returned loss \(16, 256\) among"),
+        (returning(lambda self, state, batch: (state.params, {"loss": state.step})), {}, "returned another state"),
+    ],
+)
+def test_what_cannot_work_with_a_step_of_ones_own_is_refused_by_name(tmp_path, cls, changes, problem):
+    with pytest.raises(UsageError, match=problem):
+        trainer(tmp_path, cls=cls, **{**PLAIN, **changes}).train()
+
+
+# ---------------------------------------------------------------------- loaders that are iterated over
+
+
+class Batches:
+    """As a loader of torch: it begins anew at each `iter`."""
+
+    def __init__(self, num_examples, rows=16):
+        self.data, self.num_examples, self.rows = Numbers(96, 8), num_examples, rows
+
+    def __iter__(self):
+        for start in range(0, self.num_examples, self.rows):
+            examples = [self.data[index] for index in range(start, min(start + self.rows, self.num_examples))]
+            yield {"tokens": np.stack([example["tokens"] for example in examples])}
+
+
+class Iterated(BaseTrainer):
+    """Its loaders are iterables, of 12 batches, or fewer."""
+
+    num_examples = 192
+
+    def configure_dataloaders(self):
+        return TrainerConfigureDataloaderOutput(Batches(self.num_examples), Batches(21, self.arguments.micro_batch_size))
+
+
+class Generated(Iterated):
+    def configure_dataloaders(self):
+        return super().configure_dataloaders()._replace(dataloader_train=iter(Batches(192)))
+
+
+@pytest.mark.parametrize("cls", [Iterated, Generated])
+def test_any_iterable_of_batches_will_do(tmp_path, events, cls):
+    made = trainer(tmp_path, cls=cls, optimizer=FIXED)
+    state = made.train()
+    plain = trainer(tmp_path / "plain", optimizer=FIXED)
+    expected = plain.train()
+    assert_equal(state.params, expected.params)
+    assert made.output.metrics["eval_loss"] == plain.output.metrics["eval_loss"]
+    first = trainer(tmp_path / "cut", StopAt(6, "requested"), cls=cls, optimizer=FIXED)
+    first.train()
+    events.clear()
+    resumed = trainer(tmp_path / "cut", cls=cls, optimizer=FIXED)
+    assert_equal(resumed.train(), state)
+    (note,) = [event["message"] for event in of(events, "note") if "cannot be positioned" in event["message"]]
+    reached = int(first._state.batch_index)
+    assert f"{reached} batches were drawn and dropped to find batch {reached}," in note
+
+
+def test_an_iterable_that_ends_ends_training_with_its_last_rows(tmp_path):
+    made = trainer(tmp_path, cls=type("Short", (Iterated,), {"num_examples": 70}), optimizer=FIXED)
+    made.train()
+    assert (str(made.output.stop_reason), made.output.metrics["samples"], made.output.metrics["batches"]) == (
+        "end_of_data",
+        70,
+        5,
+    )
+
+
+def test_micro_batches_of_an_iterable_are_those_of_the_data(tmp_path, events):
+    changes = {"optimizer": FIXED, "accumulation_steps": 2, "max_num_steps": 4}
+    made = trainer(tmp_path, cls=Iterated, **changes)
+    assert_equal(made.train().params, trainer(tmp_path / "plain", **changes).train().params)
+
+
+@pytest.mark.parametrize(
+    ("loader", "changes", "error", "problem"),
+    [
+        (5, {}, UsageError, "configure_dataloaders returned int: expected an iterable of batches"),
+        ([[1, 2]], {}, DataError, "gave list: expected a dict of arrays"),
+        ([{"tokens": np.zeros((32, 9), np.int32)}], {}, DataError, "has rows of tokens 32: expected 16 in each leaf"),
+        (Batches(192), {"global_batch_size": 20}, UsageError, "20 rows do not"),
+    ],
+)
+def test_what_is_no_loader_says_so(tmp_path, loader, changes, error, problem):
+    cls = type("Bad", (BaseTrainer,), {"configure_dataloaders": lambda self: TrainerConfigureDataloaderOutput(loader, None)})
+    with pytest.raises(error, match=problem):
+        trainer(tmp_path, cls=cls, **changes).train()
+
+
+def test_an_iterator_cannot_go_back(tmp_path):
+    made = trainer(tmp_path)
+    loader = IteratedLoader(iter(Batches(320)), 16, made.mesh)
+    loader.batch(15)
+    assert loader.batch(8)["tokens"].shape == (1, 16, 9)
+    with pytest.raises(UsageError, match=r"is an iterator .generator., which cannot go back"):
+        loader.batch(0)
+    again = IteratedLoader(Batches(320), 16, made.mesh)
+    again.batch(15)
+    np.testing.assert_array_equal(again.batch(0)["tokens"], IteratedLoader(Batches(320), 16, made.mesh).batch(0)["tokens"])
+
+
+# ---------------------------------------------------------------------- gradients of one's own
+
+
+class Twice(BaseTrainer):
+    """Twice the gradient, by two calls."""
+
+    def forward_backward(self, objective, params, batch):
+        both = jax.value_and_grad(objective, has_aux=True)
+        first, gradients = both(params, batch)
+        _, again = both(params, batch)
+        return first, jax.tree.map(lambda a, b: a + b, gradients, again)
+
+
+class Sharpness(BaseTrainer):
+    """The gradient at a point uphill (Foret et al. 2021)."""
+
+    def forward_backward(self, objective, params, batch):
+        both = jax.value_and_grad(objective, has_aux=True)
+        value, gradients = both(params, batch)
+        scale = 0.5 / (optax.tree.norm(gradients) + 1e-12)
+        _, uphill = both(jax.tree.map(lambda p, g: p + scale * g, params, gradients), batch)
+        return value, uphill
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_gradients_of_ones_own_add_up_over_micro_batches(tmp_path, accumulation_steps):
+    changes = {"accumulation_steps": accumulation_steps, "max_num_steps": 3}
+    twice = trainer(tmp_path, cls=Twice, optimizer=SGD, **changes).train()
+    plain = trainer(tmp_path / "plain", max_num_steps=3, optimizer={**SGD, "learning_rate": 2.0}).train()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), twice.params, plain.params)
+
+
+def test_a_gradient_uphill_is_another_one(tmp_path, events):
+    first = trainer(tmp_path, cls=Sharpness, optimizer=SGD, max_num_steps=3)
+    state = first.train()
+    made = trainer(tmp_path / "direct", optimizer=SGD, max_num_steps=3)
+    made._configure()
+    params = jax.jit(made._initial_state)().params
+    rows = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in made.dataloaders.dataloader_train.batch(0).items()}
+
+    def mean(params):
+        loss = made.task.loss(made.model.merge(params), rows)
+        return loss.loss_sum / loss.num_targets
+
+    gradients = jax.grad(mean)(params)
+    scale = 0.5 / optax.tree.norm(gradients)
+    uphill = jax.grad(mean)(jax.tree.map(lambda p, g: p + scale * g, params, gradients))
+    norm = of(events, "metrics")[0]["metrics"]["grad_norm"]
+    assert norm == pytest.approx(float(optax.tree.norm(uphill)), rel=1e-4)
+    assert norm != pytest.approx(float(optax.tree.norm(gradients)), rel=1e-2)
+    assert int(state.step) == 3

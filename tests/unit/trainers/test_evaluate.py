@@ -1,0 +1,177 @@
+"""`python -m trainers.evaluate`: the numbers of training, from checkpoints on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import ROOT
+from tests.unit.training import flip_a_byte, of, trainer
+from trainers import evaluate, run
+from trainers.base import BaseTrainer
+from trainers.errors import UsageError
+from trainers.export import to_safetensors
+
+HERE = "tests.unit.trainers.test_evaluate:"
+
+
+class Marked(BaseTrainer):
+    """A hook that adds the step to what is measured."""
+
+    def on_evaluation_end(self, state, metrics):
+        return state, {**metrics, "seen_at": float(self.info.global_step)}
+
+
+UNITS = {"eval": {}, "few": {"max_batches": 1}}
+PUBLISHED = ("loss", "accuracy", "perplexity", "seen_at")
+
+
+@pytest.fixture
+def trained(tmp_path, events):
+    """(the configuration's file, the run's folder, what was published by step)"""
+    changes = {
+        "trainer": HERE + "Marked",
+        "max_num_steps": 6,
+        "evaluation": {"every_steps": 2, "units": UNITS, "score": {"metrics": ["eval_loss"]}},
+        "checkpoint": {"save_steps": 2, "save_total_limit": 1, "keep_best": 2, "keep_model_only": "best"},
+    }
+    made = trainer(tmp_path, cls=Marked, **changes)
+    made.train()
+    published = {event["step"]: event["metrics"] for event in of(events, "metrics") if event.get("kind") == "eval"}
+    base = {
+        "name": "run",
+        "storage": str(tmp_path),
+        "task": "tests.programs.tiny:TableTask",
+        "global_batch_size": 16,
+        "data": {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers"},
+        "optimizer": {"name": "adamw", "learning_rate": 0.01},
+        "hosts": {"count": 2},
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({**base, **changes}))
+    return config, tmp_path / "run", published
+
+
+def results(capsys, *arguments):
+    assert evaluate.main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def of_unit(published, unit):
+    return {name: published[f"{unit}_{name}"] for name in PUBLISHED}
+
+
+def files_below(folder):
+    return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
+
+
+def test_a_run_is_its_newest_checkpoint_and_gives_what_training_published(trained, capsys):
+    config, folder, published = trained
+    before = files_below(folder)
+    rows = results(capsys, config, "--checkpoint", folder)
+    assert [(row["step"], row["unit"], Path(row["checkpoint"]).name) for row in rows] == [(6, "eval", "6"), (6, "few", "6")]
+    for row in rows:
+        assert row["metrics"] == pytest.approx(of_unit(published[6], row["unit"]), rel=1e-6)
+        assert row["rates"]["seconds"] > 0
+    assert files_below(folder) == before  # nothing is written
+
+
+def test_several_checkpoints_those_of_the_parameters_alone_and_files(trained, capsys, tmp_path):
+    config, folder, published = trained
+    file, model = tmp_path / "model.safetensors", folder / "models" / "4"
+    to_safetensors(folder / "checkpoints" / "6", file)
+    sources = [word for path in (model, folder / "checkpoints" / "6", file) for word in ("--checkpoint", path)]
+    rows = results(capsys, config, *sources, "--unit", "few")
+    assert [(row["step"], row["unit"]) for row in rows] == [(4, "few"), (6, "few"), (None, "few")]
+    assert rows[0]["metrics"] == pytest.approx(of_unit(published[4], "few"), rel=1e-6)
+    assert rows[1]["metrics"] == pytest.approx(of_unit(published[6], "few"), rel=1e-6)
+    assert rows[2]["metrics"]["loss"] == pytest.approx(published[6]["few_loss"], rel=1e-6)
+
+
+def test_the_table_has_a_line_for_each_and_settings_may_be_changed(trained, capsys):
+    config, folder, published = trained
+    arguments = [str(config), "evaluation.units.eval.max_batches=1", "--checkpoint", str(folder), "evaluation.score=null"]
+    assert evaluate.main([*arguments, "checkpoint.keep_best=null", "checkpoint.keep_model_only=none"]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert {"checkpoint", "step", "unit", *PUBLISHED, "seconds"} == set(header.split())
+    named = [dict(zip(header.split(), line.split(), strict=True)) for line in lines]
+    assert [row["unit"] for row in named] == ["eval", "few"]
+    assert all(row["loss"] == f"{published[6]['few_loss']:.6g}" for row in named)  # both have one batch now
+
+
+class NoBase:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--unit", "fwe"], "unit = 'fwe': expected one of eval, few"),
+        (["global_batch_sise=8"], "unknown keys of TrainingArguments: global_batch_sise; known: "),
+        (["evaluation"], "'evaluation': expected key=value"),
+        (["seed.x=1"], "'seed.x=1': seed is no section"),
+        (["seed=[1"], "'seed=[1': the value is no YAML"),
+        ([f"trainer={HERE}NoBase"], "expected a subclass of trainers.base.BaseTrainer"),
+        (["optimizer.name=sgd"], "another model or optimizer"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(trained, capsys, more, problem):
+    config, folder, _ = trained
+    config.write_text(config.read_text() + "seed: 3\n")
+    assert evaluate.main([str(config), "--checkpoint", str(folder), *more]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith("error: ")
+    assert problem in told.err
+
+
+def test_a_checkpoint_that_is_not_there_or_damaged_is_told(trained, capsys):
+    config, folder, _ = trained
+    assert evaluate.main([str(config), "--checkpoint", str(folder / "gone")]) == 2
+    assert "there is no " in capsys.readouterr().err
+    flip_a_byte(folder / "checkpoints" / "6")
+    assert evaluate.main([str(config), "--checkpoint", str(folder)]) == 2
+    assert "is not whole" in capsys.readouterr().err
+
+
+def test_without_held_out_data_there_is_nothing_to_evaluate(trained, capsys):
+    config, folder, _ = trained
+    arguments = [f"data.dataset={HERE}no_held_out", "evaluation={}", "checkpoint={}"]
+    assert evaluate.main([str(config), "--checkpoint", str(folder), *arguments]) == 2
+    assert "there is no held-out data to evaluate on" in capsys.readouterr().err
+
+
+def no_held_out(arguments):
+    from tests.programs.tiny import Numbers
+
+    return Numbers(96, arguments.data.sequence_length), None
+
+
+def test_numbers_that_are_not_finite_are_null_in_json():
+    row = evaluate.Result("x", 1, "eval", {"loss": float("nan")}, {"seconds": 1.0})
+    assert json.loads(evaluate.as_json([row]))[0]["metrics"] == {"loss": None}
+
+
+def test_overrides_reach_sections_that_the_file_does_not_have():
+    settings = {"data": None}
+    for item in ("data.sequence_length=8", "optimizer.schedule.name=constant", "seed=3"):
+        run.override(settings, item)
+    assert settings == {"data": {"sequence_length": 8}, "optimizer": {"schedule": {"name": "constant"}}, "seed": 3}
+    with pytest.raises(UsageError, match="expected key=value"):
+        run.override(settings, "=3")
+
+
+def test_the_command_prints_the_results_alone(trained):
+    config, folder, _ = trained
+    command = [sys.executable, "-m", "trainers.evaluate", str(config), "--checkpoint", str(folder), "--json"]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    env.pop("XLA_FLAGS", None)  # one device, not the eight of the training
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [row["unit"] for row in json.loads(done.stdout)] == ["eval", "few"]

@@ -1,0 +1,28 @@
+"""Checkpoints that this process is reading (an export, say); they are not deleted meanwhile. Without JAX."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+
+_lock = threading.Lock()
+_reading: Counter[str] = Counter()
+"""How many readers each checkpoint has, by absolute path."""
+
+
+def begin(checkpoint: Path | str) -> None:
+    """Protects a checkpoint until as many calls of `end`. On host 0, which deletes old checkpoints."""
+    with _lock:
+        _reading[os.path.abspath(checkpoint)] += 1
+
+
+def end(checkpoint: Path | str) -> None:
+    with _lock:
+        _reading[os.path.abspath(checkpoint)] -= 1
+
+
+def is_read(checkpoint: Path | str) -> bool:
+    with _lock:
+        return _reading[os.path.abspath(checkpoint)] > 0

@@ -1,0 +1,223 @@
+"""Parameters on disk, of another run or in a file of safetensors: what is there, and reading each device's part of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from trainers.checkpoint import layout, manifest
+from trainers.checkpoint.array_fingerprints import fingerprints
+from trainers.checkpoint.array_io import ArrayFiles
+from trainers.checkpoint.model_only import PART
+from trainers.checkpoint.validate import check_files
+from trainers.config.weights import InitConfig
+from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
+from trainers.optim.optimizers import SCHEDULE_FREE
+
+FILE_SUFFIX = ".safetensors"
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The names of types in a file of safetensors; those that a parameter may have."""
+SHOWN = 20
+"""How many problems of parameters an error shows."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One parameter on disk."""
+
+    key: tuple[str, ...]
+    """Its names in the tree of parameters; of a file: the one name."""
+    shape: tuple[int, ...]
+    dtype: str
+    fingerprint: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The parameters at `path`, by name."""
+
+    path: Path
+    parameters: Mapping[str, Stored]
+    about: str
+    """`step 100`, if that is known."""
+
+    @property
+    def is_file(self) -> bool:
+        return self.path.suffix == FILE_SUFFIX
+
+    def digest(self) -> str:
+        """Returns the digest of the file, or of the checkpoint's manifest, which has those of all its files. Raises OSError."""
+        with open(self.path if self.is_file else self.path / manifest.MANIFEST_FILE, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find(source: str) -> Path:
+    """Returns the checkpoint or file that `source` stands for: of a run's folder, its newest whole checkpoint, or else its newest
+    checkpoint of the parameters alone. Raises CheckpointError, or CheckpointMissingError if there is nothing."""
+    path = layout.local(source)
+    if path.is_file():
+        if path.suffix != FILE_SUFFIX:
+            raise CheckpointError(f"{path} is a file: expected a folder, or a file {FILE_SUFFIX}")
+        return path
+    if not path.is_dir():
+        raise CheckpointMissingError(f"there is no {path}")
+    # What has a manifest is a checkpoint itself, even if it has such a folder.
+    if (path / manifest.MANIFEST_FILE).exists():
+        return path
+    folders = [path / "checkpoints", path / layout.MODELS_FOLDER]
+    if not any(folder.is_dir() for folder in folders):
+        raise CheckpointError(f"{path} is no checkpoint: it has no {manifest.MANIFEST_FILE}, and no folder checkpoints of a run")
+    for folder in folders:
+        if whole := [step for step in layout.steps(folder) if layout.is_whole(folder / str(step))]:
+            return folder / str(whole[-1])
+    raise CheckpointError(f"{path} has no complete checkpoint yet")
+
+
+def look(path: Path) -> Weights:
+    """Returns what is at `path`, one of `find`. Raises CheckpointError, CheckpointMissingError or CheckpointUnavailableError."""
+    try:
+        return _look_at_file(path) if path.suffix == FILE_SUFFIX else _look_at_checkpoint(path)
+    except FileNotFoundError as error:
+        raise CheckpointMissingError(f"there is no {path}") from error
+    except OSError as error:
+        raise CheckpointUnavailableError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def match(weights: Weights, shapes: Mapping[str, tuple[int, ...]], config: InitConfig) -> dict[str, str]:
+    """Returns the name there of each parameter to load, by its name here. `shapes` are those of the model's parameters. Raises
+    CheckpointError that names every parameter that does not fit."""
+    theirs: dict[str, str] = {}
+    problems = []
+    for name in weights.parameters:
+        here = config.renamed(name)
+        if here in theirs and config.selects(here):
+            problems.append(f"{theirs[here]} and {name} are both {here} here")
+        theirs.setdefault(here, name)
+    selected = [name for name in shapes if config.selects(name)]
+    if not selected:
+        problems.append("include and exclude leave no parameter of the model")
+    pairs = {name: theirs[name] for name in selected if name in theirs}
+    if config.strict:
+        problems += [f"{name} is missing there" for name in selected if name not in theirs]
+        problems += [f"{name} is not in the model" for name in theirs if name not in shapes and config.selects(name)]
+    elif not pairs:
+        problems.append("none of its parameters is in the model")
+    for name, there in pairs.items():
+        if (shape := weights.parameters[there].shape) != shapes[name]:
+            problems.append(f"{name} is {list(shape)} there and {list(shapes[name])} here")
+    if problems:
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise CheckpointError(
+            f"init_from: {weights.path} does not fit the model: {'; '.join(problems[:SHOWN] + more)}; choose with "
+            "init_from.include, exclude and rename"
+        )
+    return pairs
+
+
+def read(weights: Weights, pairs: Mapping[str, str], shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Returns the parameters `pairs` (here -> there) as they are stored, with these shardings, by their names here. Each process
+    reads what its devices need. Raises whatever reading raises."""
+    if weights.is_file:
+        return {here: _from_file(weights, there, shardings[here]) for here, there in pairs.items()}
+    tree: dict[str, Any] = {}
+    for here, there in pairs.items():
+        stored = weights.parameters[there]
+        *folders, last = stored.key
+        within = tree
+        for name in folders:
+            within = within.setdefault(name, {})
+        within[last] = jax.ShapeDtypeStruct(stored.shape, jnp.dtype(stored.dtype), sharding=shardings[here])
+    folder = weights.path / manifest.STATE_FOLDER
+    found = ArrayFiles().read(folder, {PART: tree}, partly=True)[PART]
+    return {here: _at(found, weights.parameters[there].key) for here, there in pairs.items()}
+
+
+def check(weights: Weights, pairs: Mapping[str, str], arrays: Mapping[str, jax.Array], replicated: Any) -> None:
+    """Raises CheckpointUnavailableError, on all hosts, if the arrays are not what was saved. All hosts must call this."""
+    expected = {name: weights.parameters[pairs[name]].fingerprint for name in arrays}
+    if any(value is None for value in expected.values()):
+        return  # a file has none
+    # Jitted over the sorted names, as JAX flattens a dict: the rows are in their order.
+    rows = jax.jit(fingerprints, out_shardings=replicated)(dict(arrays))
+    wrong = [name for name, row in zip(sorted(arrays), rows.tolist(), strict=True) if tuple(row) != expected[name]]
+    if wrong:
+        raise CheckpointUnavailableError(
+            f"{weights.path}: the contents of {', '.join(wrong[:3])} are not those that were saved (fingerprints differ)"
+        )
+
+
+def _look_at_checkpoint(path: Path) -> Weights:
+    try:
+        meta = check_files(path)
+        fingerprints_there = meta.get("fingerprints")
+        if fingerprints_there is None:  # what `save_pretrained` wrote: here the digests of the arrays' files must do
+            check_files(path, digest_up_to=None)
+    except manifest.UnfinishedError as error:
+        if not path.is_dir():
+            raise CheckpointMissingError(f"there is no {path}") from error
+        raise CheckpointError(f"{path}: {error}") from error
+    except manifest.DamagedError as error:
+        raise CheckpointUnavailableError(f"{path} is not whole: {error}") from error
+    if meta["arguments"].get("optimizer", {}).get("name") == SCHEDULE_FREE:
+        raise CheckpointError(
+            f"{path} is of {SCHEDULE_FREE}, whose averages are in the optimizer's state: give the file that "
+            "`python -m trainers.export` makes of it"
+        )
+    parameters = {}
+    for name, shown in meta["shapes"].items():
+        if not name.startswith(f".{PART}["):
+            continue
+        key = tuple(re.findall(r"\['?(.*?)'?\]", name))
+        dtype, _, numbers = shown.rstrip("]").partition("[")
+        shape = tuple(int(number) for number in numbers.split(",") if number.strip())
+        parameters[".".join(key)] = Stored(key, shape, dtype, tuple(fingerprints_there[name]) if fingerprints_there else None)
+    step = meta.get("batch_index")
+    return Weights(path, parameters, "" if step is None else f"step {step}")
+
+
+def _look_at_file(path: Path) -> Weights:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about, parameters = file.metadata() or {}, {}
+            for name in file.offset_keys():
+                part = file.get_slice(name)
+                if part.get_dtype() not in DTYPES:
+                    raise CheckpointError(f"{path}: {name} is {part.get_dtype()}: expected one of {', '.join(DTYPES)}")
+                parameters[name] = Stored((name,), tuple(part.get_shape()), DTYPES[part.get_dtype()])
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is no file of safetensors: {error}") from error
+    return Weights(path, parameters, f"step {about['batch_index']}" if "batch_index" in about else "")
+
+
+def _from_file(weights: Weights, name: str, sharding: Any) -> jax.Array:
+    from safetensors import safe_open
+
+    stored = weights.parameters[name]
+    read_before: dict[Any, np.ndarray] = {}
+    with safe_open(weights.path, framework="numpy") as file:
+
+        def part(index: Any) -> np.ndarray:
+            # Once for all devices of this host that have the same part.
+            key = tuple((place.start, place.stop) for place in index)
+            if key not in read_before:
+                # Without dimensions there is nothing to slice.
+                read_before[key] = file.get_slice(name)[index] if stored.shape else file.get_tensor(name)
+            return read_before[key]
+
+        return jax.make_array_from_callback(stored.shape, sharding, part)
+
+
+def _at(tree: Any, key: tuple[str, ...]) -> Any:
+    for name in key:
+        tree = tree[name]
+    return tree

@@ -1,0 +1,51 @@
+"""The section `data` of the configuration: the text that the model is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trainers.config.section import Section, not_paths, require_none, too_small
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """The data: text as bytes, from files and folders. `dataset` names a function (arguments) -> (train, eval) for another
+    source."""
+
+    dataset: str = "trainers.data.sources.text:byte_text"
+    paths: tuple[str, ...] = ("python-stdlib",)
+    """Files or folders; `python-stdlib` stands for the sources of the running Python's standard library."""
+    pattern: str = "*.py"
+    """Which files of a folder to read (a file named in `paths` is always read)."""
+    sequence_length: int = 256
+    eval_fraction: float = 0.05
+    """The fraction of the text that is held out; it is the tail."""
+    shuffle: bool = True
+    truncation: Literal["keep_start", "keep_end"] = "keep_start"
+    """Which part remains of an example that is longer than `build_data_collate_info` allows."""
+    retries: int = 3
+    """How often an example is read again after an error that may pass, such as one of the network or of the storage."""
+    retry_backoff_s: float = 0.5
+    """The seconds before the first of these attempts; each further one waits twice as long."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """What becomes of an example by index that cannot be read. `skip`: its row does not count, and `total_skipped_examples`
+    counts it."""
+    sources: tuple[str, ...] = ()
+    """The names of the sources of the examples, if each example has a leaf `source` with an index into this list. Loss and
+    tokens are then published for each source."""
+
+    def __post_init__(self):
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from not_paths(self, "dataset")
+        yield from too_small(self, 2, "sequence_length")
+        yield from too_small(self, 0, "retries", "retry_backoff_s")
+        if not self.paths:
+            yield "paths = []: expected at least one file or folder"
+        if len(set(self.sources)) < len(self.sources):
+            yield f"sources = {list(self.sources)}: expected each name once"
+        if not 0 <= self.eval_fraction < 1:
+            yield f"eval_fraction = {self.eval_fraction}: expected 0 <= eval_fraction < 1"

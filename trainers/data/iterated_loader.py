@@ -1,0 +1,149 @@
+"""A user's own loader of batches, that can only be iterated over, as the loop needs it: addressed by step."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from trainers.errors import DataError, UsageError
+from trainers.parallel import mesh as meshes
+
+KEPT_BATCHES = 8
+"""How many batches are kept behind the newest: more than the loop reads ahead, so that none is read twice."""
+
+HostBatch = dict[str, np.ndarray]
+
+
+class IteratedLoader:
+    """`batch(k)` and `epoch()` from batches of host arrays: dicts by name, with this host's rows of the global batch, first for
+    the first micro-batch. A last batch may have fewer rows. `weight` and `sample_id` are made where they are lacking.
+
+    Batches are read on the thread that trains: an iterable should read ahead by itself. It has no position: a resumed run draws
+    batches and drops them until it is where it was, and `note` tells so.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[Mapping[str, Any]],
+        global_batch_size: int,
+        mesh: Mesh,
+        *,
+        accumulation_steps: int = 1,
+        note: Callable[[str], None] = lambda message: None,
+    ):
+        hosts, self.host = jax.process_count(), jax.process_index()
+        self.shape = (accumulation_steps, meshes.padded_rows(mesh, global_batch_size // accumulation_steps))
+        if self.shape[1] != global_batch_size // accumulation_steps or self.shape[1] % hosts:
+            raise UsageError(
+                f"a loader of batches needs micro-batches that the replicas and the {hosts} hosts divide evenly: "
+                f"{global_batch_size // accumulation_steps} rows do not; change global_batch_size, or give a dataset"
+            )
+        self.batches, self.note, self.global_batch_size = batches, note, global_batch_size
+        self.sharding, self.num_rows = meshes.micro_batches(mesh), global_batch_size // hosts
+        self._iterator: Iterator[Any] = iter(batches)
+        self._kept: collections.deque[HostBatch] = collections.deque(maxlen=KEPT_BATCHES)
+        self._drawn, self._ended = 0, False
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def ends(self, k: int) -> bool:
+        """Whether there is no batch k."""
+        return self._read(k) is None
+
+    def batch(self, k: int) -> dict[str, jax.Array]:
+        batch = self._read(k)
+        if batch is None:
+            raise DataError(f"the loader of batches ended after {self._drawn} batches: there is no batch {k}")
+        return self._on_devices(batch)
+
+    def epoch(self) -> Iterator[dict[str, jax.Array]]:
+        """All batches, for an evaluation; begins anew each time."""
+        self._begin_anew()
+        k = 0
+        while (batch := self._read(k)) is not None:
+            yield self._on_devices(batch)
+            k += 1
+
+    def close(self) -> None:
+        self._kept.clear()
+
+    def _begin_anew(self) -> None:
+        if self._drawn == 0:
+            return
+        if iter(self.batches) is self.batches:
+            raise UsageError(
+                f"the loader of batches is an iterator ({type(self.batches).__name__}), which cannot go back to its beginning: "
+                "configure_dataloaders must return an object whose __iter__ begins anew"
+            )
+        self._iterator, self._drawn, self._ended = iter(self.batches), 0, False
+        self._kept.clear()
+
+    def _read(self, k: int) -> HostBatch | None:
+        """Returns the host's batch k; None if there is none."""
+        if k < self._drawn - len(self._kept):
+            self._begin_anew()
+        began_s, first = time.monotonic(), self._drawn
+        while self._drawn <= k and not self._ended:
+            try:
+                drawn = next(self._iterator)
+            except StopIteration:
+                self._ended = True
+                break
+            self._kept.append(self._checked(drawn, self._drawn))
+            self._drawn += 1
+        if self._drawn - first > KEPT_BATCHES:
+            self.note(
+                f"the loader of batches cannot be positioned: {self._drawn - first - 1} batches were drawn and dropped to find "
+                f"batch {k}, in {time.monotonic() - began_s:.1f} s"
+            )
+        return self._kept[k - self._drawn] if k < self._drawn else None
+
+    def _checked(self, drawn: Any, k: int) -> HostBatch:
+        """Returns a batch with all rows of this host, `weight` and `sample_id`. Raises DataError."""
+        if not isinstance(drawn, Mapping):
+            raise DataError(f"the loader of batches gave {type(drawn).__name__}: expected a dict of arrays by name")
+        batch = {name: np.asarray(leaf) for name, leaf in drawn.items()}
+        sizes = {name: leaf.shape[0] if leaf.ndim else 0 for name, leaf in batch.items()}
+        rows = next(iter(sizes.values()), 0)
+        if len(set(sizes.values())) != 1 or not 0 < rows <= self.num_rows:
+            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise DataError(
+                f"batch {k} of the loader has rows of {told or 'nothing'}: expected {self.num_rows} in each leaf, the "
+                "rows of this host"
+            )
+        first_id = k * self.global_batch_size + self.host * self.num_rows
+        ids = (first_id + np.arange(rows, dtype=np.int64)) % np.iinfo(np.int32).max
+        batch = {"weight": np.ones(rows, np.float32), "sample_id": ids.astype(np.int32), **batch}
+        if rows == self.num_rows:
+            return batch
+        # Filled up with the first row: its weight is 0, but its values must be ordinary ones.
+        filling = np.where(np.arange(self.num_rows) < rows, np.arange(self.num_rows), 0)
+        filled = {name: leaf[filling] for name, leaf in batch.items()}
+        filled["weight"] = np.where(np.arange(self.num_rows) < rows, filled["weight"], 0).astype(np.float32)
+        return filled
+
+    def _on_devices(self, batch: HostBatch) -> dict[str, jax.Array]:
+        def place(leaf: np.ndarray) -> jax.Array:
+            local = leaf.reshape(self.shape[0], -1, *leaf.shape[1:])
+            return jax.make_array_from_process_local_data(self.sharding, local, (*self.shape, *leaf.shape[1:]))
+
+        return {name: place(leaf) for name, leaf in batch.items()}
+
+
+def as_loader(given: Any, make: Callable[[Iterable[Any]], IteratedLoader], needed: tuple[str, ...]) -> Any:
+    """Returns `given` if it has the methods `needed`, else an IteratedLoader made of it. Raises UsageError."""
+    if all(callable(getattr(given, name, None)) for name in needed):
+        return given
+    if not hasattr(given, "__iter__"):
+        raise UsageError(
+            f"configure_dataloaders returned {type(given).__name__}: expected an iterable of batches (dicts of arrays with this "
+            f"host's rows), or an object with {' and '.join(needed)}"
+        )
+    return make(given)

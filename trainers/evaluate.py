@@ -1,0 +1,159 @@
+"""Evaluates checkpoints in this one process, on all its devices, without Ray.
+
+    python -m trainers.evaluate CONFIG --checkpoint RUN_OR_CHECKPOINT [--checkpoint ...] [--unit NAME] [--json] [key=value ...]
+
+CONFIG is the file that was trained with; key=value changes a setting of it, such as `evaluation.max_batches=100`. The hooks and
+callbacks of the trainer are called as in training, so the numbers are those that training published. Nothing is written.
+RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, or a file of
+`python -m trainers.export`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainers.config.arguments import TrainingArguments, load_object
+from trainers.errors import TransientError, UsageError
+from trainers.run import read
+from trainers.runtime.events import Event
+
+
+@dataclass(frozen=True)
+class Result:
+    checkpoint: str
+    step: int | None
+    """The number of batches drawn; None: a file that does not say it."""
+    unit: str
+    metrics: dict[str, float]
+    rates: dict[str, float]
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    try:
+        # No run begins here: what one would begin with does not matter.
+        trainer = build(dataclasses.replace(read(options.config, options.overrides), init_from=None))
+        results = [result for checkpoint in options.checkpoint for result in evaluate(trainer, checkpoint, options.unit)]
+    except (UsageError, TransientError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(as_json(results) if options.json else table(results))
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    about, _, details = str(__doc__).partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m trainers.evaluate", description=about, epilog=details, formatter_class=form)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--checkpoint", action="append", required=True, metavar="PATH", help="may be given several times")
+    parser.add_argument("--unit", metavar="NAME", help="default: all validation units")
+    parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the table")
+    return parser.parse_intermixed_args(argv)
+
+
+def build(arguments: TrainingArguments) -> Any:
+    """Returns the trainer. Raises UsageError if it is none that can load a checkpoint."""
+    from trainers import runtime
+    from trainers.base import BaseTrainer
+
+    runtime.install(runtime.Runtime(show))
+    cls = load_object(arguments.trainer)
+    if not (isinstance(cls, type) and issubclass(cls, BaseTrainer)):
+        raise UsageError(
+            f"trainer = {arguments.trainer!r}: expected a subclass of trainers.base.BaseTrainer, which loads checkpoints"
+        )
+    return cls(arguments, *load_object(arguments.data.dataset)(arguments))
+
+
+def show(event: Event) -> None:
+    # Standard output carries the results alone.
+    if event["ev"] == "note":
+        print(event["message"], file=sys.stderr)
+    elif event["ev"] == "evaluating":
+        of = f" of {event['total']}" if event["total"] else ""
+        print(f"{event['unit']}: {event['done']}{of} batches", file=sys.stderr)
+
+
+def evaluate(trainer: Any, checkpoint: str, unit: str | None = None) -> Iterator[Result]:
+    """Yields the results of one checkpoint: those of all units, or of one."""
+    from trainers.evaluation.validation import DEFAULT_UNIT
+
+    path, state, step = load(trainer, checkpoint)
+    trainer._configure()
+    # A trainer that overrides `evaluate` may have no units.
+    first, *others = tuple(trainer.validation_units) or (DEFAULT_UNIT,)
+    for name in (first, *others) if unit is None else (unit,):
+        # The first unit without its name: a user's override `evaluate(self, state)` need not take a unit.
+        metrics = trainer.evaluate(state) if name == first else trainer.evaluate(state, unit=name)
+        rates = dict(getattr(trainer.validation_units.get(name), "rates", {}))
+        yield Result(path, step, name, metrics, rates)
+
+
+def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
+    """Returns the path, the state and the step of a checkpoint. Parameters alone become a state with a new optimizer state."""
+    import jax.numpy as jnp
+
+    from trainers.checkpoint import manifest, weights
+    from trainers.checkpoint.standalone import load_model
+    from trainers.export import from_safetensors
+    from trainers.step.state import with_shardings
+
+    path = weights.find(source)
+    trainer.prepare()
+    if path.is_file():
+        return str(path), trainer._beginning(from_safetensors(path), None).make(), None
+    try:
+        meta = manifest.read_meta(path)
+    except manifest.DamagedError as error:
+        raise UsageError(f"{path} cannot be evaluated: {error}") from error
+    step = int(meta["batch_index"])
+    if any(not name.startswith(".params[") for name in meta["shapes"]):
+        # With the state of the optimizer: it may hold the averages that are evaluated, and a hook may want it.
+        return str(path), trainer.load_pretrained(str(path)), step
+    shapes = with_shardings(trainer._model_state, trainer._state_shardings).params
+    params, _ = load_model(str(path), shapes)
+    state = trainer._beginning(params, None).make()
+    updates = step - len(meta.get("skipped_batches") or ())
+    counters = {"batch_index": jnp.int32(step), "step": jnp.int32(updates)}
+    return str(path), dataclasses.replace(state, **counters), step
+
+
+def as_json(results: Sequence[Result]) -> str:
+    """Returns a list of objects. A number that is not finite is null, which JSON has no word for."""
+
+    def finite(numbers: dict[str, float]) -> dict[str, float | None]:
+        return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+    rows = [{**dataclasses.asdict(row), "metrics": finite(row.metrics), "rates": finite(row.rates)} for row in results]
+    return json.dumps(rows, indent=2)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Returns a line for each checkpoint and unit, below the names of the columns."""
+    names = list(dict.fromkeys(name for row in results for name in row.metrics))
+    lines = [["checkpoint", "step", "unit", *names, "seconds"]]
+    for row in results:
+        numbers = [row.metrics.get(name) for name in names] + [row.rates.get("seconds")]
+        shown = ["-" if number is None else f"{number:.6g}" for number in numbers]
+        lines.append([_short(row.checkpoint), "-" if row.step is None else str(row.step), row.unit, *shown])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _short(path: str) -> str:
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

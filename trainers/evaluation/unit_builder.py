@@ -1,0 +1,93 @@
+"""Builds validation units that have a compiled step of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from trainers import runtime
+from trainers.errors import UsageError
+from trainers.evaluation import outputs
+from trainers.evaluation.validation import ValidationUnit
+from trainers.metrics.accumulator import Layout
+from trainers.metrics.publisher import with_perplexity
+from trainers.parallel import mesh as meshes
+from trainers.protocol import Batch, EvaluationMetrics
+from trainers.runtime.executables import Program, ProgramStore
+from trainers.step.loss import LossFunction
+from trainers.step.state import TrainState, num_parameters
+from trainers.step.train_step import EVALUATION_COUNTS, make_eval_step
+
+
+@dataclass(frozen=True)
+class UnitBuilder:
+    """What the units of a trainer have in common."""
+
+    mesh: Mesh
+    params: Any
+    """The shapes of the parameters."""
+    state_shardings: TrainState
+    programs: ProgramStore
+    layout_of: Callable[[LossFunction, Batch], Layout]
+    """(loss, a batch) -> the layout of its metrics."""
+    prepare: Callable[[TrainState, Batch], Batch] | None
+    """The hook on batches that are on the devices."""
+
+    def jit(self, function: LossFunction, layout: Layout, *, predicts: bool = False) -> Any:
+        """Returns `make_eval_step`, jitted."""
+        return self.jit_step(
+            make_eval_step(function, layout.with_others(EVALUATION_COUNTS), predicts=predicts), predicts=predicts
+        )
+
+    def jit_step(self, step: Callable[..., Any], *, predicts: bool = False) -> Any:
+        replicated = meshes.replicated(self.mesh)
+        rows = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES))
+        return jax.jit(
+            step,
+            in_shardings=(self.state_shardings, replicated, meshes.micro_batches(self.mesh)),
+            out_shardings=(replicated, rows) if predicts else replicated,
+            # The sums alone: the state is needed again for the next batch.
+            donate_argnums=1,
+        )
+
+    def unit(
+        self,
+        name: str,
+        loader: Any,
+        function: LossFunction,
+        max_batches: int | None,
+        build_metrics: Callable[[str], EvaluationMetrics | None],
+    ) -> ValidationUnit:
+        """Returns a unit with a program of its own. All hosts must call this. Raises UsageError."""
+        # One batch is read for its shapes; the evaluation begins anew.
+        first = next(iter(loader.epoch()), None)
+        if first is None:
+            raise UsageError(f"the validation unit {name!r} has no examples: give it some, or leave it out")
+        layout = self.layout_of(function, first)
+        metrics = build_metrics(name)
+        if metrics is not None:
+            outputs.check(name, metrics, function.task, with_perplexity(dict.fromkeys(layout.names, 0.0)))
+        predicts = metrics is not None
+        jitted = self.jit(function, layout, predicts=predicts)
+        program = Program(f"eval_step_{name}", jitted, self.programs, runtime.current().note)
+        # A new one for each evaluation: it begins with nothing.
+        new_metrics: Any = (lambda: build_metrics(name)) if predicts else None
+        return self.around(loader, program, layout, function, max_batches, name, new_metrics)
+
+    def around(
+        self,
+        loader: Any,
+        step: Any,
+        layout: Layout,
+        function: LossFunction,
+        max_batches: int | None,
+        name: str,
+        new_metrics: Any = None,
+    ) -> ValidationUnit:
+        """Returns a unit around a compiled step (`jit`)."""
+        counting, flops = layout.with_others(EVALUATION_COUNTS), function.task.flops_per_token(num_parameters(self.params))
+        return ValidationUnit(loader, step, counting, self.mesh, max_batches, name, new_metrics, self.prepare, flops)

@@ -1,0 +1,110 @@
+"""The state that a run begins with: from the seed, from files, or from what was given. It is made again when a rollback goes back
+to the beginning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from trainers import runtime
+from trainers.config.weights import InitConfig, from_plain
+from trainers.errors import UsageError
+from trainers.loop import init_from
+from trainers.optim.param_groups import parameter_path
+from trainers.parallel.host_copy import HostCopy
+from trainers.step.state import TrainState
+
+
+class Beginning(Protocol):
+    origin: dict[str, Any] | None
+    """What the first parameters were loaded from (`trainers.loop.init_from`); None: not from files."""
+
+    def make(self) -> TrainState:
+        """Returns the state to begin with. All hosts must call this."""
+
+    def continues(self, meta: Mapping[str, Any]) -> str:
+        """Takes note that the run goes on from the checkpoint with this meta. Returns what is not used for that reason, such as
+        `the given state`; empty if there is nothing to say."""
+
+
+class FromSettings:
+    """Parameters from the seed, or those that `init_from` names."""
+
+    def __init__(self, config: InitConfig | None, run_folder: str, params: Any, fresh: Callable[[Any], TrainState]):
+        """`params` are the shapes of the model's parameters, with shardings. `fresh` makes a state at step 0 with the loaded
+        parameters, by name, and the others from the seed."""
+        self._config, self._run_folder, self._params, self._fresh = config, run_folder, params, fresh
+        self.origin: dict[str, Any] | None = None
+
+    def make(self) -> TrainState:
+        if self._config is None:
+            return self._fresh({})
+        loaded = init_from.load(self._config, self.origin, self._run_folder, self._params)
+        if self.origin is None and jax.process_index() == 0:
+            runtime.current().note(loaded.said)
+        self.origin = loaded.origin
+        return self._fresh(loaded.arrays)
+
+    def continues(self, meta: Mapping[str, Any]) -> str:
+        configured, self.origin = self._config, meta.get("init_from")
+        # From now on the beginning is the one of the checkpoint, whatever the settings say now: a rollback may go back to it.
+        self._config = None if self.origin is None else from_plain(self.origin)
+        return "" if configured is None or configured == self._config else "init_from"
+
+
+class Given:
+    """A state, or parameters, that the caller of `train` passed in."""
+
+    def __init__(self, given: str, place: Callable[[], Any], finish: Callable[[Any], TrainState], *, keep: bool):
+        """`given` names it in a note. `place` puts on the devices what was given, and `finish` makes a state of that. `keep`:
+        whether `make` may be called again; each host then keeps a copy of its part, because training donates the state."""
+        self._given, self._place, self._finish, self._keep = given, place, finish, keep
+        self.origin: dict[str, Any] | None = None
+        self._copy: HostCopy | None = None
+
+    def make(self) -> TrainState:
+        if self._copy is not None:
+            return self._finish(self._copy.put())
+        placed = self._place()
+        if self._keep:
+            self._copy = HostCopy(placed)
+        return self._finish(placed)
+
+    def continues(self, meta: Mapping[str, Any]) -> str:
+        return self._given
+
+
+def given_parameters(params: Any, abstract: Any) -> Any:
+    """Returns the parameters on the devices, with the shapes, types and shardings of `abstract`. `params` are arrays, NumPy's
+    too, in the model's own tree or in nested dicts of the same names. Raises UsageError that names every wrong one."""
+    named = dict(_named(params))
+    wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+    problems = [f"{name} is missing" for name in wanted if name not in named]
+    problems += [f"{name} is not in the model" for name in named if name not in wanted]
+    problems += [
+        f"{name} is {list(np.shape(named[name]))}, expected {list(leaf.shape)}"
+        for name, leaf in wanted.items()
+        if name in named and np.shape(named[name]) != leaf.shape
+    ]
+    if problems:
+        raise UsageError(f"the given parameters are not those of the model: {'; '.join(problems)}")
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _put(named[parameter_path(path)], leaf), abstract)
+
+
+def _named(tree: Any, prefix: str = "") -> Any:
+    if not isinstance(tree, Mapping):
+        yield prefix, tree
+        return
+    for key, value in tree.items():
+        yield from _named(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _put(value: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    if isinstance(value, jax.Array):
+        return jax.device_put(value.astype(like.dtype), like.sharding)
+    host = np.asarray(value)
+    # By parts: `device_put` would compare the whole array between all hosts.
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: host[index].astype(like.dtype))

@@ -1,0 +1,134 @@
+"""Runs the evaluations: measures the validation units, publishes their metrics, and scores them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from trainers import runtime
+from trainers.callbacks import Callback, CallbackList, RunInfo
+from trainers.evaluation.score import ScoreKeeper
+from trainers.evaluation.validation import DEFAULT_UNIT
+from trainers.loop.hooks import Hooks
+from trainers.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class LastEvaluation:
+    step: int
+    metrics: dict[str, float]
+    """The metrics as they were published."""
+
+
+@dataclass
+class Observed:
+    """Calls the hooks and the callbacks of evaluations, in training and outside of it. All hosts must call its methods alike."""
+
+    hooks: Hooks
+    callbacks: CallbackList
+    info: RunInfo
+    active: bool = False
+    """Whether they are called already: an evaluation inside another one (in a hook, or in a user's `evaluate`) calls none."""
+
+    def evaluate(
+        self, state: TrainState, unit: str, measure: Callable[[TrainState], dict[str, float]]
+    ) -> tuple[TrainState, dict[str, float]]:
+        """Returns the state and the metrics, both of which a hook may replace."""
+        state = self.begin(state, unit)
+        with self._inside():
+            metrics = measure(state)
+        return self.end(state, unit, metrics) if metrics else (state, metrics)
+
+    def begin(self, state: TrainState, unit: str) -> TrainState:
+        with self._inside():
+            self.callbacks.call(Callback.on_evaluate_begin, self.info, unit=unit)
+            return self.hooks.on_evaluation_start(state)
+
+    def end(self, state: TrainState, unit: str, metrics: dict[str, float]) -> tuple[TrainState, dict[str, float]]:
+        with self._inside():
+            state, metrics = self.hooks.on_evaluation_end(state, metrics)
+            with self.info.showing(state):
+                self.callbacks.call(Callback.on_evaluate, self.info, unit=unit, metrics=metrics)
+        return state, metrics
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        before, self.active = self.active, True
+        try:
+            yield
+        finally:
+            self.active = before
+
+
+@dataclass
+class Evaluator:
+    """All hosts must call its methods alike."""
+
+    measure: Callable[..., dict[str, float]]
+    """The trainer's `evaluate`: (state, unit=NAME) -> means over the held-out data of that unit."""
+    units: Sequence[str]
+    """The names of the validation units. `measure(state)`, without a unit, measures the first."""
+    observed: Observed
+    score: ScoreKeeper
+    rates_of: Callable[[str], Mapping[str, float]] = lambda unit: {}
+    """How long the last evaluation of a unit took, and its rates."""
+    last: LastEvaluation | None = None
+    """The last evaluation before the present state, also if a checkpoint restored it."""
+    evaluated_step: int | None = None
+    """The step of the last call of `evaluate`, even if that call measured nothing."""
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether the score asks for an early stop; the same on all hosts."""
+        return self.score.wants_stop
+
+    def evaluate(self, state: TrainState) -> TrainState:
+        """Measures all units, publishes the results and scores them. Returns the state, which a hook may replace."""
+        step, metrics, rates = self.observed.info.global_step, {}, {}
+        # Before anything is measured: an evaluation that measures nothing must not be due again at once.
+        self.evaluated_step = step
+        for name in tuple(self.units) or (DEFAULT_UNIT,):  # a trainer that overrides `evaluate` may have no units
+            state, unit_metrics = self._evaluate_unit(state, name)
+            metrics.update({f"{name}_{metric}": value for metric, value in unit_metrics.items()})
+            rates.update({f"{name}_{rate}": value for rate, value in self.rates_of(name).items()})
+        if not metrics:
+            return state
+        metrics.update(self.score.add(step, metrics))
+        self.last = LastEvaluation(step, metrics)
+        if jax.process_index() == 0:
+            # The rates are published only: neither a score nor a checkpoint may depend on a clock.
+            runtime.current().emit({"ev": "metrics", "step": step, "metrics": metrics | rates, "seconds": {}, "kind": "eval"})
+        return state
+
+    def meta(self) -> dict[str, Any]:
+        """Returns what a checkpoint records about the evaluations up to its step."""
+        return {
+            "evaluation": None if self.last is None else dataclasses.asdict(self.last),
+            "scores": self.score.meta(),
+        }
+
+    def restore(self, meta: Mapping[str, Any]) -> None:
+        """Restores what `meta` returned; resets everything if it is empty."""
+        self.last = LastEvaluation(**meta["evaluation"]) if meta.get("evaluation") else None
+        # The checkpoint has the evaluation of its step: it is not measured a second time.
+        self.evaluated_step = None if self.last is None else self.last.step
+        self.score.go_back(meta.get("scores"))
+
+    def final_metrics(self) -> dict[str, Any]:
+        """Returns the metrics of the last evaluation, and the best score with its step."""
+        metrics: dict[str, Any] = {} if self.last is None else dict(self.last.metrics)
+        if self.score.scores.best is not None:
+            metrics.update({"best_score": self.score.scores.best, "best_score_step": self.score.scores.best_step})
+        return metrics
+
+    def _evaluate_unit(self, state: TrainState, name: str) -> tuple[TrainState, dict[str, float]]:
+        is_first = name == next(iter(self.units), name)
+        # The first unit is measured without its name: a user's override `evaluate(self, state)` need not take a unit.
+        measure = self.measure if is_first else functools.partial(self.measure, unit=name)
+        return self.observed.evaluate(state, name, measure)

@@ -1,0 +1,96 @@
+"""Batches that `Hooks.prepare_batch` has changed: checked, with the layout that the compiled steps expect, and their shapes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from trainers import runtime
+from trainers.errors import DataError, UsageError
+from trainers.parallel import mesh as meshes
+from trainers.protocol import Batch, TrainerConfigureModelOutput
+from trainers.runtime import distributed
+
+Shapes = dict[str, jax.ShapeDtypeStruct]
+REQUIRED = ("weight", "sample_id")
+
+
+class PreparedBatches:
+    """Calls the hook of `trainer`, and gives what it returns the sharding of batches. All hosts must call it alike."""
+
+    def __init__(self, trainer: Any, mesh: Mesh):
+        self.trainer, self.sharding = trainer, meshes.micro_batches(mesh)
+        self._called: set[bool] = set()
+
+    def __call__(self, state: Any, batch: Batch, *, training: bool) -> Batch:
+        call = functools.partial(self.trainer.prepare_batch, state, dict(batch), training=training)
+        if training in self._called:
+            returned = call()
+        else:
+            # The hook's own functions compile now: otherwise the watchdog would take that for a step that hangs.
+            with runtime.current().within("compile"):
+                returned = call()
+            self._called.add(training)
+        check(returned, batch)
+        return {name: self._placed(leaf) for name, leaf in returned.items()}
+
+    def _placed(self, leaf: Any) -> jax.Array:
+        if isinstance(leaf, np.ndarray):
+            # Not `device_put`, with which the hosts would compare their copies, and wait for each other.
+            leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype), copy=False)
+            return jax.make_array_from_callback(leaf.shape, self.sharding, lambda index: leaf[index])
+        if leaf.sharding.is_equivalent_to(self.sharding, leaf.ndim):
+            return leaf
+        return jax.device_put(leaf, self.sharding)
+
+
+def check(returned: Any, batch: Mapping[str, Any]) -> None:
+    """Raises DataError for what is no batch of the same rows as `batch`."""
+    if not isinstance(returned, Mapping):
+        raise DataError(f"prepare_batch returned {type(returned).__name__}: expected the batch, a dict of arrays by name")
+    rows = tuple(np.shape(batch["weight"]))
+    wrong = [f"{name} {np.shape(leaf)}" for name, leaf in returned.items() if np.shape(leaf)[:2] != rows]
+    lacking = [name for name in REQUIRED if name not in returned]
+    if wrong or lacking:
+        raise DataError(
+            f"prepare_batch returned {', '.join(wrong) or 'no ' + ' or '.join(lacking)}: expected leaves "
+            f"[{rows[0]}, {rows[1]}, ...] (micro-batches, rows), `weight` and `sample_id` among them"
+        )
+
+
+def traced_shapes(trainer: Any, model: TrainerConfigureModelOutput, shapes: Shapes) -> Shapes:
+    """Returns the shapes of what `prepare_batch` makes of a batch of `shapes`. Touches no device. Raises UsageError if the hook
+    cannot be traced."""
+    # A copy: whatever the hook keeps on the trainer while it is traced (a teacher, made at its first use) is no real array.
+    trial = copy.copy(trainer)
+    # With axes of size 1: a standby, or a plan, does not know the devices, and no shape depends on their number.
+    axes = tuple(field.name for field in dataclasses.fields(trainer.arguments.mesh))
+    mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
+    vars(trial).update(_mesh=mesh, _model=model)
+    vars(trial).pop("_state_shardings", None)
+    touched_before = distributed.devices_touched()
+    try:
+        prepared = jax.eval_shape(functools.partial(trial.prepare_batch, training=True), model.state, dict(shapes))
+    except Exception as error:
+        raise UsageError(
+            f"prepare_batch cannot be traced for the shapes of what it returns ({type(error).__name__}: {_first_line(error)}): "
+            "if it reads values, or uses what is made only later, override prepared_shapes, too"
+        ) from error
+    if distributed.devices_touched() and not touched_before:
+        raise UsageError(
+            "prepare_batch uses devices while it is traced for its shapes, where there are none yet: override "
+            "prepared_shapes, too"
+        )
+    check(prepared, shapes)
+    return prepared
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,86 @@
+"""Saves the checkpoints of a run: the state, and the JSON that a later process needs to continue from it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from trainers import runtime
+from trainers.callbacks import CallbackList, RunInfo
+from trainers.config.arguments import TrainingArguments
+from trainers.config.masking import masked
+from trainers.errors import SaveFailedError
+from trainers.loop.evaluator import Evaluator
+from trainers.loop.lineage import Lineage
+from trainers.loop.metrics_reporter import MetricsReporter
+from trainers.loop.time_used import TimeUsed
+from trainers.protocol import CheckpointManagerProtocol
+from trainers.runtime import multihost
+from trainers.step.state import TrainState
+
+
+@dataclass
+class Saver:
+    """All hosts must call its methods alike."""
+
+    manager: CheckpointManagerProtocol
+    arguments: TrainingArguments
+    info: RunInfo
+    lineage: Lineage
+    reporter: MetricsReporter
+    evaluator: Evaluator
+    callbacks: CallbackList
+    complete: collections.deque[tuple[int, str]]
+    """(step, path) of each complete checkpoint. The thread that saves appends; `report_saved` empties it."""
+    time_used: TimeUsed
+
+    def save(self, state: TrainState, *, patient: bool = False) -> None:
+        """Starts a checkpoint of this state; training may continue at once. With `patient` it waits for a storage that hangs."""
+        step = self.info.batch_index
+        # First: only after the save in progress has ended is it known whether this step is saved already.
+        self.manager.wait_for_save()
+        if step == self.manager.last_saved_step:
+            return  # a `saving` event here would never be followed by `saved`
+        runtime.current().emit({"ev": "saving", "step": step})
+        self.manager.save(step, state, self.meta(step), patient=patient)
+
+    def save_model(self, state: TrainState, *, patient: bool = False) -> None:
+        """Starts to save the parameters alone; training may continue at once."""
+        step = self.info.batch_index
+        manager: Any = self.manager  # not each one can save models: `model_every_steps` asks for it
+        manager.save_model(step, state, self.meta(step), patient=patient)
+
+    def report_saved(self) -> None:
+        """Calls `on_save` for each checkpoint that has become complete."""
+        self.callbacks.report_saved(self.info, self.complete)
+
+    def finish(self, *, must_have_last: bool) -> int | None:
+        """Waits for the save in progress, and returns the step of the last checkpoint. Raises SaveFailedError if
+        `must_have_last` and that is not the last step."""
+        manager, step = self.manager, self.info.batch_index
+        # Old checkpoints too: the process ends soon, and would leave them half deleted.
+        manager.wait()
+        self.report_saved()
+        # All hosts raise or none: a host that raised alone would leave the others in the next exchange.
+        if must_have_last and not multihost.every_host("saved at the end", manager.last_saved_step == step):
+            raise SaveFailedError(f"training is over, but the checkpoint of its last step, {step}, could not be saved")
+        return multihost.from_host0("last checkpoint", manager.last_saved_step)
+
+    def meta(self, batch_index: int) -> dict[str, Any]:
+        """Returns the JSON that a checkpoint carries beside the state; `restore` reads it back."""
+        return {
+            "batch_index": batch_index,
+            "seed": self.arguments.seed,
+            **self.lineage.meta(batch_index),
+            "metrics": self.reporter.latest,
+            **self.evaluator.meta(),
+            **self.time_used.meta(),
+            "arguments": masked(dataclasses.asdict(self.arguments)),
+        }
+
+    def restore(self, meta: dict[str, Any]) -> None:
+        """Restores what `meta` recorded. At the beginning of a run `meta` is empty, and everything is reset."""
+        self.reporter.latest = meta.get("metrics", {})
+        self.evaluator.restore(meta)
