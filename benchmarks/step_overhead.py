@@ -21,6 +21,7 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, RunInfo
 from trainers.config import CheckpointConfig, EvaluationConfig
 from trainers.config.arguments import load_object
+from trainers.loop.time_used import TimeUsed
 from trainers.run import read
 
 WARM_UP_STEPS = 5
@@ -68,7 +69,7 @@ class StopAfterWarmUp(Callback):
 def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     """Everything the loop does: reading, requests, publishing every few steps."""
     first = int(state.batch_index)
-    loop = trainer._build_loop(trainer._build_resume(), trainer._build_saver(), first, time.monotonic())
+    loop = trainer._build_loop(trainer._build_resume(trainer._beginning(None, state)), trainer._build_saver(TimeUsed()), first)
     loop.host_requests.limits = dataclasses.replace(loop.host_requests.limits, max_steps=first + steps)
     loop.resumed_step = -1  # the first step of a generation is waited for; these are not the first
     start = time.perf_counter()
