@@ -39,6 +39,8 @@ class PlanReport:
     eval_examples: int | None = None
     max_steps: int | None = None
     parameters: int | None = None
+    num_layers: int | None = None
+    """None also for a model of one's own."""
     tokens_per_example: int | None = None
     tokens_per_step: int | None = None
     flops_per_step: float | None = None
@@ -109,7 +111,7 @@ def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:
             f"= {training.global_batch_size + padding} sequences" + (f", {padding} of them padding" if padding else "")
         ),
     }
-    return lines | _model_lines(training.global_batch_size, report) | _data_lines(training.global_batch_size, report)
+    return lines | _model_lines(config, report) | _data_lines(training.global_batch_size, report)
 
 
 def parameters(config: JobConfig) -> dict[str, Any]:
@@ -133,15 +135,19 @@ def _range(least: int, most: int) -> str:
     return str(most) if least == most else f"{least} to {most}"
 
 
-def _model_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
+def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     if report.parameters is None or report.tokens_per_step is None:
         return {"model": "decided by the trainer (it implements the protocol by itself)"}
     lines = {
-        "tokens a step": f"{global_batch_size} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
+        "tokens a step": f"{config.training.global_batch_size} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
         "parameters": f"{report.parameters:,} ({scaled(report.parameters)})",
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
     }
+    if report.num_layers is not None:
+        kind = config.hosts.kind
+        how = "one by one" if config.training.model.unrolled(kind) else "as a loop"
+        lines["layers"] = f"{report.num_layers}, compiled {how} on {kind} hosts"
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
     if report.init_from is not None:

@@ -26,10 +26,6 @@ TABLE_SCALE = 0.02
 """The standard deviation of the embedding's initial values. It is small beside what the layers add: otherwise a table that also
 scores the next token would begin by expecting every token to repeat itself."""
 
-UNROLLED_LAYERS = 4
-"""Up to this many layers are compiled one by one, and more as a loop. On a CPU that is 8 % faster than a loop and compiles in
-three quarters of the time, and the executable loads as fast."""
-
 
 class Llama(nnx.Module):
     """A Llama decoder. `__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
@@ -48,6 +44,11 @@ class Llama(nnx.Module):
             self.unembed = parameter(rngs, ("embed", "vocab"), shape[::-1], TABLE_SCALE, param_dtype)
 
     def __call__(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
+        x_BTD, table_DV = self.hidden_and_table(tokens_BT, positions_BT)
+        return self._logits(x_BTD.reshape(-1, self.config.width), table_DV).reshape(*tokens_BT.shape, -1)
+
+    def hidden_and_table(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Returns (x [B, T, D], table [D, V]): the logits are x @ table, which a loss may compute in parts."""
         config, (batch, time) = self.config, tokens_BT.shape
         if positions_BT is None:
             # [1, T]: the same positions for every row.
@@ -64,11 +65,10 @@ class Llama(nnx.Module):
             return mlp(config, x_ND, weights), None
 
         with jax.named_scope("layers"):
-            # With checkpointing always a loop: of unrolled layers the compiler keeps the activations all the same.
-            unroll = config.num_layers <= UNROLLED_LAYERS and config.remat == "none"
+            unroll = config.unrolled(jax.default_backend())
             body = remat.wrap(layer, config.remat, in_loop=True)
             x_ND, _ = jax.lax.scan(body, self._embedded(tokens_BT), self._layer_weights(), unroll=unroll)
-        return self._logits(x_ND).reshape(batch, time, config.vocab_size)
+        return self._final_normed(x_ND).reshape(batch, time, config.width), self._table()
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens: [L, B, S, H, C] each."""
@@ -101,7 +101,7 @@ class Llama(nnx.Module):
         # Never unrolled: previews are rare, and training waits while this program is compiled.
         x_ND, cache = jax.lax.scan(layer, self._embedded(tokens_BT), (self._layer_weights(), cache))
         # Of the last token alone: logits of a whole prompt would be [B, T, V], for nothing.
-        return self._logits(x_ND.reshape(batch, -1, config.width)[:, -1]), cache
+        return self._logits(self._final_normed(x_ND.reshape(batch, -1, config.width)[:, -1]), self._table()), cache
 
     def _layer_weights(self) -> dict[str, jax.Array]:
         return jax.tree.map(lambda weight: weight.astype(self.dtype), nnx.to_pure_dict(nnx.state(self.layers)))
@@ -111,12 +111,17 @@ class Llama(nnx.Module):
         with jax.named_scope("embed"):
             return self.embed[...].astype(self.dtype)[tokens_BT].reshape(tokens_BT.size, self.config.width)
 
-    def _logits(self, x_ND: jax.Array) -> jax.Array:
+    def _final_normed(self, x_ND: jax.Array) -> jax.Array:
         with jax.named_scope("final_norm"):
-            x_ND = rms_norm(x_ND, self.final_norm[...].astype(self.dtype), self.config.norm_eps)
+            return rms_norm(x_ND, self.final_norm[...].astype(self.dtype), self.config.norm_eps)
+
+    def _table(self) -> jax.Array:
+        table_DV = self.embed[...].T if self.config.tie_embeddings else self.unembed[...]
+        return table_DV.astype(self.dtype)
+
+    def _logits(self, x_ND: jax.Array, table_DV: jax.Array) -> jax.Array:
         with jax.named_scope("unembed"):
-            table_DV = self.embed[...].T if self.config.tie_embeddings else self.unembed[...]
-            return (x_ND @ table_DV.astype(self.dtype)).astype(jnp.float32)
+            return (x_ND @ table_DV).astype(jnp.float32)
 
 
 class Layers(nnx.Module):

@@ -43,6 +43,7 @@ from trainers.optim.param_groups import parameter_paths
 from trainers.protocol import TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, num_parameters, state_shardings
+from trainers.tasks.causal_lm import CausalLMTask
 
 Facts = dict[str, Any]
 STAND_IN_STEPS = 1_000_000
@@ -263,6 +264,8 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         "flops_per_step": task.flops_per_token(parameters) * tokens_per_step,
         "checkpoint_bytes": sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)),
     }
+    if isinstance(task, CausalLMTask) and type(task).build_model is CausalLMTask.build_model:
+        facts["num_layers"] = arguments.model.num_layers
     if padded := arguments.padded_rows_per_step(num_devices):
         facts["padded_rows_per_step"] = padded
     # A replaced one may have another state, for whose parameters there are no axes here.

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from trainers.config.arguments import TrainingArguments
 from trainers.models.llama import Llama
 from trainers.protocol import Batch, Loss
+from trainers.tasks.cross_entropy import TokenLosses, from_hidden, from_logits
 
 BYTES = 256
+
+
+@runtime_checkable
+class HasHidden(Protocol):
+    """A model whose logits need not all be computed at once. `trainers.models.llama.Llama` is one."""
+
+    def hidden_and_table(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (x [B, T, D], table [D, V]) for int32 tokens [B, T]: the logits are x @ table."""
 
 
 class CausalLMTask:
@@ -32,32 +41,28 @@ class CausalLMTask:
     def loss(self, model: nnx.Module, batch: Batch) -> Loss:
         # [B, T] each: the targets are the inputs, one place further on.
         tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        logits = model(tokens)
+        config = self.arguments.loss
+        losses, hits, z_losses = self._token_losses(model, tokens, targets)
         # [B, T]: rows of padding have weight 0, so none of their tokens is a target.
         weight = jnp.broadcast_to(batch["weight"][:, None], targets.shape)
         if "token_weight" in batch:
             # A token's weight counts where it is the target, which the first token never is.
             weight = weight * batch["token_weight"][:, 1:]
-        config = self.arguments.loss
         if config.ignore_index is not None:
             weight = jnp.where(targets == config.ignore_index, 0.0, weight)
-        # [B, T]
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-        if config.label_smoothing:
-            uniform = jax.nn.logsumexp(logits, -1) - jnp.mean(logits, -1)
-            losses = (1 - config.label_smoothing) * losses + config.label_smoothing * uniform
-        hits = (jnp.argmax(logits, -1) == targets).astype(jnp.float32)
         num_targets = jnp.sum(weight)
         parts = {"accuracy": (jnp.sum(hits * weight), num_targets)}
-        if z_loss_weight := config.z_loss_weight:
-            # The z-loss of PaLM (Chowdhery et al., 2022, section 5): it keeps log Z near 0, and so the logits
-            # from drifting.
-            z_losses = z_loss_weight * jax.nn.logsumexp(logits, -1) ** 2
-            losses += z_losses
+        if config.z_loss_weight:
             parts["z_loss"] = (jnp.sum(z_losses * weight), num_targets)
         # [B] each.
         rows = (jnp.sum(losses * weight, axis=1), jnp.sum(weight, axis=1))
         return Loss(jnp.sum(losses * weight), num_targets, parts, rows=rows)
+
+    def _token_losses(self, model: nnx.Module, tokens: jax.Array, targets: jax.Array) -> TokenLosses:
+        if isinstance(model, HasHidden):
+            return from_hidden(*model.hidden_and_table(tokens), targets, self.arguments.loss)
+        # A model of a subclass may have nothing but its logits.
+        return from_logits(model(tokens), targets, self.arguments.loss)
 
     @property
     def tokens_per_example(self) -> int:

@@ -24,6 +24,7 @@ FACTS = {
     "eval_examples": 50,
     "max_steps": 400,
     "parameters": 1_475_712,
+    "num_layers": 4,
     "tokens_per_example": 256,
     "tokens_per_step": 4096,
     "flops_per_step": 39.5e9,
@@ -110,6 +111,7 @@ def test_the_numbers_of_a_run():
     problems, facts = estimate.plan(arguments(global_batch_size=8), num_devices=2)
     assert problems == []
     assert facts["parameters"] == PARAMETERS
+    assert facts["num_layers"] == 2
     assert facts["tokens_per_step"] == 8 * 16
     assert facts["flops_per_step"] == (6 * PARAMETERS + 6 * 2 * 16 * 32) * 8 * 16
     assert (facts["train_examples"], facts["eval_examples"], facts["max_steps"]) == (10, None, 5)
@@ -117,6 +119,12 @@ def test_the_numbers_of_a_run():
     assert facts["checkpoint_bytes"] == 4 * PARAMETERS + moments + counters
     assert 0 < counters < 100
     assert facts["state_bytes_per_device"] == facts["checkpoint_bytes"]
+
+
+def test_the_layers_of_a_model_of_ones_own_are_not_counted():
+    _, facts = estimate.plan(arguments(task="tests.programs.tiny:TableTask"), num_devices=1)
+    assert facts["parameters"]
+    assert "num_layers" not in facts
 
 
 def test_sharded_state_takes_less_of_each_device():
@@ -263,6 +271,7 @@ def test_the_report_of_a_job(job, child_answers):
         "global batch": "8 micro-batch x 1 accumulation x 2 replicas = 16 sequences",
         "tokens a step": "16 sequences x 256 = 4,096",
         "parameters": "1,475,712 (1.48 M)",
+        "layers": "4, compiled one by one on cpu hosts",
         "FLOPs a step": "39.5 GFLOP",
         "checkpoint": "17.7 MB (parameters, optimizer state, counters)",
         "state per device": "8.85 MB (gradients and activations come on top)",

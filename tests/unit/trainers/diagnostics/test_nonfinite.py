@@ -12,6 +12,7 @@ import pytest
 from tests.programs.tiny import TableTask
 from tests.unit.training import of, trainer
 from trainers.config import MeshConfig
+from trainers.config.model import UNROLLED_LAYERS
 from trainers.diagnostics.nonfinite import find
 from trainers.errors import NonFiniteLossError
 from trainers.models import llama
@@ -48,8 +49,8 @@ MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
 @pytest.mark.parametrize(
     ("mesh", "num_layers", "planted", "module", "operation", "function", "text"),
     [
-        (MESHES[0], llama.UNROLLED_LAYERS + 1, "gate", "layers/2/mlp", "mul", llama.swiglu, "jax.nn.silu"),
-        (MESHES[1], 3, "query", "layers/2/attention", "dot_general", llama.Llama.__call__, "dot_product_attention"),
+        (MESHES[0], UNROLLED_LAYERS + 1, "gate", "layers/2/mlp", "mul", llama.swiglu, "jax.nn.silu"),
+        (MESHES[1], 3, "query", "layers/2/attention", "dot_general", llama.Llama.hidden_and_table, "dot_product_attention"),
     ],
 )
 def test_an_overflow_in_one_layer_is_named_with_layer_and_line(

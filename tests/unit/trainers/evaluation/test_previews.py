@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.training import assert_equal, losses, of, trainer
 from trainers.config import DataConfig, MeshConfig, ModelConfig, PreviewConfig
+from trainers.config.model import UNROLLED_LAYERS
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.evaluation.previews import Previews
@@ -77,7 +78,7 @@ def without_a_cache(parts, params, prompts, num_tokens):
     [
         ({"data": 8}, {}),
         ({"data": 2, "fsdp": 2, "tensor": 2}, {"num_kv_heads": 2, "tie_embeddings": False}),
-        ({"data": 1, "fsdp": 2, "tensor": 4}, {"num_kv_heads": 1, "num_layers": llama.UNROLLED_LAYERS + 1}),
+        ({"data": 1, "fsdp": 2, "tensor": 4}, {"num_kv_heads": 1, "num_layers": UNROLLED_LAYERS + 1}),
     ],
 )
 def test_greedy_texts_are_those_of_the_model_without_a_cache_token_for_token(mesh, model):

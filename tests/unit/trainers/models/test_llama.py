@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from trainers.config import ModelConfig
+from trainers.config.model import UNROLLED_LAYERS
 from trainers.models import llama
 from trainers.models.llama import Llama
 
@@ -108,7 +109,7 @@ def by_hand(config, params, tokens):
     return norm(x, p["final_norm"]) @ p.get("unembed", p["embed"].T)
 
 
-@pytest.mark.parametrize(("tied", "num_layers"), [(True, 2), (False, llama.UNROLLED_LAYERS + 1)])
+@pytest.mark.parametrize(("tied", "num_layers"), [(True, 2), (False, UNROLLED_LAYERS + 1)])
 def test_the_model_is_the_one_written_out_with_loops(tied, num_layers):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied, num_layers=num_layers)
     model = build(config)
@@ -118,6 +119,27 @@ def test_the_model_is_the_one_written_out_with_loops(tied, num_layers):
     out = np.asarray(logits(model, TOKENS))
     for row, tokens in enumerate(TOKENS):
         np.testing.assert_allclose(out[row], by_hand(config, params, tokens), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_layers", "remat", "unrolled"),
+    [
+        ("cpu", UNROLLED_LAYERS, "none", True),
+        ("cpu", UNROLLED_LAYERS + 1, "none", False),
+        ("cpu", UNROLLED_LAYERS, "full", False),
+        ("gpu", 2, "none", False),
+        ("tpu", 2, "none", False),
+    ],
+)
+def test_layers_are_unrolled_by_platform_depth_and_checkpointing(platform, num_layers, remat, unrolled):
+    assert dataclasses.replace(CONFIG, num_layers=num_layers, remat=remat).unrolled(platform) == unrolled
+
+
+@pytest.mark.parametrize(("num_layers", "loops"), [(2, 0), (UNROLLED_LAYERS + 1, 1)])
+def test_the_program_has_the_layers_one_by_one_or_as_a_loop(num_layers, loops):
+    model = build(dataclasses.replace(CONFIG, num_layers=num_layers))
+    program = jax.jit(lambda tokens: model(tokens)).lower(jnp.asarray(TOKENS)).as_text()
+    assert program.count("stablehlo.while") == loops
 
 
 @pytest.mark.parametrize("num_layers", [1, 12])
