@@ -11,7 +11,7 @@ SEED ?= 1
 COUNT ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help env install quickstart test soak mutants lint format lock clean
+.PHONY: help env install quickstart test soak parity mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -52,6 +52,11 @@ soak: env  ## Every kind of fault at a real job, one run for each of SEEDS (ARGS
 	@set -e; for seed in $(SEEDS); do \
 		$(IN_VENV) -m orchestrator.chaos configs/tiny.yaml --faults all --seed $$seed \
 			max_num_steps=3000 checkpoint.save_steps=20 storage=build/soak/$$seed $(ARGS); done
+
+parity:  ## Make the models that the tests compare ours with, by torch and transformers in an environment of their own
+	@test -x build/parity/bin/python || $(PYTHON) -m venv build/parity
+	@build/parity/bin/python -m pip install --quiet --disable-pip-version-check -r tests/parity.txt
+	@build/parity/bin/python tests/parity.py $(ARGS)
 
 mutants: env  ## Do the tests hold? COUNT faults in each module, drawn by SEED (ARGS="trainers/step"); hours
 	@$(IN_VENV) -m benchmarks.mutants --count $(COUNT) --seed $(SEED) $(ARGS)

@@ -25,9 +25,7 @@ from trainers.base import BaseTrainer
 from trainers.config import CheckpointConfig, DataConfig, EvaluationConfig, ModelConfig, OptimizerConfig
 from trainers.config.arguments import TrainingArguments, load_object
 
-MODEL = ModelConfig(
-    vocab_size=8192, width=384, num_layers=6, num_heads=6, num_kv_heads=6, mlp_width=1024, tie_embeddings=False
-)
+MODEL = ModelConfig(vocab_size=8192, width=384, num_layers=6, num_heads=6, num_kv_heads=6, mlp_width=1024, tie_embeddings=False)
 BATCH, TIME = 8, 256
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -54,7 +52,10 @@ def main() -> None:
             theirs = written.run(options.steps)
             state, ours = our_loop(trainer, state, options.steps)
             rounds.append(ours / theirs)
-            print(f"round {number}: by hand {theirs:,.0f} tokens/s, trainers {ours:,.0f} tokens/s, ratio {rounds[-1]:.3f}", flush=True)
+            print(
+                f"round {number}: by hand {theirs:,.0f} tokens/s, trainers {ours:,.0f} tokens/s, ratio {rounds[-1]:.3f}",
+                flush=True,
+            )
     print(f"median ratio {statistics.median(rounds):.3f}")
 
 

@@ -4,7 +4,8 @@
 
 `safetensors`: all parameters in one file, under their own names (`layers.query`), with the arguments of the run; the model's
 assets go to a folder beside it, which ends in `.assets`.
-`huggingface`: a folder with `config.json`, `model.safetensors` and the assets (a tokenizer), as `transformers` reads a Llama.
+`huggingface`: a folder with `config.json`, `model.safetensors` and the assets (a tokenizer), as `transformers` reads
+models of the families of `model.family`.
 RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, or what `save_pretrained` wrote.
 """
 
@@ -26,7 +27,8 @@ from trainers.checkpoint.model_only import PART
 from trainers.config import ModelConfig
 from trainers.config.arguments import from_dict
 from trainers.errors import CheckpointError, TransientError, UsageError
-from trainers.models.hf.llama import flat, llama_config, llama_tensors
+from trainers.models.hf import config as hf_config
+from trainers.models.hf.weights import flat, to_tensors
 
 OPTIMIZER = "opt_state"
 """The name of the optimizer's state, in a TrainState and in the files."""
@@ -85,11 +87,13 @@ def to_hugging_face(
     checkpoint: Path | str, out: Path | str, *, max_file_bytes: int = MAX_FILE_BYTES, replace: bool = False
 ) -> None:
     """Writes the folder `out`, atomically; with `replace`, an existing one is replaced. Raises CheckpointError if the
-    checkpoint is damaged or `out` exists, and UsageError if the model is no Llama."""
+    checkpoint is damaged or `out` exists, and UsageError if the model is of no family that `transformers` has."""
     params, meta = read(Path(checkpoint))
     config = from_dict(ModelConfig, meta["arguments"]["model"])
-    tensors = llama_tensors(config, params)
-    about = llama_config(config, meta["arguments"], next(iter(tensors.values())).dtype)
+    tensors = to_tensors(config, params)
+    about = hf_config.write(
+        config, max_length=meta["arguments"]["data"]["sequence_length"], dtype=next(iter(tensors.values())).dtype.name
+    )
 
     def write(work: Path) -> None:
         work.mkdir()

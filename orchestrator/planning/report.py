@@ -138,8 +138,9 @@ def _range(least: int, most: int) -> str:
 def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     if report.parameters is None or report.tokens_per_step is None:
         return {"model": "decided by the trainer (it implements the protocol by itself)"}
+    batch = config.training.global_batch_size
     lines = {
-        "tokens a step": f"{config.training.global_batch_size} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
+        "tokens a step": f"{batch} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
         "parameters": f"{report.parameters:,} ({scaled(report.parameters)})",
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",

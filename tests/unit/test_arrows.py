@@ -69,6 +69,7 @@ LIGHT_MODULES = tuple(
         "config/arguments",
         "config/data",
         "config/evaluation",
+        "config/families",
         "config/masking",
         "config/model",
         "config/monitoring",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
+from trainers.config.families import FAMILIES, Family
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
 
@@ -49,17 +51,60 @@ there. A loop compiles and loads in the same time for any depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
-    """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+class RopeScaling(Section):
+    """How rotary positions are stretched for texts that are longer than those a model was first trained on."""
 
+    kind: Literal["linear", "llama3"] = "llama3"
+    """`linear`: all angles are divided by `factor` (Chen et al., 2023). `llama3`: only those that turn slowly are, and those
+    between change over smoothly, as in Llama 3.1."""
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    """Of `llama3`: channels that turn less often than this within `original_length` are divided by `factor`."""
+    high_freq_factor: float = 4.0
+    """Of `llama3`: channels that turn more often than this stay as they are."""
+    original_length: int = 8192
+    """Of `llama3`: the length of the texts of the first training, in tokens."""
+
+    def __post_init__(self):
+        require_none(too_small(self, 1, "factor", "original_length"))
+        require(
+            0 < self.low_freq_factor < self.high_freq_factor,
+            f"low_freq_factor = {self.low_freq_factor}: expected more than 0 and less than high_freq_factor "
+            f"({self.high_freq_factor})",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(Section):
+    """A decoder of one of the families."""
+
+    family: str = "llama"
+    """The structure: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2`, `gemma3` or `gpt2`. The other keys are its numbers."""
     vocab_size: int = 256
     width: int = 256
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int = 4
+    head_dim: int | None = None
+    """The channels of a head. null: `width` / `num_heads`."""
     mlp_width: int = 768
     # As in Su et al., 2021.
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    """The `rope_theta` of layers with a window, to which `rope_scaling` does not apply. null: that of the others."""
+    num_positions: int | None = None
+    """The learned positions of `gpt2`: no sequence may be longer."""
+    window: int | None = None
+    """A token attends to so many tokens, including itself. null: to all before it."""
+    global_every: int | None = None
+    """Every so manieth layer attends to all tokens in spite of `window`. null: none does."""
+    query_scalar: float | None = None
+    """The scores of the attention are divided by its square root. null: `head_dim`."""
+    attention_softcap: float | None = None
+    """The scores of the attention are kept within +-`attention_softcap` by a tanh."""
+    logit_softcap: float | None = None
+    """The logits are kept within +-`logit_softcap` by a tanh."""
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     remat: str = "none"
@@ -68,19 +113,62 @@ class ModelConfig(Section):
     The results are the same up to rounding."""
 
     def __post_init__(self):
-        require_none(too_small(self, 1, "vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "mlp_width"))
+        require_none(
+            too_small(
+                self,
+                1,
+                *("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width"),
+                *("num_positions", "window", "global_every"),
+            )
+        )
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        # Even, for rotary positions turn pairs of channels.
-        if self.width % self.num_heads or (self.width // self.num_heads) % 2:
+        if self.family not in FAMILIES:
+            yield f"family = {self.family!r}: expected one of {', '.join(FAMILIES)}{did_you_mean(self.family, FAMILIES)}"
+        if self.head_dim is None and self.width % self.num_heads:
+            yield f"width = {self.width}: expected a multiple of num_heads ({self.num_heads}), or a head_dim"
+        elif self.channels % 2:
+            # Rotary positions turn pairs of channels.
             yield f"width = {self.width}: expected an even number of channels for each of the {self.num_heads} heads (num_heads)"
         if self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads ({self.num_heads})"
         if self.remat not in REMAT:
             yield f"remat = {self.remat!r}: expected one of {', '.join(REMAT)}{did_you_mean(self.remat, REMAT)}"
-        if self.rope_theta <= 0:
-            yield f"rope_theta = {self.rope_theta}: expected a positive number"
+        for name in ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                yield f"{name} = {value}: expected a positive number"
+        yield from self._without_effect()
+
+    def _without_effect(self) -> Iterator[str]:
+        for name in ("global_every", "local_rope_theta"):
+            if self.window is None and getattr(self, name) is not None:
+                yield f"{name} = {getattr(self, name)}: it is about layers with a window; set window too, or leave {name} out"
+        if self.family not in FAMILIES:
+            return
+        if FAMILIES[self.family].positions == "learned":
+            if self.num_positions is None:
+                yield f"num_positions = null: family {self.family} has learned positions; set how many"
+            for name in ("rope_scaling", "local_rope_theta"):
+                if getattr(self, name) is not None:
+                    yield f"{name}: family {self.family} has no rotary positions; leave it out"
+        elif self.num_positions is not None:
+            yield f"num_positions = {self.num_positions}: family {self.family} has rotary positions; leave it out"
+
+    @property
+    def structure(self) -> Family:
+        return FAMILIES[self.family]
+
+    @property
+    def channels(self) -> int:
+        """The channels of a head."""
+        return self.head_dim if self.head_dim is not None else self.width // self.num_heads
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """Returns for each layer whether its attention has the window."""
+        every = self.global_every or self.num_layers + 1
+        return tuple(self.window is not None and (layer + 1) % every != 0 for layer in range(self.num_layers))
 
     def unrolled(self, platform: str) -> bool:
         """Returns whether the layers are compiled one by one on `platform` (`cpu`, `gpu` or `tpu`), and not as a loop."""

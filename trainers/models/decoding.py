@@ -12,7 +12,7 @@ from trainers.config import PreviewConfig
 
 
 class Decoder(Protocol):
-    """What a model must have to generate. `trainers.models.llama.Llama` has it."""
+    """What a model must have to generate. `trainers.models.decoder.Decoder` has it."""
 
     def init_cache(self, batch: int, length: int) -> Any:
         """Returns an empty cache for the keys and values of `length` tokens: leaves [layers, batch, length, heads, channels]."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainers.config.arguments import TrainingArguments
-from trainers.models.llama import Llama
+from trainers.models.decoder import Decoder, Hidden
 from trainers.protocol import Batch, Loss
 from trainers.tasks.cross_entropy import TokenLosses, from_hidden, from_logits
 
@@ -19,10 +19,10 @@ BYTES = 256
 
 @runtime_checkable
 class HasHidden(Protocol):
-    """A model whose logits need not all be computed at once. `trainers.models.llama.Llama` is one."""
+    """A model whose logits need not all be computed at once. `trainers.models.decoder.Decoder` is one."""
 
-    def hidden_and_table(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns (x [B, T, D], table [D, V]) for int32 tokens [B, T]: the logits are x @ table."""
+    def hidden(self, tokens: jax.Array) -> Hidden:
+        """Returns what the logits of int32 tokens [B, T] are computed from."""
 
 
 class CausalLMTask:
@@ -36,7 +36,7 @@ class CausalLMTask:
         self.arguments = arguments
 
     def build_model(self, rngs: nnx.Rngs) -> nnx.Module:
-        return Llama(self.arguments.model, rngs=rngs, dtype=self.arguments.dtype, param_dtype=self.arguments.param_dtype)
+        return Decoder(self.arguments.model, rngs=rngs, dtype=self.arguments.dtype, param_dtype=self.arguments.param_dtype)
 
     def loss(self, model: nnx.Module, batch: Batch) -> Loss:
         # [B, T] each: the targets are the inputs, one place further on.
@@ -60,7 +60,7 @@ class CausalLMTask:
 
     def _token_losses(self, model: nnx.Module, tokens: jax.Array, targets: jax.Array) -> TokenLosses:
         if isinstance(model, HasHidden):
-            return from_hidden(*model.hidden_and_table(tokens), targets, self.arguments.loss)
+            return from_hidden(model.hidden(tokens), targets, self.arguments.loss)
         # A model of a subclass may have nothing but its logits.
         return from_logits(model(tokens), targets, self.arguments.loss)
 
@@ -69,12 +69,14 @@ class CausalLMTask:
         return self.arguments.data.sequence_length
 
     def flops_per_token(self, num_parameters: int) -> float:
-        """Returns 6 N + 6 L T D: each parameter multiplies and adds once forward and twice backward; causal attention attends
-        to T / 2 tokens on average, with two products of width D (Chowdhery et al., 2022, appendix B, halved for causality). A
-        table that is only looked up multiplies nothing."""
-        model = self.arguments.model
-        looked_up = 0 if model.tie_embeddings else model.vocab_size * model.width
-        return 6.0 * (num_parameters - looked_up) + 6.0 * model.num_layers * self.tokens_per_example * model.width
+        """Returns 6 N + 12 A D over the layers: each parameter multiplies and adds once forward and twice backward; attention
+        has two products of width D with the A tokens that a token attends to on average (Chowdhery et al., 2022, appendix B):
+        T / 2, or W - W^2 / 2T with a window of W. A table that is only looked up multiplies nothing."""
+        model, time = self.arguments.model, self.tokens_per_example
+        looked_up = (0 if model.tie_embeddings else model.vocab_size) + (model.num_positions or 0)
+        window = min(model.window or time, time)
+        attended = [window - window**2 / (2 * time) if local else time / 2 for local in model.local_layers]
+        return 6.0 * (num_parameters - looked_up * model.width) + 12.0 * sum(attended) * model.num_heads * model.channels
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of the text: a token is a byte."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from trainers.config import LossConfig
+from trainers.models.decoder import Hidden
 
 MAX_LOGITS = 1 << 26
 """The logits of one device that are in memory at once: 256 MiB in float32. More are computed in parts."""
@@ -41,22 +42,18 @@ def from_logits(logits_BTV: jax.Array, targets_BT: jax.Array, config: LossConfig
     return TokenLosses(*(each.reshape(targets_BT.shape) for each in (losses + z_losses, hits, z_losses)))
 
 
-def from_hidden(
-    hidden_BTD: jax.Array, table_DV: jax.Array, targets_BT: jax.Array, config: LossConfig, max_logits: int | None = None
-) -> TokenLosses:
-    """Returns the losses of `targets_BT` under softmax(hidden @ table). At most `max_logits` logits of a device are in memory at
+def from_hidden(hidden: Hidden, targets_BT: jax.Array, config: LossConfig, max_logits: int | None = None) -> TokenLosses:
+    """Returns the losses of `targets_BT` under softmax(logits). At most `max_logits` logits of a device are in memory at
     once (default: MAX_LOGITS), and at least those of one position of each row, also in the backward pass, which computes them
     again. With all logits at once the result is the same up to rounding."""
 
     def part(hidden_BCD: jax.Array, targets_BC: jax.Array) -> TokenLosses:
-        flat = hidden_BCD.reshape(-1, hidden_BCD.shape[-1])
-        with jax.named_scope("unembed"):
-            logits = (flat @ table_DV).astype(jnp.float32)
+        logits = hidden.logits(hidden_BCD.reshape(-1, hidden_BCD.shape[-1]))
         return from_logits(logits.reshape(*targets_BC.shape, -1), targets_BC, config)
 
-    num_parts = parts_of(targets_BT.shape, table_DV.shape[1], max_logits or MAX_LOGITS)
+    num_parts = parts_of(targets_BT.shape, hidden.table_DV.shape[1], max_logits or MAX_LOGITS)
     if num_parts == 1:
-        return part(hidden_BTD, targets_BT)
+        return part(hidden.x_BTD, targets_BT)
     time = targets_BT.shape[1]
     length = math.ceil(time / num_parts)
 
@@ -67,7 +64,7 @@ def from_hidden(
 
     # In a loop, and checkpointed: the logits of one part make room for those of the next, forward and backward.
     compute = jax.checkpoint(lambda piece: part(*piece), prevent_cse=False)
-    pieces = jax.lax.map(compute, (split(hidden_BTD), split(targets_BT)))
+    pieces = jax.lax.map(compute, (split(hidden.x_BTD), split(targets_BT)))
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(-1, num_parts * length)[:, :time], pieces)
 
 

@@ -15,7 +15,7 @@ from trainers.config import MeshConfig
 from trainers.config.model import UNROLLED_LAYERS
 from trainers.diagnostics.nonfinite import find
 from trainers.errors import NonFiniteLossError
-from trainers.models import llama
+from trainers.models import attention, decoder
 from trainers.parallel import mesh as meshes
 
 TINY = {"width": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 48}
@@ -49,8 +49,8 @@ MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
 @pytest.mark.parametrize(
     ("mesh", "num_layers", "planted", "module", "operation", "function", "text"),
     [
-        (MESHES[0], UNROLLED_LAYERS + 1, "gate", "layers/2/mlp", "mul", llama.swiglu, "jax.nn.silu"),
-        (MESHES[1], 3, "query", "layers/2/attention", "dot_general", llama.Llama.hidden_and_table, "dot_product_attention"),
+        (MESHES[0], UNROLLED_LAYERS + 1, "gate", "layers/2/mlp", "mul", decoder.mlp, "inner ="),
+        (MESHES[1], 3, "query", "layers/2/attention", "dot_general", attention.attend, "return jax.nn.dot_product_attention"),
     ],
 )
 def test_an_overflow_in_one_layer_is_named_with_layer_and_line(
@@ -68,7 +68,7 @@ def test_an_overflow_in_one_layer_is_named_with_layer_and_line(
     where = found(made, overflow)
     assert f"is made by {module}" in where
     assert f", operation {operation} (" in where
-    assert f"trainers/models/llama.py:{line_of(function, text)} in" in where
+    assert f"{function.__module__.replace('.', '/')}.py:{line_of(function, text)} in" in where
     assert "micro-batch 0" in where
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.training import assert_equal, losses, of, trainer
 from trainers.config import DataConfig, MeshConfig, ModelConfig, PreviewConfig
-from trainers.config.model import UNROLLED_LAYERS
 from trainers.config.arguments import TrainingArguments
+from trainers.config.model import UNROLLED_LAYERS
 from trainers.errors import UsageError
 from trainers.evaluation.previews import Previews
-from trainers.models import llama
+from trainers.models.decoder import Decoder
 from trainers.models.decoding import decode, pick
 from trainers.parallel import mesh as meshes
 from trainers.runtime.executables import ProgramStore
@@ -266,7 +266,7 @@ def test_wrong_settings_are_named():
         PreviewConfig(prompts=("a", ""))
 
 
-class Moody(llama.Llama):
+class Moody(Decoder):
     """While it trains, it prefers the token 7."""
 
     deterministic = False

@@ -11,7 +11,7 @@ from flax import nnx
 from trainers.config import ModelConfig
 from trainers.config.model import REMAT
 from trainers.models import remat
-from trainers.models.llama import Llama
+from trainers.models.decoder import Decoder
 
 TOKENS = np.random.default_rng(0).integers(0, 50, (4, 64), np.int32)
 
@@ -19,7 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, 50, (4, 64), np.int32)
 def compiled(policy, num_layers):
     """(The compiled gradient of a loss, its parameters.) Without checkpointing up to four layers are unrolled."""
     config = ModelConfig(vocab_size=50, width=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, mlp_width=96, remat=policy)
-    graph, params = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
+    graph, params = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
 
     def loss(params):
         return jnp.mean(jax.nn.logsumexp(nnx.merge(graph, params)(TOKENS), -1) ** 2)

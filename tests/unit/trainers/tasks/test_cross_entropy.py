@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from trainers.config import LossConfig
+from trainers.models.decoder import Hidden
 from trainers.tasks import cross_entropy
 
 ROWS, TIME, WIDTH, VOCAB = 3, 12, 8, 40
@@ -58,7 +59,7 @@ def test_parts_give_what_all_logits_at_once_give(given, num_parts, config, monke
         return jax.jit(jax.value_and_grad(lambda h, t: total(h, t, compute), (0, 1), has_aux=True))(*given[:2])
 
     whole = compared(lambda h, t: cross_entropy.from_logits(h @ t, given[2], config))
-    parts = compared(lambda h, t: cross_entropy.from_hidden(h, t, given[2], config))
+    parts = compared(lambda h, t: cross_entropy.from_hidden(Hidden(h, t), given[2], config))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), parts, whole)
 
 
@@ -69,7 +70,7 @@ def test_the_logits_of_a_whole_batch_are_never_in_memory():
 
     def temporary_bytes(max_logits):
         def loss(hidden, table):
-            return jnp.sum(cross_entropy.from_hidden(hidden, table, targets, LossConfig(), max_logits).losses)
+            return jnp.sum(cross_entropy.from_hidden(Hidden(hidden, table), targets, LossConfig(), max_logits).losses)
 
         return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
@@ -88,4 +89,3 @@ def test_parts_are_as_few_as_the_memory_allows(max_logits, parts, monkeypatch):
     assert cross_entropy.parts_of((6, 12), 10, max_logits) == parts
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert cross_entropy.parts_of((12, 12), 10, max_logits) == parts
-

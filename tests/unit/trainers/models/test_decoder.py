@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 from trainers.config import ModelConfig
-from trainers.config.model import UNROLLED_LAYERS
-from trainers.models import llama
-from trainers.models.llama import Llama
+from trainers.config.families import FAMILIES
+from trainers.config.model import UNROLLED_LAYERS, RopeScaling
+from trainers.models.decoder import Decoder
+from trainers.models.positions import rotary_angles, rotate, scaled
 
 CONFIG = ModelConfig(vocab_size=50, width=32, num_layers=3, num_heads=4, num_kv_heads=2, mlp_width=48)
 TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 10), np.int32)
@@ -22,7 +23,7 @@ TOKENS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 10), np.int
 
 @partial(nnx.jit, static_argnames=("config", "dtype", "param_dtype"))
 def build(config=CONFIG, dtype=jnp.float32, param_dtype=jnp.float32):
-    return Llama(config, rngs=nnx.Rngs(jax.random.key(0)), dtype=dtype, param_dtype=param_dtype)
+    return Decoder(config, rngs=nnx.Rngs(jax.random.key(0)), dtype=dtype, param_dtype=param_dtype)
 
 
 def weights(model):
@@ -69,7 +70,7 @@ def test_only_the_distance_between_positions_matters():
 def test_rotation_is_that_of_complex_numbers():
     x = np.random.default_rng(2).standard_normal((1, 5, 2, 8), np.float32)
     positions = np.array([[0, 1, 2, 30, 400]])
-    turned = jax.jit(lambda x: llama.rotate(x, llama.rotary_angles(positions, 8, 100.0)))(x)
+    turned = jax.jit(lambda x: rotate(x, rotary_angles(positions, 8, 100.0)))(x)
     pairs = x[..., :4] + 1j * x[..., 4:]
     angles = positions[0][:, None] * 100.0 ** (-2 * np.arange(4) / 8)
     expected = pairs * np.exp(1j * angles)[None, :, None, :]
@@ -138,7 +139,7 @@ def test_layers_are_unrolled_by_platform_depth_and_checkpointing(platform, num_l
 @pytest.mark.parametrize(("num_layers", "loops"), [(2, 0), (UNROLLED_LAYERS + 1, 1)])
 def test_the_program_has_the_layers_one_by_one_or_as_a_loop(num_layers, loops):
     model = build(dataclasses.replace(CONFIG, num_layers=num_layers))
-    program = jax.jit(lambda tokens: model(tokens)).lower(jnp.asarray(TOKENS)).as_text()
+    program = logits.lower(model, jnp.asarray(TOKENS)).as_text()
     assert program.count("stablehlo.while") == loops
 
 
@@ -166,11 +167,85 @@ def test_every_parameter_names_its_dimensions():
         assert len(leaf.get_metadata()["logical_axes"]) == leaf.ndim, leaf
 
 
-@pytest.mark.parametrize(("setting", "value"), [("rope_theta", 100.0), ("norm_eps", 0.1)])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("rope_theta", 100.0),
+        ("norm_eps", 0.1),
+        ("window", 3),
+        ("query_scalar", 2.0),
+        ("attention_softcap", 0.2),
+        ("logit_softcap", 0.1),
+        ("rope_scaling", RopeScaling(kind="linear", factor=4.0)),
+    ],
+)
 def test_a_setting_without_parameters_changes_the_logits(setting, value):
     usual, other = build(), build(config=dataclasses.replace(CONFIG, **{setting: value}))
     np.testing.assert_array_equal(weights(usual)["embed"], weights(other)["embed"])
     assert np.abs(logits(usual, TOKENS) - logits(other, TOKENS)).max() > 1e-3
+
+
+@pytest.mark.parametrize(("setting", "value"), [("global_every", 2), ("local_rope_theta", 10.0)])
+def test_a_setting_of_layers_with_a_window_changes_the_logits(setting, value):
+    usual = dataclasses.replace(CONFIG, window=3)
+    other = dataclasses.replace(usual, **{setting: value})
+    assert np.abs(logits(build(usual), TOKENS) - logits(build(other), TOKENS)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("kind", "linear"), ("factor", 2.0), ("low_freq_factor", 2.0), ("high_freq_factor", 8.0), ("original_length", 64)],
+)
+def test_a_setting_of_the_scaled_positions_changes_the_angles(setting, value):
+    usual = RopeScaling(original_length=16)
+    frequencies = 100.0 ** (-np.arange(4) / 4)
+    other = scaled(frequencies, dataclasses.replace(usual, **{setting: value}))
+    assert np.abs(np.asarray(scaled(frequencies, usual)) - np.asarray(other)).max() > 1e-3
+
+
+def test_the_heads_may_have_other_channels_than_the_width_gives():
+    found = weights(build(config=dataclasses.replace(CONFIG, head_dim=6)))
+    shapes = {name: found["layers"][name].shape for name in ("query", "key", "out")}
+    assert shapes == {"query": (3, 32, 24), "key": (3, 32, 12), "out": (3, 24, 32)}
+
+
+def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_settings_say():
+    gpt2 = dataclasses.replace(CONFIG, family="gpt2", num_positions=12)
+    found = weights(build(gpt2))
+    assert found["positions"].shape == (12, 32)
+    assert "gate" not in found["layers"]
+    assert set(weights(build(dataclasses.replace(CONFIG, family="qwen3")))["layers"]) - set(weights(build())["layers"]) == {
+        "query_norm",
+        "key_norm",
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family):
+    config = dataclasses.replace(CONFIG, family=family, num_positions=12 if family == "gpt2" else None)
+    model = build(config)
+    assert np.asarray(logits(model, TOKENS)).std() < 0.3
+    for leaf in jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, nnx.Variable)):
+        assert len(leaf.get_metadata()["logical_axes"]) == leaf.ndim, leaf
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"family": "lama"}, r"family = 'lama': expected one of llama, .*; did you mean llama\?"),
+        ({"family": "gpt2"}, "num_positions = null: family gpt2 has learned positions; set how many"),
+        ({"family": "gpt2", "num_positions": 4, "rope_scaling": RopeScaling()}, "rope_scaling: family gpt2 has no rotary"),
+        ({"num_positions": 4}, "num_positions = 4: family llama has rotary positions; leave it out"),
+        ({"global_every": 2}, "global_every = 2: it is about layers with a window; set window too"),
+        ({"local_rope_theta": 1e4}, "local_rope_theta = 10000.0: it is about layers with a window"),
+        ({"logit_softcap": 0.0}, "logit_softcap = 0.0: expected a positive number"),
+        ({"window": 0}, "window = 0: expected at least 1"),
+        ({"head_dim": 7}, "expected an even number of channels"),
+    ],
+)
+def test_settings_that_make_no_model_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **settings)
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])

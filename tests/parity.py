@@ -1,0 +1,123 @@
+"""Makes `tests/unit/data/parity/`: tiny random models of each family with the logits, losses, gradients and greedy tokens that
+`transformers` computes for them.
+
+    make parity
+
+It needs torch and transformers, which nothing else here does: the Makefile gives it an environment of its own. The folders are
+committed, so that the tests need neither.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+OUT = Path(__file__).parent / "unit" / "data" / "parity"
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA = {"query_pre_attn_scalar": 12, "sliding_window": 6}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}),
+    "llama3_1": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "head_dim": None}),
+    "qwen3": ("qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0}}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": None},
+    ),
+}
+ROWS, TIME, PROMPT, NEW_TOKENS = 2, 40, 5, 12
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for name in sys.argv[1:] or CASES:
+        kind, changes = CASES[name]
+        make(name, AutoConfig.for_model(kind, **(changes if kind == "gpt2" else SMALL | changes)))
+        print(f"{name}: {sum(file.stat().st_size for file in (OUT / name).iterdir()) / 1024:.0f} KiB")
+
+
+def make(name: str, config: Any) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    for parameter in model.parameters():
+        # Larger than at the start of a training, and norms and biases too: so that every one of them matters.
+        parameter.data.add_(0.15 * torch.randn_like(parameter))
+    folder = OUT / name
+    model.save_pretrained(folder)
+    tokens = torch.randint(2, config.vocab_size, (ROWS, TIME))
+    logits = model(tokens, use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, config.vocab_size), tokens[:, 1:].reshape(-1))
+    loss.backward()
+    gradients = {f"gradient.{key}": sample(value.grad.numpy()) for key, value in model.named_parameters()}
+    expected = {
+        "tokens": tokens.to(torch.int32).numpy(),
+        "logits": logits.detach().numpy(),
+        "loss": loss.detach().numpy(),
+        "greedy": greedy(model, tokens[:, :PROMPT]).to(torch.int32).numpy(),
+    }
+    save_file(
+        {key: np.ascontiguousarray(value) for key, value in (expected | gradients).items()}, folder / "expected.safetensors"
+    )
+    (folder / "made_with.json").write_text(
+        json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) + "\n"
+    )
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def sample(gradient: np.ndarray) -> np.ndarray:
+    """Returns the norm, and some of the values: whole gradients would be as large as the models."""
+    places = np.linspace(0, gradient.size - 1, min(gradient.size, 31)).astype(int)
+    return np.concatenate([[np.linalg.norm(gradient)], gradient.ravel()[places]]).astype(np.float32)
+
+
+@torch.no_grad()
+def greedy(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Without a cache: what the model itself says, token by token."""
+    for _ in range(NEW_TOKENS):
+        tokens = torch.cat([tokens, model(tokens, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return tokens[:, PROMPT:]
+
+
+if __name__ == "__main__":
+    main()

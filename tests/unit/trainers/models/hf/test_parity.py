@@ -1,0 +1,142 @@
+"""Each family against `transformers`: logits, loss, gradients, greedy tokens, packed rows, a mesh; and back into its files.
+
+`tests/unit/data/parity` has tiny random models with what `transformers` computes for them; `make parity` makes it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+from tests import ROOT
+from trainers.config import MeshConfig, PreviewConfig
+from trainers.models.decoder import Decoder
+from trainers.models.decoding import decode
+from trainers.models.hf import config as hf_config
+from trainers.models.hf.weights import from_tensors, to_tensors
+from trainers.parallel import mesh as meshes
+from trainers.step.state import logical_axes
+
+FOLDERS = sorted((ROOT / "tests" / "unit" / "data" / "parity").iterdir())
+PROMPT = 5
+
+
+@pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
+def family(request):
+    folder = request.param
+    config = hf_config.read(json.loads((folder / "config.json").read_text()))
+    tensors = load_file(folder / "model.safetensors")
+    return config, tensors, load_file(folder / "expected.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model(family):
+    config, tensors, _ = family
+    return with_weights(config, from_tensors(config, tensors))
+
+
+def with_weights(config, params):
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    expected = jax.tree.map(lambda leaf: leaf.shape, nnx.to_pure_dict(state))
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == expected
+    nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, params))
+    return nnx.merge(graph, state)
+
+
+@jax.jit
+def logits_of(model, tokens, positions=None, segments=None):
+    return model(tokens, positions, segments)
+
+
+def assert_near(found, expected, tolerance=1e-5):
+    """Relative to the largest value."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+def test_logits(family, model):
+    expected = family[2]
+    assert_near(logits_of(model, expected["tokens"]), expected["logits"])
+
+
+def test_loss_and_gradients(family, model):
+    config, _, expected = family
+    tokens, (graph, state) = expected["tokens"], nnx.split(model)
+
+    def loss(params):
+        logits = nnx.merge(graph, params)(tokens)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]))
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(state)
+    assert float(value) == pytest.approx(float(expected["loss"]), rel=1e-5)
+    theirs = to_tensors(config, jax.tree.map(np.asarray, nnx.to_pure_dict(gradients)))
+    named = {name.removeprefix("gradient."): value for name, value in expected.items() if name.startswith("gradient.")}
+    assert named.keys() == theirs.keys()
+    for name, sample in named.items():
+        found = theirs[name]
+        places = np.linspace(0, found.size - 1, min(found.size, 31)).astype(int)
+        values = np.concatenate([[np.linalg.norm(found)], found.ravel()[places]])
+        np.testing.assert_allclose(values, sample, rtol=0, atol=1e-4 * sample[0], err_msg=name)
+
+
+def test_greedy_tokens_by_the_cache(family, model):
+    expected = family[2]
+    prompts, greedy = expected["tokens"][:, :PROMPT], expected["greedy"]
+    settings = PreviewConfig(greedy=True, num_tokens=greedy.shape[1])
+    lengths = jnp.full(len(prompts), PROMPT)
+
+    @jax.jit
+    def run(model):
+        return decode(model, jnp.asarray(prompts), lengths, jax.random.key(0), config=settings, window=10**6)
+
+    np.testing.assert_array_equal(run(model), greedy)
+
+
+def test_packed_rows_are_their_documents_alone(family, model):
+    tokens = family[2]["tokens"]
+    lengths = (13, 7, 20)
+    segments = np.repeat(np.arange(1, 4), lengths)[None]
+    positions = np.concatenate([np.arange(length) for length in lengths])[None]
+    packed = np.asarray(logits_of(model, tokens[:1], positions, segments))
+    start = 0
+    for length in lengths:
+        alone = np.asarray(logits_of(model, tokens[:1, start : start + length]))
+        assert_near(packed[:, start : start + length], alone)
+        start += length
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}])
+def test_on_a_mesh(family, model, sizes):
+    expected = family[2]
+    mesh = meshes.make_mesh(MeshConfig(**sizes))
+    graph, state = nnx.split(model)
+
+    def placed(leaf, axes):
+        return jax.device_put(leaf, meshes.parameter_sharding(mesh, axes, leaf.shape))
+
+    params = jax.tree.map(placed, nnx.to_pure_dict(state), logical_axes(state))
+    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params))
+    nnx.replace_by_pure_dict(state, params)
+    assert_near(logits_of(nnx.merge(graph, state), expected["tokens"]), expected["logits"])
+
+
+def test_their_files_come_back_bit_for_bit(family):
+    config, tensors, _ = family
+    again = to_tensors(config, from_tensors(config, tensors))
+    assert again.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert again[name].dtype == value.dtype
+        np.testing.assert_array_equal(again[name], value, err_msg=name)
+
+
+def test_the_configuration_comes_back(family):
+    config = family[0]
+    assert hf_config._meaning(hf_config.read(hf_config.write(config, max_length=64, dtype="float32"))) == hf_config._meaning(
+        config
+    )

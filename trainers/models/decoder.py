@@ -1,0 +1,262 @@
+"""A decoder of any family of `trainers.config.families`: Llama and those that differ from it in a few places.
+
+Shape suffixes: B batch, T time (of queries), S time (of keys), D width, H query heads, K key and value heads, C channels of a
+head, N = B * T, V vocabulary. A leading L: one slice for each layer.
+
+The layers are stacked and run in one scan: a program to trace, compile and load after a failure whose size does not grow with
+depth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainers.config import ModelConfig
+from trainers.models import remat
+from trainers.models.attention import attend, causal_mask, soft_capped
+from trainers.models.layers import Layers, parameter
+from trainers.models.positions import Angles, rotary_angles, rotate
+
+Cache = dict[str, jax.Array]
+"""`key` and `value` of the tokens so far: [L, B, S, K, C], with S slots of one token each."""
+Weights = dict[str, jax.Array]
+
+TABLE_SCALE = 0.02
+"""The standard deviation of the embedding's initial values. It is small beside what the layers add: otherwise a table that also
+scores the next token would begin by expecting every token to repeat itself."""
+
+
+class Hidden(NamedTuple):
+    """What logits are computed from, which a loss may do in parts."""
+
+    x_BTD: jax.Array
+    table_DV: jax.Array
+    softcap: float | None = None
+
+    def logits(self, x_ND: jax.Array) -> jax.Array:
+        """Returns the float32 logits [N, V] of some of the rows of x."""
+        with jax.named_scope("unembed"):
+            logits = (x_ND @ self.table_DV).astype(jnp.float32)
+            return logits if self.softcap is None else soft_capped(logits, self.softcap)
+
+
+class Decoder(nnx.Module):
+    """A decoder. `__call__` maps int32 tokens [B, T] to float32 logits [B, T, V].
+
+    Every parameter has logical axis names; `trainers.parallel.mesh.LOGICAL_AXIS_RULES` maps them to mesh axes. The channels of
+    all heads are one dimension, so that each weight of a layer is a matrix.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32):
+        self.config, self.dtype = config, dtype
+        shape = (config.vocab_size, config.width)
+        self.embed = parameter(rngs, ("vocab", "embed"), shape, TABLE_SCALE, param_dtype)
+        if config.num_positions is not None:
+            self.positions = parameter(rngs, (None, "embed"), (config.num_positions, config.width), TABLE_SCALE, param_dtype)
+        self.layers = Layers(config, rngs=rngs, param_dtype=param_dtype)
+        scale = jnp.zeros if config.structure.norm_offset else jnp.ones
+        self.final_norm = nnx.Param(scale(config.width, param_dtype), logical_axes=("embed",))
+        if config.structure.norm == "layer":
+            self.final_norm_bias = nnx.Param(jnp.zeros(config.width, param_dtype), logical_axes=("embed",))
+        if not config.tie_embeddings:
+            self.unembed = parameter(rngs, ("embed", "vocab"), shape[::-1], TABLE_SCALE, param_dtype)
+
+    def __call__(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
+        hidden = self.hidden(tokens_BT, positions_BT, segments_BT)
+        return hidden.logits(hidden.x_BTD.reshape(-1, self.config.width)).reshape(*tokens_BT.shape, -1)
+
+    def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, segments_BT: jax.Array | None = None) -> Hidden:
+        """Returns what the logits are computed from. Of packed rows, `segments_BT` numbers the documents, and `positions_BT`
+        begins anew in each: a token sees its own document alone."""
+        config, (batch, time) = self.config, tokens_BT.shape
+        if positions_BT is None:
+            # [1, T]: the same positions for every row.
+            positions_BT = jnp.arange(time)[None]
+        # Without a mask the attention is causal, and may have a kernel for that.
+        mask_BTS = None if segments_BT is None and config.window is None else causal_mask(segments_BT, time)
+        slots = jnp.arange(time)
+        near_TS = None if config.window is None else slots[:, None] - slots < config.window
+        turned = self._angles(positions_BT)
+
+        def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, None]:
+            weights, local = xs
+
+            def mix(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+                return self._attend(query, key, value, within(mask_BTS, near_TS, local))
+
+            return self._layer(x_ND, weights, batch, turned(local), mix), None
+
+        with jax.named_scope("layers"):
+            unroll = config.unrolled(jax.default_backend())
+            body = remat.wrap(layer, config.remat, in_loop=True)
+            xs = (self._layer_weights(), self._local())
+            x_ND, _ = jax.lax.scan(body, self._embedded(tokens_BT, positions_BT), xs, unroll=unroll)
+        return Hidden(self._final_normed(x_ND).reshape(batch, time, config.width), self._table(), config.logit_softcap)
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens: [L, B, S, K, C] each."""
+        config = self.config
+        shape = (config.num_layers, batch, length, config.num_kv_heads, config.channels)
+        return {name: jnp.zeros(shape, self.dtype) for name in ("key", "value")}
+
+    def decode_step(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, mask_BTS: jax.Array, cache: Cache, slot: jax.Array | int
+    ) -> tuple[jax.Array, Cache]:
+        """Returns (float32 logits [B, V] for the token after the last of the T tokens, the cache with these tokens).
+
+        The keys and values of the tokens go to the slots from `slot` on. `mask_BTS` is true where token t attends to slot s,
+        including its own; layers with a window see the last slots of these.
+        """
+        config, (batch, time) = self.config, tokens_BT.shape
+        slots = jnp.arange(mask_BTS.shape[-1])
+        near_TS = None if config.window is None else slot + jnp.arange(time)[:, None] - slots < config.window
+        turned = self._angles(positions_BT)
+
+        def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None, Cache]) -> tuple[jax.Array, Cache]:
+            weights, local, old = xs
+            new: Cache = {}
+
+            def mix(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+                for name, added in (("key", key), ("value", value)):
+                    # old: [B, S, K, C], so the slots are dimension 1.
+                    new[name] = jax.lax.dynamic_update_slice_in_dim(old[name], added, slot, 1)
+                return self._attend(query, new["key"], new["value"], within(mask_BTS, near_TS, local))
+
+            return self._layer(x_ND, weights, batch, turned(local), mix), new
+
+        # Never unrolled: previews are rare, and training waits while this program is compiled.
+        x_ND, cache = jax.lax.scan(layer, self._embedded(tokens_BT, positions_BT), (self._layer_weights(), self._local(), cache))
+        # Of the last token alone: logits of a whole prompt would be [B, T, V], for nothing.
+        last_BD = self._final_normed(x_ND.reshape(batch, -1, config.width)[:, -1])
+        return Hidden(last_BD[:, None], self._table(), config.logit_softcap).logits(last_BD), cache
+
+    def _layer(
+        self, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None, mix: Callable[..., jax.Array]
+    ) -> jax.Array:
+        config, structure = self.config, self.config.structure
+        with jax.named_scope("attention"):
+            query, key, value = heads_of(config, norm(config, x_ND, weights, "attention_norm"), weights, batch, angles)
+            # [B, T, H, C] -> [N, H * C].
+            mixed_ND = project(mix(query, key, value).reshape(x_ND.shape[0], -1), weights, "out")
+            x_ND += norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
+        with jax.named_scope("mlp"):
+            added_ND = mlp(config, norm(config, x_ND, weights, "mlp_norm"), weights)
+            return x_ND + (norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND)
+
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
+        scalar = self.config.query_scalar or self.config.channels
+        return attend(query, key, value, mask_BTS, scale=scalar**-0.5, softcap=self.config.attention_softcap)
+
+    def _angles(self, positions_BT: jax.Array) -> Callable[[jax.Array | None], Angles | None]:
+        """Returns the angles of a layer, given whether it has the window (traced; None: all have, or none has)."""
+        config = self.config
+        if config.structure.positions != "rotary":
+            return lambda local: None
+        of = partial(rotary_angles, positions_BT, config.channels)
+        everywhere = of(config.rope_theta, config.rope_scaling)
+        if config.local_rope_theta is None:
+            return lambda local: everywhere
+        nearby = of(config.local_rope_theta)
+        if all(config.local_layers):
+            return lambda local: nearby
+        return lambda local: jax.tree.map(partial(jnp.where, local), nearby, everywhere)
+
+    def _local(self) -> jax.Array | None:
+        """Returns bool[L] for the scan: which layers have the window. None if all have, or none has."""
+        local = self.config.local_layers
+        return jnp.asarray(local) if any(local) and not all(local) else None
+
+    def _layer_weights(self) -> Weights:
+        return jax.tree.map(lambda weight: weight.astype(self.dtype), nnx.to_pure_dict(nnx.state(self.layers)))
+
+    def _embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """Returns the embeddings as [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D]."""
+        with jax.named_scope("embed"):
+            x_BTD = self.embed[...].astype(self.dtype)[tokens_BT]
+            if self.config.structure.scaled_embedding:
+                # Rounded to the type of the computation, as the models were trained.
+                x_BTD *= jnp.asarray(math.sqrt(self.config.width), self.dtype)
+            if self.config.num_positions is not None:
+                x_BTD += self.positions[...].astype(self.dtype)[positions_BT]
+            return x_BTD.reshape(tokens_BT.size, self.config.width)
+
+    def _final_normed(self, x_ND: jax.Array) -> jax.Array:
+        weights = {name: value[...].astype(self.dtype) for name, value in vars(self).items() if name.startswith("final_norm")}
+        with jax.named_scope("final_norm"):
+            return norm(self.config, x_ND, weights, "final_norm")
+
+    def _table(self) -> jax.Array:
+        table_DV = self.embed[...].T if self.config.tie_embeddings else self.unembed[...]
+        return table_DV.astype(self.dtype)
+
+
+def within(mask_BTS: jax.Array | None, near_TS: jax.Array | None, local: jax.Array | None) -> jax.Array | None:
+    """Returns the mask of a layer: with the window if the model has one and this layer is local (traced; None: all are)."""
+    if mask_BTS is None or near_TS is None:
+        return mask_BTS
+    return mask_BTS & (near_TS if local is None else near_TS | ~local)
+
+
+def norm(config: ModelConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:
+    """The norm of the family, over the last dimension, with the scale `name` (and the bias `name`_bias)."""
+    scale = weights[name]
+    if config.structure.norm == "layer":
+        return layer_norm(x, scale, weights[f"{name}_bias"], config.norm_eps)
+    return rms_norm(x, scale, config.norm_eps, offset=config.structure.norm_offset)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) * scale, in float32 (Zhang & Sennrich, 2019). With `offset`: * (1 + scale)."""
+    # A mean of squares in bfloat16 would lose most of its digits.
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    if offset:
+        return (normed * (1.0 + scale.astype(jnp.float32))).astype(x.dtype)
+    return normed.astype(x.dtype) * scale
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """(x - mean) / sqrt(variance + eps) * scale + bias, in float32 (Ba et al., 2016)."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, -1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + eps)
+    return (normed * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def project(x_ND: jax.Array, weights: Weights, name: str) -> jax.Array:
+    """Returns x @ weight, plus the bias if the layer has one."""
+    y = x_ND @ weights[name]
+    return y + weights[f"{name}_bias"] if f"{name}_bias" in weights else y
+
+
+def heads_of(
+    config: ModelConfig, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query [B, T, H, C], key and value [B, T, K, C], turned to their places."""
+
+    def heads(name: str) -> jax.Array:
+        x_BTHC = project(x_ND, weights, name).reshape(batch, -1, weights[name].shape[1] // config.channels, config.channels)
+        if name == "value":
+            return x_BTHC
+        if config.structure.qk_norm:
+            x_BTHC = norm(config, x_BTHC, weights, f"{name}_norm")
+        return x_BTHC if angles is None else rotate(x_BTHC, angles)
+
+    return heads("query"), heads("key"), heads("value")
+
+
+def mlp(config: ModelConfig, x_ND: jax.Array, weights: Weights) -> jax.Array:
+    """Returns (activation(x gate) * (x up)) down (Shazeer, 2020); without a gate activation(x up) down."""
+    activation = jax.nn.silu if config.structure.activation == "silu" else partial(jax.nn.gelu, approximate=True)
+    up = project(x_ND, weights, "up")
+    inner = activation(project(x_ND, weights, "gate")) * up if config.structure.gated else activation(up)
+    return project(inner, weights, "down")

@@ -1,0 +1,152 @@
+"""The weights of a decoder under the names and in the layouts of `transformers`, family by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainers.config import ModelConfig
+from trainers.errors import UsageError
+
+Tensors = dict[str, np.ndarray]
+
+
+class Place(NamedTuple):
+    """Where a weight lies in a file."""
+
+    name: str
+    turned: bool = False
+    """The matrix is [out, in] there."""
+    part: int | None = None
+    """It is this third of the last dimension: GPT-2 has queries, keys and values in one matrix."""
+
+
+ATTENTION = {name: Place(f"self_attn.{name[0]}_proj.weight", turned=True) for name in ("query", "key", "value", "out")}
+GATED_MLP = {name: Place(f"mlp.{name}_proj.weight", turned=True) for name in ("gate", "up", "down")}
+QKV_BIAS = {f"{name}_bias": Place(f"self_attn.{name[0]}_proj.bias") for name in ("query", "key", "value")}
+QK_NORM = {f"{name}_norm": Place(f"self_attn.{name[0]}_norm.weight") for name in ("query", "key")}
+NORMS = {"attention_norm": Place("input_layernorm.weight"), "mlp_norm": Place("post_attention_layernorm.weight")}
+POST_NORMS = {
+    "attention_norm": Place("input_layernorm.weight"),
+    "attention_post_norm": Place("post_attention_layernorm.weight"),
+    "mlp_norm": Place("pre_feedforward_layernorm.weight"),
+    "mlp_post_norm": Place("post_feedforward_layernorm.weight"),
+}
+GPT2_LAYER = {
+    "attention_norm": Place("ln_1.weight"),
+    "attention_norm_bias": Place("ln_1.bias"),
+    "query": Place("attn.c_attn.weight", part=0),
+    "key": Place("attn.c_attn.weight", part=1),
+    "value": Place("attn.c_attn.weight", part=2),
+    "query_bias": Place("attn.c_attn.bias", part=0),
+    "key_bias": Place("attn.c_attn.bias", part=1),
+    "value_bias": Place("attn.c_attn.bias", part=2),
+    "out": Place("attn.c_proj.weight"),
+    "out_bias": Place("attn.c_proj.bias"),
+    "mlp_norm": Place("ln_2.weight"),
+    "mlp_norm_bias": Place("ln_2.bias"),
+    "up": Place("mlp.c_fc.weight"),
+    "up_bias": Place("mlp.c_fc.bias"),
+    "down": Place("mlp.c_proj.weight"),
+    "down_bias": Place("mlp.c_proj.bias"),
+}
+GPT2_TOP = {
+    "embed": Place("wte.weight"),
+    "positions": Place("wpe.weight"),
+    "final_norm": Place("ln_f.weight"),
+    "final_norm_bias": Place("ln_f.bias"),
+}
+PREFIXES = ("model.", "transformer.", "")
+"""Before the names of a file: of a whole language model in our families, of a whole GPT-2, or of a bare decoder."""
+
+
+def layer_places(config: ModelConfig) -> dict[str, Place]:
+    """Returns where the weights of one layer lie, by our name; below `layers.<number>.` or, of GPT-2, `h.<number>.`."""
+    if config.family == "gpt2":
+        return GPT2_LAYER
+    structure = config.structure
+    optional = (QKV_BIAS if structure.qkv_bias else {}) | (QK_NORM if structure.qk_norm else {})
+    return ATTENTION | GATED_MLP | optional | (POST_NORMS if structure.post_norms else NORMS)
+
+
+def top_places(config: ModelConfig) -> dict[str, Place]:
+    """Returns where the other weights lie. The embedding is [vocabulary, width] on both sides."""
+    top = GPT2_TOP if config.family == "gpt2" else {"embed": Place("embed_tokens.weight"), "final_norm": Place("norm.weight")}
+    return top if config.tie_embeddings else top | {"unembed": Place("lm_head.weight", turned=True)}
+
+
+def layers_name(config: ModelConfig) -> str:
+    return "h" if config.family == "gpt2" else "layers"
+
+
+def to_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Tensors:
+    """Returns the weights for a file of `transformers`, where each layer has its own. Raises UsageError if the parameters are not
+    those of a `trainers.models.decoder.Decoder` of this configuration. The rotary convention is the same: channel i rotates with
+    channel i + C / 2."""
+    top, layer = top_places(config), layer_places(config)
+    if set(params) != {*top, "layers"} or set(params["layers"]) != set(layer):
+        expected = ", ".join(sorted([*top, *(f"layers.{name}" for name in layer)]))
+        raise UsageError(
+            f"the model has the parameters {', '.join(sorted(flat(params)))}: expected those of a decoder of the family "
+            f"{config.family}: {expected}"
+        )
+    prefix = PREFIXES[1] if config.family == "gpt2" else PREFIXES[0]
+    tensors: Tensors = {}
+
+    def put(name: str, places: Mapping[str, Place], weight_of: Callable[[str], np.ndarray]) -> None:
+        parts: dict[str, list[np.ndarray]] = {}
+        for ours, place in places.items():
+            weight = weight_of(ours)
+            full = place.name if place.name.startswith("lm_head") else name + place.name
+            if place.part is None:
+                tensors[full] = weight.T if place.turned else weight
+            else:
+                parts.setdefault(full, []).append(weight)
+        tensors.update({full: np.concatenate(found, -1) for full, found in parts.items()})
+
+    put(prefix, top, lambda ours: params[ours])
+    for number in range(config.num_layers):
+        put(f"{prefix}{layers_name(config)}.{number}.", layer, lambda ours, number=number: params["layers"][ours][number])
+    return tensors
+
+
+def from_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the parameters of a `Decoder` from the weights of a file of `transformers`. Raises UsageError that names what is
+    missing or left over."""
+    prefix = next((prefix for prefix in PREFIXES if prefix + top_places(config)["embed"].name in tensors), PREFIXES[0])
+    used: set[str] = set()
+
+    def get(name: str, place: Place) -> np.ndarray:
+        full = place.name if place.name.startswith("lm_head") else name + place.name
+        if full not in tensors:
+            raise UsageError(f"the weight {full} is missing: a decoder of the family {config.family} has it")
+        used.add(full)
+        weight = tensors[full]
+        if place.part is not None:
+            weight = np.split(weight, 3, -1)[place.part]
+        return weight.T if place.turned else weight
+
+    def stacked(place: Place) -> np.ndarray:
+        return np.stack([get(f"{prefix}{layers_name(config)}.{number}.", place) for number in range(config.num_layers)])
+
+    params: dict[str, Any] = {ours: get(prefix, place) for ours, place in top_places(config).items()}
+    params["layers"] = {ours: stacked(place) for ours, place in layer_places(config).items()}
+    if left := sorted(name for name in set(tensors) - used if not _known_to_be_derived(config, name)):
+        raise UsageError(f"weights are left over: {', '.join(left[:8])}; a decoder of the family {config.family} has none such")
+    return params
+
+
+def _known_to_be_derived(config: ModelConfig, name: str) -> bool:
+    """Whether a file may have the tensor besides: a tied table once more, or the masks and frequencies that older files have."""
+    tied = config.tie_embeddings and name == "lm_head.weight"
+    return tied or name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
+
+
+def flat(params: Mapping[str, Any], prefix: str = "") -> Tensors:
+    """Returns the leaves by dotted name."""
+    named: Tensors = {}
+    for name, value in params.items():
+        named |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: np.ascontiguousarray(value)}
+    return named

@@ -1,0 +1,64 @@
+"""The parameters of a decoder's layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from trainers.config import ModelConfig
+
+
+class Layers(nnx.Module):
+    """The parameters of all layers, each [L, ...]. A matrix is [L, in, out]."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
+        layers, structure = config.num_layers, config.structure
+        # Each layer adds two branches to the residual stream: scaled so that its variance does not grow with depth.
+        branch = 1 / math.sqrt(2 * layers)
+        embed, mlp = ("embed", config.width), ("mlp", config.mlp_width)
+        heads = ("heads", config.num_heads * config.channels)
+        kv_heads = ("kv_heads", config.num_kv_heads * config.channels)
+
+        def matrix(rows: tuple[str, int], columns: tuple[str, int], scale: float = 1.0) -> nnx.Param:
+            (row_axis, num_rows), (column_axis, num_columns) = rows, columns
+            shape, axes = (layers, num_rows, num_columns), ("layers", row_axis, column_axis)
+            return parameter(rngs, axes, shape, scale / math.sqrt(num_rows), param_dtype)
+
+        def zeros(axis: tuple[str, int]) -> nnx.Param:
+            return nnx.Param(jnp.zeros((layers, axis[1]), param_dtype), logical_axes=("layers", axis[0]))
+
+        def norm(name: str, axis: tuple[str, int] = embed) -> None:
+            scale = jnp.zeros if structure.norm_offset else jnp.ones
+            setattr(self, name, nnx.Param(scale((layers, axis[1]), param_dtype), logical_axes=("layers", axis[0])))
+            if structure.norm == "layer":
+                setattr(self, f"{name}_bias", zeros(axis))
+
+        norm("attention_norm")
+        self.query = matrix(embed, heads)
+        self.key = matrix(embed, kv_heads)
+        self.value = matrix(embed, kv_heads)
+        self.out = matrix(heads, embed, scale=branch)
+        if structure.qkv_bias:
+            self.query_bias, self.key_bias, self.value_bias = zeros(heads), zeros(kv_heads), zeros(kv_heads)
+        if structure.qk_norm:
+            norm("query_norm", ("head_dim", config.channels))
+            norm("key_norm", ("head_dim", config.channels))
+        norm("mlp_norm")
+        if structure.gated:
+            self.gate = matrix(embed, mlp)
+        self.up = matrix(embed, mlp)
+        self.down = matrix(mlp, embed, scale=branch)
+        if structure.bias:
+            self.out_bias, self.up_bias, self.down_bias = zeros(embed), zeros(mlp), zeros(embed)
+        if structure.post_norms:
+            norm("attention_post_norm")
+            norm("mlp_post_norm")
+
+
+def parameter(rngs: nnx.Rngs, axes: tuple[str | None, ...], shape: tuple[int, ...], scale: float, dtype: Any) -> nnx.Param:
+    # Drawn in float32 and then cast: the same start for every type of the parameters.
+    return nnx.Param((jax.random.normal(rngs.params(), shape) * scale).astype(dtype), logical_axes=axes)
