@@ -34,6 +34,7 @@ from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_
 from trainers.loop.hook_names import check_hook_names
 from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
+from trainers.models.hf.pretrained import resolved
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import build_grouped, parameters_to_evaluate
 from trainers.optim.schedules import build_schedule
@@ -78,7 +79,7 @@ class Builder(BatchBuilder):
         callbacks: tuple[Callback, ...] = (),
     ):
         check_hook_names(type(self))
-        self.arguments = arguments
+        self.arguments = arguments = resolved(arguments)
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval
         self.callbacks = CallbackList()

@@ -17,6 +17,7 @@ import yaml
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
 from trainers.config.masking import masked
 from trainers.errors import TransientError, UsageError
+from trainers.models.hf.pretrained import resolved
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event
@@ -61,7 +62,7 @@ def read(path: str, overrides: Sequence[str] = ()) -> TrainingArguments:
         override(settings, item)
     settings.setdefault("name", Path(path).stem)
     cls = load_object(settings.pop("arguments", DEFAULT_ARGUMENTS))
-    return from_dict(cls, {key: value for key, value in settings.items() if key not in ORCHESTRATOR_SECTIONS})
+    return resolved(from_dict(cls, {key: value for key, value in settings.items() if key not in ORCHESTRATOR_SECTIONS}))
 
 
 def override(settings: dict[str, Any], item: str) -> None:

@@ -30,6 +30,7 @@ from orchestrator.tracking.config import TrackingConfig
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.masking import MASK, masked
 from trainers.config.section import Section, require
+from trainers.models.hf import pretrained
 from trainers.storage import documents
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]
@@ -140,7 +141,10 @@ def _build(source: Source) -> JobConfig:
         keys = {item.name for item in dataclasses.fields(schema)}
         by_path = {path: texts for path, texts in by_path.items() if not path or path[0] in keys}
     problems += [(source.origin(path), text) for path, texts in by_path.items() for text in texts]
-    config = None if value is None else _split(cls, value)
+    try:
+        config = None if value is None else _split(cls, value)
+    except ValueError as error:  # of `model.pretrained`, which has been read only now
+        config, problems = None, [*problems, (source.origin(("model", "pretrained")), str(error))]
     if config is not None:
         problems += [(None, text) for text in _cross_check(config, wrong={str(path[0]) for path in by_path})]
     if config is None or problems:
@@ -149,11 +153,15 @@ def _build(source: Source) -> JobConfig:
 
 
 def _split(cls: type[TrainingArguments], value: Any) -> JobConfig:
-    """Splits a value of `_schema(cls)` into the parts of a JobConfig."""
+    """Splits a value of `_schema(cls)` into the parts of a JobConfig. Raises ValueError if the folder `model.pretrained` has no
+    model that is understood."""
     training = cls(**{item.name: getattr(value, item.name) for item in dataclasses.fields(cls) if item.init})
     if not documents.is_url(training.storage):
         # Made absolute here: the driver and the training processes have other working directories.
         training = dataclasses.replace(training, storage=_absolute(training.storage))
+    if training.model.pretrained is not None:
+        model = dataclasses.replace(training.model, pretrained=_absolute(training.model.pretrained))
+        training = pretrained.resolved(dataclasses.replace(training, model=model))
     if training.init_from is not None:
         init_from = dataclasses.replace(training.init_from, path=_absolute(training.init_from.path))
         training = dataclasses.replace(training, init_from=init_from)

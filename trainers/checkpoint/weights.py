@@ -1,4 +1,4 @@
-"""Parameters on disk, of another run or in a file of safetensors: what is there, and reading each device's part of it."""
+"""Parameters on disk, of another run, in a file or in a folder of Hugging Face: what is there, and reading each device's part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainers.checkpoint import layout, manifest
+from trainers.checkpoint import hugging_face, layout, manifest
 from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.model_only import PART
@@ -23,8 +23,6 @@ from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointU
 from trainers.optim.optimizers import SCHEDULE_FREE
 
 FILE_SUFFIX = ".safetensors"
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The names of types in a file of safetensors; those that a parameter may have."""
 SHOWN = 20
 """How many problems of parameters an error shows."""
 
@@ -48,6 +46,8 @@ class Weights:
     parameters: Mapping[str, Stored]
     about: str
     """`step 100`, if that is known."""
+    folder: hugging_face.Folder | None = None
+    """Of Hugging Face."""
 
     @property
     def is_file(self) -> bool:
@@ -55,6 +55,8 @@ class Weights:
 
     def digest(self) -> str:
         """Returns the digest of the file, or of the checkpoint's manifest, which has those of all its files. Raises OSError."""
+        if self.folder is not None:
+            return self.folder.digest()
         with open(self.path if self.is_file else self.path / manifest.MANIFEST_FILE, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -70,11 +72,14 @@ def find(source: str) -> Path:
     if not path.is_dir():
         raise CheckpointMissingError(f"there is no {path}")
     # What has a manifest is a checkpoint itself, even if it has such a folder.
-    if (path / manifest.MANIFEST_FILE).exists():
+    if (path / manifest.MANIFEST_FILE).exists() or hugging_face.is_folder(path):
         return path
     folders = [path / "checkpoints", path / layout.MODELS_FOLDER]
     if not any(folder.is_dir() for folder in folders):
-        raise CheckpointError(f"{path} is no checkpoint: it has no {manifest.MANIFEST_FILE}, and no folder checkpoints of a run")
+        raise CheckpointError(
+            f"{path} is no checkpoint: it has no {manifest.MANIFEST_FILE}, no folder checkpoints of a run, and no "
+            f"{hugging_face.CONFIG_FILE} beside files {FILE_SUFFIX}"
+        )
     for folder in folders:
         if whole := [step for step in layout.steps(folder) if layout.is_whole(folder / str(step))]:
             return folder / str(whole[-1])
@@ -84,7 +89,9 @@ def find(source: str) -> Path:
 def look(path: Path) -> Weights:
     """Returns what is at `path`, one of `find`. Raises CheckpointError, CheckpointMissingError or CheckpointUnavailableError."""
     try:
-        return _look_at_file(path) if path.suffix == FILE_SUFFIX else _look_at_checkpoint(path)
+        if path.suffix == FILE_SUFFIX:
+            return _look_at_file(path)
+        return _look_at_folder(path) if hugging_face.is_folder(path) else _look_at_checkpoint(path)
     except FileNotFoundError as error:
         raise CheckpointMissingError(f"there is no {path}") from error
     except OSError as error:
@@ -125,6 +132,8 @@ def match(weights: Weights, shapes: Mapping[str, tuple[int, ...]], config: InitC
 def read(weights: Weights, pairs: Mapping[str, str], shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Returns the parameters `pairs` (here -> there) as they are stored, with these shardings, by their names here. Each process
     reads what its devices need. Raises whatever reading raises."""
+    if weights.folder is not None:
+        return {here: hugging_face.read(weights.folder, there, shardings[here]) for here, there in pairs.items()}
     if weights.is_file:
         return {here: _from_file(weights, there, shardings[here]) for here, there in pairs.items()}
     tree: dict[str, Any] = {}
@@ -183,6 +192,12 @@ def _look_at_checkpoint(path: Path) -> Weights:
     return Weights(path, parameters, "" if step is None else f"step {step}")
 
 
+def _look_at_folder(path: Path) -> Weights:
+    folder = hugging_face.look(path)
+    parameters = {name: Stored((name,), leaf.shape, leaf.dtype) for name, leaf in folder.leaves.items()}
+    return Weights(path, parameters, f"{folder.config.family} of Hugging Face", folder)
+
+
 def _look_at_file(path: Path) -> Weights:
     from safetensors import SafetensorError, safe_open
 
@@ -191,9 +206,10 @@ def _look_at_file(path: Path) -> Weights:
             about, parameters = file.metadata() or {}, {}
             for name in file.offset_keys():
                 part = file.get_slice(name)
-                if part.get_dtype() not in DTYPES:
-                    raise CheckpointError(f"{path}: {name} is {part.get_dtype()}: expected one of {', '.join(DTYPES)}")
-                parameters[name] = Stored((name,), tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                if part.get_dtype() not in hugging_face.DTYPES:
+                    expected = ", ".join(hugging_face.DTYPES)
+                    raise CheckpointError(f"{path}: {name} is {part.get_dtype()}: expected one of {expected}")
+                parameters[name] = Stored((name,), tuple(part.get_shape()), hugging_face.DTYPES[part.get_dtype()])
     except SafetensorError as error:
         raise CheckpointError(f"{path} is no file of safetensors: {error}") from error
     return Weights(path, parameters, f"step {about['batch_index']}" if "batch_index" in about else "")

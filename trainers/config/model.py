@@ -78,6 +78,9 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """A decoder of one of the families."""
 
+    pretrained: str | None = None
+    """A folder of Hugging Face. The model is the one that its `config.json` describes, and begins with its weights (`init_from`).
+    It says all keys of this section but `remat`."""
     family: str = "llama"
     """The structure: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2`, `gemma3` or `gpt2`. The other keys are its numbers."""
     vocab_size: int = 256
@@ -124,6 +127,11 @@ class ModelConfig(Section):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
+        if self.pretrained is not None:
+            defaults = ((item, item.default) for item in dataclasses.fields(self) if item.name not in ("pretrained", "remat"))
+            for item, default in defaults:
+                if (value := getattr(self, item.name)) != default:
+                    yield f"{item.name} = {value}: the folder of pretrained says it; leave it out"
         if self.family not in FAMILIES:
             yield f"family = {self.family!r}: expected one of {', '.join(FAMILIES)}{did_you_mean(self.family, FAMILIES)}"
         if self.head_dim is None and self.width % self.num_heads:

@@ -18,8 +18,8 @@ class InitConfig(Section):
     shorthand: ClassVar = "path"
 
     path: str
-    """The folder of a run (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a folder `models/STEP`, or
-    a file that `python -m trainers.export` wrote."""
+    """The folder of a run (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a folder `models/STEP`, a
+    file that `python -m trainers.export` wrote, or a folder of Hugging Face with a decoder of one of the families."""
     include: tuple[str, ...] = ()
     """Which parameters of the model are taken from there: regular expressions that are searched in names such as
     `layers.query`. []: all. The others begin as in any new run."""

@@ -22,6 +22,10 @@ class Place(NamedTuple):
     part: int | None = None
     """It is this third of the last dimension: GPT-2 has queries, keys and values in one matrix."""
 
+    def full(self, prefix: str) -> str:
+        """Returns the whole name of the tensor. The table of the logits is outside of the decoder."""
+        return self.name if self.name.startswith("lm_head") else prefix + self.name
+
 
 ATTENTION = {name: Place(f"self_attn.{name[0]}_proj.weight", turned=True) for name in ("query", "key", "value", "out")}
 GATED_MLP = {name: Place(f"mlp.{name}_proj.weight", turned=True) for name in ("gate", "up", "down")}
@@ -99,7 +103,7 @@ def to_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Tensors:
         parts: dict[str, list[np.ndarray]] = {}
         for ours, place in places.items():
             weight = weight_of(ours)
-            full = place.name if place.name.startswith("lm_head") else name + place.name
+            full = place.full(name)
             if place.part is None:
                 tensors[full] = weight.T if place.turned else weight
             else:
@@ -119,7 +123,7 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict
     used: set[str] = set()
 
     def get(name: str, place: Place) -> np.ndarray:
-        full = place.name if place.name.startswith("lm_head") else name + place.name
+        full = place.full(name)
         if full not in tensors:
             raise UsageError(f"the weight {full} is missing: a decoder of the family {config.family} has it")
         used.add(full)
@@ -133,12 +137,12 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict
 
     params: dict[str, Any] = {ours: get(prefix, place) for ours, place in top_places(config).items()}
     params["layers"] = {ours: stacked(place) for ours, place in layer_places(config).items()}
-    if left := sorted(name for name in set(tensors) - used if not _known_to_be_derived(config, name)):
+    if left := sorted(name for name in set(tensors) - used if not is_derived(config, name)):
         raise UsageError(f"weights are left over: {', '.join(left[:8])}; a decoder of the family {config.family} has none such")
     return params
 
 
-def _known_to_be_derived(config: ModelConfig, name: str) -> bool:
+def is_derived(config: ModelConfig, name: str) -> bool:
     """Whether a file may have the tensor besides: a tied table once more, or the masks and frequencies that older files have."""
     tied = config.tie_embeddings and name == "lm_head.weight"
     return tied or name.endswith(("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))

@@ -1,0 +1,179 @@
+"""The weights in a folder of Hugging Face, as parameters of a decoder: each host reads what its devices need."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from trainers.config import ModelConfig
+from trainers.errors import CheckpointError, UsageError
+from trainers.models.hf import config as hf_config
+from trainers.models.hf.weights import PREFIXES, Place, is_derived, layer_places, layers_name, top_places
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+SAMPLED_BYTES = 1 << 20
+"""The digest has so many bytes of the beginning and of the end of each file: all of a large model would take minutes."""
+SHOWN = 8
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""The names of types in a file of safetensors; those that a parameter may have."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter: the tensor of each layer, or one tensor."""
+
+    place: Place
+    tensors: tuple[str, ...]
+    stacked: bool
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Folder:
+    path: Path
+    config: ModelConfig
+    file_of: Mapping[str, Path]
+    leaves: Mapping[str, Leaf]
+    """By our name, such as `layers.query`."""
+
+    def digest(self) -> str:
+        """Returns the digest of the configuration, and of the beginning and the end of each file. Raises OSError."""
+        digest = hashlib.sha256((self.path / CONFIG_FILE).read_bytes())
+        for path in sorted(set(self.file_of.values())):
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}".encode())
+            with open(path, "rb") as file:
+                digest.update(file.read(SAMPLED_BYTES))
+                file.seek(max(0, size - SAMPLED_BYTES))
+                digest.update(file.read())
+        return digest.hexdigest()
+
+
+def is_folder(path: Path) -> bool:
+    return (path / CONFIG_FILE).is_file() and ((path / ONE_FILE).is_file() or (path / INDEX_FILE).is_file())
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Returns the configuration of the model in a folder. Raises CheckpointError that names what is not understood, and
+    OSError."""
+    try:
+        return hf_config.read(json.loads((path / CONFIG_FILE).read_text()))
+    except (UsageError, ValueError) as error:
+        raise CheckpointError(f"{path / CONFIG_FILE}: {error}") from error
+
+
+def look(path: Path) -> Folder:
+    """Returns what is in a folder. Raises CheckpointError that names every tensor that is missing, left over, or of another shape
+    than those of its kind; and OSError."""
+    config = read_config(path)
+    file_of, headers = _tensors(path)
+    prefix = next((each for each in PREFIXES if each + top_places(config)["embed"].name in headers), PREFIXES[0])
+    problems: list[str] = []
+    leaves = {}
+    for name, place, tensors in _expected(config, prefix):
+        if missing := [tensor for tensor in tensors if tensor not in headers]:
+            problems += [f"{tensor} is missing" for tensor in missing]
+            continue
+        kinds = {tensor: headers[tensor] for tensor in tensors}
+        first = kinds[tensors[0]]
+        problems += [f"{tensor} is {_shown(kind)}: expected {_shown(first)}" for tensor, kind in kinds.items() if kind != first]
+        dtype, shape = first
+        if dtype not in DTYPES:
+            problems.append(f"{tensors[0]} is {dtype}: expected one of {', '.join(DTYPES)}")
+            continue
+        if place.part is not None:
+            shape = (*shape[:-1], shape[-1] // 3)
+        shape = shape[::-1] if place.turned else shape
+        stacked = name.startswith("layers.")
+        leaves[name] = Leaf(place, tensors, stacked, (len(tensors), *shape) if stacked else shape, DTYPES[dtype])
+    used = {tensor for _, _, tensors in _expected(config, prefix) for tensor in tensors}
+    problems += [f"{name} is left over" for name in sorted(headers) if name not in used and not is_derived(config, name)]
+    if problems:
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise CheckpointError(
+            f"{path} is not a decoder of the family {config.family}, which its {CONFIG_FILE} says: "
+            f"{'; '.join(problems[:SHOWN] + more)}"
+        )
+    return Folder(path, config, file_of, leaves)
+
+
+def read(folder: Folder, name: str, sharding: Any) -> jax.Array:
+    """Returns a parameter with a sharding. This process reads only what its devices need, and holds no more than that. Raises
+    whatever reading raises."""
+    leaf = folder.leaves[name]
+    read_before: dict[Any, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        # Once for all devices of this host that have the same part.
+        key = tuple((place.start, place.stop) for place in index)
+        if key not in read_before:
+            read_before[key] = _part(folder, leaf, index)
+        return read_before[key]
+
+    return jax.make_array_from_callback(leaf.shape, sharding, part)
+
+
+def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
+    tensors = leaf.tensors[index[0]] if leaf.stacked else leaf.tensors
+    within = index[1:] if leaf.stacked else index
+    sizes = leaf.shape[1:] if leaf.stacked else leaf.shape
+    spans = [range(*place.indices(size)) for place, size in zip(within, sizes, strict=True)]
+    if leaf.place.part is not None:
+        start = leaf.place.part * sizes[-1]
+        spans[-1] = range(spans[-1].start + start, spans[-1].stop + start)
+    wanted = tuple(slice(span.start, span.stop) for span in (spans[::-1] if leaf.place.turned else spans))
+    parts = [_slice(folder.file_of[tensor], tensor, wanted) for tensor in tensors]
+    parts = [part.T for part in parts] if leaf.place.turned else parts
+    return np.stack(parts) if leaf.stacked else parts[0]
+
+
+def _slice(path: Path, tensor: str, wanted: tuple[slice, ...]) -> np.ndarray:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as file:
+        return file.get_slice(tensor)[wanted]
+
+
+def _expected(config: ModelConfig, prefix: str) -> Iterator[tuple[str, Place, tuple[str, ...]]]:
+    """Yields (our name, its place, the tensors that it is made of)."""
+    for name, place in top_places(config).items():
+        yield name, place, (place.full(prefix),)
+    for name, place in layer_places(config).items():
+        numbers = range(config.num_layers)
+        yield f"layers.{name}", place, tuple(place.full(f"{prefix}{layers_name(config)}.{number}.") for number in numbers)
+
+
+def _tensors(path: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Returns the file of each tensor, and its (type, shape)."""
+    from safetensors import SafetensorError, safe_open
+
+    names = [ONE_FILE]
+    if (path / INDEX_FILE).is_file():
+        try:
+            names = sorted(set(json.loads((path / INDEX_FILE).read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{path / INDEX_FILE} is no index of safetensors: {error!r}") from error
+    file_of, headers = {}, {}
+    for name in names:
+        try:
+            with safe_open(path / name, framework="numpy") as file:
+                for tensor in file.offset_keys():
+                    part = file.get_slice(tensor)
+                    file_of[tensor], headers[tensor] = path / name, (part.get_dtype(), tuple(part.get_shape()))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path / name} is no whole file of safetensors: {error}") from error
+    return file_of, headers
+
+
+def _shown(kind: tuple[str, tuple[int, ...]]) -> str:
+    return f"{kind[0]}{list(kind[1])}"

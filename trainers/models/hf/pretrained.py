@@ -1,0 +1,40 @@
+"""`model.pretrained`: the configuration of a model, and where its weights are, from one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from typing import TypeVar
+
+from trainers.config import InitConfig
+from trainers.config.arguments import TrainingArguments
+from trainers.config.section import require
+from trainers.errors import UsageError
+from trainers.models.hf import config as hf_config
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+
+def resolved(arguments: Arguments) -> Arguments:
+    """Returns the arguments with the numbers of the model in the folder `model.pretrained` in place of that key, and with its
+    weights as `init_from`, unless that names others. Others are returned as they are. Raises ValueError that names what is not
+    understood."""
+    folder = arguments.model.pretrained
+    if folder is None:
+        return arguments
+    path = os.path.join(os.path.expanduser(folder), "config.json")
+    try:
+        with open(path) as file:
+            found = json.load(file)
+        require(isinstance(found, dict), "expected a mapping of keys and values")
+        model = dataclasses.replace(hf_config.read(found), remat=arguments.model.remat)
+    except (OSError, UsageError, ValueError) as error:
+        raise ValueError(f"model.pretrained = {folder!r}: {path}: {_why(error)}") from error
+    return dataclasses.replace(arguments, model=model, init_from=arguments.init_from or InitConfig(path=folder))
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}; expected a folder that this command and all hosts see"
+    return str(error)
