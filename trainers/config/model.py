@@ -134,10 +134,10 @@ class ModelConfig(Section):
                     yield f"{item.name} = {value}: the folder of pretrained says it; leave it out"
         if self.family not in FAMILIES:
             yield f"family = {self.family!r}: expected one of {', '.join(FAMILIES)}{did_you_mean(self.family, FAMILIES)}"
-        if self.head_dim is None and self.width % self.num_heads:
-            yield f"width = {self.width}: expected a multiple of num_heads ({self.num_heads}), or a head_dim"
-        elif self.channels % 2:
-            # Rotary positions turn pairs of channels.
+        # Even, for rotary positions turn pairs of channels.
+        if self.head_dim is not None and self.head_dim % 2:
+            yield f"head_dim = {self.head_dim}: expected an even number of channels"
+        elif self.head_dim is None and self.width % (2 * self.num_heads):
             yield f"width = {self.width}: expected an even number of channels for each of the {self.num_heads} heads (num_heads)"
         if self.num_heads % self.num_kv_heads:
             yield f"num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads ({self.num_heads})"

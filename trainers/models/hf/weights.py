@@ -110,9 +110,10 @@ def to_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Tensors:
                 parts.setdefault(full, []).append(weight)
         tensors.update({full: np.concatenate(found, -1) for full, found in parts.items()})
 
-    put(prefix, top, lambda ours: params[ours])
+    put(prefix, top, params.__getitem__)
     for number in range(config.num_layers):
-        put(f"{prefix}{layers_name(config)}.{number}.", layer, lambda ours, number=number: params["layers"][ours][number])
+        layer_weights = {ours: weight[number] for ours, weight in params["layers"].items()}
+        put(f"{prefix}{layers_name(config)}.{number}.", layer, layer_weights.__getitem__)
     return tensors
 
 

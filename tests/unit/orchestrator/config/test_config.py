@@ -15,6 +15,8 @@ from orchestrator.config import job as config
 from orchestrator.config import yaml_source
 from orchestrator.config.job import ConfigError, DriverConfig, build, load, to_dict, to_yaml
 from orchestrator.policies.restart import RestartPolicy
+from tests import ROOT
+from trainers.config import InitConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.config.section import Section, parse_duration_s
 
@@ -493,6 +495,27 @@ def test_any_override_is_applied_or_an_error_in_words(key, text):
 
 
 # ---------------------------------------------------------------------- init_from
+
+
+def test_a_pretrained_model_is_that_of_its_folder(write, tmp_path):
+    folder = ROOT / "tests" / "unit" / "data" / "parity" / "qwen3"
+    (tmp_path / "qwen3").symlink_to(folder)
+    config = load(write(SMALL), ["model={pretrained: qwen3}"])
+    training = config.training
+    assert (training.model.family, training.model.head_dim, training.model.pretrained) == ("qwen3", 16, None)
+    assert training.init_from == InitConfig(path=str(tmp_path / "qwen3"))
+    assert build(to_dict(config)) == config
+    other = load(write(SMALL), ["model={pretrained: qwen3}", "init_from=/elsewhere"]).training
+    assert other.init_from == InitConfig(path="/elsewhere")
+
+
+def test_a_pretrained_folder_that_is_not_there_or_not_understood_is_told_with_its_line(write, tmp_path):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"model_type": "bloom"}')
+    for folder, why in (("gone", "No such file or directory"), ("odd", "model_type = 'bloom': expected one of llama")):
+        told = problem(write(SMALL), f"model={{pretrained: {tmp_path / folder}}}")
+        assert f"model.pretrained = '{tmp_path / folder}'" in told
+        assert why in told
 
 
 def test_init_from_may_be_a_path_or_a_section(write, tmp_path):

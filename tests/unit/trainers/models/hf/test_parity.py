@@ -74,7 +74,7 @@ def test_loss_and_gradients(family, model):
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]))
 
     value, gradients = jax.jit(jax.value_and_grad(loss))(state)
-    assert float(value) == pytest.approx(float(expected["loss"]), rel=1e-5)
+    assert float(value) == pytest.approx(expected["loss"].item(), rel=1e-5)
     theirs = to_tensors(config, jax.tree.map(np.asarray, nnx.to_pure_dict(gradients)))
     named = {name.removeprefix("gradient."): value for name, value in expected.items() if name.startswith("gradient.")}
     assert named.keys() == theirs.keys()

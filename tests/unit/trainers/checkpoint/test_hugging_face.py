@@ -1,0 +1,184 @@
+"""A folder of Hugging Face as a beginning: each part where it belongs, what does not fit, damage, a model that is trained on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests import ROOT
+from tests.unit.training import assert_equal, of, trainer
+from trainers.checkpoint import hugging_face, weights
+from trainers.config import InitConfig, MeshConfig, ModelConfig
+from trainers.errors import CheckpointError
+from trainers.models.hf.weights import flat, from_tensors, to_tensors
+from trainers.parallel import mesh as meshes
+
+PARITY = ROOT / "tests" / "unit" / "data" / "parity"
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+SETTINGS = {
+    "task": "trainers.tasks.causal_lm:CausalLMTask",
+    "mesh": MESH,
+    "max_num_steps": 1,
+    "optimizer": {"learning_rate": 1e-30},
+    "previews": {"prompts": []},
+    "evaluation": {"max_batches": 1},
+}
+
+
+def shardings(parameters, axes=("fsdp", "tensor")):
+    """The last two dimensions are shared out where they can be."""
+    mesh = meshes.make_mesh(MeshConfig(**MESH))
+
+    def of_shape(shape):
+        names = [*[None] * (len(shape) - 2), *axes][-len(shape) :]
+        shared = [name if name and size % mesh.shape[name] == 0 else None for name, size in zip(names, shape, strict=True)]
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*shared))
+
+    return {name: of_shape(stored.shape) for name, stored in parameters.items()}
+
+
+def parameters_of(folder):
+    found = weights.look(weights.find(str(folder)))
+    return flat(from_tensors(found.folder.config, load_file(folder / "model.safetensors")))
+
+
+def changed(tmp_path, change):
+    """A copy of a folder whose tensors were changed."""
+    folder = tmp_path / "model"
+    shutil.copytree(PARITY / "llama3", folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("folder", sorted(PARITY.iterdir()), ids=lambda folder: folder.name)
+@pytest.mark.parametrize("axes", [("fsdp", "tensor"), ("tensor", "fsdp")])
+def test_every_device_gets_its_part_of_each_family(folder, axes):
+    found = weights.look(weights.find(str(folder)))
+    expected = parameters_of(folder)
+    assert found.parameters.keys() == expected.keys()
+    arrays = weights.read(found, {name: name for name in expected}, shardings(found.parameters, axes))
+    assert any(not array.is_fully_replicated for array in arrays.values())
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+
+
+def test_the_parts_are_read_and_not_the_whole(monkeypatch):
+    found, read = weights.look(PARITY / "llama3"), []
+    original = hugging_face._slice
+
+    def watched(*given):
+        read.append(original(*given))
+        return read[-1]
+
+    monkeypatch.setattr(hugging_face, "_slice", watched)
+    weights.read(found, {"layers.up": "layers.up"}, shardings({"layers.up": found.parameters["layers.up"]}))
+    # Each of the 4 parts once, though 8 devices have them; of each of the 2 layers.
+    _, rows, columns = found.parameters["layers.up"].shape
+    assert {part.shape for part in read} == {(columns // 2, rows // 2)}
+    assert len(read) == 8
+
+
+def test_several_files_with_an_index_are_one_model(tmp_path):
+    folder = changed(tmp_path, lambda tensors: None)
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    (folder / "model.safetensors").unlink()
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = weights.look(weights.find(str(folder)))
+    arrays = weights.read(found, {name: name for name in found.parameters}, shardings(found.parameters))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, parameters_of(PARITY / "llama3")[name])
+
+
+def test_tensors_that_do_not_fit_are_all_named(tmp_path):
+    def change(tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.up_proj.bias"] = np.zeros(48, np.float32)
+        tensors["model.layers.1.input_layernorm.weight"] = np.ones(5, np.float32)
+
+    with pytest.raises(CheckpointError) as raised:
+        weights.look(changed(tmp_path, change))
+    for text in (
+        "model.layers.1.mlp.up_proj.weight is missing",
+        "model.layers.0.mlp.up_proj.bias is left over",
+        "model.layers.1.input_layernorm.weight is F32[5]: expected F32[32]",
+        "of the family llama, which its config.json says",
+    ):
+        assert text in str(raised.value)
+
+
+def test_a_tied_table_may_be_there_twice_and_old_files_have_frequencies(tmp_path):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+
+    assert "layers.up" in weights.look(changed(tmp_path, change)).parameters
+
+
+def test_a_cut_file_is_named(tmp_path):
+    folder = changed(tmp_path, lambda tensors: None)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no whole file of safetensors"):
+        weights.look(folder)
+
+
+def test_another_model_is_told_by_its_shapes():
+    found = weights.look(PARITY / "llama3")
+    other = {name: (*stored.shape[:-1], 7) for name, stored in found.parameters.items()}
+    with pytest.raises(CheckpointError, match=r"embed is \[64, 32\] there and \[64, 7\] here"):
+        weights.match(found, other, InitConfig(path="x"))
+
+
+def test_other_weights_have_another_digest(tmp_path):
+    def change(tensors):
+        tensors["model.norm.weight"][0] += 1
+
+    assert weights.look(changed(tmp_path, change)).digest() != weights.look(PARITY / "llama3").digest()
+    assert weights.look(PARITY / "llama3").digest() == weights.look(PARITY / "llama3").digest()
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "gemma3", "gpt2"])
+def test_a_pretrained_model_is_the_one_of_the_folder(tmp_path, events, name):
+    made = trainer(tmp_path, **SETTINGS, model={"pretrained": str(PARITY / name)})
+    made.train()
+    config = made.arguments.model
+    assert (config.vocab_size, config.pretrained) == (64, None)
+    assert_equal(made.output.state.params, from_tensors(config, load_file(PARITY / name / "model.safetensors")))
+    notes = [event["message"] for event in of(events, "note")]
+    assert any(f"parameters are those of {PARITY / name}" in note for note in notes), notes
+
+
+def test_import_and_export_change_no_bit(tmp_path):
+    from trainers.export import to_hugging_face
+
+    made = trainer(tmp_path, **SETTINGS, model={"pretrained": str(PARITY / "qwen3")})
+    made.train()
+    to_hugging_face(made.output.checkpoint_path, tmp_path / "out")
+    expected, found = load_file(PARITY / "qwen3" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name in found:
+        np.testing.assert_array_equal(found[name], expected[name])
+    assert hugging_face.read_config(tmp_path / "out") == hugging_face.read_config(PARITY / "qwen3")
+
+
+def test_what_the_folder_says_is_not_said_again():
+    with pytest.raises(ValueError, match="width = 64: the folder of pretrained says it; leave it out"):
+        ModelConfig(pretrained="x", width=64)
+    assert ModelConfig(pretrained="x", remat="full").remat == "full"
+
+
+def test_the_parameters_of_another_model_are_not_written_as_this_one():
+    config = ModelConfig(vocab_size=64, width=32)
+    with pytest.raises(Exception, match="expected those of a decoder of the family llama"):
+        to_tensors(config, {"embed": np.zeros((64, 32)), "layers": {}})
