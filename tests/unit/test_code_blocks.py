@@ -142,6 +142,7 @@ def folder(tmp_path_factory):
         path = tmp_path_factory.mktemp("blocks")
         patch.chdir(path)
         patch.syspath_prepend(path)
+        (path / "models").symlink_to(ROOT / "tests" / "unit" / "data" / "parity")  # that a part of a configuration names
         yield Folder(path)
     for name in PYTHON:
         sys.modules.pop(Path(name).stem, None)
@@ -412,7 +413,7 @@ PARTS = [block for block in blocks("yaml") if block.file_name is None]
 
 
 @pytest.mark.parametrize("block", PARTS, ids=str)
-def test_a_part_of_a_configuration_has_known_keys_only(block, tmp_path):
+def test_a_part_of_a_configuration_has_known_keys_only(folder, block, tmp_path):
     for part in alternatives(block.text):
         check_part(part, tmp_path)
 
