@@ -1,11 +1,14 @@
 """Do the tests hold? Puts one fault at a time into a copy of a module, and runs the tests that belong to it.
 
-    python -m benchmarks.mutants [MODULE ...] [--count 5] [--seed 1] [--results build/mutants/results.jsonl] [--report]
+    python -m benchmarks.mutants [MODULE ...] [--count 5] [--seed 1] [--rings 3]
+                                [--results build/mutants/results.jsonl] [--report]
     python -m benchmarks.mutants --ignore-keys [KEY ...]
 
 A module's faults are drawn by the seed. The first ring of tests is the module's own file and those that import the module. A
-mutant that survives it meets the second ring: all tests of its wing. A run that was ended goes on where it was: `--results` has a
-line for each mutant of the present text. Mutants that change nothing stand in benchmarks/equivalent_mutants.toml.
+mutant that survives it meets the second ring, all tests of its wing, and then the third, those beside the wings of its package,
+which may take minutes: `--rings 2` leaves them out, so that some that they would kill count as survivors. A run that was ended
+goes on where it was: `--results` has a line for each mutant of the present text, whatever its rings. Mutants that change nothing
+stand in benchmarks/equivalent_mutants.toml.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", help="files and folders of the tree; with --ignore-keys, keys")
     parser.add_argument("--count", type=int, default=5, help="mutants of each module")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rings", type=int, default=3, choices=(1, 2, 3), help="how many rings of tests a mutant meets")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to measure, which is copied")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants" / "results.jsonl")
     parser.add_argument("--ignore-keys", action="store_true", help="ignore each key of the configuration: does its test fail?")
@@ -49,7 +53,7 @@ def main() -> None:
     chosen = [m for path in modules(root, options.modules or DEFAULT) for m in sample(root, path, options.count, options.seed)]
     if not options.report:
         forked_tests.prepare()
-        for mutant, line in try_all(root, chosen, results, forked_tests.copy_tree(root, results.parent)):
+        for mutant, line in try_all(root, chosen, results, forked_tests.copy_tree(root, results.parent), options.rings):
             print(f"{line['outcome']:9} {mutant.path}:{mutant.line}: {mutant.change}", line["by"], flush=True)
     text = report(root, chosen, read(results))
     results.with_suffix(".md").write_text(text)
@@ -70,24 +74,26 @@ def sample(root: Path, path: str, count: int, seed: int) -> list[Mutant]:
     return sorted(everything[:count], key=lambda mutant: mutant.line)
 
 
-def try_all(root: Path, chosen: Sequence[Mutant], results: Path, tree: Path) -> Iterator[tuple[Mutant, dict[str, Any]]]:
+def try_all(
+    root: Path, chosen: Sequence[Mutant], results: Path, tree: Path, num_rings: int = 3
+) -> Iterator[tuple[Mutant, dict[str, Any]]]:
     """Tries the mutants that have no result yet. Yields each with the line that was added to `results`."""
     known, equivalent, healthy = read(results), equivalents(EQUIVALENT), Healthy(tree)
     for mutant in chosen:
         if mutant.key in known or is_equivalent(mutant, root, equivalent):
             continue
         about = {"key": mutant.key, "path": mutant.path, "line": mutant.line, "change": mutant.change}
-        line = about | _try(tree, mutant, healthy)
+        line = about | _try(tree, mutant, healthy, num_rings)
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         yield mutant, line
 
 
-def _try(tree: Path, mutant: Mutant, healthy: Healthy) -> dict[str, Any]:
+def _try(tree: Path, mutant: Mutant, healthy: Healthy, num_rings: int) -> dict[str, Any]:
     """Returns the outcome of the first ring that kills the mutant in the tree."""
     seconds, path = 0.0, tree / mutant.path
-    for ring in rings_of(tree, mutant.path):
-        tests, limit_s = healthy.first(ring)  # only now: most mutants never meet the second ring
+    for ring in rings_of(tree, mutant.path)[:num_rings]:
+        tests, limit_s = healthy.first(ring)  # only now: most mutants never meet the later rings
         if not tests:
             continue
         whole = path.read_text()
@@ -123,14 +129,15 @@ class Healthy:
 
 
 def rings_of(root: Path, path: str) -> list[list[str]]:
-    """Returns the test files that a mutant of a module meets: those of the module, then the others of its wing."""
+    """Returns the test files that a mutant of a module meets: those of the module, then the others of its wing, then those
+    beside the wings of its package."""
     package, *middle, name = Path(path).with_suffix("").parts
     tests = {str(test.relative_to(root)): test for test in sorted((root / "tests" / "unit").rglob("test_*.py"))}
     mirror = "/".join(["tests/unit", package, *middle, f"test_{name}.py"])
     own = [test for test, file in tests.items() if test == mirror or imports(file.read_text(), [package, *middle, name])]
-    folders = {"/".join(["tests/unit", package, *middle[:1]]), f"tests/unit/{package}"}
-    wing = [test for test in tests if test.startswith(f"tests/unit/{package}/") and str(Path(test).parent) in folders]
-    return [own, [test for test in wing if test not in own]]
+    wing, whole = ("/".join(["tests/unit", package, *part]) for part in (middle[:1], []))
+    rings = [own, *([test for test in tests if str(Path(test).parent) == folder] for folder in (wing, whole))]
+    return [[test for test in ring if not any(test in sooner for sooner in rings[:number])] for number, ring in enumerate(rings)]
 
 
 def imports(text: str, module: Sequence[str]) -> bool:
