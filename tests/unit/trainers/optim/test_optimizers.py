@@ -192,6 +192,16 @@ def test_the_averages_of_schedule_free_weigh_steps_by_their_rates():
         assert not np.allclose(x, y, atol=1e-3)
 
 
+def test_the_averages_are_found_in_a_state_from_files_where_everything_is_dicts_and_lists():
+    optimizer = build_optimizer(config("schedule_free_adamw"), optax.constant_schedule(RATE))
+    params = {"up": jnp.ones((2, 2))}
+    state = optimizer.init(params)._replace(z={"up": jnp.full((2, 2), 3.0)})
+    plain = [{"inner": {**state._asdict(), "base_optimizer_state": []}}]
+    averages = parameters_to_evaluate(state, params)
+    assert not np.array_equal(averages["up"], params["up"])
+    np.testing.assert_array_equal(parameters_to_evaluate(plain, params)["up"], averages["up"])
+
+
 def test_what_is_evaluated_is_the_average_in_a_whole_run_with_groups(tmp_path):
     groups = [{"pattern": "embed", "frozen": True}, {"pattern": "out", "learning_rate": 0.05}]
     settings = {"name": "schedule_free_adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}, "groups": groups}
