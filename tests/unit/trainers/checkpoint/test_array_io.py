@@ -1,0 +1,19 @@
+"""The files of a tree of arrays."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from trainers.checkpoint.array_io import ArrayFiles
+
+
+def test_many_small_arrays_share_a_few_files_and_come_back(tmp_path):
+    """A file for each array of each host would be too many for a shared storage."""
+    tree = {f"leaf_{number}": jnp.full((4,), number, jnp.float32) for number in range(60)}
+    files, copied = ArrayFiles(), []
+    tmp_path.joinpath("state").mkdir()
+    files.write(tmp_path / "state", lambda: tree, lambda: copied.append(True))
+    files.merge(tmp_path / "state")
+    assert copied == [True]
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) < len(tree) / 2
+    back = files.read(tmp_path / "state", tree)
+    assert all(np.array_equal(back[name], leaf) for name, leaf in tree.items())
