@@ -12,6 +12,7 @@ import pytest
 from tests.multihost import harness
 from tests.multihost.test_elastic import eight
 from tests.programs.tiny import TableTask, numbers
+from trainers.base import BaseTrainer
 from trainers.checkpoint.standalone import load_model
 from trainers.step.state import initial_parameters
 
@@ -56,6 +57,24 @@ def test_what_one_host_knows_stops_both_and_what_they_measure_is_exact(tmp_path)
     params, meta = load_model(str(run_folder / "models" / "2"), placed)
     assert meta["step"] == 2
     assert np.isfinite(params["embed"]).all()
+
+
+class SeesItsOwn(BaseTrainer):
+    """Adds a metric that differs between the hosts: it rises on host 0, and falls on the others."""
+
+    def on_evaluation_end(self, state, metrics):
+        step = self.info.global_step
+        return state, {**metrics, "view": step if jax.process_index() == 0 else -step}
+
+
+def test_a_metric_that_differs_between_hosts_scores_as_host_0_sees_it(tmp_path):
+    score = {"metrics": ["eval_view"], "lower_better": False}
+    evaluation = {"every_steps": 1, "score": score}
+    made = eight(tmp_path, trainer=f"{SeesItsOwn.__module__}:SeesItsOwn", max_num_steps=3, evaluation=evaluation)
+    first, second = map(harness.result, harness.run(made, tmp_path / "logs", hosts=2, devices_per_host=2))
+    assert (first["eval_view"], second["eval_view"]) == (3, -3)
+    assert first["best_score_step"] == second["best_score_step"] == 3
+    assert first["best_score"] == second["best_score"] == 3
 
 
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 1, "tensor": 4}])

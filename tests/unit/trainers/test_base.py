@@ -162,8 +162,11 @@ def test_what_exists_later_says_so(tmp_path):
     made = trainer(tmp_path)
     with pytest.raises(NotConfiguredError, match="exists after configure_model"):
         _ = made.model
+    with pytest.raises(NotConfiguredError, match="_model_state exists after configure_model"):
+        _ = made._model_state
     made.prepare()
     assert made.model is not None
+    assert made._model_state.params
 
 
 def test_what_is_configured_by_hand_is_there(tmp_path):
