@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -106,6 +107,18 @@ def test_a_model_and_a_checkpoint_are_saved_at_the_same_time(tmp_path):
     params, _ = load_model(str(tmp_path / "models" / "1"), shapes_of_parameters())
     assert checkpointing.same(params, state.params)
     assert os.listdir(tmp_path / "models") == ["1"]
+
+
+def test_training_does_not_wait_for_a_save_that_never_came_to_its_arrays(tmp_path, monkeypatch):
+    monkeypatch.setattr(ModelSaver, "_obstacle", lambda *_: "")  # the folder vanished after it was looked at
+    manager = checkpointing.manager(tmp_path / "checkpoints", retention=Retention(1, model_every_steps=1))
+    meta = {"batch_index": 1, "metrics": {}, "skipped_batches": []}
+    saves = threading.Thread(target=manager.save_model, args=(1, checkpointing.state(1), meta), daemon=True)
+    saves.start()
+    saves.join(20.0)
+    assert not saves.is_alive()
+    manager.wait()
+    assert [note.partition(":")[0] for note in manager.notes] == ["the model of step 1 was not saved"]
 
 
 @pytest.mark.parametrize(
