@@ -5,6 +5,7 @@ Its parts are built in `builder.py`; `loop/hooks.py` has the methods that may ch
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -23,7 +24,7 @@ from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit, lacks_data
 from trainers.loop import init_from
-from trainers.loop.beginning import Beginning, FromSettings, Given, given_parameters
+from trainers.loop.beginning import Beginning, FromSettings, Given, given_arrays
 from trainers.loop.evaluator import Evaluator, Observed
 from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
@@ -39,6 +40,7 @@ from trainers.metrics import histograms
 from trainers.metrics.accumulator import MetricSums
 from trainers.metrics.peak_flops import peak_flops_per_s
 from trainers.metrics.publisher import Publisher, Seconds, Throughput
+from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
 from trainers.runtime import multihost
@@ -190,8 +192,7 @@ class BaseTrainer(Builder):
     def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
         """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
         new optimizer state; 3. the parameters that `init_from` names; 4. the seed."""
-        arguments, shardings = self.arguments, self._state_shardings
-        shapes = with_shardings(self._model_state, shardings).params
+        arguments, shardings, shapes = self.arguments, self._state_shardings, self._model_arrays
         # Only a rollback comes back to the beginning within this process.
         keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
         if arguments.init_from is not None and (state is not None or model_parameters is not None):
@@ -199,13 +200,21 @@ class BaseTrainer(Builder):
         if state is not None:
             # To this trainer's shardings: the given state may lie on other devices.
             return Given("the given state", lambda: jax.device_put(state, shardings), lambda placed: placed, keep=keep)
-        # Jitted with the shardings of the state: every device makes its own part only.
-        if model_parameters is not None:
-            fresh = jax.jit(self._fresh_state, out_shardings=shardings)
-            return Given("model_parameters", lambda: given_parameters(model_parameters, shapes), fresh, keep=keep)
-        # Nothing is compiled here: a run that finds a checkpoint never calls it.
+        # Jitted with the shardings of the state: every device makes its own part only. Nothing is compiled here: a run that finds
+        # a checkpoint never calls it.
         first = jax.jit(self._initial_state, out_shardings=shardings)
+        if model_parameters is not None:
+            return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
+
+    def _placed(self, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:
+        """Returns the given arrays of the model, on the devices, by name. State beside the parameters may be missing."""
+        optional = parameter_paths(self._model_state.model_state)
+        placed = given_arrays(model_parameters, shapes, optional)
+        if missing := [name for name in optional if name not in placed]:
+            about = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+            self._note_from_host0(f"model_parameters: {about} are not among them, and begin as in a new run")
+        return placed
 
     def _keep_assets(self) -> None:
         """Writes the model's assets to the run's folder. Raises UsageError, on all hosts, if one of them cannot be written."""
@@ -363,11 +372,13 @@ class BaseTrainer(Builder):
         if self.has_own_step:
             return "where it began was not looked for: the train step is the user's own"
 
-        def objective(params: Any, micro_batch: Any, updates: Any) -> jax.Array:
-            return self.loss_function(params, micro_batch, updates).loss_sum
+        def objective(params: Any, micro_batch: Any, number: Any, state: TrainState) -> jax.Array:
+            rest = self.loss_function.rest(state.model_state, micro_batch, state.batch_index, number)
+            return self.loss_function(params, micro_batch, state.step, rest=rest).loss_sum
 
         try:
-            origin = nonfinite.find(objective, self._mesh, state.params, batch, state.step)
+            counters = dataclasses.replace(state, params=None, opt_state=None)
+            origin = nonfinite.find(objective, self._mesh, state.params, batch, counters)
         except StageError as error:
             return f"where it began was not found: {error}"
         return f"{origin}, with the parameters of step {step}"

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -58,10 +58,12 @@ from trainers.step.state import (
     ModelParts,
     TrainState,
     abstract_model,
-    initial_parameters,
+    arrays_of_model,
+    initial_model,
     state_from_parameters,
     state_shardings,
     with_loaded,
+    with_shardings,
 )
 from trainers.step.train_step import EVALUATION_COUNTS, StepOutput, make_train_step, step_metrics
 
@@ -124,11 +126,12 @@ class Builder(BatchBuilder):
         from then on."""
         parts, params, self._axes = abstract_model(self.task, self.arguments.seed)
         # Without data (as in an export) only the shapes of the state are needed.
+        self._state_axes = parts.state_axes
         layout = self._step_layout_of(parts, params) if self.dataset_train is not None else Layout((), ())
         self._layout = layout  # kept: tracing the loss takes a while
         param_groups.check(self.param_groups, params)
         pruning.check(self.arguments.pruning, param_groups.trainable(self.param_groups, params))
-        self._model = TrainerConfigureModelOutput(parts, self._abstract_state(params, layout))
+        self._model = TrainerConfigureModelOutput(parts, self._abstract_state(parts, params, layout))
         return self._model
 
     def configure_functions(self) -> TrainerConfigureFunctionOutput:
@@ -419,24 +422,30 @@ class Builder(BatchBuilder):
             donate_argnums=(0, 1),
         )
 
-    def _abstract_state(self, params: Any, layout: Layout) -> TrainState:
+    def _abstract_state(self, parts: ModelParts, params: Any, layout: Layout) -> TrainState:
         """Returns the shapes of a state. Shapes alone: a standby does this, which must touch no device."""
-        scaler = initial_scaler(self.arguments)
-        return jax.eval_shape(lambda params: state_from_parameters(params, self._update_rule, layout, scaler), params)
+        return jax.eval_shape(partial(self._fresh_state, layout=layout), params, parts.state_shapes)
 
-    def _fresh_state(self, params: Any) -> TrainState:
-        """Returns the state at step 0 with these parameters. Traced."""
-        return state_from_parameters(params, self._update_rule, self.step_layout, initial_scaler(self.arguments))
+    def _fresh_state(self, params: Any, model_state: Any, layout: Layout) -> TrainState:
+        """Returns the state at step 0 with these parameters and this other state of the model. Traced."""
+        return state_from_parameters(params, self._update_rule, layout, initial_scaler(self.arguments), model_state)
 
     def _initial_state(self, loaded: Mapping[str, jax.Array] = MappingProxyType({})) -> TrainState:
-        """Returns the state at step 0, with the parameters of `loaded`, by name, in place of its own. Traced."""
-        return self._fresh_state(with_loaded(initial_parameters(self.task, self.arguments.seed), loaded))
+        """Returns the state at step 0, with the model's arrays of `loaded`, by name, in place of its own. Traced."""
+        params, model_state = initial_model(self.task, self.arguments.seed)
+        return self._fresh_state(with_loaded(params, loaded), with_loaded(model_state, loaded), self.step_layout)
+
+    @property
+    def _model_arrays(self) -> Any:
+        """The shapes of the parameters and of the model's other state, with shardings, as one tree."""
+        shapes = with_shardings(self._model_state, self._state_shardings)
+        return arrays_of_model(shapes.params, shapes.model_state)
 
     def _loss_function_of(self, parts: ModelParts) -> LossFunction:
-        return LossFunction(self.task, parts.merge, self.preforward, self.postforward, self.arguments.data.sources)
+        return LossFunction(self.task, parts, self.preforward, self.postforward, self.arguments.data.sources)
 
     def _step_layout_of(self, parts: ModelParts, params: Any) -> Layout:
-        rows = self._rows(TrainerConfigureModelOutput(parts, self._abstract_state(params, Layout((), ()))))
+        rows = self._rows(TrainerConfigureModelOutput(parts, self._abstract_state(parts, params, Layout((), ()))))
         layout = self._traced(
             self._loss_function_of(parts), params, rows, **step_metrics(params, self.arguments, self.param_groups)
         )
@@ -449,7 +458,11 @@ class Builder(BatchBuilder):
     def _traced(self, function: LossFunction, params: Any, rows: Mapping[str, Any], **others: Kind) -> Layout:
         """Returns the layout of the metrics of a loss, and of others."""
         step = jax.ShapeDtypeStruct((), np.int32)
-        loss, terms = jax.eval_shape(function.with_terms, params, rows, step)
+
+        def traced(params: Any, rows: Any, step: Any, model_state: Any) -> Any:
+            return function.with_terms(params, rows, step, None, function.rest(model_state, rows))
+
+        loss, terms = jax.eval_shape(traced, params, rows, step, function.parts.state_shapes)
         # `postforward` may change the total: then it need not be the sum of the terms.
         return dataclasses.replace(Layout.of(loss, **others), terms=() if self.overrides("postforward") else tuple(terms))
 
@@ -467,7 +480,8 @@ class Builder(BatchBuilder):
 
     @cached_property
     def _state_shardings(self) -> TrainState:
-        return state_shardings(self._mesh, self._configured(self._model, "state", "configure_model").state, self._axes)
+        state = self._configured(self._model, "state", "configure_model").state
+        return state_shardings(self._mesh, state, self._axes, self._state_axes)
 
     @cached_property
     def _programs(self) -> ProgramStore:

@@ -100,13 +100,12 @@ def evaluate(trainer: Any, checkpoint: str, unit: str | None = None) -> Iterator
 
 
 def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
-    """Returns the path, the state and the step of a checkpoint. Parameters alone become a state with a new optimizer state."""
+    """Returns the path, the state and the step of a checkpoint. A model alone becomes a state with a new optimizer state."""
     import jax.numpy as jnp
 
-    from trainers.checkpoint import manifest, weights
+    from trainers.checkpoint import manifest, model_only, weights
     from trainers.checkpoint.standalone import load_model
     from trainers.export import from_safetensors
-    from trainers.step.state import with_shardings
 
     path = weights.find(source)
     trainer.prepare()
@@ -117,12 +116,11 @@ def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     except manifest.DamagedError as error:
         raise UsageError(f"{path} cannot be evaluated: {error}") from error
     step = int(meta["batch_index"])
-    if any(not name.startswith(".params[") for name in meta["shapes"]):
+    if not all(map(model_only.part_of, meta["shapes"])):
         # With the state of the optimizer: it may hold the averages that are evaluated, and a hook may want it.
         return str(path), trainer.load_pretrained(str(path)), step
-    shapes = with_shardings(trainer._model_state, trainer._state_shardings).params
-    params, _ = load_model(str(path), shapes)
-    state = trainer._beginning(params, None).make()
+    arrays, _ = load_model(str(path), trainer._model_arrays)
+    state = trainer._beginning(arrays, None).make()
     updates = step - len(meta.get("skipped_batches") or ())
     counters = {"batch_index": jnp.int32(step), "step": jnp.int32(updates)}
     return str(path), dataclasses.replace(state, **counters), step

@@ -2,7 +2,8 @@
 
     python -m trainers.export RUN_OR_CHECKPOINT OUT --format huggingface
 
-`safetensors`: all parameters in one file, under their own names (`layers.query`), with the arguments of the run; the model's
+`safetensors`: all parameters, and the model's other state such as batch statistics, in one file, under their own names
+(`layers.query`), with the arguments of the run; the model's
 assets go to a folder beside it, which ends in `.assets`.
 `huggingface`: a folder with `config.json`, `model.safetensors` and the assets (a tokenizer), as `transformers` reads
 models of the families of `model.family`.
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from trainers.checkpoint import assets, layout, manifest, weights
-from trainers.checkpoint.model_only import PART
+from trainers.checkpoint.model_only import PART, STATE, parts_in
 from trainers.config import ModelConfig
 from trainers.config.arguments import from_dict
 from trainers.errors import CheckpointError, TransientError, UsageError
@@ -109,10 +110,11 @@ FORMATS: dict[str, Callable[[Path, str], None]] = {"safetensors": to_safetensors
 
 
 def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (the parameters to evaluate, as NumPy arrays; meta). Every byte is checked first. Raises CheckpointError that
-    names the damage."""
+    """Returns (the parameters to evaluate, with the model's other state, as NumPy arrays; meta). Every byte is checked first.
+    Raises CheckpointError that names the damage."""
     from trainers.checkpoint.array_io import ArrayFiles
     from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
+    from trainers.step.state import arrays_of_model
 
     try:
         content = manifest.read(checkpoint)
@@ -122,11 +124,12 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except manifest.DamagedError as error:
         raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
     arrays, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
-    params = arrays.read_part(folder, PART)[PART]
+    parts = arrays.read_parts(folder, parts_in(meta["shapes"]))
+    params = parts[PART]
     # Only then: for other optimizers reading their state would be wasted time and memory.
     if meta["arguments"]["optimizer"]["name"] == SCHEDULE_FREE:
-        params = parameters_to_evaluate(arrays.read_part(folder, OPTIMIZER)[OPTIMIZER], params)
-    return params, meta
+        params = parameters_to_evaluate(arrays.read_parts(folder, [OPTIMIZER])[OPTIMIZER], params)
+    return arrays_of_model(params, parts.get(STATE, {})), meta
 
 
 def _write_files(folder: Path, tensors: Tensors, max_file_bytes: int) -> None:

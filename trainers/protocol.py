@@ -61,6 +61,8 @@ class Loss(NamedTuple):
     num_tokens: jax.Array | None = None
     rows: tuple[jax.Array, jax.Array] | None = None
     """(loss_sum, num_targets) of each row of the batch, for `data.sources`."""
+    model_state: Mapping[str, Any] = {}
+    """The model's state after this batch, beside its parameters. The trainer fills it in; a task leaves it alone."""
 
 
 class PerExample(NamedTuple):
@@ -106,7 +108,9 @@ class Task(Protocol):
     """The task to learn: a model, and its loss on a batch. Named by `task` in the configuration."""
 
     def build_model(self, rngs: Any) -> Any:
-        """Returns a new Flax NNX module. Called under `jax.eval_shape` and `jax.jit`."""
+        """Returns a new Flax NNX module. Called under `jax.eval_shape` and `jax.jit`. Its variables of type `nnx.Param` are
+        trained. All others, such as batch statistics, keep the values that a call in training has given them. Random streams
+        begin anew with each micro-batch."""
 
     def loss(self, model: Any, batch: Batch) -> PerExample | jax.Array | Loss | tuple[Any, Any] | Mapping[str, Any]:
         """Returns the loss of each example. Pure and traced. `batch` leaves are [micro_batch, ...].

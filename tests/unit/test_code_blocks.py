@@ -182,6 +182,24 @@ def counted(run: Run, folder: Folder) -> None:
     assert run.metrics["eval_missed"] == np.mean(errors > 1)
 
 
+def noisy_line(run: Run, folder: Folder) -> None:
+    state = run.trainer.output.state
+    norm, x = state.model_state["norm"], xs(run.trainer.dataset_train)
+    assert float(norm["mean"][0]) == pytest.approx(np.mean(x), abs=0.2)
+    assert float(norm["var"][0]) == pytest.approx(np.var(x), rel=0.3)
+    assert run.metrics["eval_loss"] < 1  # of the line that is 0: about 10
+
+
+def linen_line(run: Run, folder: Folder) -> None:
+    assert set(run.trainer.output.state.model_state["linen"]["BatchNorm_0"]) == {"mean", "var"}
+    assert run.metrics["eval_loss"] < 1
+
+
+def function_line(run: Run, folder: Folder) -> None:
+    learnt = run.trainer.output.state.params["weights"]
+    assert {name: float(value) for name, value in learnt.items()} == pytest.approx({"slope": 3, "offset": -1}, abs=0.1)
+
+
 def measured(run: Run, folder: Folder) -> None:
     misses = 0
     for step, metrics in run.published.items():
@@ -335,6 +353,9 @@ PROMISES: dict[str, Callable[[Run, Folder], None]] = {
     for check in (
         line,
         counted,
+        noisy_line,
+        linen_line,
+        function_line,
         measured,
         two_losses,
         stream,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+
+from trainers.errors import CheckpointError
 
 # Without a limit, a storage that hangs would keep this save, and with it every later one, for ever.
 WRITE_TIMEOUT_S = 1800
@@ -50,24 +52,31 @@ class ArrayFiles:
         """Merges the parts of all hosts into one tree. Host 0 calls this when all have written."""
         self._handler.finalize(epath.Path(folder))
 
-    def read(self, folder: Path, abstract: Any, *, partly: bool = False) -> Any:
-        """Returns the tree in `folder`, with the shapes and shardings of `abstract`; with `partly`, only what `abstract` has of
-        it. Raises whatever Orbax raises."""
+    def read(self, folder: Path, abstract: Any) -> Any:
+        """Returns what `abstract` has of the tree in `folder`, with its shapes and shardings. Raises whatever Orbax raises, and
+        CheckpointError if an array is not there."""
         restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-        args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=partly)
+        # Partly: a checkpoint that was saved before a state had some field does not have it, not even empty.
+        args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=True)
+        tree = self._handler.restore(epath.Path(folder), args=args)
+        # Orbax leaves the shape in the place of an array that it does not find.
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        if absent := [jax.tree_util.keystr(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]:
+            raise CheckpointError(f"{folder} has no {', '.join(absent[:3])}")
         # Wait here, where an error of the read can still be caught.
-        return jax.block_until_ready(self._handler.restore(epath.Path(folder), args=args))
+        return jax.block_until_ready(tree)
 
-    def read_part(self, folder: Path, name: str) -> Any:
+    def read_parts(self, folder: Path, names: Sequence[str]) -> Any:
         """Returns {name: what the tree in `folder` has below it}, as NumPy arrays in this host's memory. Needs no device and no
         other host."""
-        part = {name: self._handler.metadata(epath.Path(folder)).tree[name]}
-        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), part)
-        args = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, part), restore_args=as_numpy, partial_restore=True)
+        tree = self._handler.metadata(epath.Path(folder)).tree
+        parts = {name: tree[name] for name in names}
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), parts)
+        args = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, parts), restore_args=as_numpy, partial_restore=True)
         return self._handler.restore(epath.Path(folder), args=args)
 
-    def copy_part(self, source: Path, target: Path, name: str) -> None:
-        """Writes to `target` what the tree in `source` has below `name`."""
-        values = self.read_part(source, name)
+    def copy_parts(self, source: Path, target: Path, names: Sequence[str]) -> None:
+        """Writes to `target` what the tree in `source` has below `names`."""
+        values = self.read_parts(source, names)
         self.write(target, lambda: values, lambda: None)
         self.merge(target)

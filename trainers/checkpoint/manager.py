@@ -159,7 +159,7 @@ class CheckpointManager:
         copied.wait()
 
     def save_model(self, step: int, state: TrainState, meta: dict[str, Any], *, patient: bool = False) -> None:
-        """Starts a save of the parameters alone, to the folder `models`; returns when they were copied. A checkpoint may be saved
+        """Starts a save of the model alone, to the folder `models`; returns when it was copied. A checkpoint may be saved
         at the same time. A failure is noted."""
         patience_s = None if patient else self._storage_patience_s
         if problem := self._claim(patience_s):
@@ -170,7 +170,8 @@ class CheckpointManager:
         values = wait_for_device(self.fingerprint(state)).tolist()
         meta = {**meta, "format": manifest.FORMAT, "step": step, "term": self._term, "shapes": shapes(state)}
         meta["fingerprints"] = dict(zip(leaf_names(state), values, strict=True))
-        self._models.save(step, state.params, meta, patience_s)
+        parts = {part: getattr(state, part) for part in model_only.parts_in(meta["shapes"])}
+        self._models.save(step, parts, meta, patience_s)
 
     def wait_for_save(self) -> None:
         """Returns when no save is in progress."""

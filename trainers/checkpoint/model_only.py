@@ -1,4 +1,4 @@
-"""Checkpoints of the parameters alone, made from the files of a whole checkpoint whose other arrays are no longer needed."""
+"""Checkpoints of the model alone, made from the files of a whole checkpoint whose other arrays are no longer needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from trainers.storage import durable, sealed
 
 PART = "params"
 """The name of the parameters in a TrainState, and in the files."""
+STATE = "model_state"
+"""The same for the model's other state. A model that has none has no such files."""
 
 
 def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callable[[], str]) -> None:
-    """Creates `final` from the parameters in `checkpoint`, atomically. Every byte is checked first, because the whole
-    checkpoint is deleted afterwards. One host calls this; it needs memory for all parameters. Raises what went wrong, or what
+    """Creates `final` from the model in `checkpoint`, atomically. Every byte is checked first, because the whole
+    checkpoint is deleted afterwards. One host calls this; it needs memory for the whole model. Raises what went wrong, or what
     `forbidden` returns."""
     content = manifest.read(checkpoint)
     if problem := next(content.problems(checkpoint, content.files, digest_up_to=None), ""):
@@ -28,8 +30,9 @@ def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callab
     work = final.with_name(layout.name_on_the_way(final.name, "saving", uuid.uuid4().hex[:8]))
     try:
         (work / manifest.STATE_FOLDER).mkdir(parents=True)
-        arrays.copy_part(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, PART)
-        durable.write(work / manifest.META_FILE, sealed.seal(meta_of(manifest.read_meta(checkpoint))))
+        meta = manifest.read_meta(checkpoint)
+        arrays.copy_parts(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, parts_in(meta["shapes"]))
+        durable.write(work / manifest.META_FILE, sealed.seal(meta_of(meta)))
         files = {name: manifest.digest(work / name) for name in manifest.names_below(work)}
         manifest.write(work, manifest.Manifest(content.step, time.time(), files))
         # At the last moment: copying may have taken long, and another driver may have taken over meanwhile.
@@ -42,15 +45,41 @@ def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callab
 
 
 def meta_of(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the meta of a whole checkpoint, with the shapes and fingerprints of the parameters only, by their names in a
-    state."""
-    return {**meta, **{name: _below_part(meta[name]) for name in ("shapes", "fingerprints")}}
+    """Returns the meta of a whole checkpoint, with the shapes and fingerprints of the model only, by their names in a state."""
+
+    def of_model(named: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in named.items() if part_of(name)}
+
+    return {**meta, **{name: of_model(meta[name]) for name in ("shapes", "fingerprints")}}
 
 
-def of_parameters(shapes: Mapping[str, str]) -> dict[str, str]:
-    """Returns the shapes of the parameters from a checkpoint's meta, named as in a tree {PART: parameters}."""
-    return {f"['{PART}']{name.removeprefix(f'.{PART}')}": shape for name, shape in _below_part(shapes).items()}
+def part_of(name: str) -> str:
+    """Returns PART or STATE, of which an array with this name in a state is one; empty for an array that is not of the model."""
+    return next((part for part in (PART, STATE) if name.startswith(f".{part}[")), "")
 
 
-def _below_part(named: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name.startswith(f".{PART}[")}
+def parts_in(shapes: Mapping[str, str]) -> list[str]:
+    """Returns which of PART and STATE a checkpoint has. `shapes` are those of its meta."""
+    return sorted({part_of(name) for name in shapes} - {""})
+
+
+def within_parts(shapes: Mapping[str, str]) -> dict[str, str]:
+    """Returns the shapes of the model from a checkpoint's meta, by their names in `trainers.step.state.arrays_of_model`."""
+    return {name.removeprefix(f".{part}"): shape for name, shape in shapes.items() if (part := part_of(name))}
+
+
+def in_parts(arrays: Any, shapes: Mapping[str, str]) -> dict[str, Any]:
+    """Returns {part: arrays} from the one tree of a model's arrays, as a checkpoint has them."""
+    return {part: _chosen(arrays, f".{part}", shapes) for part in parts_in(shapes)}
+
+
+def _chosen(tree: Any, name: str, names: Mapping[str, str]) -> Any:
+    """Returns what of the tree, which is called `name`, is among the names."""
+    chosen: dict[Any, Any] = {}
+    for key, value in tree.items():
+        below = f"{name}[{key!r}]"
+        if not isinstance(value, Mapping):
+            chosen |= {key: value} if below in names else {}
+        elif within := _chosen(value, below, names):
+            chosen[key] = within
+    return chosen

@@ -1,9 +1,9 @@
-"""Saves the parameters alone, beside the checkpoints of a run, in a thread of its own: a checkpoint may be saved meanwhile."""
+"""Saves the model alone, beside the checkpoints of a run, in a thread of its own: a checkpoint may be saved meanwhile."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from trainers.checkpoint import layout
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
 from trainers.checkpoint.fence import WriterTerm
-from trainers.checkpoint.model_only import PART, meta_of
+from trainers.checkpoint.model_only import meta_of
 from trainers.checkpoint.storage_check import StorageCheck
 from trainers.checkpoint.validate import num_bytes_of
 from trainers.runtime.multihost import one_line
@@ -41,18 +41,19 @@ class ModelSaver:
         self._thread: threading.Thread | None = None
         self._last_exchange: Exchange | None = None
 
-    def save(self, step: int, params: Any, meta: dict[str, Any], patience_s: float | None) -> None:
-        """Starts a save; returns when the arrays were copied, so that they may be donated. `meta` is that of a whole checkpoint.
+    def save(self, step: int, parts: Mapping[str, Any], meta: dict[str, Any], patience_s: float | None) -> None:
+        """Starts a save; returns when the arrays were copied, so that they may be donated. `parts` are those of a state, by their
+        names there (`trainers.checkpoint.model_only.PART`, `STATE`), and `meta` is that of a whole checkpoint.
         Waits for the model before it, if that is still being saved."""
         self.wait()
-        final, obstacle = self._folder / str(step), partial(self._obstacle, num_bytes_of(params))
+        final, obstacle = self._folder / str(step), partial(self._obstacle, num_bytes_of(parts))
         try:
             work = begin(final, lambda: self._storage.ask(obstacle, patience_s), self._term)
         except CommitError as error:
             self._failed(step, str(error))
             return
         # Handed over, not shared: the thread must not keep arrays alive that the next step could reuse.
-        copied, hand_over = threading.Event(), [{PART: params}]
+        copied, hand_over = threading.Event(), [dict(parts)]
 
         def write(folder: Path) -> None:
             try:

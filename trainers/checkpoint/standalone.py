@@ -15,7 +15,7 @@ from trainers.checkpoint.validate import check_files, check_same_model, num_byte
 from trainers.errors import CheckpointError
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem
-from trainers.step.state import TrainState
+from trainers.step.state import TrainState, arrays_of_model
 
 NO_ASSETS: Mapping[str, Any] = MappingProxyType({})
 
@@ -63,16 +63,17 @@ def load_from(path: str, abstract: TrainState) -> tuple[TrainState, dict[str, An
 
 
 def load_model(path: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
-    """Loads (parameters, meta) from what `save_to` wrote, from a run's checkpoint, or from a checkpoint in its folder `models`,
-    which has the parameters alone. `abstract` gives the parameters' shapes and shardings. All hosts must call this.
+    """Loads (the model's arrays, meta) from what `save_to` wrote, from a run's checkpoint, or from a checkpoint in its folder
+    `models`, which has the model alone. `abstract` gives the shapes and shardings of `trainers.step.state.arrays_of_model`, which
+    are just the parameters of most models. All hosts must call this.
 
     Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
     """
     folder = layout.local(path)
     meta = _checked_meta("model files", folder, path)
-    check_same_model({"shapes": model_only.of_parameters(meta["shapes"])}, {model_only.PART: abstract}, path)
-    tree = ArrayFiles().read(folder / manifest.STATE_FOLDER, {model_only.PART: abstract}, partly=True)
-    return tree[model_only.PART], meta
+    check_same_model({"shapes": model_only.within_parts(meta["shapes"])}, abstract, path)
+    parts = ArrayFiles().read(folder / manifest.STATE_FOLDER, model_only.in_parts(abstract, meta["shapes"]))
+    return arrays_of_model(parts[model_only.PART], parts.get(model_only.STATE, {})), meta
 
 
 def _checked_meta(topic: str, folder: Path, path: str) -> dict[str, Any]:

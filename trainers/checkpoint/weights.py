@@ -16,7 +16,7 @@ import numpy as np
 from trainers.checkpoint import hugging_face, layout, manifest
 from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.array_io import ArrayFiles
-from trainers.checkpoint.model_only import PART
+from trainers.checkpoint.model_only import part_of
 from trainers.checkpoint.validate import check_files
 from trainers.config.weights import InitConfig
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
@@ -32,7 +32,7 @@ class Stored:
     """One parameter on disk."""
 
     key: tuple[str, ...]
-    """Its names in the tree of parameters; of a file: the one name."""
+    """Where it is in a state: its part there, then its names; of a file: the one name."""
     shape: tuple[int, ...]
     dtype: str
     fingerprint: tuple[int, ...] | None = None
@@ -145,7 +145,7 @@ def read(weights: Weights, pairs: Mapping[str, str], shardings: Mapping[str, Any
             within = within.setdefault(name, {})
         within[last] = jax.ShapeDtypeStruct(stored.shape, jnp.dtype(stored.dtype), sharding=shardings[here])
     folder = weights.path / manifest.STATE_FOLDER
-    found = ArrayFiles().read(folder, {PART: tree}, partly=True)[PART]
+    found = ArrayFiles().read(folder, tree)
     return {here: _at(found, weights.parameters[there].key) for here, there in pairs.items()}
 
 
@@ -182,12 +182,13 @@ def _look_at_checkpoint(path: Path) -> Weights:
         )
     parameters = {}
     for name, shown in meta["shapes"].items():
-        if not name.startswith(f".{PART}["):
+        if not (part := part_of(name)):
             continue
-        key = tuple(re.findall(r"\['?(.*?)'?\]", name))
+        names = re.findall(r"\['?(.*?)'?\]", name)
         dtype, _, numbers = shown.rstrip("]").partition("[")
         shape = tuple(int(number) for number in numbers.split(",") if number.strip())
-        parameters[".".join(key)] = Stored(key, shape, dtype, tuple(fingerprints_there[name]) if fingerprints_there else None)
+        fingerprint = tuple(fingerprints_there[name]) if fingerprints_there else None
+        parameters[".".join(names)] = Stored((part, *names), shape, dtype, fingerprint)
     step = meta.get("batch_index")
     return Weights(path, parameters, "" if step is None else f"step {step}")
 

@@ -66,13 +66,13 @@ def usage(state: TrainState, batch: Any, program: jax.stages.Compiled | None) ->
     """Returns the memory in use. `state` and `batch` may be shapes with shardings; `program` is the train step, if it could be
     compiled."""
     analysis = program.memory_analysis() if program is not None else None
-    parts = {"params": state.params, "opt_state": state.opt_state, "batch": batch}
+    parts = {"params": state.params, "model_state": state.model_state, "opt_state": state.opt_state, "batch": batch}
     leaves = [(name + jax.tree_util.keystr(path), leaf) for name, part in parts.items() for path, leaf in _leaves(part)]
     divided = (leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if "fsdp" in _axes(leaf))
     # By what one device holds, not by the whole size: a large array may be divided well.
     leaves.sort(key=lambda named: -bytes_on_a_device(named[1]))
     return Usage(
-        parameters=_total(state.params),
+        parameters=_total((state.params, state.model_state)),
         optimizer=_total(state.opt_state),
         batch=_total(batch),
         temporaries=None if analysis is None else int(analysis.temp_size_in_bytes),

@@ -22,8 +22,8 @@ from trainers.parallel import mesh as meshes
 from trainers.runtime.device import wait_for_device
 from trainers.runtime.multihost import in_stages
 
-Objective = Callable[[Any, Any, Any], jax.Array]
-"""(parameters, micro-batch, number of updates) -> loss."""
+Objective = Callable[[Any, Any, Any, Any], jax.Array]
+"""(parameters, micro-batch, its number, what else the loss depends on) -> loss."""
 
 INLINED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """The parameters of an operation that hold a program it calls. Loops with a condition, and branches, count as one operation."""
@@ -139,10 +139,11 @@ class Loop:
     reverse: bool
 
 
-def find(objective: Objective, mesh: Mesh, params: Any, batch: Any, step: Any) -> str:
+def find(objective: Objective, mesh: Mesh, params: Any, batch: Any, others: Any) -> str:
     """Returns where the loss of this batch or its gradient stopped being finite. Raises StageError if that cannot be found.
 
-    Leaves of `batch` are [micro-batches, rows, ...]. All hosts must call this; all get the same answer.
+    Leaves of `batch` are [micro-batches, rows, ...]. `others` is what the objective gets last: a tree of arrays. All hosts must
+    call this; all get the same answer.
     """
     search = _Search(objective, params, batch)
     program = jax.jit(search.codes, out_shardings=meshes.replicated(mesh))
@@ -151,10 +152,10 @@ def find(objective: Objective, mesh: Mesh, params: Any, batch: Any, step: Any) -
 
     # A stage of its own, without a collective: compiling may fail on one host alone.
     def compiled(_: Any) -> Any:
-        return program.lower(params, batch, step, indices[0]).compile()
+        return program.lower(params, batch, others, indices[0]).compile()
 
     def run(executable: Any) -> list[np.ndarray]:
-        return [wait_for_device(executable(params, batch, step, index)) for index in indices]
+        return [wait_for_device(executable(params, batch, others, index)) for index in indices]
 
     return in_stages("first non-finite value", compiled, run, search.answer)
 
@@ -165,12 +166,12 @@ class _Search:
         self.leaves = [*_names(params, "parameter"), *_names(batch, "input")]
         self.level = Level()
 
-    def codes(self, params: Any, batch: Any, step: Any, index: Any) -> jax.Array:
+    def codes(self, params: Any, batch: Any, others: Any, index: Any) -> jax.Array:
         """Returns the codes of each leaf, and of each array on the way to the loss and the gradient of micro-batch `index`.
         Traced."""
         micro_batch = jax.tree.map(lambda leaf: leaf[index], batch)
         # With the batch as an argument of the function: its leaves must be inputs of the program, not constants.
-        gradient = jax.value_and_grad(lambda params, batch: self.objective(params, batch, step).astype(jnp.float32))
+        gradient = jax.value_and_grad(lambda params, batch: self.objective(params, batch, index, others).astype(jnp.float32))
         program = jax.make_jaxpr(gradient)(params, micro_batch)
         leaves = jax.tree.leaves((params, micro_batch))
         self.level = level = Level()
@@ -191,8 +192,8 @@ class _Search:
                 if site := next((site for site, code in culprits if code == worst), None):
                     return f"the first non-finite value is made by {site}, micro-batch {index}"
         return (
-            "computed once more, every value of the loss and of its gradient is finite: it is their sums or the gradients' norm "
-            "that are not, or a callback changed the batch"
+            "computed once more, every value of the loss and of its gradient is finite: it is their sums, the gradients' norm or "
+            "the model's state that are not, or a callback changed the batch"
         )
 
 

@@ -5,9 +5,10 @@ Dimensions: B prompts, P tokens of the longest prompt, T tokens at once, S slots
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
 import jax
@@ -23,6 +24,8 @@ from trainers.runtime.executables import Program, ProgramStore
 from trainers.runtime.multihost import in_stages
 from trainers.step import rng
 from trainers.step.loss import in_mode
+
+NO_STATE: Mapping[str, Any] = MappingProxyType({})
 
 
 class TextTask(Protocol):
@@ -54,25 +57,26 @@ class Previews:
 
     @classmethod
     def of(
-        cls, task: Any, merge: Callable[[Any], Any], config: PreviewConfig, mesh: Mesh, seed: int, programs: ProgramStore
+        cls, task: Any, merge: Callable[[Any, Any], Any], config: PreviewConfig, mesh: Mesh, seed: int, programs: ProgramStore
     ) -> Previews:
-        """Builds the previews of a task. `merge` builds the model from its parameters."""
+        """Builds the previews of a task. `merge` builds the model from its parameters and its other state."""
         shard_cache = partial(_shard_cache, mesh)
 
-        def continued(params: Any, tokens_BP: jax.Array, lengths_B: jax.Array, step: jax.Array) -> jax.Array:
+        def continued(params: Any, model_state: Any, tokens_BP: jax.Array, lengths_B: jax.Array, step: jax.Array) -> jax.Array:
             key, window = rng.key(seed, "preview", step), task.tokens_per_example
             # Sampling depends on (seed, step) alone: a replayed step shows the same texts.
-            model = in_mode(merge(params), training=False)
+            model = in_mode(merge(params, model_state), training=False)
             return decode(model, tokens_BP, lengths_B, key, config=config, window=window, place=shard_cache)
 
         jitted = jax.jit(continued, out_shardings=meshes.replicated(mesh))
         return cls(config, cast(TextTask, task), mesh, seed, Program("preview", jitted, programs, programs.note))
 
-    def __call__(self, params: Any, step: int) -> list[dict[str, str]]:
-        """Returns `prompt` and `text`, what follows it, of each preview. All hosts must call this. Raises StageError."""
+    def __call__(self, params: Any, step: int, model_state: Any = NO_STATE) -> list[dict[str, str]]:
+        """Returns `prompt` and `text`, what follows it, of each preview. `model_state` is what the model has beside its
+        parameters. All hosts must call this. Raises StageError."""
 
         def prepared(_: Any) -> tuple[Any, ...]:
-            args = (params, *self._prompts(), meshes.put_everywhere(self.mesh, np.array(step, np.int32)))
+            args = (params, dict(model_state), *self._prompts(), meshes.put_everywhere(self.mesh, np.array(step, np.int32)))
             if self.program.compiled is None:
                 self.program.prepare(*args)
             return args

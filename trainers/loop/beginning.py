@@ -3,7 +3,7 @@ to the beginning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -77,12 +77,13 @@ class Given:
         return self._given
 
 
-def given_parameters(params: Any, abstract: Any) -> Any:
-    """Returns the parameters on the devices, with the shapes, types and shardings of `abstract`. `params` are arrays, NumPy's
-    too, in the model's own tree or in nested dicts of the same names. Raises UsageError that names every wrong one."""
+def given_arrays(params: Any, abstract: Any, optional: Collection[str] = ()) -> dict[str, jax.Array]:
+    """Returns the model's arrays on the devices, by name, with the shapes, types and shardings of `abstract`. `params` are
+    arrays, NumPy's too, in the model's own tree or in nested dicts of the same names. Those in `optional` may be missing. Raises
+    UsageError that names every wrong one."""
     named = dict(_named(params))
     wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
-    problems = [f"{name} is missing" for name in wanted if name not in named]
+    problems = [f"{name} is missing" for name in wanted if name not in named and name not in optional]
     problems += [f"{name} is not in the model" for name in named if name not in wanted]
     problems += [
         f"{name} is {list(np.shape(named[name]))}, expected {list(leaf.shape)}"
@@ -91,7 +92,7 @@ def given_parameters(params: Any, abstract: Any) -> Any:
     ]
     if problems:
         raise UsageError(f"the given parameters are not those of the model: {'; '.join(problems)}")
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _put(named[parameter_path(path)], leaf), abstract)
+    return {name: _put(named[name], leaf) for name, leaf in wanted.items() if name in named}
 
 
 def _named(tree: Any, prefix: str = "") -> Any:

@@ -40,7 +40,7 @@ class Previewer:
         # A phase of its own: the watchdog must not take a long generation for a step that hangs.
         host.phase("preview")
         try:
-            return self.previews(self.parameters_of(state), self.info.global_step)
+            return self.previews(self.parameters_of(state), self.info.global_step, state.model_state)
         except StageError as error:  # raised on all hosts alike
             if jax.process_index() == 0:
                 host.note(f"no previews at step {self.info.global_step}: {error}")

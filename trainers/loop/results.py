@@ -10,13 +10,13 @@ from trainers.step.state import TrainState, num_parameters, wide
 
 
 def describe(state: TrainState, fingerprints: Any) -> dict[str, Any]:
-    """Returns counts, and two digests by which runs are compared: equal digests mean equal parameters, bit for bit, and the
-    same samples, each in the same row of the same batch. `fingerprints` are those of all leaves of `state`. Waits for the
-    device."""
+    """Returns counts, and two digests by which runs are compared: equal digests mean an equal model (its parameters and its
+    other state), bit for bit, and the same samples, each in the same row of the same batch. `fingerprints` are those of all
+    leaves of `state`. Waits for the device."""
     # Both are in the order of the leaves.
     rows = zip(leaf_names(state), wait_for_device(fingerprints), strict=True)
     # Leaf names are paths in TrainState: the digest leaves out the optimizer's moments.
-    params = {name: row for name, row in rows if name.startswith(".params")}
+    model = {name: row for name, row in rows if name.startswith((".params", ".model_state"))}
     totals = {name: wide(wait_for_device(words)) for name, words in state.totals.items()}
     return {
         "steps": int(state.step),
@@ -24,6 +24,6 @@ def describe(state: TrainState, fingerprints: Any) -> dict[str, Any]:
         "tokens": totals["tokens"],
         "samples": totals["samples"],
         "num_parameters": num_parameters(state.params),
-        "params_digest": digest(list(params), list(params.values())),
+        "params_digest": digest(list(model), list(model.values())),
         "samples_digest": f"{totals['samples_digest']:016x}",
     }

@@ -40,9 +40,9 @@ from trainers.evaluation import outputs
 from trainers.evaluation.validation import DEFAULT_UNIT, lacks_data
 from trainers.metrics.publisher import with_perplexity
 from trainers.optim.param_groups import parameter_paths
-from trainers.protocol import TrainerConfigureModelOutput, TrainerProtocol
+from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.loss import LossFunction
-from trainers.step.state import TrainState, num_parameters, state_shardings
+from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
 from trainers.tasks.causal_lm import CausalLMTask
 
 Facts = dict[str, Any]
@@ -194,7 +194,8 @@ def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:
     # A run that has a checkpoint goes on from that: what it began with may be gone by now.
     if config is None or os.path.isdir(f"{trainer._run_folder}/checkpoints"):
         return None
-    shapes = dict(zip(parameter_paths(state.params), (leaf.shape for leaf in jax.tree.leaves(state.params)), strict=True))
+    arrays = arrays_of_model(state.params, state.model_state)
+    shapes = dict(zip(parameter_paths(arrays), (leaf.shape for leaf in jax.tree.leaves(arrays)), strict=True))
     try:
         found = weights.look(weights.find(config.path))
     except CheckpointMissingError as error:
@@ -270,7 +271,8 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         facts["padded_rows_per_step"] = padded
     # A replaced one may have another state, for whose parameters there are no axes here.
     if not overrides(trainer, "configure_model"):
-        facts["state_bytes_per_device"] = state_bytes_per_device(state, trainer._axes, arguments.check_devices(num_devices))
+        axes, sizes = (trainer._axes, trainer._state_axes), arguments.check_devices(num_devices)
+        facts["state_bytes_per_device"] = state_bytes_per_device(state, axes, sizes)
     return facts
 
 
@@ -281,14 +283,19 @@ def check_loss(loss: LossFunction, state: TrainState, shapes: Mapping[str, jax.S
         for name, leaf in shapes.items()
         # As the device will have it: without x64, int64 becomes int32.
     }
-    jax.eval_shape(loss, state.params, batch, state.step)
+
+    def traced(state: TrainState, batch: Any) -> Loss:
+        return loss(state.params, batch, state.step, rest=loss.rest(state.model_state, batch))
+
+    jax.eval_shape(traced, state, batch)
 
 
-def state_bytes_per_device(state: TrainState, axes: Any, mesh_sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of parameters, optimizer state and counters on one device; activations and gradients come on top."""
+def state_bytes_per_device(state: TrainState, axes: tuple[Any, Any], mesh_sizes: Mapping[str, int]) -> int:
+    """Returns the bytes of the state on one device; activations and gradients come on top. `axes` are those of the parameters
+    and of the model's other state."""
     # Without devices: the machine that plans may have none of those that the run will use.
     mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), tuple(mesh_sizes), axis_types=(AxisType.Auto,) * len(mesh_sizes))
-    shardings = jax.tree.leaves(state_shardings(mesh, state, axes))
+    shardings = jax.tree.leaves(state_shardings(mesh, state, *axes))
     leaves = zip(jax.tree.leaves(state), shardings, strict=True)
     return sum(num_bytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in leaves)
 

@@ -12,8 +12,11 @@ import jax.numpy as jnp
 
 from trainers.data.reading import SKIPPED
 from trainers.errors import UsageError
+from trainers.models.batch_norm import tell_rows
 from trainers.protocol import METRIC, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
 from trainers.step.per_source import with_sources
+from trainers.step.rest_of_model import Rest, state_after
+from trainers.step.state import ModelParts
 
 EXPECTED = (
     "expected the loss of each example, as an array [batch] or a trainers.protocol.PerExample; sums over the batch, as a "
@@ -24,6 +27,9 @@ EXPECTED = (
 Scales = Sequence[jax.Array]
 """One factor for each term of a loss, in their order: the number of targets of the first term divided by that of this term,
 both over the whole global batch."""
+
+NO_REST = Rest()
+"""Of a model that has parameters alone."""
 
 
 def weighted(value: Any, weight: jax.Array) -> Any:
@@ -118,8 +124,7 @@ class LossFunction:
     """The loss of a task's model as a function of its parameters. Pure and traced."""
 
     task: Task
-    merge: Callable[[Any], Any]
-    """Builds the model from its parameters."""
+    parts: ModelParts
     preforward: Callable[[Batch], Batch] = lambda batch: batch
     postforward: Callable[[Loss, Batch], Loss] = lambda loss, batch: loss
     sources: tuple[str, ...] = ()
@@ -127,26 +132,38 @@ class LossFunction:
     training: bool = True
     """Whether it is the loss of the training, or that of an evaluation."""
 
-    def __call__(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None) -> Loss:
-        """Returns the loss of a batch. `step` is the number of updates; a task with a method `set_step_nr` gets it."""
-        return self.with_terms(params, batch, step, scales)[0]
+    def __call__(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None, rest: Rest = NO_REST) -> Loss:
+        """Returns the loss of a batch. `step` is the number of updates; a task with a method `set_step_nr` gets it. `rest` is
+        what the method `rest` returns."""
+        return self.with_terms(params, batch, step, scales, rest)[0]
 
-    def term_targets(self, params: Any, batch: Batch, step: Any) -> tuple[jax.Array, ...]:
+    def rest(self, model_state: Any, batch: Batch, batch_index: Any = 0, micro_batch: Any = 0) -> Rest:
+        """Returns what the model needs beside its parameters for micro-batch number `micro_batch` of the global batch
+        `batch_index`. In an evaluation random streams depend on the examples alone: the same state gives the same numbers."""
+        if self.training:
+            return Rest(model_state, self.parts.streams("training", batch_index, micro_batch))
+        first_example = batch["sample_id"][0] if self.parts.stream_template else 0
+        return Rest(model_state, self.parts.streams("evaluation", first_example, 0))
+
+    def term_targets(self, params: Any, batch: Batch, step: Any, rest: Rest = NO_REST) -> tuple[jax.Array, ...]:
         """Returns the number of targets of each term in this batch; empty if the loss is no dict. A tuple in the order of the
         terms, because JAX sorts the keys of a dict. The compiler drops all parts of the model that these numbers do not depend
         on."""
-        return tuple(targets_of(self._call_task(params, batch, step)[0]).values())
+        return tuple(targets_of(self._call_task(params, batch, step, rest)[0]).values())
 
-    def with_terms(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None) -> tuple[Loss, dict[str, jax.Array]]:
+    def with_terms(
+        self, params: Any, batch: Batch, step: Any, scales: Scales | None = None, rest: Rest = NO_REST
+    ) -> tuple[Loss, dict[str, jax.Array]]:
         """Returns the loss, and `term_targets` by name, with one call of the task."""
-        raw, inputs = self._call_task(params, batch, step)
+        raw, inputs, model = self._call_task(params, batch, step, rest)
         loss = with_sources(as_loss(raw, scales), inputs, self.sources)
         # Metrics of the rows are taken from the original batch: `preforward` may have dropped or changed their leaves.
-        return self.postforward(with_row_metrics(loss, batch), inputs), targets_of(raw)
+        loss = self.postforward(with_row_metrics(loss, batch), inputs)
+        return self._with_state(loss, model, rest.state, inputs["weight"]), targets_of(raw)
 
-    def predictions(self, params: Any, batch: Batch, step: Any) -> Any:
+    def predictions(self, params: Any, batch: Batch, step: Any, rest: Rest = NO_REST) -> Any:
         """Returns the task's predictions: leaves [rows, ...]. Raises UsageError for a leaf that has not as many rows."""
-        model, inputs = self._inputs(params, batch, step)
+        model, inputs = self._inputs(params, batch, step, rest)
         outputs, num_rows = self.task.predictions(model, inputs), len(batch["weight"])  # type: ignore[attr-defined]
         for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
             if jnp.shape(leaf)[:1] != (num_rows,):
@@ -156,19 +173,33 @@ class LossFunction:
                 )
         return outputs
 
-    def _call_task(self, params: Any, batch: Batch, step: Any) -> tuple[Any, Batch]:
-        """Returns what the task's loss returned, and the batch that was passed to it."""
-        model, inputs = self._inputs(params, batch, step)
+    def _with_state(self, loss: Loss, model: Any, before: Any, weight: jax.Array) -> Loss:
+        """Returns the loss with the state that the model has after its call. A batch without rows that count changes no state,
+        and an evaluation keeps none."""
+        if not self.training:
+            return loss
+        after = state_after(model, before)
+        if not after:
+            return loss
+        counts = jnp.any(weight > 0)
+        return loss._replace(model_state=jax.tree.map(lambda new, old: jnp.where(counts, new, old), after, before))
+
+    def _call_task(self, params: Any, batch: Batch, step: Any, rest: Rest) -> tuple[Any, Batch, Any]:
+        """Returns what the task's loss returned, the batch that was passed to it, and the model."""
+        model, inputs = self._inputs(params, batch, step, rest)
         # Static, and not traced: a task may choose with a plain `if`.
         flag = {"training": self.training} if takes_training(self.task) else {}
-        return weighted(self.task.loss(model, inputs, **flag), inputs["weight"]), inputs
+        return weighted(self.task.loss(model, inputs, **flag), inputs["weight"]), inputs, model
 
-    def _inputs(self, params: Any, batch: Batch, step: Any) -> tuple[Any, Batch]:
+    def _inputs(self, params: Any, batch: Batch, step: Any, rest: Rest) -> tuple[Any, Batch]:
         """Returns the model and the batch that are passed to the task."""
         if (set_step_nr := getattr(self.task, "set_step_nr", None)) is not None:
             set_step_nr(step)
         inputs = self.preforward(batch)
-        return in_mode(self.merge(params), training=self.training), inputs
+        model = in_mode(self.parts.merge(params, rest.state, rest.streams), training=self.training)
+        if self.training:  # an evaluation takes no statistics
+            tell_rows(model, inputs["weight"])
+        return model, inputs
 
 
 def in_mode(model: Any, *, training: bool) -> Any:

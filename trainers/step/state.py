@@ -14,11 +14,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
-from trainers.optim.param_groups import parameter_path
+from trainers.models import batch_norm
+from trainers.optim.param_groups import parameter_path, parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
-from trainers.step import rng
+from trainers.step import rest_of_model, rng
+from trainers.step.rest_of_model import STREAMS
 
 
 @jax.tree_util.register_dataclass
@@ -42,35 +45,86 @@ class TrainState:
     """Statistics of the losses of applied updates: `count` (int32), running `mean` and `variance` (float32)."""
     scaler: dict[str, jax.Array] = field(default_factory=dict)
     """The loss scaler for float16 (`trainers.step.loss_scale`); empty for other types."""
+    model_state: dict[str, Any] = field(default_factory=dict)
+    """What the model has beside its parameters, such as batch statistics, in nested dicts; empty if it has nothing."""
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A task's model, taken apart: `graph` and `rest` are static, `params` travel through the step as a plain dict."""
+    """A task's model, taken apart: the graph and the templates are static, parameters and state travel through the step as plain
+    dicts."""
 
     graph: Any
     template: Any
+    """The shapes of the parameters."""
+    state_template: Any = field(default_factory=dict)
+    """The shapes of the other state."""
+    stream_template: Any = field(default_factory=dict)
+    """The shapes of the random streams."""
+    seed: int = 0
 
-    def merge(self, params: Any) -> Any:
-        state = jax.tree.map(lambda leaf: leaf, self.template)  # a copy: replacing writes into it
-        nnx.replace_by_pure_dict(state, params)
-        return nnx.merge(self.graph, state)
+    @property
+    def state_shapes(self) -> Any:
+        return nnx.to_pure_dict(self.state_template)
+
+    @property
+    def state_axes(self) -> Any:
+        return logical_axes(self.state_template)
+
+    def merge(self, params: Any, model_state: Any = None, streams: Any = None) -> Any:
+        """Returns the model with these parameters, this other state (`TrainState.model_state`) and these random streams (default:
+        always the same ones)."""
+        if model_state is None and (names := parameter_paths(self.state_shapes)):
+            raise UsageError(
+                f"the model has state beside its parameters ({', '.join(names[:5])}): give it too, as in "
+                "merge(state.params, state.model_state)"
+            )
+        parts = [_with_values(self.template, params)]
+        if self.state_template:
+            parts.append(_with_values(self.state_template, model_state))
+        if self.stream_template:
+            # A copy: the variables belong to the trace that they are made in, and drawing from a stream changes them.
+            parts.append(_copy(self.streams("merge", 0, 0) if streams is None else streams))
+        return nnx.merge(self.graph, *parts)
+
+    def streams(self, purpose: str, step: int | jax.Array, micro_batch: int | jax.Array) -> Any:
+        """Returns the random streams of a micro-batch (`trainers.step.rest_of_model.streams`); None if there are none."""
+        if not self.stream_template:
+            return None
+        return rest_of_model.streams(self.stream_template, self.seed, purpose, step, micro_batch)
+
+
+def _with_values(template: Any, values: Any) -> Any:
+    state = _copy(template)  # replacing writes into it
+    nnx.replace_by_pure_dict(state, values)
+    return state
+
+
+def _copy(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf, state)
 
 
 def abstract_model(task: Task, seed: int) -> tuple[ModelParts, Any, Any]:
-    """Returns (parts, parameter shapes, logical axes), without touching a device."""
+    """Returns (parts, parameter shapes, logical axes of the parameters), without touching a device."""
     # Shapes alone: a standby does this too, and touches no device.
-    model = nnx.eval_shape(lambda: task.build_model(nnx.Rngs(rng.key(seed, "init", 0))))
-    graph, template = nnx.split(model, nnx.Param)
-    return ModelParts(graph, template), nnx.to_pure_dict(template), logical_axes(template)
+    model = batch_norm.with_masks(nnx.eval_shape(lambda: _first_model(task, seed)))
+    rest_of_model.check_attributes(model)
+    graph, (template, streams, state) = nnx.graphdef(model), nnx.state(model, nnx.Param, STREAMS, ...)
+    return ModelParts(graph, template, state, streams, seed), nnx.to_pure_dict(template), logical_axes(template)
+
+
+def _first_model(task: Task, seed: int) -> Any:
+    return task.build_model(nnx.Rngs(rng.key(seed, "init", 0)))
 
 
 def logical_axes(template: Any) -> Any:
-    """Returns the logical axis names of each parameter, from its NNX metadata `logical_axes`; a parameter without them is
+    """Returns the logical axis names of each variable, from its NNX metadata `logical_axes`; a variable without them is
     replicated."""
 
-    def names(variable: nnx.Variable) -> tuple[str | None, ...]:
-        return tuple(variable.get_metadata().get("logical_axes", (None,) * variable.ndim))
+    def names(variable: Any) -> tuple[str | None, ...]:
+        # A module may also hold plain arrays.
+        metadata = variable.get_metadata() if _is_variable(variable) else {}
+        return tuple(metadata.get("logical_axes", (None,) * variable.ndim))
 
     # A variable is a leaf here: the arrays inside it no longer have its metadata.
     return jax.tree.map(names, nnx.to_pure_dict(template, extract_fn=lambda variable: variable), is_leaf=_is_variable)
@@ -86,12 +140,26 @@ def num_parameters(shapes: Any) -> int:
 
 def initial_parameters(task: Task, seed: int) -> Any:
     """The parameters at step 0; traced (for their shapes, or to be made where they belong). A function of (task, seed) alone."""
-    model = task.build_model(nnx.Rngs(rng.key(seed, "init", 0)))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return initial_model(task, seed)[0]
+
+
+def initial_model(task: Task, seed: int) -> tuple[Any, Any]:
+    """Returns the parameters and the other state at step 0. Traced."""
+    params, _, state = nnx.state(_first_model(task, seed), nnx.Param, STREAMS, ...)
+    return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+
+
+def arrays_of_model(params: Any, model_state: Any) -> Any:
+    """Returns parameters and other state as one tree. No two have the same name: each is an attribute of a module."""
+    if not isinstance(params, Mapping):
+        return params
+    both = {name: arrays_of_model(params[name], model_state[name]) for name in params.keys() & model_state.keys()}
+    return {**params, **model_state, **both}
 
 
 def with_loaded(params: Any, loaded: Mapping[str, jax.Array]) -> Any:
-    """Returns the parameters with those of `loaded` in their places, by name, cast to their types. Traced."""
+    """Returns the parameters, or the other state, with those of `loaded` in their places, by name and cast to their types.
+    Traced."""
 
     def choose(path: Any, leaf: jax.Array) -> jax.Array:
         name = parameter_path(path)
@@ -101,9 +169,10 @@ def with_loaded(params: Any, loaded: Mapping[str, jax.Array]) -> Any:
 
 
 def state_from_parameters(
-    params: Any, optimizer: optax.GradientTransformation, layout: Layout, scaler: dict[str, jax.Array]
+    params: Any, optimizer: optax.GradientTransformation, layout: Layout, scaler: dict[str, jax.Array], model_state: Any
 ) -> TrainState:
-    """Returns the state at step 0 with these parameters. `layout` is that of the step's metrics."""
+    """Returns the state at step 0 with these parameters and this other state of the model. `layout` is that of the step's
+    metrics."""
     totals = {name: jnp.zeros(2, jnp.uint32) for name in ("tokens", "samples", "samples_digest")}
     zero = jnp.zeros((), jnp.int32)
     stats = {"count": zero, "mean": jnp.zeros((), jnp.float32), "variance": jnp.zeros((), jnp.float32)}
@@ -116,13 +185,18 @@ def state_from_parameters(
         sums={name: jnp.zeros(2, jnp.float32) for name in (*total_names(layout), *itertools.chain(*mean_names(layout).values()))},
         loss_stats=stats,
         scaler=scaler,
+        model_state=model_state,
     )
 
 
-def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> Any:
-    """Returns the sharding of each leaf of the state: parameters by the logical axis rules, moments like their parameters, the
-    rest replicated."""
-    params = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), abstract.params, axes)
+def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) -> Any:
+    """Returns the sharding of each leaf of the state: parameters and the model's other state by the logical axis rules, moments
+    like their parameters, the rest replicated."""
+
+    def by_axes(tree: Any, axes: Any) -> Any:
+        return jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), tree, axes)
+
+    params = by_axes(abstract.params, axes)
     replicated: Any = meshes.replicated(mesh)  # typed as what it stands for: a leaf
     return TrainState(
         step=replicated,
@@ -133,6 +207,7 @@ def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any) -> Any:
         sums=jax.tree.map(lambda _: replicated, abstract.sums),
         loss_stats=jax.tree.map(lambda _: replicated, abstract.loss_stats),
         scaler=jax.tree.map(lambda _: replicated, abstract.scaler),
+        model_state=by_axes(abstract.model_state, state_axes),
     )
 
 

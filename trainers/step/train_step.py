@@ -12,18 +12,21 @@ import optax
 
 from trainers.config import ParameterGroup
 from trainers.config.arguments import TrainingArguments
+from trainers.errors import UsageError
 from trainers.metrics import histograms
 from trainers.metrics.accumulator import Kind, Layout, MetricSums, count
 from trainers.metrics.histograms import parameter_names, parameter_norms
 from trainers.optim.optimizers import group_rates, parameters_to_evaluate
 from trainers.optim.param_groups import apply_updates, completed, rate_names, trainable, with_zeros
 from trainers.protocol import Batch, Loss
+from trainers.step import rest_of_model
 from trainers.step.clip import clip
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats
 from trainers.step.loss import LossFunction, scales_of
 from trainers.step.loss_scale import overflow, update_scaler
+from trainers.step.rest_of_model import Rest, stays_finite
 from trainers.step.sample_digest import count_samples
-from trainers.step.state import TrainState, add_sums
+from trainers.step.state import ModelParts, TrainState, add_sums
 
 STEP_METRICS = {
     "grad_norm": Kind.MEAN,
@@ -82,6 +85,8 @@ class Sums(NamedTuple):
     """uint32"""
     metric_sums: MetricSums
     gradients: Any
+    model_state: Any
+    """No sum, but the state after the last micro-batch."""
 
 
 def make_train_step(
@@ -107,6 +112,9 @@ def make_train_step(
     order is therefore, bit for bit, the same as finding it bad. Such a batch is counted in the metric sums, and adds nothing
     else to them. Only an overflow of float16 also changes the scale of the loss.
 
+    The model's other state, such as batch statistics, goes from micro-batch to micro-batch: each one updates it once, from its
+    rows of all hosts. An update that makes a value of it infinite or NaN counts as not finite.
+
     Frozen parameters (`param_groups`) have no gradients; `optimizer` must come from `trainers.optim.param_groups.freezing`.
     """
 
@@ -124,6 +132,8 @@ def make_train_step(
         clipped = clip(gradients, norm, arguments.optimizer.max_grad_norm)
         updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
         finite, overflowed = jnp.isfinite(mean_loss), overflow(state.scaler, norm, arguments.loss_scale)
+        if sums.model_state:  # it may not be finite though the loss is: an infinite variance makes zeros
+            finite &= stays_finite(sums.model_state, state.model_state)
         if overflowed is None:
             finite &= jnp.isfinite(norm)  # with a scaled loss, a norm that is not finite is an overflow, and no anomaly
         reduced = reduce_flags(flags, mean_loss, finite, state.loss_stats, arguments.anomalies, overflowed)
@@ -138,7 +148,14 @@ def make_train_step(
         step_metrics, new_sums = measure_step(layout, state, sums, batch, totals, scalars, applied)
         params = apply_updates(state.params, updates)
         new_state = dataclasses.replace(
-            state, step=state.step + 1, params=params, opt_state=opt_state, totals=totals, sums=new_sums, loss_stats=loss_stats
+            state,
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            totals=totals,
+            sums=new_sums,
+            loss_stats=loss_stats,
+            model_state=sums.model_state,
         )
         # The batch counts as drawn, and the scaler changes, with any status: otherwise the next step would draw it again.
         kept = dataclasses.replace(keep_unless(applied, new_state, state), batch_index=state.batch_index + 1, scaler=scaler)
@@ -190,7 +207,8 @@ def make_eval_step(loss_function: LossFunction, layout: Layout, *, predicts: boo
         params = parameters_to_evaluate(state.opt_state, state.params)
         # [accumulation_steps, rows, ...] -> [rows, ...]: without gradients there is nothing to accumulate.
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
-        loss = loss_function(params, rows, state.step)
+        rest = loss_function.rest(state.model_state, rows)
+        loss = loss_function(params, rows, state.step, rest=rest)
         num_tokens = loss.num_targets if loss.num_tokens is None else loss.num_tokens
         counts = {"counted/tokens": (num_tokens, 1.0), "counted/samples": (jnp.sum(rows["weight"] > 0), 1.0)}
         pairs = layout.pairs({"loss": (loss.loss_sum, loss.num_targets), **loss.parts, **counts})
@@ -198,7 +216,7 @@ def make_eval_step(loss_function: LossFunction, layout: Layout, *, predicts: boo
         if not predicts:
             return metric_sums
         # In the same program as the loss: the compiler computes the model once for both.
-        return metric_sums, (loss_function.predictions(params, rows, state.step), rows)
+        return metric_sums, (loss_function.predictions(params, rows, state.step, rest), rows)
 
     return eval_step
 
@@ -216,32 +234,43 @@ def accumulate(
     gradient."""
     first = jax.tree.map(lambda leaf: leaf[0], batch)
     scales = None
+
+    def rest_of(model_state: Any, micro_batch: Batch, number: Any) -> Rest:
+        return loss_function.rest(model_state, micro_batch, state.batch_index, number)
+
+    def targets(model_state: Any, micro_batch: Batch, number: Any) -> tuple[Any, Any]:
+        rest = rest_of(model_state, micro_batch, number)
+        return loss_function.term_targets(state.params, micro_batch, state.step, rest), model_state
+
     # By shapes alone: asking whether the loss has terms computes nothing.
-    if jax.eval_shape(loss_function.term_targets, state.params, first, state.step):
+    if jax.eval_shape(targets, state.model_state, first, 0)[0]:
         # A pass before the gradients: each term's mean is over the whole global batch, of which a micro-batch is a part.
-        counts = _scan_sums(lambda micro_batch: loss_function.term_targets(state.params, micro_batch, state.step), _add, batch)
-        scales = scales_of(counts)
+        scales = scales_of(_scan_sums(targets, _add, batch, state.model_state, loss_function.parts)[0])
 
     trained, loss_scale = trainable(param_groups, state.params), state.scaler.get("scale", 1.0)
 
-    def objective(trained: Any, micro_batch: Batch) -> tuple[jax.Array, Loss]:
-        loss = loss_function(completed(trained, state.params), micro_batch, state.step, scales)
-        # float32 before the scale: a scaled sum of many losses would overflow float16.
-        return loss.loss_sum.astype(jnp.float32) * loss_scale, loss
+    def micro(model_state: Any, micro_batch: Batch, number: Any) -> tuple[Sums, Any]:
+        rest = rest_of(model_state, micro_batch, number)
 
-    def micro(micro_batch: Batch) -> Sums:
+        def objective(trained: Any, micro_batch: Batch) -> tuple[jax.Array, Loss]:
+            loss = loss_function(completed(trained, state.params), micro_batch, state.step, scales, rest)
+            # float32 before the scale: a scaled sum of many losses would overflow float16.
+            return loss.loss_sum.astype(jnp.float32) * loss_scale, loss
+
         # By the trained parameters alone: for frozen ones no gradient is computed.
         if forward_backward is None:
             (_, loss), gradients = jax.value_and_grad(objective, has_aux=True)(trained, micro_batch)
         else:
             (_, loss), gradients = forward_backward(objective, trained, micro_batch)
+        # Before the user's hook, which may return a loss of its own.
+        model_state = _same_names(loss.model_state, model_state)
         # Before the user's hook and before the sum: both work with gradients of the true size.
         gradients = jax.tree.map(lambda g: g / loss_scale, gradients) if state.scaler else gradients
         if on_micro_step is not None:
             loss, gradients = on_micro_step(loss, gradients, micro_batch)
         num_targets = jnp.asarray(loss.num_targets)
         tokens = num_targets if loss.num_tokens is None else jnp.asarray(loss.num_tokens)
-        return Sums(
+        sums = Sums(
             # float32 in any case: the carry of the scan must keep its types.
             loss.loss_sum.astype(jnp.float32),
             num_targets.astype(jnp.float32),
@@ -249,15 +278,28 @@ def accumulate(
             tokens.astype(jnp.uint32),
             loss_pairs(layout, loss),
             gradients,
+            {},
         )
+        return sums, model_state
 
     def add(total: Sums, addend: Sums) -> Sums:
         # Metrics are not all sums: some are maxima, or the newest value.
         metric_sums = layout.combine(total.metric_sums, addend.metric_sums, steps=False)
         return _add(total, addend)._replace(metric_sums=metric_sums)
 
-    sums = _scan_sums(micro, add, batch)
+    sums, model_state = _scan_sums(micro, add, batch, state.model_state, loss_function.parts)
+    sums = sums._replace(model_state=model_state)
     return sums._replace(metric_sums=_with_loss_weight(layout, sums)) if scales else sums
+
+
+def _same_names(after: Any, before: Any) -> Any:
+    """Returns `after`. Raises UsageError if a user's `forward_backward` has lost the model's state."""
+    if rest_of_model.described(after) != rest_of_model.described(before):
+        raise UsageError(
+            "forward_backward returned a Loss without the model's state: expected the one that the objective returned, or its "
+            "_replace(...)"
+        )
+    return after
 
 
 def _with_loss_weight(layout: Layout, sums: Sums) -> MetricSums:
@@ -268,19 +310,28 @@ def _with_loss_weight(layout: Layout, sums: Sums) -> MetricSums:
     return sums.metric_sums.at[row, 1].set(weight)
 
 
-def _scan_sums(function: Callable, add: Callable, batch: Batch) -> Any:
-    """Returns the sum (by `add`) of `function` over the micro-batches, in order. Floating-point sums are float32 at least."""
-    first = jax.tree.map(lambda leaf: leaf[0], batch)
-    if jax.tree.leaves(batch)[0].shape[0] == 1:
-        return function(first)  # a scan of one would only cost time to compile
+def _scan_sums(function: Callable, add: Callable, batch: Batch, carried: Any, parts: ModelParts) -> tuple[Any, Any]:
+    """Returns the sum (by `add`) of what `function` (carried, micro-batch, its number) returns first over the micro-batches, in
+    order, and what it returns second for the last: each micro-batch gets that of the one before. Floating-point sums are float32
+    at least."""
+    num_micro_batches, first = jax.tree.leaves(batch)[0].shape[0], jax.tree.map(lambda leaf: leaf[0], batch)
+    if num_micro_batches == 1:
+        return function(carried, first, 0)  # a scan of one would only cost time to compile
 
     def wide(leaf: Any) -> Any:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32) if floating else leaf.dtype)
 
-    zeros = jax.tree.map(wide, jax.eval_shape(function, first))
+    def body(total: tuple[Any, Any], numbered: tuple[Batch, Any]) -> tuple[tuple[Any, Any], None]:
+        sums, carried = total
+        addend, carried = function(carried, *numbered)
+        return (add(sums, addend), carried), None
+
+    zeros = jax.tree.map(wide, jax.eval_shape(function, carried, first, 0)[0])
+    # Only for random streams: other models need no number in the program.
+    numbers = jnp.arange(num_micro_batches) if parts.stream_template else None
     # A scan and no Python loop: the program does not grow with the number of micro-batches.
-    total, _ = jax.lax.scan(lambda sums, micro_batch: (add(sums, function(micro_batch)), None), zeros, batch)
+    total, _ = jax.lax.scan(body, (zeros, carried), (batch, numbers))
     return total
 
 

@@ -1,5 +1,6 @@
 """Saving and restoring on one host, real files: which checkpoint is taken, which are kept, what a failed save leaves behind."""
 
+import dataclasses
 import os
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 
 from tests.programs import checkpointing
 from trainers.checkpoint import layout, manifest
+from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import Commit
 from trainers.checkpoint.standalone import load_from, save_to
 from trainers.errors import CheckpointError
@@ -53,6 +55,22 @@ def test_plain_orbax_reads_what_was_saved(folder):
     state = checkpointing.manager(folder).save_now(4)
     loaded = ocp.load(folder / "4", checkpointing.abstract(state), checkpointable_name="state")
     assert checkpointing.same(loaded, state)
+
+
+def test_a_checkpoint_from_before_the_state_had_other_state_of_the_model_is_restored(folder):
+    manager, state = checkpointing.manager(folder), checkpointing.state(1)
+    names = [field.name for field in dataclasses.fields(state) if field.name != "model_state"]
+    before = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Before", names), names, [])
+    manager.save(1, before(*(getattr(state, name) for name in names)), {})
+    manager.wait()
+    assert checkpointing.same(restore(folder)[1].state, state)
+
+
+def test_arrays_that_are_lacking_in_the_files_are_named(folder):
+    state = checkpointing.manager(folder).save_now(1)
+    wanted = checkpointing.abstract(dataclasses.replace(state, totals={**state.totals, "others": state.totals["tokens"]}))
+    with pytest.raises(CheckpointError, match=r"state has no \.totals\['others'\]"):
+        ArrayFiles().read(folder / "1" / "state", wanted)
 
 
 def test_with_no_checkpoint_there_is_nothing_to_restore(folder):

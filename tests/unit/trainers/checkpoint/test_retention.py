@@ -165,7 +165,7 @@ def test_a_model_that_is_damaged_or_another_is_refused(folder):
         load_model(path, shapes_of_parameters())
 
 
-@pytest.mark.parametrize("where", ["array_io.ArrayFiles.copy_part", "manifest.write", "layout.put_in_place"])
+@pytest.mark.parametrize("where", ["array_io.ArrayFiles.copy_parts", "manifest.write", "layout.put_in_place"])
 def test_where_a_model_cannot_be_kept_the_whole_checkpoint_stays(folder, monkeypatch, where):
     manager = checkpointing.manager(folder, retention=BEST_MODEL)
     save(manager, 1, 0.1)

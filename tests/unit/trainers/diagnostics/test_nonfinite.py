@@ -27,7 +27,7 @@ def found(made, params=None, batch=None):
     params = state.params if params is None else params(state.params)
     batch = made.dataloaders.dataloader_train.batch(0) if batch is None else batch
 
-    def objective(params, batch, step):
+    def objective(params, batch, number, step):
         return made.loss_function(params, batch, step).loss_sum
 
     return find(objective, made._mesh, params, batch, state.step)
@@ -106,7 +106,7 @@ def test_any_program_will_do(function, expected):
 
     @jax.checkpoint
     @jax.jit
-    def objective(x, batch, step):
+    def objective(x, batch, number, step):
         with jax.named_scope("root"):
             return function(x * batch["x"][0])
 
