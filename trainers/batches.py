@@ -11,8 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from trainers import runtime
-from trainers.config.arguments import TrainingArguments
-from trainers.data.collate import Collated, CollateInfo, Preprocess, Transform, preprocessed, stack
+from trainers.config.arguments import TrainingArguments, load_object
+from trainers.data.collate import Collated, CollateInfo, Collator, Preprocess, Transform, preprocessed, stack
 from trainers.data.iterated_loader import IteratedLoader, as_loader
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.data.reading import Reader
@@ -36,9 +36,18 @@ class BatchBuilder(Hooks):
         """Returns the transform of each example, before it becomes a row; None: no transform. For training and held-out data."""
         return None
 
-    def build_data_collate_info(self) -> Mapping[str, CollateInfo]:
-        """Returns how leaves whose length varies between examples are truncated and padded, by the name of the leaf."""
+    def build_data_collate_info(self) -> Mapping[str, CollateInfo | Mapping[str, Any] | tuple[Any, ...]]:
+        """Returns how leaves whose length varies between examples are truncated and padded, by the name of the leaf. A dict with
+        the fields of `CollateInfo`, or a tuple in their order, will do."""
         return {}
+
+    def build_collator(self) -> Collator | None:
+        """Returns a function from a list of examples to a batch, a dict of arrays [examples, ...]; None: they are stacked.
+
+        The examples are dicts without `weight` and `sample_id`. The function is pure, and gets some rows of a global batch: the
+        shapes of its leaves must not depend on the examples. Default: `data.collator`."""
+        path = self.arguments.data.collator
+        return None if path is None else load_object(path)
 
     # ------------------------------------------------------------------ inside
 
@@ -47,7 +56,7 @@ class BatchBuilder(Hooks):
         if self.dataset_train is None:
             raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
         # One row is enough: all rows have the same shapes and types.
-        row = stack([self._reader(self.dataset_train)(0)], [True])
+        row = stack([self._reader(self.dataset_train)(0)], [True], self._collator)
         if self._preprocess is not None:
             row = preprocessed(row, 0, self._preprocess)
         shapes = {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in row.items()}
@@ -61,7 +70,8 @@ class BatchBuilder(Hooks):
 
     def collated(self, dataset: Any) -> RandomAccess:
         """Returns `dataset` with `build_data_transform` and `build_data_collate_info` applied to each example."""
-        transform, info = self.build_data_transform(), self.build_data_collate_info()
+        transform = self.build_data_transform()
+        info = {name: CollateInfo.of(name, value) for name, value in self.build_data_collate_info().items()}
         if transform is None and not info:
             return dataset
         return Collated(dataset, transform, info, self.arguments.data.truncation)
@@ -70,10 +80,16 @@ class BatchBuilder(Hooks):
         # By default as many rows as a micro-batch of the training, so that whatever fits in memory there fits here.
         rows = batch_size or self.arguments.evaluation.batch_size or self.arguments.micro_batch_size
         size, read = len(dataset), self._reader(dataset)
-        return StepAddressedLoader(dataset, rows, self._mesh, num_examples=size, preprocess=self._preprocess, read=read)
+        return StepAddressedLoader(
+            dataset, rows, self._mesh, num_examples=size, preprocess=self._preprocess, read=read, collator=self._collator
+        )
 
     def _reader(self, dataset: RandomAccess) -> Reader:
         return Reader(dataset, self.arguments.data, runtime.current().note)
+
+    @cached_property
+    def _collator(self) -> Collator | None:
+        return self.build_collator()
 
     @property
     def _preprocess(self) -> Preprocess | None:

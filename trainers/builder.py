@@ -169,7 +169,13 @@ class Builder(BatchBuilder):
         size, mesh = self.arguments.global_batch_size, self._mesh
         steps, preprocess = self.arguments.accumulation_steps, self._preprocess
         train = StepAddressedLoader(
-            self.dataset_train, size, mesh, accumulation_steps=steps, preprocess=preprocess, read=self._reader(self.dataset_train)
+            self.dataset_train,
+            size,
+            mesh,
+            accumulation_steps=steps,
+            preprocess=preprocess,
+            read=self._reader(self.dataset_train),
+            collator=self._collator,
         )
         held_out = self._held_out_loader(self.dataset_eval) if self.dataset_eval is not None and len(self.dataset_eval) else None
         self._dataloaders = TrainerConfigureDataloaderOutput(train, held_out)

@@ -32,6 +32,10 @@ class DataConfig(Section):
     on_error: Literal["raise", "skip"] = "raise"
     """What becomes of an example by index that cannot be read. `skip`: its row does not count, and `total_skipped_examples`
     counts it."""
+    ignore_columns: tuple[str, ...] = ()
+    """Leaves of the examples that are left out of the batches, such as texts; `build_data_transform` still sees them."""
+    collator: str | None = None
+    """A function from a list of examples to a batch, as `package.module:function` (`build_collator`). null: they are stacked."""
     sources: tuple[str, ...] = ()
     """The names of the sources of the examples, if each example has a leaf `source` with an index into this list. Loss and
     tokens are then published for each source."""
@@ -41,6 +45,10 @@ class DataConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from not_paths(self, "dataset")
+        if self.collator is not None:
+            yield from not_paths(self, "collator")
+        if needed := {"sample_id", "weight"} & set(self.ignore_columns):
+            yield f"ignore_columns = {list(self.ignore_columns)}: {', '.join(sorted(needed))} cannot be left out"
         yield from too_small(self, 2, "sequence_length")
         yield from too_small(self, 0, "retries", "retry_backoff_s")
         if not self.paths:

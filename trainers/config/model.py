@@ -178,7 +178,7 @@ class ModelConfig(Section):
         every = self.global_every or self.num_layers + 1
         return tuple(self.window is not None and (layer + 1) % every != 0 for layer in range(self.num_layers))
 
-    def unrolled(self, platform: str) -> bool:
+    def unrolled(self, platform: str | None) -> bool:
         """Returns whether the layers are compiled one by one on `platform` (`cpu`, `gpu` or `tpu`), and not as a loop."""
         # With checkpointing always a loop: of unrolled layers the compiler keeps the activations all the same.
         return platform == "cpu" and self.num_layers <= UNROLLED_LAYERS and self.remat == "none"

@@ -2,34 +2,61 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from trainers.errors import DataError
+from trainers.errors import DataError, UsageError
 from trainers.protocol import METRIC
 
 Example = Mapping[str, Any]
 Transform = Callable[[Example], Example | None]
 """A pure function, called in the loader's threads. It returns None for an example to leave out."""
 Truncation = Literal["keep_start", "keep_end"]
+Collator = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+"""A pure function from examples to a batch [examples, ...], called in the loader's threads with some of the rows of a global
+batch. The shapes of its leaves must not depend on the examples."""
 Preprocess = Callable[[dict[str, np.ndarray], int], Any]
 """`Hooks.preprocess_batch`."""
 
+SKIPPED = "skipped_example"
+"""The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
 LONGEST_GAP = 1000
 """How many examples are searched for one that is not left out, and so shows the shapes."""
 
 
 @dataclass(frozen=True)
 class CollateInfo:
-    """How a leaf is brought to the same length in all examples, along its first dimension."""
+    """How a leaf is brought to the same length in all examples, along one dimension."""
 
     length: int
     pad_value: float = 0
     mask: str | None = None
     """The name of a leaf to add: float32[length], 1 for a value of the example and 0 for padding."""
+    dim: int = 0
+    """The dimension that is cut or filled up; -1: the last."""
+
+    @classmethod
+    def of(cls, name: str, value: CollateInfo | Mapping[str, Any] | tuple[Any, ...]) -> CollateInfo:
+        """Returns the info that a dict with these fields, or a tuple in their order, stands for. Raises UsageError."""
+        if isinstance(value, CollateInfo):
+            return value
+        names = [item.name for item in dataclasses.fields(cls)]
+        try:
+            info = cls(**value) if isinstance(value, Mapping) else cls(*value)
+        except TypeError as error:
+            raise UsageError(
+                f"build_data_collate_info: {name} is {value!r}: expected a CollateInfo, or a dict or tuple of {', '.join(names)}"
+            ) from error
+        if type(info.length) is not int or info.length < 1 or type(info.dim) is not int:
+            raise UsageError(
+                f"build_data_collate_info: {name} has length {info.length!r} and dim {info.dim!r}: expected integers, and a "
+                f"length of at least 1; the fields are {', '.join(names)}"
+            )
+        return info
 
 
 class Collated:
@@ -88,27 +115,49 @@ def collate(example: Example, info: Mapping[str, CollateInfo], truncation: Trunc
 
 
 def _fit(value: np.ndarray, info: CollateInfo, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
+    if not -value.ndim <= info.dim < value.ndim:
+        raise DataError(f"build_data_collate_info: a leaf of shape {list(value.shape)} has no dimension {info.dim}")
+    value = np.moveaxis(value, info.dim, 0)
     value = value[: info.length] if truncation == "keep_start" else value[max(len(value) - info.length, 0) :]
     # [length, ...], in the type of the values: padding must not change the type of a leaf.
     padded = np.full((info.length, *value.shape[1:]), info.pad_value, value.dtype)
     padded[: len(value)] = value
-    return padded, (np.arange(info.length) < len(value)).astype(np.float32)
+    return np.moveaxis(padded, 0, info.dim), (np.arange(info.length) < len(value)).astype(np.float32)
 
 
-def stack(rows: Sequence[Example], counts: Sequence[bool]) -> dict[str, np.ndarray]:
-    """Stacks rows of equal shapes to a batch [rows, ...]. `weight` is that of the row (default 1) where `counts` is true, else
-    0."""
-    # Without `weight`: it is made below for every row, also where the data has none.
+def stack(rows: Sequence[Example], counts: Sequence[bool], collator: Collator | None = None) -> dict[str, np.ndarray]:
+    """Returns rows as a batch [rows, ...]: stacked, which asks for equal shapes, or by the collator. `weight` is that of the row
+    (default 1) where `counts` is true, else 0. Raises DataError."""
+    batch = _stacked(rows) if collator is None else _by_collator(rows, collator)
+    if texts := [name for name, leaf in batch.items() if leaf.dtype.kind not in "biufcV"]:
+        kinds = ", ".join(f"{name} ({batch[name].dtype})" for name in texts)
+        raise DataError(
+            f"columns of the data are no numbers: {kinds}; turn them into numbers in build_data_transform, or leave them out: "
+            f"data.ignore_columns=[{', '.join(texts)}]"
+        )
+    weights = [float(row.get("weight", 1.0)) if is_real else 0.0 for row, is_real in zip(rows, counts, strict=True)]
+    return {**batch, "weight": np.array(weights, np.float32)}
+
+
+def _by_collator(rows: Sequence[Example], collator: Collator) -> dict[str, np.ndarray]:
+    examples = [{name: value for name, value in row.items() if name not in ("weight", "sample_id", SKIPPED)} for row in rows]
+    made = {name: np.asarray(leaf) for name, leaf in collator(examples).items()}
+    if wrong := [f"{name} {list(leaf.shape)}" for name, leaf in made.items() if leaf.shape[:1] != (len(rows),)]:
+        raise DataError(f"the collator returned {', '.join(wrong)} for {len(rows)} examples: expected leaves [{len(rows)}, ...]")
+    own = {name: np.stack([np.asarray(row[name]) for row in rows]) for name in ("sample_id", SKIPPED) if name in rows[0]}
+    return made | own
+
+
+def _stacked(rows: Sequence[Example]) -> dict[str, np.ndarray]:
+    # Without `weight`: it is made for every row, also where the data has none.
     plain = [{name: np.asarray(value) for name, value in row.items() if name != "weight"} for row in rows]
     try:
-        batch = {name: np.stack([row[name] for row in plain]) for name in plain[0]}
+        return {name: np.stack([row[name] for row in plain]) for name in plain[0]}
     except (ValueError, KeyError) as error:
         raise DataError(
             f"the examples of a batch differ in their leaves or shapes ({error}): override build_data_collate_info to cut and "
             "fill up those of varying length"
         ) from error
-    weights = [float(row.get("weight", 1.0)) if is_real else 0.0 for row, is_real in zip(rows, counts, strict=True)]
-    return {**batch, "weight": np.array(weights, np.float32)}
 
 
 def preprocessed(batch: dict[str, np.ndarray], batch_index: int, preprocess: Preprocess) -> dict[str, np.ndarray]:

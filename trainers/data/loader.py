@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers.data.collate import Preprocess, preprocessed, stack
-from trainers.data.reading import SKIPPED
+from trainers.data.collate import SKIPPED, Collator, Preprocess, preprocessed, stack
+from trainers.errors import DataError
 from trainers.parallel import mesh as meshes
 
 
@@ -51,6 +51,7 @@ class StepAddressedLoader:
         preprocess: Preprocess | None = None,
         read_ahead: int = 2,
         read: Callable[[int], Mapping[str, np.ndarray]] | None = None,
+        collator: Collator | None = None,
     ):
         self.dataset, self.global_batch_size, self.num_examples = dataset, global_batch_size, num_examples
         self.micro_batch_size = global_batch_size // accumulation_steps
@@ -58,11 +59,12 @@ class StepAddressedLoader:
         self.shape = (accumulation_steps, meshes.padded_rows(mesh, self.micro_batch_size))
         self.sharding = meshes.micro_batches(mesh)
         self.read = dataset.__getitem__ if read is None else read
-        self.preprocess, self.read_ahead = preprocess, read_ahead
+        self.preprocess, self.read_ahead, self.collator = preprocess, read_ahead, collator
         # Few: with 16 threads Grain read no faster than with one (measured on two CPU cores).
         self._threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="loader")
         self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
         self._next: int | None = None
+        self._shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]] | None = None
         slices = self.sharding.addressable_devices_indices_map(self.shape)
         # Once, for they are the same in every batch.
         self._rows = {device: self._row_numbers(index) for device, index in slices.items() if index}
@@ -121,12 +123,23 @@ class StepAddressedLoader:
         # Padding repeats an example: its weight is 0, but its values must be ordinary ones (0 * NaN would be NaN).
         filler = min(start, last)
         examples = [self.read(filler if index is None else index) for index in indices]
-        batch = stack(examples, [index is not None for index in indices])
+        batch = stack(examples, [index is not None for index in indices], self.collator)
+        if self.collator is not None:
+            self._check_shapes(batch)
         if SKIPPED in batch:
             batch[SKIPPED] *= np.array([index is not None for index in indices])  # padding is no example that was left out
         if self.preprocess is not None:
             batch = preprocessed(batch, k, self.preprocess)
         return {name: leaf.reshape(len(rows), len(rows[0]), *leaf.shape[1:]) for name, leaf in batch.items()}
+
+    def _check_shapes(self, batch: Mapping[str, np.ndarray]) -> None:
+        """Raises DataError if the collator gave other shapes than for earlier rows: the step is compiled for one."""
+        shapes = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in batch.items()}
+        if self._shapes is None:
+            self._shapes = shapes
+        if wrong := [name for name in shapes.keys() | self._shapes.keys() if shapes.get(name) != self._shapes.get(name)]:
+            told = ", ".join(f"{name} {shapes.get(name)}, before {self._shapes.get(name)}" for name in sorted(wrong))
+            raise DataError(f"the collator returned leaves of other shapes or types than before: {told}; pad to a fixed length")
 
     def _end(self, start: int) -> int:
         """Returns the index after the last example that counts."""

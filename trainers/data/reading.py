@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from trainers.config import DataConfig
+from trainers.data.collate import SKIPPED
 from trainers.errors import DataUnavailableError, TransientError, UsageError, may_pass
 
-SKIPPED = "skipped_example"
-"""The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
 TOLD = 5
 """How many examples that were left out are named in notes."""
 LONGEST_GAP = 1000
@@ -53,7 +52,7 @@ class Reader:
         tries = 1 if self.is_stream else 1 + self.config.retries
         for attempt in range(1, tries + 1):
             try:
-                return self.dataset[index]
+                return self._columns(self.dataset[index])
             except Exception as error:
                 if not may_pass(error) or self.is_stream:
                     error.add_note(f"while {self._named(index)} was read")
@@ -68,11 +67,15 @@ class Reader:
         """Returns another example in place of one that cannot be read; its weight is 0."""
         for other in range(index + 1, index + LONGEST_GAP):
             try:
-                example = self.dataset[other]
+                example = self._columns(self.dataset[other])
             except (UsageError, TransientError, OSError, ValueError, KeyError, RuntimeError):
                 continue
             return {**example, "weight": np.zeros((), np.float32), SKIPPED: np.ones((), np.float32)}
         raise error
+
+    def _columns(self, example: Mapping[str, Any]) -> Mapping[str, Any]:
+        ignored = self.config.ignore_columns
+        return {name: value for name, value in example.items() if name not in ignored} if ignored else example
 
     def _named(self, index: int) -> str:
         return f"example {index} of the data ({type(self.dataset).__name__})"

@@ -23,6 +23,7 @@ from trainers.models import remat
 from trainers.models.attention import attend, causal_mask, soft_capped
 from trainers.models.layers import Layers, parameter
 from trainers.models.positions import Angles, rotary_angles, rotate
+from trainers.parallel.platform import platform
 
 Cache = dict[str, jax.Array]
 """`key` and `value` of the tokens so far: [L, B, S, K, C], with S slots of one token each."""
@@ -96,7 +97,7 @@ class Decoder(nnx.Module):
             return self._layer(x_ND, weights, batch, turned(local), mix), None
 
         with jax.named_scope("layers"):
-            unroll = config.unrolled(jax.default_backend())
+            unroll = config.unrolled(platform())
             body = remat.wrap(layer, config.remat, in_loop=True)
             xs = (self._layer_weights(), self._local())
             x_ND, _ = jax.lax.scan(body, self._embedded(tokens_BT, positions_BT), xs, unroll=unroll)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from trainers.data.reading import SKIPPED
+from trainers.data.collate import SKIPPED
 from trainers.errors import UsageError
 from trainers.models.batch_norm import tell_rows
 from trainers.protocol import METRIC, Batch, Last, Loss, Max, Min, PerExample, Sum, Task

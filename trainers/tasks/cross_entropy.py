@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from trainers.config import LossConfig
 from trainers.models.decoder import Hidden
+from trainers.parallel.platform import num_devices
 
 MAX_LOGITS = 1 << 26
 """The logits of one device that are in memory at once: 256 MiB in float32. More are computed in parts."""
@@ -72,5 +73,5 @@ def parts_of(shape: tuple[int, ...], vocab_size: int, max_logits: int) -> int:
     """Returns in how many parts the positions of a batch [B, T] are computed."""
     rows, time = shape
     # Devices share the rows, or the vocabulary.
-    positions = max_logits * jax.device_count() // (rows * vocab_size)
+    positions = max_logits * num_devices() // (rows * vocab_size)
     return math.ceil(time / max(1, positions))

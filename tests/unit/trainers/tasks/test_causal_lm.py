@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from tests import ROOT
 from trainers.config import DataConfig, LossConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.protocol import Task
@@ -125,3 +128,21 @@ def test_a_token_is_a_byte(task):
     assert task.encode("aé") == [97, 0xC3, 0xA9]
     assert task.decode([97, 0xC3, 0xA9]) == "aé"
     assert task.decode([97, 0xC3, 300]) == "a\ufffd"  # half a character, and what no byte is
+
+
+def test_tracing_the_loss_touches_no_device():
+    """A standby traces before it joins its gang, and `jax.distributed` refuses a process that has looked for devices."""
+    program = """if True:
+        import jax, jax.numpy as jnp
+        from flax import nnx
+        from jax._src import xla_bridge
+        from trainers.config.arguments import TrainingArguments
+        from trainers.tasks.causal_lm import CausalLMTask
+
+        task = CausalLMTask(TrainingArguments(name="x", max_num_steps=1))
+        shapes = {"tokens": jax.ShapeDtypeStruct((4, 9), jnp.int32), "weight": jax.ShapeDtypeStruct((4,), jnp.float32)}
+        model = nnx.eval_shape(lambda: task.build_model(nnx.Rngs(jax.random.key(0))))
+        nnx.eval_shape(task.loss, model, shapes)
+        assert not xla_bridge.backends_are_initialized()
+    """
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=300)

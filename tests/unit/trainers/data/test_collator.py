@@ -1,0 +1,148 @@
+"""Batches by a collator of one's own, columns that are no numbers, and the dimension that is cut and filled up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.training import assert_equal, of, trainer
+from trainers.base import BaseTrainer
+from trainers.config import DataConfig
+from trainers.data.collate import CollateInfo, collate, stack
+from trainers.data.sources.sequence import Numbered
+from trainers.errors import DataError, UsageError
+
+LENGTH = 9
+
+
+def to_length(examples):
+    """Cuts and fills up, and counts the examples."""
+    rows = [example["tokens"][:LENGTH] for example in examples]
+    return {"tokens": np.stack([np.pad(row, (0, LENGTH - len(row))) for row in rows])}
+
+
+def too_few(examples):
+    return {"tokens": np.zeros((len(examples) + 1, LENGTH), np.int32)}
+
+
+def to_the_longest(examples):
+    longest = max(len(example["tokens"]) for example in examples)
+    return {"tokens": np.stack([np.pad(example["tokens"], (0, longest - len(example["tokens"]))) for example in examples])}
+
+
+class Ragged:
+    """Example i has i % 5 + 9 tokens, and a text."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return {"tokens": np.full(LENGTH + index % 5, index % 16, np.int32), "title": f"number {index}"}
+
+
+def ragged(arguments):
+    return Ragged(), Ragged()
+
+
+def made(tmp_path, cls=BaseTrainer, **data):
+    examples = ragged(None)
+    settings = {"sequence_length": LENGTH - 1, "ignore_columns": ["title"], **data}
+    given = trainer(tmp_path, data={**settings, "dataset": f"{__name__}:ragged"}, max_num_steps=3).arguments
+    return cls(given, *examples)
+
+
+def test_a_collator_makes_the_batches(tmp_path):
+    by_path = made(tmp_path / "path", collator=f"{__name__}:to_length")
+    by_path.train()
+
+    class Own(BaseTrainer):
+        def build_collator(self):
+            seen = []
+            return lambda examples: (seen.append(1), to_length(examples))[1]  # a closure
+
+    by_hook = made(tmp_path / "hook", cls=Own)
+    by_hook.train()
+    assert_equal(by_path.output.state, by_hook.output.state)
+    by_path._configure()
+    batch = by_path.dataloaders.dataloader_train.batch(0)
+    assert batch["tokens"].shape[-1] == LENGTH
+    assert np.unique(batch["sample_id"]).size == 16
+    assert np.all(np.asarray(batch["weight"]) == 1)
+    assert "eval_loss" in by_path.output.metrics  # the held-out data too
+
+
+@pytest.mark.parametrize(
+    ("collator", "message"),
+    [
+        ("too_few", r"the collator returned tokens \[2, 9\] for 1 examples: expected leaves \[1, \.\.\.\]"),
+        ("to_the_longest", "the collator returned leaves of other shapes or types than before: tokens .*; pad to a fixed length"),
+    ],
+)
+def test_a_collator_that_makes_no_batch_is_told(tmp_path, collator, message):
+    with pytest.raises(DataError, match=message):
+        made(tmp_path, collator=f"{__name__}:{collator}").train()
+
+
+def test_columns_that_are_no_numbers_are_named_and_may_be_left_out(tmp_path):
+    row = {"sample_id": np.int32(0), "x": np.ones(2), "title": "a", "about": {"k": 1}}
+    with pytest.raises(DataError, match=r"no numbers: title \(<U1\), about \(object\); .*data\.ignore_columns=\[title, about\]"):
+        stack([row, row], [True, True])
+    kept = made(tmp_path, collator=f"{__name__}:to_length", ignore_columns=["title"])
+    assert "title" not in kept._reader(Ragged())(0)
+    assert "title" in made(tmp_path, collator=f"{__name__}:to_length", ignore_columns=[])._reader(Ragged())(0)
+
+
+@pytest.mark.parametrize("column", ["sample_id", "weight"])
+def test_columns_that_every_batch_needs_cannot_be_left_out(column):
+    with pytest.raises(ValueError, match=f"{column} cannot be left out"):
+        DataConfig(ignore_columns=(column,))
+
+
+def test_another_dimension_may_be_cut_and_filled_up():
+    example = {"image": np.arange(6.0).reshape(2, 3), "wide": np.arange(6.0).reshape(2, 3)}
+    info = {"image": CollateInfo(length=2, dim=1), "wide": CollateInfo(length=4, pad_value=-1, mask="seen", dim=-1)}
+    row = collate(example, info, "keep_start")
+    assert row["image"].tolist() == [[0, 1], [3, 4]]
+    assert row["wide"].tolist() == [[0, 1, 2, -1], [3, 4, 5, -1]]
+    assert row["seen"].tolist() == [1, 1, 1, 0]
+    with pytest.raises(DataError, match=r"a leaf of shape \[2, 3\] has no dimension 2"):
+        collate(example, {"image": CollateInfo(length=2, dim=2)}, "keep_start")
+
+
+def test_a_dict_or_a_tuple_will_do():
+    expected = CollateInfo(4, -1, "seen", 1)
+    for given in (expected, (4, -1, "seen", 1), {"length": 4, "pad_value": -1, "mask": "seen", "dim": 1}):
+        assert CollateInfo.of("tokens", given) == expected
+
+    class Mine(BaseTrainer):
+        def build_data_collate_info(self):
+            return {"tokens": (LENGTH,)}
+
+    arguments_only = Mine(trainer_arguments())
+    assert arguments_only.collated(Numbered(Ragged()))[11]["tokens"].shape == (LENGTH,)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((4, 0, None, 0, 1), "tokens is .*: expected a CollateInfo, or a dict or tuple of length, pad_value, mask, dim"),
+        ({"size": 4}, "tokens is .*: expected a CollateInfo"),
+        ((0,), "has length 0 and dim 0: expected integers, and a length of at least 1"),
+        ((None, True), "has length None"),
+        (7, "tokens is 7: expected a CollateInfo"),
+    ],
+)
+def test_what_is_no_info_is_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        CollateInfo.of("tokens", given)
+
+
+def trainer_arguments():
+    from trainers.config.arguments import TrainingArguments
+
+    return TrainingArguments(name="x", max_num_steps=1)
+
+
+def test_a_run_tells_no_note_about_its_data(tmp_path, events):
+    made(tmp_path, collator=f"{__name__}:to_length").train()
+    assert of(events, "note") == []
