@@ -11,7 +11,7 @@ def platform() -> str | None:
     if xla_bridge.backends_are_initialized():
         return jax.default_backend()
     # Set by the orchestrator for each kind of host, such as `cuda,cpu`.
-    named = jax.config.jax_platforms
+    named = jax.config.jax_platforms  # type: ignore[attr-defined]  # made at run time
     return named.split(",")[0] if named else None
 
 
