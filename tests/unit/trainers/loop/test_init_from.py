@@ -239,7 +239,7 @@ def test_damage_is_an_error_of_the_storage(tmp_path, events, source, monkeypatch
     ("make", "error", "why"),
     [
         (lambda path: None, CheckpointMissingError, r"there is no .*/it$"),
-        (lambda path: path.mkdir(), CheckpointError, "is no checkpoint: it has no manifest.json, and no folder checkpoints"),
+        (lambda path: path.mkdir(), CheckpointError, "is no checkpoint: it has no manifest.json, no folder checkpoints of a run"),
         (lambda path: (path / "checkpoints").mkdir(parents=True), CheckpointError, "has no complete checkpoint yet"),
         (lambda path: path.write_text("text"), CheckpointError, r"is a file: expected a folder, or a file \.safetensors"),
     ],
