@@ -14,7 +14,7 @@ from trainers.config import AnomalyConfig, CheckpointConfig, DistributionConfig,
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
 from trainers.loop.hooks import Hooks
 from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, HostRequests, Limits, Retry
-from trainers.loop.inflight import STOP_REASONS, Agreed, Window
+from trainers.loop.inflight import LOOK_AHEAD_STEPS, STOP_REASONS, Agreed, Window
 from trainers.loop.lineage import Lineage
 from trainers.loop.train_loop import Loop
 from trainers.loop.triggers import Due, Epochs
@@ -348,6 +348,16 @@ def test_a_failed_save_is_a_wish():
     assert host_requests.requested_saves(Agreed(saves=4)) == 5
     host_requests.saved()
     assert host_requests.requested_saves(Agreed(saves=5)) == 5
+    now[0] += 2 * RETRY_FIRST_S  # that one failed too
+    assert host_requests.requested_saves(Agreed(saves=5)) == 6
+
+
+def test_a_request_is_known_before_the_batch_is_drawn_that_is_looked_ahead_to():
+    window, num_steps = Window(0), 0
+    while not window.full:  # then the loop waits for the step with the request
+        window.push(num_steps, np.zeros(7, np.int32))
+        num_steps += 1
+    assert num_steps == LOOK_AHEAD_STEPS
 
 
 # ---------------------------------------------------------------------- batches that are not trained on
