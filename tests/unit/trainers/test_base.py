@@ -9,6 +9,7 @@ import pytest
 from tests.programs.tiny import TableTask, numbers
 from tests.unit.training import FIXED, OneDevice, StopAt, assert_equal, flip_a_byte, losses, of, trainer
 from trainers import runtime
+from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError
 from trainers.protocol import TrainerProtocol
@@ -227,3 +228,17 @@ def test_started_again_at_its_end_it_tells_the_same(tmp_path, events):
     second.train()
     assert second.output.metrics == first.output.metrics
     assert second.output.checkpoint_path == first.output.checkpoint_path
+
+
+def test_a_resumed_process_says_where_it_is_before_its_first_step(tmp_path, events):
+    seen = []
+
+    class Looks(BaseTrainer):
+        def on_step_start(self, state, step):
+            seen.append((step, runtime.current().step, runtime.current().batch_index))
+            return state
+
+    trainer(tmp_path, max_num_steps=3, optimizer=FIXED).train()
+    runtime.install(runtime.Runtime(events.append))
+    trainer(tmp_path, cls=Looks, max_num_steps=4, optimizer=FIXED).train()
+    assert seen == [(3, 3, 3)]
