@@ -114,6 +114,8 @@ def test_a_slice_of_one_host_is_known_by_its_type_alone():
         ({"topology": "2x2"}, "topology = 2x2: only TPU hosts have one; set kind: tpu, or leave topology out"),
         ({"slices": 2}, "slices = 2: only TPU hosts have one; set kind: tpu, or leave slices out"),
         ({"kind": "tpu"}, "kind: tpu needs accelerator (such as v5e) and topology (such as 4x4)"),
+        ({"kind": "tpu", "accelerator": "v4"}, "kind: tpu needs accelerator (such as v5e) and topology (such as 4x4)"),
+        ({"kind": "tpu", "accelerator": "v4", "topology": "2x0"}, "topology = '2x0': expected two or three sizes such as 4x4"),
         ({"kind": "tpu", "accelerator": "v5", "topology": "4x4"}, "accelerator = 'v5': not a TPU generation; known: v2, v3, "),
         ({"kind": "tpu", "accelerator": "v4", "topology": "2by2"}, "topology = '2by2': expected two or three sizes such as 4x4"),
         ({"kind": "tpu", "accelerator": "v4", "topology": "3x3x3"}, "27 chips do not fill hosts of 4 chips each"),
