@@ -13,10 +13,13 @@ import ray
 from orchestrator.config.job import ConfigError, load, to_dict
 from tests import ROOT
 from tests.ray.jobs import run_job
+from tests.strikes import Folder
 from trainers.base import BaseTrainer
 from trainers.config.arguments import load_object
 from trainers.protocol import TrainerProtocol
 
+EQUAL = ("params_digest", "samples_digest", "samples", "eval_loss")
+"""What a run that was killed has in common with one that was not: all bits of the model, and the samples."""
 EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.yaml")}
 
 
@@ -58,6 +61,23 @@ def test_a_trainer_that_overrides_one_configure_method_trains_on_two_hosts(tmp_p
     plain = run("subclass", tmp_path, "name=plain", "trainer=trainers.base:BaseTrainer", "hosts.count=1")
     assert summary["samples"] == plain["samples"]
     assert summary["samples_digest"] != plain["samples_digest"]
+
+
+def test_a_classifier_with_batch_statistics_and_dropout_learns_digits_also_when_it_is_killed(tmp_path):
+    summary = run("digits", tmp_path)
+    assert (summary["status"], summary["steps"], hosts(tmp_path / "digits")) == ("finished", 300, 2)
+    assert accuracy(tmp_path / "digits") >= 0.97
+    folder = Folder(tmp_path / "faults")
+    folder.order(1, "kill", at=120)
+    killed = run("digits", tmp_path / "killed", f"hosts.env.GANGWAY_FAULTS={folder.path}")
+    assert [incident["host"] for incident in killed["incidents"]] == [1]
+    assert {name: killed[name] for name in EQUAL} == {name: summary[name] for name in EQUAL}
+    assert accuracy(tmp_path / "killed" / "digits") == accuracy(tmp_path / "digits")
+
+
+def accuracy(run_dir):
+    records = map(json.loads, (run_dir / "tracking" / "metrics.jsonl").read_text().splitlines())
+    return [r["metrics"]["eval_accuracy"] for r in records if "eval_accuracy" in r.get("metrics", ())][-1]
 
 
 def test_a_callback_of_ones_own_sees_the_run(tmp_path):
