@@ -26,6 +26,7 @@ from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit
 from trainers.loop import init_from
 from trainers.loop.beginning import Beginning, FromSettings, Given, given_arrays
 from trainers.loop.evaluator import Evaluator, Observed
+from trainers.loop.garbage import GarbageCollection
 from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
 from trainers.loop.metrics_reporter import MetricsReporter
@@ -183,7 +184,8 @@ class BaseTrainer(Builder):
         self.callbacks.call(Callback.on_train_begin, self.info)
         state = self.on_training_start(state)
         host.phase("train")
-        state, reason = loop.run(state)
+        with loop.garbage:
+            state, reason = loop.run(state)
         state = self._finish(loop, self.on_training_end(state), reason)
         self.callbacks.call(Callback.on_train_end, self.info)
         self._saver.manager.close()  # only now: a callback may have read an old checkpoint until here
@@ -318,6 +320,7 @@ class BaseTrainer(Builder):
             seconds=Seconds(),
             info=self.info,
             resumed_step=step,
+            garbage=GarbageCollection(arguments.gc_every_steps),
         )
 
     def _finish(self, loop: Loop, state: TrainState, reason: StopReason) -> TrainState:

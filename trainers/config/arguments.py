@@ -86,6 +86,9 @@ class TrainingArguments(Section):
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     init_from: InitConfig | None = None
     """Parameters to begin with: `PATH`, or a section. A run that has a checkpoint goes on from that."""
+    gc_every_steps: int | None = None
+    """Python collects its garbage at each step that is a multiple of this, on all hosts alike, and at no other time: hosts that
+    collect at different steps wait for each other each time. null: whenever Python wants to."""
     kept_programs_gb: float | None = 10.0
     """The limit on each machine for the compiled programs of all runs, which the next start loads; null: no limit. Those used
     least recently are deleted first, but none that is in use."""
@@ -104,6 +107,7 @@ class TrainingArguments(Section):
         yield from too_small(
             self, 1, "global_batch_size", "accumulation_steps", "max_num_steps", "max_num_data_epochs", "publish_every_steps"
         )
+        yield from too_small(self, 1, "gc_every_steps")
         yield from too_small(self, 0, "kept_programs_gb")
         # All micro-batches of the scan have one shape.
         if self.accumulation_steps >= 1 and self.global_batch_size % self.accumulation_steps:

@@ -23,6 +23,7 @@ from trainers.errors import CoordinatorError, DesyncError, LossScaleError, LossS
 from trainers.loop import anomalies
 from trainers.loop.anomalies import Anomaly, Decision
 from trainers.loop.evaluator import Evaluator
+from trainers.loop.garbage import GarbageCollection
 from trainers.loop.hooks import Hooks
 from trainers.loop.host_requests import HostRequests
 from trainers.loop.inflight import STOP_REASONS, Agreed, Flags, Window
@@ -87,6 +88,7 @@ class Loop:
     first_step_reported: bool = False
     diagnosed: bool = False
     end_of_data: EndOfData = field(default_factory=lambda: EndOfData(None))
+    garbage: GarbageCollection = field(default_factory=lambda: GarbageCollection(None))
     prepare_batch: Callable[[TrainState, Any], Any] | None = None
     """The hook on batches that are on the devices; None: batches stay as they are."""
 
@@ -148,6 +150,7 @@ class Loop:
             if self.window.full:
                 self._complete_one(state)
             host.batch_index, host.busy_s = info.batch_index, self.busy.total_s
+            self.garbage.at(info.batch_index)
             # After the wait for an older step: the copies of these numbers had that time to arrive.
             with info.showing(state):
                 self.publisher.collect(self.window.completed_step)
