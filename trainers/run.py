@@ -6,6 +6,7 @@ Reads the same files as the orchestrator; the sections that concern machines hav
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from trainers.checkpoint import going_on
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
 from trainers.config.masking import masked
 from trainers.errors import TransientError, UsageError
@@ -38,6 +40,8 @@ def main() -> int:
         recorders = open_recorders(arguments)
         try:
             trainer = build(arguments, recorders)
+            for line in going_on.of_run(os.path.join(arguments.storage, arguments.name), arguments):
+                print(line, flush=True)
             trainer.train()
         finally:
             # After an error too: what was published before it is recorded.

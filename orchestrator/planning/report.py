@@ -50,6 +50,8 @@ class PlanReport:
     """Rows that are computed and do not count: the global batch does not divide over the replicas."""
     init_from: str | None = None
     """What `init_from` gives; None also if it cannot be seen from here."""
+    continues: Mapping[str, Any] | None = None
+    """`step` and `told` (lines) of the checkpoint that the run goes on from; None if there is none to be seen from here."""
     doubt: str | None = None
     """What could not be looked at just now, and why; the hosts will try again."""
 
@@ -64,7 +66,8 @@ class PlanReport:
     def events(self, config: JobConfig) -> list[ConsoleEvent]:
         """The console's first."""
         doubt = f"starting all the same, the hosts try again: {self.doubt}"
-        return [self.header(config), *([Note(ev="note", level="warning", message=doubt)] if self.doubt else [])]
+        lines = [Note(ev="note", message=line) for line in (self.continues or {}).get("told", ())]
+        return [self.header(config), *lines, *([Note(ev="note", level="warning", message=doubt)] if self.doubt else [])]
 
     def header(self, config: JobConfig) -> RunStarted:
         """What will run, in one line."""
@@ -153,6 +156,8 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
     if report.init_from is not None:
         lines["begins with"] = report.init_from
+    if report.continues is not None:
+        lines["goes on"] = "; ".join(report.continues["told"])
     if report.max_steps is not None:
         tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
         lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens)} tokens, {scaled(flops)}FLOP"

@@ -61,6 +61,7 @@ LIGHT_MODULES = tuple(
         "checkpoint/__init__",
         "checkpoint/committed",
         "checkpoint/fence",
+        "checkpoint/going_on",
         "checkpoint/layout",
         "checkpoint/manifest",
         "checkpoint/readers",

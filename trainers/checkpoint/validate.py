@@ -37,7 +37,8 @@ def check_same_model(meta: dict[str, Any], abstract: Any, path: str) -> None:
         shown = "; ".join(f"{n}: {saved.get(n, 'absent')} there, {expected.get(n, 'absent')} here" for n in different[:3])
         raise CheckpointError(
             f"{path} is a checkpoint of another model or optimizer ({len(different)} arrays differ: {shown}); "
-            "restore the settings it was made with, or give the run another name"
+            "restore the settings it was made with; or give the run another name, and begin with the parameters that fit by "
+            f"init_from={path}"
         )
 
 

@@ -22,7 +22,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from trainers.base import BaseTrainer
-from trainers.checkpoint import weights
+from trainers.checkpoint import going_on, weights
+from trainers.checkpoint.validate import check_same_model
 from trainers.config import UnitConfig
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.recorders import BUILT_IN
@@ -183,8 +184,25 @@ def model_facts(
     facts = attempt(problems, "model", lambda: count(trainer, num_devices, problems))
     if facts is None:
         return {}
+    continued = attempt(problems, "checkpoints", lambda: going_on_from(trainer, num_devices))
+    facts |= {} if continued is None else {"continues": continued}
     found = attempt(problems, "init_from", lambda: first_parameters(trainer, doubts))
     return facts | ({} if found is None else {"init_from": found})
+
+
+def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | None:
+    """Returns {"step", "told"} of the checkpoint that the run will go on from; None if none is to be seen. Raises UsageError if
+    it is of another model or optimizer."""
+    found = going_on.newest(trainer._run_folder)
+    if found is None:
+        return None
+    path, meta = found
+    try:
+        check_same_model(meta, trainer._model_state, str(path))
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
+    changed = going_on.changes(meta, trainer.arguments, num_devices)
+    return {"step": meta["batch_index"], "told": going_on.told(meta["batch_index"], changed)}
 
 
 def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:

@@ -305,6 +305,14 @@ def test_what_could_not_be_looked_at_is_told_first(job, child_answers):
     assert job_plan.arithmetic(job, report)["not known yet"] == "data: ConnectionError: away"
 
 
+def test_where_a_run_goes_on_and_what_has_changed_is_told_at_the_start(job, child_answers):
+    continues = {"step": 6, "told": ["goes on from step 6", "changed, and harmless: publish_every_steps 1 -> 2"]}
+    child_answers(stdout=json.dumps({"problems": [], "facts": {**FACTS, "continues": continues}}))
+    report = job_plan.check(job)
+    assert report.events(job) == [report.header(job), *({"ev": "note", "message": line} for line in continues["told"])]
+    assert job_plan.arithmetic(job, report)["goes on"] == "; ".join(continues["told"])
+
+
 def test_a_dry_run_shows_the_resolved_configuration_and_the_arithmetic(job, child_answers):
     child_answers(stdout=json.dumps({"problems": [], "facts": FACTS}))
     text = job_plan.render(job, job_plan.check(job))

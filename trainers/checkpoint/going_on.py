@@ -1,0 +1,117 @@
+"""Going on from a run's checkpoint with the settings of now: what has changed, and what that changes. Without JAX."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainers.checkpoint import layout, manifest
+from trainers.config.arguments import TrainingArguments
+from trainers.config.masking import masked
+
+HARMLESS, ROUNDING, ANOTHER = "harmless", "rounding", "another"
+"""What a changed setting does to the training: nothing; nothing but rounding; it is no longer the same experiment."""
+WORDS = {
+    HARMLESS: "changed, and harmless",
+    ROUNDING: "changed, the same up to rounding",
+    ANOTHER: "changed, and no longer the same experiment",
+}
+EFFECTS = {
+    **dict.fromkeys(("name", "storage", "time_limit", "publish_every_steps", "kept_programs_gb", "gc_every_steps"), HARMLESS),
+    **dict.fromkeys(("recorders", "recorder_folders", "previews", "profile", "distributions", "metrics"), HARMLESS),
+    **dict.fromkeys(("evaluation", "checkpoint", "data.retries", "data.retry_backoff_s", "anomalies.skip_before"), HARMLESS),
+    # The run goes on from its checkpoint: where it began no longer counts.
+    **dict.fromkeys(("init_from", "model.pretrained"), HARMLESS),
+    **dict.fromkeys(("mesh", "model.remat", "accumulation_steps", "hosts", "devices"), ROUNDING),
+}
+"""By the longest beginning of a key; all other settings make another experiment of the run."""
+END = ("max_num_steps", "max_num_data_epochs")
+"""They change nothing but the end of a run, unless its schedule follows them."""
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Change:
+    key: str
+    before: Any
+    now: Any
+    effect: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def newest(run_folder: str) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the newest whole checkpoint of a run that can be seen from here, and its meta; None if there is none."""
+    if "://" in run_folder:
+        return None
+    folder = layout.local(run_folder) / "checkpoints"
+    try:
+        for step in reversed(layout.steps(folder)):
+            if layout.is_whole(folder / str(step)):
+                return folder / str(step), manifest.read_meta(folder / str(step))
+    except (OSError, manifest.DamagedError):
+        return None  # the hosts look again, and say what is wrong
+    return None
+
+
+def changes(meta: Mapping[str, Any], arguments: TrainingArguments, num_devices: int | None = None) -> list[Change]:
+    """Returns each setting that differs from those of a checkpoint with this meta. `num_devices`: those that will train; None:
+    not known."""
+    # As JSON has them: a tuple has become a list there.
+    now = dict(_flat(json.loads(json.dumps(masked(asdict(arguments))))))
+    before = dict(_flat(meta["arguments"]))
+    # A key that only one side has is of another version of the program, or of another class of arguments.
+    found = [
+        Change(key, before[key], now[key], _effect(key, arguments)) for key in now if key in before and before[key] != now[key]
+    ]
+    segments = meta.get("lineage") or [{}]
+    trained_on = segments[-1].get("num_devices")
+    if num_devices is not None and trained_on is not None and trained_on != num_devices:
+        found.append(Change("devices", trained_on, num_devices, ROUNDING))
+    return found
+
+
+def told(step: int, found: Iterable[Change]) -> list[str]:
+    """Returns lines for a user: where the run goes on, and a line for each kind of change, the gravest last."""
+    lines = [f"goes on from step {step}"]
+    for effect, words in WORDS.items():
+        of_kind = [change for change in found if change.effect == effect]
+        if of_kind:
+            more = [f"and {len(of_kind) - SHOWN} more"] if len(of_kind) > SHOWN else []
+            lines.append(f"{words}: {'; '.join([*map(str, of_kind[:SHOWN]), *more])}")
+    if any(change.effect == ANOTHER for change in found):
+        lines[-1] += " (to begin a run of its own with them: another name, and init_from for the weights of this one)"
+    return lines
+
+
+def of_run(run_folder: str, arguments: TrainingArguments) -> list[str]:
+    """Returns what to tell about the run in this folder; nothing if it begins."""
+    found = newest(run_folder)
+    return [] if found is None else told(found[1]["batch_index"], changes(found[1], arguments))
+
+
+def _effect(key: str, arguments: TrainingArguments) -> str:
+    if key in END:
+        schedule = arguments.optimizer.schedule
+        follows = schedule.name != "constant" and schedule.decay_steps is None
+        return ANOTHER if follows or schedule.warmup_ratio is not None else HARMLESS
+    parts = key.split(".")
+    beginnings = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((EFFECTS[beginning] for beginning in beginnings if beginning in EFFECTS), ANOTHER)
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
