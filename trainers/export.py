@@ -60,14 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 def to_safetensors(checkpoint: Path | str, out: Path | str) -> None:
     """Writes the file `out`, atomically, and before it the model's assets to the folder beside it whose name ends in `.assets`.
     Raises CheckpointError if the checkpoint is damaged, or `out` exists."""
-    from safetensors.numpy import save_file
-
     params, meta = read(Path(checkpoint))
     about = {"batch_index": str(meta["batch_index"]), "arguments": json.dumps(meta["arguments"])}
     _check_new(Path(out))
     if folder := assets.folder_of(Path(checkpoint)):
         _write_atomically(Path(out).with_suffix(".assets"), lambda work: shutil.copytree(folder, work))
-    _write_atomically(Path(out), lambda work: save_file(flat(params), work, metadata=about))
+    _write_atomically(Path(out), lambda work: _save_file(flat(params), work, about))
 
 
 def from_safetensors(path: Path | str) -> dict[str, Any]:
@@ -133,8 +131,6 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _write_files(folder: Path, tensors: Tensors, max_file_bytes: int) -> None:
-    from safetensors.numpy import save_file
-
     files = list(_in_files(tensors, max_file_bytes))
     names = ["model.safetensors"]
     if len(files) > 1:
@@ -145,7 +141,17 @@ def _write_files(folder: Path, tensors: Tensors, max_file_bytes: int) -> None:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     for name, file in zip(names, files, strict=True):
         # Copied to their new layout here, file by file: there may be no memory for the whole model twice.
-        save_file({key: np.ascontiguousarray(value) for key, value in file.items()}, folder / name, metadata={"format": "pt"})
+        _save_file({key: np.ascontiguousarray(value) for key, value in file.items()}, folder / name, {"format": "pt"})
+
+
+def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
+    """Writes a file of safetensors with the permissions that any new file of the user has. The library's own are 0600."""
+    from safetensors.numpy import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode)
 
 
 def _in_files(tensors: Tensors, max_file_bytes: int) -> Iterator[dict[str, np.ndarray]]:

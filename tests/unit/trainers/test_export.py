@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -122,6 +123,18 @@ TOKENS = np.random.default_rng(0).integers(0, 256, 11, np.int32)
 def own_logits(made):
     params = jax.device_put(made.output.state.params, jax.devices()[0])
     return np.asarray(jax.jit(lambda params, tokens: made.model.merge(params)(tokens))(params, TOKENS[None]))[0]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_permissions_of_the_user(trained, tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        to_safetensors(trained.output.checkpoint_path, tmp_path / "model.safetensors")
+        to_hugging_face(trained.output.checkpoint_path, tmp_path / "hf")
+    finally:
+        os.umask(before)
+    files = [tmp_path / "model.safetensors", *(tmp_path / "hf").iterdir()]
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: mode for path in files}
 
 
 def test_the_hugging_face_form_gives_the_same_logits_by_their_formulas(trained, tmp_path):
