@@ -92,6 +92,8 @@ def test_in_an_ordinary_batch_nothing_is_found(tmp_path):
     ("function", "expected"),
     [
         (lambda x: jnp.sum(jnp.sqrt(x)), "the gradient of root, operation"),  # of zero: infinitely steep
+        # The forward pass is finite: only the gradient of the branch that was not taken is not.
+        (lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0)), "the gradient of root, operation"),
         (lambda x: jnp.sum(jnp.where(x > 1, x, -jnp.inf) * 0.0), "root, operation mul"),  # NaN of an infinity that was meant
         (lambda x: jax.lax.scan(lambda c, _: (c * 1e30, None), 1.0 + x[0], None, length=3)[0], "root/1, operation mul"),
         (
