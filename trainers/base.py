@@ -40,7 +40,7 @@ from trainers.loop.triggers import Due, EndOfData, Epochs
 from trainers.metrics import histograms
 from trainers.metrics.accumulator import MetricSums
 from trainers.metrics.peak_flops import peak_flops_per_s
-from trainers.metrics.publisher import Publisher, Seconds, Throughput
+from trainers.metrics.publisher import THROUGHPUT, Publisher, Seconds, Throughput
 from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
@@ -344,6 +344,8 @@ class BaseTrainer(Builder):
         metrics = {
             **describe(state, saver.manager.fingerprint(state)),
             "train_loss": saver.reporter.latest.get("loss"),
+            "throughput": {name: saver.reporter.latest[name] for name in THROUGHPUT if name in saver.reporter.latest},
+            "evaluation": dict(evaluator.final_metrics()),
             **self.lineage.meta(self.info.batch_index),
             **evaluator.final_metrics(),
         }

@@ -88,10 +88,10 @@ def conclude(
     """Writes the summary and then the outcome, which is last: a reader that finds it finds everything else too."""
     tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
     # Before the close, which ships what was tracked.
-    summary.track(launch, summary.build(launch, status, result, error, clock()))
+    summary.track(launch, summary.build(launch, status, result, error, clock(), shown(config)))
     undelivered = launch.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
     # Built again after the close, so that it covers the time that the close took.
-    document = summary.build(launch, status, result, error, clock())
+    document = summary.build(launch, status, result, error, clock(), shown(config))
     summary.write(launch.run_dir, document)
     if undelivered:
         _warn(board, undelivered)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib import metadata
 from typing import Any
 
 from orchestrator.run_state.launch import Launch
@@ -10,8 +16,16 @@ from trainers.storage import documents
 SUMMARY = "summary.json"
 
 
-def build(launch: Launch, status: str, result: dict[str, Any], error: str | None, now_s: float) -> dict[str, Any]:
-    """Builds the summary. `status` is finished, stopped or failed; `result` is the trainer's result (empty if there is none)."""
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ray", "mlflow")
+"""Those whose versions may change a run."""
+
+
+def build(
+    launch: Launch, status: str, result: dict[str, Any], error: str | None, now_s: float, configuration: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Builds the summary. `status` is finished, stopped or failed; `result` is the trainer's result (empty if there is none);
+    `configuration` is plain data."""
+    trained_on = (result.get("lineage") or [{}])[-1]
     return {
         "status": status,
         "stop_reason": result.get("stop_reason"),
@@ -21,13 +35,19 @@ def build(launch: Launch, status: str, result: dict[str, Any], error: str | None
         "samples": result.get("samples"),
         "train_loss": result.get("train_loss"),
         "eval_loss": result.get("eval_loss"),
+        "evaluation": result.get("evaluation"),
+        "throughput": result.get("throughput"),
         "num_parameters": result.get("num_parameters"),
+        "hosts": trained_on.get("num_hosts"),
+        "devices": trained_on.get("num_devices"),
         "generations": launch.generations,
         "drivers": launch.drivers,
         "incidents": [incident.to_dict() for incident in launch.incidents],
         "num_incidents": launch.num_incidents,
         "goodput": launch.goodput.totals(now_s),
         "wall_s": launch.goodput.wall_s(now_s),
+        "started_at": _time(launch.goodput.started_at_s),
+        "ended_at": _time(now_s),
         "params_digest": result.get("params_digest"),
         "samples_digest": result.get("samples_digest"),
         "lineage": result.get("lineage"),
@@ -35,7 +55,25 @@ def build(launch: Launch, status: str, result: dict[str, Any], error: str | None
         "checkpoint": result.get("checkpoint") or launch.saved_path,
         "sample": result.get("sample"),
         "launch_id": launch.launch_id,
+        "configuration_digest": hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest(),
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that are installed here, the driver's machine."""
+    found = {"python": sys.version.partition(" ")[0]}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _time(unix_s: float) -> str:
+    """Returns the time as text, such as 2026-11-24T01:02:03+00:00."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds")
 
 
 def write(run_dir: str, summary: dict[str, Any]) -> str:

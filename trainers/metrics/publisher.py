@@ -111,6 +111,10 @@ class Interval:
     """The histograms of the interval's last step, on the device; None if there are none."""
 
 
+THROUGHPUT = ("step_time_s", "tokens_per_s", "samples_per_s", "mfu")
+"""The metrics that a run's result repeats, of its last publish."""
+
+
 @dataclass(frozen=True)
 class Throughput:
     """The constants that turn counts into rates."""
