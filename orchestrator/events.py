@@ -15,6 +15,8 @@ HostEvent = process_events.Event | AgentEvent
 
 Level = Literal["info", "warning", "error"]
 
+Unit = Literal["tokens", "examples"]
+
 
 class RunStarted(TypedDict):
     """The size of the run, before it starts."""
@@ -26,6 +28,8 @@ class RunStarted(TypedDict):
     parameters: int | None
     tokens_per_step: int | None
     max_steps: int | None
+    unit: NotRequired[Unit]
+    """What the throughput is counted in; default: tokens."""
 
 
 class Status(TypedDict):
@@ -47,6 +51,8 @@ class Metrics(TypedDict):
     metrics: Mapping[str, float]
     kind: str
     """`train` or `eval`."""
+    goodput: NotRequired[float]
+    """The share of the wall clock that was spent in steps that were not repeated, until now."""
 
 
 class Evaluating(TypedDict):

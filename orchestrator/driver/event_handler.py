@@ -142,11 +142,12 @@ class EventHandler:
             if host_usage.CPU in metrics:
                 # Host 0 has sent its own: the fullest machine is the one to know of.
                 metrics = metrics | host_usage.largest([metrics, *self._usage.values()])
-            self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind})
+            goodput = launch.goodput.goodput(self.clock())
+            self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind, "goodput": goodput})
             launch.publish(step, metrics)
             self.recorders.record(step, metrics, event.get("distributions"))
             self.reporter.report({"step": step, **metrics})
-            about = {"step": step, "generations": launch.generations, "goodput": launch.goodput.goodput(self.clock())}
+            about = {"step": step, "generations": launch.generations, "goodput": goodput}
             self.gauges.set({**metrics, **about})
 
     def _on_preview(self, event: Preview) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from cluster.agent.child_process import child_env
 from cluster.hosts import config as hosts_config
 from orchestrator.config.job import ConfigError, JobConfig, shown, to_yaml
-from orchestrator.events import ConsoleEvent, Note, RunStarted
+from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 
 CHILD_TIMEOUT_S = 600.0
 """Reading the data may take long; a child that hangs must not."""
@@ -60,6 +60,11 @@ class PlanReport:
         return self.num_hosts * self.devices_per_host
 
     @property
+    def unit(self) -> Unit:
+        """What a user counts: tokens, or examples where each of them is one thing (an image, a row)."""
+        return "examples" if self.tokens_per_example == 1 else "tokens"
+
+    @property
     def num_replicas(self) -> int:
         return self.mesh["data"] * self.mesh["fsdp"]
 
@@ -79,6 +84,7 @@ class PlanReport:
             "parameters": self.parameters,
             "tokens_per_step": self.tokens_per_step,
             "max_steps": self.max_steps,
+            "unit": self.unit,
         }
 
 

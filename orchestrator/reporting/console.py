@@ -1,7 +1,7 @@
-"""The console: a live line on a terminal, plain lines elsewhere, and a summary page at the end.
+"""The console: a live view on a terminal, plain lines elsewhere, and a summary page at the end.
 
-Both consoles print the same lines for events (`log_lines`). Between them, a terminal shows one live line at the bottom, and a log
-gets a line of metrics from time to time.
+Both consoles print the same lines for events (`log_lines`). Between them, a terminal shows two live lines at the bottom, and a
+log gets a line with the same numbers from time to time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.board import BoardLike
-from orchestrator.events import ConsoleEvent, Evaluating, Metrics, Note, RunStarted
+from orchestrator.events import ConsoleEvent, Evaluating, Metrics, Note, RunStarted, Unit
 from orchestrator.reporting.text import (
     PLANNED,
     action_of,
@@ -55,8 +55,9 @@ STATES = {
     "waiting": "waiting",
     "finishing": "finishing",
 }
-WIDE = 100
-"""Columns of a terminal that has room for everything."""
+WITH_BAR = 110
+"""Columns of a terminal that has room for a bar beside the numbers."""
+BAR = 20
 SHOWN_ONCE = ("reserving", "importing", "compiling")
 """States of the start that are logged, once each."""
 
@@ -78,6 +79,10 @@ class View:
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     saved_step: int | None = None
+    hosts: int | None = None
+    unit: Unit = "tokens"
+    num_incidents: int = 0
+    goodput: float | None = None
     evaluation: str = ""
     """How far the present evaluation is."""
     shown_once: set[str] = field(default_factory=set)
@@ -86,6 +91,11 @@ class View:
         match event["ev"]:
             case "run":
                 self.name, self.max_steps = event["name"], event["max_steps"]
+                self.hosts, self.unit = event["hosts"], event.get("unit", "tokens")
+            case "generation":
+                self.hosts = event["hosts"]
+            case "incident" if event["incident"]["kind"] not in PLANNED:
+                self.num_incidents += 1
             case "status":
                 self.state, self.evaluation = event["state"], ""
             case "evaluating":
@@ -93,6 +103,7 @@ class View:
             case "metrics":
                 self.step = event["step"]
                 self.metrics |= event["metrics"]
+                self.goodput = event.get("goodput", self.goodput)
             case "checkpoint":
                 self.saved_step = event["step"]
             case "recovered":
@@ -197,13 +208,13 @@ class PlainConsole:
 
 
 class TerminalConsole:
-    """Log lines scroll; the live line stays below them."""
+    """Log lines scroll; the two lines of the live view stay below them."""
 
     def __init__(self, screen: Screen, clock: Callable[[], float]):
         self._screen, self._clock = screen, clock
         self._view = View(started_s=clock())
         self._spinner = Spinner("dots", style="cyan")
-        self._live = Live(get_renderable=self._line, console=screen, refresh_per_second=5, transient=True)
+        self._live = Live(get_renderable=self._lines, console=screen, refresh_per_second=5, transient=True)
         self._live.start()
 
     def show(self, event: ConsoleEvent) -> None:
@@ -227,11 +238,12 @@ class TerminalConsole:
         row.add_row(Text(elapsed if line.plain else "", "dim"), line)
         self._screen.print(row)
 
-    def _line(self) -> Table:
+    def _lines(self) -> Table:
+        """Two lines: how the training goes, and how the run is. They fit into 80 columns."""
         view = self._view
-        row = Table.grid(padding=(0, 2), expand=False)
-        row.add_column(width=9, justify="right", no_wrap=True)
-        row.add_column(no_wrap=True)
+        rows = Table.grid(padding=(0, 2), expand=False)
+        rows.add_column(width=9, justify="right", no_wrap=True)
+        rows.add_column(no_wrap=True, overflow="ellipsis")
         state = Text(
             printable(f"{STATES.get(view.state, view.state)} {view.evaluation}".strip()),
             "" if view.state == "training" else "yellow",
@@ -239,16 +251,19 @@ class TerminalConsole:
         elapsed = Text(clock_time(self._clock() - view.started_s), "dim")
         if view.step is None:
             self._spinner.update(text=state)
-            row.add_row(elapsed, self._spinner)
-            return row
-        for _ in range(3):
-            row.add_column(no_wrap=True)
-        bar = ProgressBar(view.max_steps, view.step, width=self._bar_width(), complete_style="cyan", finished_style="green")
-        row.add_row(elapsed, state, bar, *_numbers(view, narrow=self._screen.width < WIDE))
-        return row
+            rows.add_row(elapsed, self._spinner)
+            return rows
+        of = Text(f"/{view.max_steps}" if view.max_steps else "", "dim")
+        numbers = Text.assemble("step ", (str(view.step), "bold"), of, "  ", "  ".join(measures(view)))
+        rows.add_row(elapsed, self._with_bar(numbers) if self._screen.width >= WITH_BAR and view.max_steps else numbers)
+        rows.add_row("", Text.assemble(state, ("".join(f"  {fact}" for fact in facts(view)), "dim")))
+        return rows
 
-    def _bar_width(self) -> int:
-        return max(10, min(40, self._screen.width - 80))
+    def _with_bar(self, numbers: Text) -> Table:
+        row = Table.grid(padding=(0, 2))
+        bar = ProgressBar(self._view.max_steps, self._view.step, width=BAR, complete_style="cyan", finished_style="green")
+        row.add_row(bar, numbers)
+        return row
 
 
 def progress(event: Evaluating) -> str:
@@ -257,38 +272,46 @@ def progress(event: Evaluating) -> str:
 
 def metrics_line(view: View) -> str:
     of = f"/{view.max_steps}" if view.max_steps else ""
-    parts = [f"step {view.step}{of}", *_measures(view)]
+    return "  ".join([f"step {view.step}{of}", *measures(view), *facts(view)])
+
+
+def measures(view: View) -> list[str]:
+    """Returns how the training goes."""
+    metrics, parts = view.metrics, []
+    if "loss" in metrics:
+        parts.append(f"loss {metrics['loss']:.4f}")
+    if "learning_rate" in metrics:
+        parts.append(f"lr {metrics['learning_rate']:.1e}")
+    rate = metrics.get("samples_per_s" if view.unit == "examples" else "tokens_per_s")
+    if rate is not None:
+        parts.append(f"{count(rate)} {view.unit}/s")
+    if "mfu" in metrics:
+        parts.append(f"MFU {metrics['mfu']:.0%}")
+    return parts
+
+
+def facts(view: View) -> list[str]:
+    """Returns how the run is."""
+    parts = [f"{clock_time(view.remaining_s)} left"] if view.remaining_s else []
+    if view.hosts:
+        parts.append(_plural(view.hosts, "host"))
     if view.saved_step is not None:
         parts.append(f"saved {view.saved_step}")
-    if view.remaining_s:
-        parts.append(f"{seconds(view.remaining_s)} left")
-    return "  ".join(parts)
-
-
-def _numbers(view: View, narrow: bool) -> tuple[Text, Text]:
-    of = Text(f"/{view.max_steps}" if view.max_steps else "", "dim")
-    steps = Text.assemble((str(view.step), "bold"), of)
-    rest = Text("  ".join(_measures(view)[: 1 if narrow else None]))
-    if view.remaining_s:
-        rest.append(f"  {seconds(view.remaining_s)} left", "dim")
-    return steps, rest
-
-
-def _measures(view: View) -> list[str]:
-    metrics = view.metrics
-    parts = [f"loss {metrics['loss']:.4f}"] if "loss" in metrics else []
-    if "tokens_per_s" in metrics:
-        parts.append(f"{count(metrics['tokens_per_s'])} tokens/s")
+    if view.num_incidents:
+        parts.append(_plural(view.num_incidents, "incident"))
+    if view.goodput is not None:
+        parts.append(f"goodput {view.goodput:.0%}")
     return parts
 
 
 def _header(event: RunStarted) -> Text:
-    facts = [_plural(event["hosts"], "host")]
-    facts += [_plural(event["devices"], "device")] if event["devices"] else []
-    facts += [f"{count(event['parameters'])} parameters"] if event["parameters"] else []
-    facts += [f"{count(event['tokens_per_step'])} tokens a step"] if event["tokens_per_step"] else []
-    facts += [f"{count(event['max_steps'])} steps"] if event["max_steps"] else []
-    return Text.assemble((event["name"], "bold"), ("  " + " · ".join(facts), "dim"))
+    parts = [_plural(event["hosts"], "host")]
+    parts += [_plural(event["devices"], "device")] if event["devices"] else []
+    parts += [f"{count(event['parameters'])} parameters"] if event["parameters"] else []
+    unit = event.get("unit", "tokens")
+    parts += [f"{count(event['tokens_per_step'])} {unit} a step"] if event["tokens_per_step"] else []
+    parts += [f"{count(event['max_steps'])} steps"] if event["max_steps"] else []
+    return Text.assemble((event["name"], "bold"), ("  " + " · ".join(parts), "dim"))
 
 
 def _evaluation(event: Metrics) -> Text:

@@ -288,6 +288,7 @@ def test_the_report_of_a_job(job, child_answers):
         "parameters": 1_475_712,
         "tokens_per_step": 4096,
         "max_steps": 400,
+        "unit": "tokens",
     }
 
 
@@ -303,6 +304,12 @@ def test_what_could_not_be_looked_at_is_told_first(job, child_answers):
         },
     ]
     assert job_plan.arithmetic(job, report)["not known yet"] == "data: ConnectionError: away"
+
+
+@pytest.mark.parametrize(("tokens_per_example", "unit"), [(1, "examples"), (2, "tokens"), (None, "tokens")])
+def test_examples_that_are_one_thing_each_are_counted_as_such(job, child_answers, tokens_per_example, unit):
+    child_answers(stdout=json.dumps({"problems": [], "facts": {**FACTS, "tokens_per_example": tokens_per_example}}))
+    assert job_plan.check(job).header(job)["unit"] == unit
 
 
 def test_where_a_run_goes_on_and_what_has_changed_is_told_at_the_start(job, child_answers):

@@ -109,12 +109,12 @@ def test_plain_metrics_come_now_and_then_and_at_the_end(plain, clock):
     plain({**RUN, "max_steps": 300})
     clock.now_s += 1
     line = plain(metrics(10, loss=3.0, tokens_per_s=41_234.0, step_time_s=0.1))
-    assert line == "   0:01  step 10/300  loss 3.0000  41.2 k tokens/s  29.0 s left\n"
+    assert line == "   0:01  step 10/300  loss 3.0000  41.2 k tokens/s  0:29 left  1 host\n"
     assert plain(metrics(20, loss=2.9), {"ev": "checkpoint", "step": 20, "path": "x"}) == ""
     assert plain(metrics(20, eval_loss=2.5, eval_accuracy=0.4)) == "   0:01  ◆ step 20  held-out loss 2.5000  accuracy 0.4000\n"
     clock.now_s += 5
-    assert plain(metrics(30, loss=2.8)) == "   0:06  step 30/300  loss 2.8000  41.2 k tokens/s  saved 20  27.0 s left\n"
-    assert plain(metrics(300, loss=2.0)) == "   0:06  step 300/300  loss 2.0000  41.2 k tokens/s  saved 20\n"
+    assert plain(metrics(30, loss=2.8)) == "   0:06  step 30/300  loss 2.8000  41.2 k tokens/s  0:27 left  1 host  saved 20\n"
+    assert plain(metrics(300, loss=2.0)) == "   0:06  step 300/300  loss 2.0000  41.2 k tokens/s  1 host  saved 20\n"
 
 
 def test_previews_are_a_line_each_whatever_the_model_wrote(plain):
@@ -248,15 +248,60 @@ def test_terminal_shows_the_same_story_around_a_live_line(clock):
     for event in events:
         console.show(event)
     live = Screen(file=io.StringIO(), width=120)
-    live.print(console._line())
-    assert "training" in live.file.getvalue()
-    assert "0/300  loss 3.0000  41.2 k tokens/s  30.0 s left" in live.file.getvalue()
+    live.print(console._lines())
+    above, below = live.file.getvalue().splitlines()
+    assert above.endswith("step 0/300  loss 3.0000  41.2 k tokens/s")
+    assert below.strip() == "training  0:30 left  2 hosts  1 incident"
     console.show({"ev": "summary", "summary": SUMMARY})
     console.close()
     shown = stream.getvalue()
     for part in ("tiny  2 hosts", "reserving machines", "✗ host 1: training", "✓ training again at step 0", "✓ tiny finished"):
         assert part in shown
     assert shown.endswith("\n")
+
+
+FULL = {
+    "loss": 12.3456,
+    "learning_rate": 3e-4,
+    "tokens_per_s": 1_234_567.0,
+    "samples_per_s": 3210.0,
+    "mfu": 0.412,
+    "step_time_s": 0.5,
+}
+
+
+@pytest.mark.parametrize(("unit", "rate"), [("tokens", "1.23 M tokens/s"), ("examples", "3,210 examples/s")])
+def test_the_live_view_fits_into_80_columns_and_a_log_says_the_same(plain, clock, unit, rate):
+    terminal = TerminalConsole(Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None), clock)
+    incident = {"ev": "incident", "incident": INCIDENT}
+    events = [
+        {**RUN, "hosts": 256, "max_steps": 10_000, "tokens_per_step": 4096, "unit": unit},
+        {"ev": "status", "state": "training"},
+        {"ev": "checkpoint", "step": 9_000, "path": "x"},
+        incident,
+        {"ev": "incident", "incident": INCIDENT | {"kind": "preemption"}},  # planned: no incident for a user
+        metrics(9_120, **FULL) | {"goodput": 0.873},
+    ]
+    for event in events:
+        check_event(event, "console")
+        terminal.show(event)
+    live = Screen(file=io.StringIO(), width=80)
+    live.print(terminal._lines())
+    terminal.close()
+    above, below = live.file.getvalue().splitlines()
+    for part in ("step 9120/10000", "loss 12.3456", "lr 3.0e-04", rate, "MFU 41%"):
+        assert part in above, above
+    run = ("7:20 left", "256 hosts", "saved 9000", "1 incident", "goodput 87%")
+    for part in ("training", *run):
+        assert part in below, below
+    shown = plain(*events)
+    for part in (f"4,096 {unit} a step", rate, "MFU 41%", *run):
+        assert part in shown, part
+
+
+def test_the_hosts_of_the_live_view_are_those_of_the_generation(plain, clock):
+    line = plain({**RUN, "hosts": 4}, {"ev": "generation", "generation": 1, "hosts": 3}, metrics(1, loss=1.0))
+    assert line.endswith("loss 1.0000  3 hosts\n")
 
 
 def test_a_log_gets_no_control_sequences():
