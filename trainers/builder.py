@@ -469,8 +469,12 @@ class Builder(BatchBuilder):
             return function.with_terms(params, rows, step, None, function.rest(model_state, rows))
 
         loss, terms = jax.eval_shape(traced, params, rows, step, function.parts.state_shapes)
-        # `postforward` may change the total: then it need not be the sum of the terms.
-        return dataclasses.replace(Layout.of(loss, **others), terms=() if self.overrides("postforward") else tuple(terms))
+        return dataclasses.replace(
+            Layout.of(loss, **others),
+            # `postforward` may change the total: then it need not be the sum of the terms.
+            terms=() if self.overrides("postforward") else tuple(terms),
+            of_tokens=function.task.tokens_per_example > 1,
+        )
 
     def _zeros(self, layout: Layout) -> MetricSums:
         return meshes.put_everywhere(self._mesh, layout.zeros())

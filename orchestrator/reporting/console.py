@@ -255,15 +255,15 @@ class TerminalConsole:
             return rows
         of = Text(f"/{view.max_steps}" if view.max_steps else "", "dim")
         numbers = Text.assemble("step ", (str(view.step), "bold"), of, "  ", "  ".join(measures(view)))
-        rows.add_row(elapsed, self._with_bar(numbers) if self._screen.width >= WITH_BAR and view.max_steps else numbers)
+        if view.max_steps and self._screen.width >= WITH_BAR:
+            bar = ProgressBar(view.max_steps, view.step, width=BAR, complete_style="cyan", finished_style="green")
+            first = Table.grid(padding=(0, 2))
+            first.add_row(bar, numbers)
+            rows.add_row(elapsed, first)
+        else:
+            rows.add_row(elapsed, numbers)
         rows.add_row("", Text.assemble(state, ("".join(f"  {fact}" for fact in facts(view)), "dim")))
         return rows
-
-    def _with_bar(self, numbers: Text) -> Table:
-        row = Table.grid(padding=(0, 2))
-        bar = ProgressBar(self._view.max_steps, self._view.step, width=BAR, complete_style="cyan", finished_style="green")
-        row.add_row(bar, numbers)
-        return row
 
 
 def progress(event: Evaluating) -> str:

@@ -70,7 +70,7 @@ class UnitBuilder:
         layout = self.layout_of(function, first)
         metrics = build_metrics(name)
         if metrics is not None:
-            outputs.check(name, metrics, function.task, with_perplexity(dict.fromkeys(layout.names, 0.0)))
+            outputs.check(name, metrics, function.task, with_perplexity(dict.fromkeys(layout.names, 0.0), layout))
         predicts = metrics is not None
         jitted = self.jit(function, layout, predicts=predicts)
         program = Program(f"eval_step_{name}", jitted, self.programs, runtime.current().note)

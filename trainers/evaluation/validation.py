@@ -128,7 +128,7 @@ class ValidationUnit:
         if self.layout.terms and "loss" in metrics:
             # The sum of the terms' means over all batches, which is not the mean of the batches' totals.
             metrics["loss"] = sum(metrics.get(name, 0.0) for name in self.layout.terms)
-        return with_perplexity(metrics)
+        return with_perplexity(metrics, self.layout)
 
 
 def shapes_of_rows(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

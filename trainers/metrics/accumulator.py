@@ -55,6 +55,8 @@ class Layout:
     """The terms of a loss that is a dict; they add up to `loss`."""
     means: tuple[str, ...] = ()
     """The metrics NAME whose mean since the run began is the metric `mean_NAME`."""
+    of_tokens: bool = True
+    """Whether the loss is one of tokens, and so has a perplexity; that of a class, or of a number, has none."""
 
     @classmethod
     def of(cls, loss: Loss, **others: Kind) -> Layout:

@@ -182,7 +182,7 @@ class Publisher:
         self.collect(step)
 
     def _publish(self, interval: Interval) -> None:
-        metrics = with_perplexity(self.layout.read(wait_for_device(interval.metric_sums)))
+        metrics = with_perplexity(self.layout.read(wait_for_device(interval.metric_sums)), self.layout)
         metrics |= self._rates(interval, metrics.get("tokens", 0.0), metrics.get("samples", 0.0))
         distributions = None if interval.distributions is None else wait_for_device(interval.distributions)
         self.publish(interval.last_step, replace(metrics, interval.replaced), interval.seconds, distributions)
@@ -215,9 +215,9 @@ def device_memory(devices: Sequence[jax.Device]) -> dict[str, float]:
     return {name: max(device_stats[key] for device_stats in stats) for name, key in counted.items()}
 
 
-def with_perplexity(metrics: dict[str, float]) -> dict[str, float]:
-    """Adds `perplexity` to the metrics, from the loss without its z-loss."""
-    if "loss" not in metrics:
+def with_perplexity(metrics: dict[str, float], layout: Layout) -> dict[str, float]:
+    """Adds `perplexity` to the metrics of a loss of tokens, from the loss without its z-loss."""
+    if "loss" not in metrics or not layout.of_tokens:
         return metrics
     # exp overflows beyond 709.
     return {**metrics, "perplexity": math.exp(min(metrics["loss"] - metrics.get("z_loss", 0.0), 700.0))}

@@ -238,9 +238,9 @@ def check_metrics(trainer: BaseTrainer, problems: list[str]) -> None:
     known: list[str] = []
     free: list[str] = []  # the beginnings of names: another task has metrics of its own
     for name, unit in units.items():
-        of_loss = (
-            [] if layout is None or unit.task is not None else [*with_perplexity(dict.fromkeys(trainer.loss_layout.names, 0.0))]
-        )
+        of_loss: list[str] = []
+        if layout is not None and unit.task is None:
+            of_loss = [*with_perplexity(dict.fromkeys(trainer.loss_layout.names, 0.0), trainer.loss_layout)]
         names = attempt(problems, f"evaluation.units.{name}", functools.partial(names_of_outputs, trainer, name, unit, of_loss))
         known += [f"{name}_{metric}" for metric in (*of_loss, *(names or ()))]
         free += [f"{name}_"] if unit.task is not None or names is None else []

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.programs.tiny import TableTask
 from tests.unit.training import FIXED, of, trainer
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, count, scalars
@@ -57,6 +58,24 @@ def test_norms_of_parameters_are_parts_of_the_norm_of_all(tmp_path, events):
     events.clear()
     trainer(tmp_path / "off", max_num_steps=2).train()
     assert [name for name in published(events)[2] if name.startswith("grad_norm/")] == []
+
+
+class Classes(TableTask):
+    """Each example has one class: no tokens."""
+
+    tokens_per_example = 1
+
+
+def test_only_a_loss_of_tokens_has_a_perplexity(tmp_path, events):
+    settings = {"max_num_steps": 2, "evaluation": {"max_batches": 1}}
+    trainer(tmp_path / "tokens", **settings).train()
+    assert all("perplexity" in event["metrics"] for event in of(events, "metrics") if "loss" in event["metrics"])
+    events.clear()
+    made = trainer(tmp_path / "classes", task=f"{__name__}:Classes", **settings)
+    made.train()
+    assert {"loss", "eval_loss"} <= {name for event in of(events, "metrics") for name in event["metrics"]}
+    assert [name for event in of(events, "metrics") for name in event["metrics"] if "perplexity" in name] == []
+    assert "perplexity" not in made.evaluate(made.output.state)
 
 
 def test_the_z_loss_is_a_part_of_the_loss_and_not_of_the_perplexity(tmp_path, events):
