@@ -100,7 +100,7 @@ class TrainerOutput(NamedTuple):
     checkpoint_path: str | None
     last_save_file_name: str | None
     stop_reason: StopReason
-    metrics: dict[str, float]
+    metrics: dict[str, Any]
 
 
 @runtime_checkable

@@ -1,6 +1,9 @@
-"""Trains in this one process, without Ray: `python -m trainers.run CONFIG`.
+"""Trains in this one process, without Ray.
 
-Reads the same files as the orchestrator; the sections that concern machines have no meaning here. Ctrl-C saves and stops.
+    python -m trainers.run CONFIG [key=value ...]
+
+CONFIG is a file as the orchestrator reads it; the sections that concern machines have no meaning here. Overrides are as there,
+such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -24,19 +27,23 @@ from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event
 
+if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
+    from trainers.protocol import TrainerOutput
+
 DEFAULT_ARGUMENTS = "trainers.config.arguments:TrainingArguments"
 CONSOLE = "trainers.recorders.console:Console"
 
 
 def main() -> int:
-    if sys.argv[1:] in (["-h"], ["--help"]):
+    given = sys.argv[1:]
+    if given in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    if len(sys.argv) != 2:
+    if not given or given[0].startswith("-") or "=" in given[0] or not all("=" in item for item in given[1:]):
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        arguments = read(sys.argv[1])
+        arguments = read(given[0], given[1:])
         recorders = open_recorders(arguments)
         try:
             trainer = build(arguments, recorders)
@@ -49,8 +56,7 @@ def main() -> int:
     except (UsageError, TransientError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    output = trainer.output
-    print(f"{output.stop_reason}: {output.metrics}")
+    print(result(trainer.output))
     return 0
 
 
@@ -108,8 +114,42 @@ def build(arguments: TrainingArguments, recorders: Recorders) -> Any:
 def show(event: Event, recorders: Recorders) -> None:
     if event["ev"] == "metrics":
         recorders.record(event["step"], event["metrics"], event.get("distributions"))
-    elif event["ev"] in ("note", "preview", "evaluating", "saved", "save_failed", "restored", "anomaly", "profile"):
-        print({key: value for key, value in event.items() if key != "t"}, flush=True)
+    for line in lines(event):
+        print(line, flush=True)
+
+
+def lines(event: Event) -> list[str]:
+    """Returns what a user reads of an event; of metrics the recorders tell."""
+    found: list[str] = []
+    match event["ev"]:
+        case "note":
+            found = [event["message"]]
+        case "preview":
+            found = [f"step {event['step']}  {shown['prompt']!r} -> {shown['text']!r}" for shown in event["previews"]]
+        case "saved":
+            found = [f"saved step {event['step']} in {event['path']}"]
+        case "save_failed":
+            found = [f"the checkpoint of step {event['step']} failed, training goes on and tries again: {event['error']}"]
+        case "restored":
+            found = [f"checkpoint {bad['step']} was not used: {bad['why']}" for bad in event["skipped"]]
+            found.append(f"the state of step {event['step']} is restored")
+        case "anomaly":
+            back = "" if event["restored_step"] is None else f", back to step {event['restored_step']}"
+            found = [f"{event['kind']} in batch {event['batch_index']} (loss {event['loss']}): {event['action']}{back}"]
+        case "profile":
+            found = [f"no profile: {event['problem']}" if event["problem"] else f"a profile is in {event['path']}"]
+        case "evaluating" if event["done"] == event["total"]:
+            found = [f"evaluated {event['unit']}: {event['total']} batches"]
+    return found
+
+
+def result(output: TrainerOutput) -> str:
+    """Returns the line at the end."""
+    metrics = output.metrics
+    numbers = {"loss": metrics.get("train_loss"), **metrics.get("evaluation", {})}
+    parts = [f"{metrics['steps']} steps", *(f"{name} {value:.4g}" for name, value in numbers.items() if value is not None)]
+    saved = f"; saved in {output.checkpoint_path}" if output.checkpoint_path else ""
+    return f"ended ({output.stop_reason}): {', '.join(parts)}{saved}"
 
 
 if __name__ == "__main__":

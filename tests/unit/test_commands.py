@@ -71,8 +71,9 @@ def check_make(arguments: list[str]) -> None:
 
 def check_module(module: str, arguments: list[str], tmp_path: Path) -> None:
     if module == "trainers.run":  # it has no options
-        (config,) = arguments
-        check_configuration(config, [], tmp_path)
+        config, *overrides = arguments
+        assert all("=" in override for override in overrides), overrides
+        check_configuration(config, overrides, tmp_path)
         return
     given = parse(module, arguments)
     if (config := getattr(given, "config", None)) is not None:
@@ -182,7 +183,7 @@ def test_a_wrong_command_is_found_out(command, tmp_path):
         check(command, tmp_path)
 
 
-def test_the_only_argument_of_trainers_run_is_the_configuration(monkeypatch, capsys):
+def test_trainers_run_has_no_options(monkeypatch, capsys):
     for arguments in ([], ["CONFIG", "--dry-run"]):
         monkeypatch.setattr(sys, "argv", ["trainers.run", *arguments])
         assert trainers.run.main() == 2
@@ -217,7 +218,9 @@ def test_the_pictures_that_the_text_shows_exist():
             assert "://" in name or (path.parent / name).is_file(), f"{path.name}: {name}"
 
 
-@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["-h"], 0), ([], 2), (["a.yaml", "b.yaml"], 2)])
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["--help"], 0), (["-h"], 0), ([], 2), (["a.yaml", "b.yaml"], 2), (["a=1"], 2)]
+)
 def test_trainers_run_says_how_it_is_used(monkeypatch, capsys, arguments, status):
     monkeypatch.setattr(sys, "argv", ["trainers/run.py", *arguments])
     assert trainers.run.main() == status

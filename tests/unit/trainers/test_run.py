@@ -1,0 +1,87 @@
+"""`python -m trainers.run`: overrides, and lines that a person can read."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import trainers.run
+from trainers.runtime.events import Event
+
+CONFIG = """
+name: alone
+task: tests.programs.tiny:TableTask
+global_batch_size: 16
+max_num_steps: 12
+publish_every_steps: 2
+data: {sequence_length: 8, dataset: "tests.programs.tiny:numbers"}
+optimizer: {name: adamw, learning_rate: 0.01}
+checkpoint: {save_steps: 4}
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    (tmp_path / "alone.yaml").write_text(CONFIG)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+
+    def run(*overrides):
+        arguments = [str(tmp_path / "alone.yaml"), f"storage={tmp_path}", *overrides]
+        monkeypatch.setattr(sys, "argv", ["trainers/run.py", *arguments])
+        status = trainers.run.main()
+        return status, capsys.readouterr()
+
+    return run
+
+
+def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run):
+    status, printed = run("max_num_steps=4", "optimizer.schedule.name=constant")
+    assert status == 0
+    assert "step      4  loss " in printed.out
+    assert "saved step 4 in " in printed.out
+    assert "{" not in printed.out  # nothing as Python prints it
+    assert printed.out.splitlines()[-1].startswith("ended (max_steps): 4 steps, loss ")
+    assert printed.out.splitlines()[-1].endswith("checkpoints/4")
+    status, printed = run("max_num_steps=6", "optimizer.schedule.name=constant", "seed=1")
+    assert status == 0
+    first, second, third = printed.out.splitlines()[:3]
+    assert first == "goes on from step 4"
+    assert second == "changed, and harmless: max_num_steps 4 -> 6"
+    assert third.startswith("changed, and no longer the same experiment: seed 0 -> 1")
+    assert "the state of step 4 is restored" in printed.out
+
+
+@pytest.mark.parametrize("override", ["max_num_step=4", "optimizer.learning_rate=fast"])
+def test_a_wrong_override_is_told(run, override):
+    status, printed = run(override)
+    assert status == 2
+    assert printed.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"ev": "note", "message": "for people"}, ["for people"]),
+        ({"ev": "preview", "step": 3, "previews": [{"prompt": "a", "text": "b\n"}]}, ["step 3  'a' -> 'b\\n'"]),
+        (
+            {"ev": "save_failed", "step": 3, "error": "no room"},
+            ["the checkpoint of step 3 failed, training goes on and tries again: no room"],
+        ),
+        (
+            {"ev": "restored", "step": 3, "skipped": [{"step": 5, "why": "it is damaged"}]},
+            ["checkpoint 5 was not used: it is damaged", "the state of step 3 is restored"],
+        ),
+        (
+            {"ev": "anomaly", "kind": "loss_spike", "batch_index": 7, "loss": 9.0, "action": "rollback", "restored_step": 4},
+            ["loss_spike in batch 7 (loss 9.0): rollback, back to step 4"],
+        ),
+        ({"ev": "profile", "id": None, "problem": "no room"}, ["no profile: no room"]),
+        ({"ev": "profile", "id": None, "problem": None, "path": "/p"}, ["a profile is in /p"]),
+        ({"ev": "evaluating", "unit": "eval", "done": 1, "total": 4}, []),
+        ({"ev": "evaluating", "unit": "eval", "done": 4, "total": 4}, ["evaluated eval: 4 batches"]),
+        ({"ev": "warm"}, []),
+    ],
+)
+def test_the_lines_of_an_event(event: Event, expected):
+    assert trainers.run.lines(event) == expected
