@@ -218,6 +218,29 @@ def test_a_batch_that_spoils_the_statistics_is_skipped_and_leaves_nothing(tmp_pa
     assert_equal(ordered.train(), state)
 
 
+class Keeping(nnx.Module):
+    """Its loss does not depend on what it keeps."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.out, self.energy = nnx.Linear(normed.WIDTH, normed.LABELS, rngs=rngs), nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.energy[...] = 0.9 * self.energy[...] + 0.1 * jnp.mean(x**2)
+        return self.out(jnp.sign(x))
+
+
+class KeepingTask(NormedTask):
+    def build_model(self, rngs):
+        return Keeping(rngs)
+
+
+def test_state_that_becomes_infinite_is_not_kept_though_the_loss_is_finite(tmp_path, events):
+    state = trainer(tmp_path, cls=Poisoned, task=HERE + "KeepingTask", max_num_steps=5).train()
+    assert [event["batch_index"] for event in of(events, "anomaly")] == [2]
+    assert (int(state.step), int(state.batch_index)) == (4, 5)
+    assert np.isfinite(state.model_state["energy"])
+
+
 class Half(NormedTask):
     """In float16, where a loss of this scale overflows."""
 
