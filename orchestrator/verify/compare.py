@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,9 +82,16 @@ def different_leaf(first: Fingerprints, second: Fingerprints) -> tuple[int, str]
 
 
 def loss_difference(first: Mapping[int, float], second: Mapping[int, float]) -> tuple[int, float] | None:
-    """Returns (step, relative difference) where the published losses differ most; None if the runs have no step in common."""
-    apart = [(abs(first[step] - second[step]) / max(abs(first[step]), 1e-12), step) for step in set(first) & set(second)]
+    """Returns (step, relative difference) where the published losses differ most; None if the runs have none in common that is
+    a mean over the same steps: a run that stopped between two publishes has others than one that did not."""
+    shared = _stretches(first) & _stretches(second)
+    apart = [(abs(first[step] - second[step]) / max(abs(first[step]), 1e-12), step) for _, step in shared]
     return (max(apart)[1], max(apart)[0]) if apart else None
+
+
+def _stretches(losses: Mapping[int, float]) -> set[tuple[int, int]]:
+    """Returns (the step of the publish before, that of the publish) of each loss, which is the mean over the steps between."""
+    return set(itertools.pairwise((0, *sorted(losses))))
 
 
 # ---------------------------------------------------------------------- the judgements

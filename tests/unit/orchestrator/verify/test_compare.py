@@ -112,6 +112,12 @@ def test_losses_are_compared_where_they_are_furthest_apart():
     assert loss_difference({1: 2.0}, {2: 2.0}) is None
 
 
+def test_losses_that_are_means_over_other_steps_are_not_compared():
+    """The second run stopped at step 21: what it published at step 25 leaves that step out."""
+    undisturbed, stopped = {20: 1.3, 25: 0.95, 30: 0.69}, {20: 1.3, 21: 1.4, 25: 0.84, 30: 0.6899}
+    assert loss_difference(undisturbed, stopped) == (30, pytest.approx(1e-4, rel=0.5))
+
+
 def test_what_was_not_tried_does_not_fail():
     assert passed([Finding("a", True), Finding("b", None)])
     assert not passed([Finding("a", True), Finding("b", False)])
