@@ -147,9 +147,11 @@ def result(output: TrainerOutput) -> str:
     """Returns the line at the end."""
     metrics = output.metrics
     numbers = {"loss": metrics.get("train_loss"), **metrics.get("evaluation", {})}
-    parts = [f"{metrics['steps']} steps", *(f"{name} {value:.4g}" for name, value in numbers.items() if value is not None)]
+    # A trainer of another base says what it likes, or nothing.
+    steps = [f"{metrics['steps']} steps"] if "steps" in metrics else []
+    parts = steps + [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
     saved = f"; saved in {output.checkpoint_path}" if output.checkpoint_path else ""
-    return f"ended ({output.stop_reason}): {', '.join(parts)}{saved}"
+    return f"ended ({output.stop_reason})" + (f": {', '.join(parts)}" if parts else "") + saved
 
 
 if __name__ == "__main__":

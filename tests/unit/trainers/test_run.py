@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import trainers.run
+from trainers.protocol import StopReason, TrainerOutput
 from trainers.runtime.events import Event
 
 CONFIG = """
@@ -85,3 +86,21 @@ def test_a_wrong_override_is_told(run, override):
 )
 def test_the_lines_of_an_event(event: Event, expected):
     assert trainers.run.lines(event) == expected
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [
+        (
+            {"steps": 4, "train_loss": 0.25, "evaluation": {"eval/loss": 0.5}},
+            "ended (max_steps): 4 steps, loss 0.25, eval/loss 0.5",
+        ),
+        # A trainer of one's own says what it likes.
+        ({"value": 1.0}, "ended (max_steps)"),
+    ],
+)
+def test_the_line_at_the_end(metrics, expected):
+    output = TrainerOutput(
+        state=None, mesh=None, checkpoint_path=None, last_save_file_name=None, stop_reason=StopReason.MAX_STEPS, metrics=metrics
+    )
+    assert trainers.run.result(output) == expected
