@@ -1,13 +1,14 @@
 """Runs a job: `python -m orchestrator.run CONFIG [key=value ...] [--dry-run]`.
 
 On this machine alone it starts Ray itself; with RAY_ADDRESS (or driver.address, or inside `ray job submit`) it uses that cluster.
-Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong, or the run is in use; 3 stopped on request, state
-saved.
+Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong, the cluster does not answer, or the run is in use;
+3 stopped on request, state saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -19,8 +20,9 @@ from typing import Any
 
 from orchestrator.board import Board, BoardLike, start_remote_board
 from orchestrator.config.job import ConfigError, JobConfig, load
+from orchestrator.driver import head
 from orchestrator.driver.main import drive, keep_private
-from orchestrator.driver.ray_cluster import connect, disconnect
+from orchestrator.driver.ray_cluster import connect, disconnect, head_address
 from orchestrator.driver.ray_train import fit
 from orchestrator.planning import report
 from orchestrator.reporting.console import make_console, watch
@@ -32,6 +34,8 @@ from trainers.storage import documents
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
 """How long after SIGTERM `ray job stop` sends SIGKILL."""
+LEAVE_TIMEOUT_S = 5.0
+"""How long Ray may take to shut down when its head is gone."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             print(report.render(config, report.check(config)))
             return EXIT_FINISHED
         return launch(config)
-    except (ConfigError, RunInUse, documents.StorageError) as error:
+    except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     except report.PlanError as error:
@@ -67,6 +71,8 @@ def launch(config: JobConfig) -> int:
     # All of this before Ray is started: a wrong configuration is reported within a second.
     documents.check_writable(run_dir)
     check_free(run_dir)
+    if named := head.named(os.environ, config.driver.address):
+        head.check(*named)
     plan = report.check(config)
     launch_id = uuid.uuid4().hex[:12]
     supervised = connect(config)
@@ -78,13 +84,26 @@ def launch(config: JobConfig) -> int:
     # Off the main thread: there Ray Train would take SIGINT for itself.
     driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
     driver.start()
-    with relay_signals(board, run_dir, launch_id):
-        watch(board, make_console(sys.stdout), lambda: not driver.is_alive())
-    driver.join()
-    # In order: otherwise Ray's own processes would be left behind.
-    disconnect()
+    console = make_console(sys.stdout)
+    with relay_signals(board, run_dir, launch_id), head.HeadWatch(head_address(), run_dir, console.show) as head_watch:
+        watch(board, console, lambda: head_watch.over or not driver.is_alive())
     # By the file: Ray wraps the exceptions of a worker, and their types are lost.
-    return exit_status(read_outcome(run_dir, launch_id), ended.error)
+    outcome = read_outcome(run_dir, launch_id)
+    lost = head_watch.why_lost() if outcome is None else None
+    leave(driver, has_head=lost is None)
+    return exit_status(outcome, ended.error, lost)
+
+
+def leave(driver: threading.Thread, has_head: bool) -> None:
+    """Ends the connection to Ray. In order: otherwise Ray's own processes would be left behind."""
+    if has_head:
+        driver.join()
+        disconnect()
+        return
+    # Ray may wait for the head that is gone.
+    leaving = threading.Thread(target=disconnect, name="leave Ray", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_TIMEOUT_S)
 
 
 def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> None:
@@ -147,9 +166,10 @@ class relay_signals:
         )
 
 
-def exit_status(outcome: dict[str, Any] | None, error: BaseException | None) -> int:
+def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, lost: str | None) -> int:
+    """`lost`: why the head of the cluster is gone."""
     if outcome is None:
-        print(f"error: the driver ended without an outcome: {masked(repr(error))}", file=sys.stderr)
+        print(f"error: {lost or f'the driver ended without an outcome: {masked(repr(error))}'}", file=sys.stderr)
         return EXIT_FAILED
     if outcome["status"] == "failed":
         print(f"\nerror: {outcome['error']}", file=sys.stderr)

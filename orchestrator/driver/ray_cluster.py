@@ -19,6 +19,7 @@ import psutil
 
 from cluster.agent.child_process import RAY_TOKEN
 from orchestrator.config.job import JobConfig
+from orchestrator.driver import head
 from orchestrator.driver.ray_train import SETTINGS
 
 AUTH_MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
@@ -32,21 +33,26 @@ SHOWN_AS_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or w
 def connect(config: JobConfig) -> bool:
     """Connects to the cluster named by the environment or the configuration, or starts Ray on this machine.
 
-    Returns whether Ray Train shall run and supervise the driver as a separate process.
+    Returns whether Ray Train shall run and supervise the driver as a separate process. Raises ClusterError if the cluster
+    refuses.
     """
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", SHOWN_AS_INCIDENTS)
-    address = os.environ.get("RAY_ADDRESS") or config.driver.address
-    if not address:
+    named = head.named(os.environ, config.driver.address)
+    if named is None:
         protect(os.environ)  # before Ray is imported: Ray reads these variables at import
     import ray
 
     for name in ("ray", "ray.train"):
         # Ray's log lines would break the live line of the console, which shows what matters of them.
         logging.getLogger(name).setLevel(logging.WARNING)
-    if address:
-        ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
+    if named is not None:
+        address, source = named
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            raise head.ClusterError(f"the Ray cluster at {address} (from {source}): {str(error).splitlines()[0]}") from error
         return True
     from cluster.hosts.config import num_hosts
 
@@ -63,6 +69,13 @@ def connect(config: JobConfig) -> bool:
         _temp_dir=os.path.join(private_folder(), "ray"),
     )
     return config.driver.supervise
+
+
+def head_address() -> str:
+    """Returns the address of the head of the cluster that this process is connected to."""
+    import ray
+
+    return ray.get_runtime_context().gcs_address
 
 
 def disconnect() -> None:

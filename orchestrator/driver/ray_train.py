@@ -5,7 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
+
+from trainers.storage import documents
 
 SETTINGS = {
     # report() takes 2 s at the default, and a dead driver is noticed that much later.
@@ -15,6 +18,8 @@ SETTINGS = {
     # It is for workers that train; ours is the driver.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
 }
+REPORTED = "checkpoint_manager_snapshot.json"
+"""Ray Train's list, in the run's folder, of the checkpoints that were reported to it."""
 # Bounded: a driver that can never start must not be tried for ever.
 MAX_DRIVER_RESTARTS = 100
 
@@ -87,6 +92,10 @@ def fit(
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+    # The list of the launch before. Ray Train does not start if a checkpoint in it is gone, and ours are deleted when newer ones
+    # are complete. Nothing reads it: the hosts choose the checkpoint.
+    with suppress(FileNotFoundError):
+        documents.delete(documents.join(storage, name, REPORTED))
     trainer = DataParallelTrainer(
         _worker,
         train_loop_config={"drive": drive, "message": message, "supervised": supervised},

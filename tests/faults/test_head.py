@@ -1,0 +1,52 @@
+"""The head of the cluster dies under a running command: told in seconds, and the same command goes on on another cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+from orchestrator.testbed.local_cluster import local_cluster
+from tests import ROOT
+from tests.programs.processes import wait_until
+
+SETTINGS = ("hosts.count=1", "publish_every_steps=5", "checkpoint.save_steps=10", "previews=null", "tracking.mlflow=false")
+
+
+def start(tmp_path, cluster, log, max_num_steps):
+    command = [sys.executable, "-m", "orchestrator.run", "configs/tiny.yaml", f"storage={tmp_path}", *SETTINGS]
+    env = {**os.environ, "RAY_ADDRESS": cluster.address, **cluster.authentication}
+    return subprocess.Popen([*command, f"max_num_steps={max_num_steps}"], cwd=ROOT, env=env, stdout=log, stderr=log)
+
+
+def test_a_head_that_dies_is_told_and_another_cluster_goes_on(tmp_path):
+    console = tmp_path / "console.log"
+    with local_cluster(None) as cluster, console.open("w") as log:
+        cluster.add_machines()
+        process = start(tmp_path, cluster, log, 1_000_000)
+        try:
+            saved = tmp_path / "tiny" / "checkpoints" / "50"  # the first ones are deleted by then
+            assert wait_until(lambda: process.poll() is not None or saved.exists(), 180)
+            assert process.poll() is None, console.read_text()
+            cluster.head().kill()
+            began_s = time.monotonic()
+            assert wait_until(lambda: "does not answer: connection refused" in console.read_text(), 60)
+            assert time.monotonic() - began_s < 30
+            assert process.wait(120) == 1
+        finally:
+            process.kill()
+    last = console.read_text().splitlines()[-1]
+    assert "error: the head of the Ray cluster at" in last
+    assert f"goes on from the newest checkpoint in {tmp_path}/tiny/checkpoints" in last
+
+    # Ray Train's list of the dead cluster names a checkpoint that newer ones have replaced since.
+    assert "checkpoints/10" in (tmp_path / "tiny" / "checkpoint_manager_snapshot.json").read_text()
+    assert not (tmp_path / "tiny" / "checkpoints" / "10").exists()
+    newest = max(int(path.name) for path in (tmp_path / "tiny" / "checkpoints").iterdir() if path.name.isdigit())
+    with local_cluster(None) as cluster, console.open("w") as log:
+        cluster.add_machines()
+        assert start(tmp_path, cluster, log, newest + 10).wait(240) == 0, console.read_text()
+    assert f"goes on from step {newest}" in console.read_text()
+    assert json.loads((tmp_path / "tiny" / "summary.json").read_text())["steps"] == newest + 10
