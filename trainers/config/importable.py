@@ -1,0 +1,49 @@
+"""The names of classes and functions by which another process can import them. Free of JAX."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+MOVE = "write it at the top level of a file, such as pieces.py, and import it from there"
+
+
+def path_of(value: Any) -> str:
+    """Returns `package.module:Name` of a class or a function. Raises ValueError that says why no other process can import it,
+    and what to do."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module is None or name is None:
+        raise ValueError(f"{_shown(value)} is an object in this process's memory: give a class or a function, and {MOVE}")
+    if "<lambda>" in name:
+        raise ValueError(f"it is a lambda, which has no name: make it a function, and {MOVE}")
+    if "<locals>" in name:
+        raise ValueError(f"{name.replace('.<locals>', '')} is defined inside a function: {MOVE}")
+    if "." in name:
+        raise ValueError(f"{name} is defined inside a class: {MOVE}")
+    if module == "__main__":
+        return f"{_main_module(name)}:{name}"
+    if getattr(sys.modules.get(module), name, None) is not value:
+        raise ValueError(f"{module} has another object named {name}: give this one a name of its own there")
+    return f"{module}:{name}"
+
+
+def _main_module(name: str) -> str:
+    """Returns the name by which the program itself can be imported."""
+    main = sys.modules["__main__"]
+    # Of `python -m package.module`.
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return spec.name
+    file = getattr(main, "__file__", None)
+    if file is None:
+        raise ValueError(f"{name} is defined in a notebook or at a prompt: {MOVE}")
+    module = Path(file).stem
+    found = importlib.util.find_spec(module) if module.isidentifier() else None
+    if found is None or found.origin is None or not Path(found.origin).samefile(file):
+        raise ValueError(f"{name} is defined in {file}, which cannot be imported as {module!r}: {MOVE}")
+    return module
+
+
+def _shown(value: Any) -> str:
+    return type(value).__name__

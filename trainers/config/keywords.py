@@ -1,0 +1,55 @@
+"""The keys of a configuration as keywords of a call. Free of JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS
+from trainers.config.pieces import PiecesArguments
+from trainers.config.section import did_you_mean
+
+INSTEAD = {
+    **dict.fromkeys(("name", "storage"), "run_dir=FOLDER"),
+    **dict.fromkeys(("task", "pieces", "arguments"), "model and loss"),
+    **dict.fromkeys(ORCHESTRATOR_SECTIONS, "launch(training, hosts=...)"),
+}
+"""Keys of a configuration that this has another form for."""
+
+
+def unknown(name: str, own: Sequence[str]) -> Iterator[str]:
+    """Yields what is wrong with the name of a setting, a key such as `seed` or `data.shuffle`. `own` are the names that the
+    program has beside the keys."""
+    hints = typing.get_type_hints(PiecesArguments)
+    known = [each for each in (*hints, *own) if each not in INSTEAD]
+    top = name.partition(".")[0]
+    if top in INSTEAD:
+        yield f"{name}: give {INSTEAD[top]} instead"
+    elif top not in known:
+        inside = [section for section, hint in hints.items() if name in fields(hint)]
+        hint = "".join(f"; it is a key of {section}: {section}={{{name!r}: ...}}" for section in inside)
+        yield f"{name}: there is no such setting{hint or did_you_mean(name, known)}"
+
+
+def fields(hint: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(hint)} if dataclasses.is_dataclass(hint) else set()
+
+
+def put(settings: dict[str, Any], path: list[str], value: Any) -> None:
+    """Sets the value at `path`. A section is added to the one that is there."""
+    *sections, name = path
+    for section in sections:
+        settings = settings.setdefault(section, {})
+    before = settings.get(name)
+    settings[name] = {**before, **value} if isinstance(before, dict) and isinstance(value, Mapping) else value
+
+
+def plain(value: Any) -> Any:
+    """Returns a section of a configuration, which may be an object, as data."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,112 @@
+"""The data of `trainers.library`: any that a trainer takes, also a pair of arrays (x, y), or a function that returns it; and
+arrays that other processes read from the run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.config.arguments import load_object
+from trainers.config.pieces import PiecesArguments
+from trainers.config.section import PATH
+from trainers.data.sources.sequence import Columns, as_example
+from trainers.errors import DataMissingError, UsageError
+from trainers.storage import durable
+
+
+def datasets(arguments: PiecesArguments) -> tuple[Any, Any]:
+    """Returns the training data and the held-out data that `pieces` names: for `data.dataset`."""
+    pieces = arguments.pieces
+    if pieces.data is None:
+        raise UsageError("pieces.data was given as an object to the training that made this run: only that program has it")
+    return named(pieces.data), None if pieces.eval_data is None else named(pieces.eval_data)
+
+
+def named(name: str) -> Any:
+    """Returns the data of a function, or the columns in a folder."""
+    return as_data(load_object(name)) if PATH.fullmatch(name) else read(Path(name))
+
+
+def as_data(value: Any) -> Any:
+    """Returns data as a trainer takes it."""
+    data = value() if is_function(value) else value
+    # Taken for a sequence it would be two examples, which nobody trains on.
+    if isinstance(data, tuple) and len(data) == 2 and not any(isinstance(part, Mapping) for part in data):
+        return Columns({"x": data[0], "y": data[1]}).columns
+    return data
+
+
+def is_function(value: Any) -> bool:
+    return callable(value) and not any(hasattr(value, name) for name in ("__getitem__", "__iter__"))
+
+
+def columns_of(value: Any) -> dict[str, np.ndarray]:
+    """Returns data in memory as columns [N, ...] of numbers. Raises UsageError if it is no arrays."""
+    data = as_data(value)
+    if isinstance(data, list | tuple | np.ndarray):
+        data = _stacked(data)
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{type(data).__name__} cannot be written as arrays")
+    columns = Columns(data).columns
+    if wrong := [name for name, column in columns.items() if column.dtype.hasobject]:
+        raise UsageError(f"{', '.join(wrong)} cannot be written as arrays, for they are no numbers")
+    if wrong := [name for name in columns if not isinstance(name, str) or Path(name).name != name]:
+        raise UsageError(f"columns {wrong} cannot be names of files: rename them")
+    return columns
+
+
+def _stacked(examples: Any) -> dict[str, np.ndarray]:
+    if isinstance(examples, np.ndarray):
+        return {"x": examples}
+    rows = [as_example(example) for example in examples]
+    try:
+        return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in (rows[0] if rows else ())}
+    except (KeyError, ValueError) as error:
+        raise UsageError(f"a list of examples of different shapes or names cannot be written as arrays ({error})") from error
+
+
+def digest(columns: Mapping[str, np.ndarray]) -> str:
+    """Returns a short name for what the columns hold."""
+    found = hashlib.sha256()
+    for name, column in sorted(columns.items()):
+        found.update(f"{name} {column.dtype.str} {column.shape} ".encode())
+        found.update(np.ascontiguousarray(column).data)
+    return found.hexdigest()[:16]
+
+
+def write(columns: Mapping[str, np.ndarray], folder: Path) -> None:
+    """Writes the columns to a new folder, all of them or none. Does nothing if the folder is there: it is named after what it
+    holds."""
+    if folder.is_dir():
+        return
+    work = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
+    work.mkdir(parents=True)
+    try:
+        for name, column in columns.items():
+            with open(work / f"{name}.npy", "wb") as file:
+                np.save(file, column, allow_pickle=False)
+                file.flush()
+                durable.sync(file.fileno())
+        durable.sync_folder(work)
+        os.rename(work, folder)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError) and folder.is_dir():  # another launch has just written the same
+            return
+        raise
+    durable.sync_folder(folder.parent)
+
+
+def read(folder: Path) -> dict[str, np.ndarray]:
+    """Returns the columns in a folder, which stay on the disk until they are used. Raises DataMissingError."""
+    files = sorted(folder.glob("*.npy"))
+    if not files:
+        raise DataMissingError(f"there are no arrays in {folder}: it was deleted, or this host does not share the run's storage")
+    return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in files}

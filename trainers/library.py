@@ -1,0 +1,414 @@
+"""Training as a library: a model, a loss and data, without YAML. `docs/library.md` shows it.
+
+    result = Training(model, loss, data, steps=1000, batch_size=32, optimizer="adam").fit()
+
+`fit` trains in this process. `orchestrator.library.launch` trains the same object on many hosts, and recovers from failures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import optax
+from flax import nnx
+
+from trainers import runtime
+from trainers.base import BaseTrainer
+from trainers.callbacks import Callback
+from trainers.checkpoint import going_on
+from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.importable import path_of
+from trainers.config.keywords import plain, put, unknown
+from trainers.config.masking import masked
+from trainers.config.pieces import PiecesArguments
+from trainers.data.sources import pieces
+from trainers.errors import NotConfiguredError, UsageError
+from trainers.recorders.dispatch import Recorders
+from trainers.recorders.jsonl import FILE, read
+from trainers.recorders.progress import Progress
+from trainers.recorders.recorder import About
+from trainers.run import lines
+from trainers.runtime.events import Event
+from trainers.runtime.stop_reason import StopReason
+from trainers.step.loss import in_mode
+from trainers.step.state import TrainState
+from trainers.tasks.pieces import PiecesTask
+
+ARGUMENTS, TASK = "trainers.config.pieces:PiecesArguments", "trainers.tasks.pieces:PiecesTask"
+DATASETS, JSONL = "trainers.data.sources.pieces:datasets", "jsonl"
+LAUNCHING = "GANGWAY_LAUNCHING"
+"""The variable that is set while `launch` runs: processes that it starts import the user's module again."""
+ENDS = ("max_num_steps", "max_num_data_epochs", "time_limit")
+Row = dict[str, float]
+
+_fitting = threading.Lock()
+
+
+class Result:
+    """What a training has made."""
+
+    def __init__(
+        self, rows: Iterable[Mapping[str, Any]], stop_reason: StopReason, trained: Callable[[], tuple[TrainState, nnx.Module]]
+    ):
+        """`rows` are (step, metrics) of each publish. `trained` returns the state and the model, when they are used."""
+        self.history = history(rows)
+        """A row for each step at which metrics were published, with the step: `pandas.DataFrame(result.history)`."""
+        self.stop_reason = stop_reason
+        self._trained = trained
+
+    @property
+    def metrics(self) -> Row:
+        """The newest value of each metric."""
+        return {name: value for row in self.history for name, value in row.items()}
+
+    @property
+    def state(self) -> TrainState:
+        return self._both[0]
+
+    @property
+    def model(self) -> nnx.Module:
+        """The trained module in evaluation mode, ready to be called."""
+        return self._both[1]
+
+    @cached_property
+    def _both(self) -> tuple[TrainState, nnx.Module]:
+        return self._trained()
+
+    def __repr__(self) -> str:
+        metrics = self.metrics
+        steps = metrics.get("step", 0)
+        shown = [f"{name}={metrics[name]:.4g}" for name in ("loss", "eval_loss") if name in metrics]
+        return f"Result({', '.join([f'steps={steps}', *shown, f'stop_reason={self.stop_reason}'])})"
+
+
+def history(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Returns one row for each step: of what was published twice for a step, the later."""
+    by_step: dict[int, Row] = {}
+    for row in rows:
+        # What is not finite is null in the files.
+        numbers = {name: math.nan if value is None else value for name, value in row["metrics"].items()}
+        by_step.setdefault(row["step"], {"step": row["step"]}).update(numbers)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+class Training:
+    """What to train, and how."""
+
+    def __init__(
+        self,
+        model: Any,
+        loss: Callable[..., Any],
+        data: Any,
+        *,
+        eval_data: Any = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        batch_size: int = 16,
+        optimizer: Any = "adamw",
+        run_dir: str | os.PathLike[str] | None = None,
+        progress: bool = True,
+        callbacks: tuple[Callback, ...] = (),
+        **settings: Any,
+    ):
+        """Raises UsageError with what is wrong with the settings.
+
+        `model`: a class of Flax NNX modules, a function that returns a module (both may take `rngs`), or a module.
+        `loss`: a function (model, batch) of the loss of each example [batch], or a pair of that and a dict of metrics [batch].
+        `data`, `eval_data`: a dict of arrays, a pair (x, y) of arrays, a list of examples, a dataset, or a function that
+        returns one of these. `steps` or `epochs` of batches of `batch_size` examples.
+        `optimizer`: a name, a dict with the keys of the section `optimizer`, an optax transformation, or a function (config,
+        schedule) that returns one.
+        `run_dir`: the folder of the run, with its checkpoints: a later training goes on from there. None: no file is left.
+        `settings`: any other key of a configuration, such as `seed=1`, `checkpoint={"save_steps": 100}`, or, for a key whose
+        section has the name of a piece, `**{"data.shuffle": False}`.
+        """
+        self.model, self.loss, self.data, self.eval_data = model, loss, data, eval_data
+        self.optimizer, self.callbacks, self.progress = optimizer, tuple(callbacks), progress
+        self.run_dir = None if run_dir is None else os.path.abspath(os.path.expanduser(run_dir))
+        self._settings = self._checked(
+            {"max_num_steps": steps, "max_num_data_epochs": epochs, "global_batch_size": batch_size}, settings
+        )
+        self._arguments("nowhere")
+
+    def __repr__(self) -> str:
+        return f"Training({pieces_named(self.model)}, {pieces_named(self.loss)}, {type(self.data).__name__})"
+
+    # ------------------------------------------------------------------ in this process
+
+    def fit(self) -> Result:
+        """Trains in this process, and returns the result. Ctrl-C, and the button that interrupts a notebook, end it between two
+        steps; a second one at once. Raises what training raises. Only one thread at a time may call it."""
+        not_while_imported("fit")
+        if not _fitting.acquire(blocking=False):
+            raise UsageError("another fit() is running in this process: wait for its end")
+        try:
+            with _folder(self.run_dir) as folder:
+                return self._fit(folder)
+        finally:
+            _fitting.release()
+
+    def _fit(self, folder: str) -> Result:
+        arguments = self._arguments(folder)
+        shown = Progress(sys.stdout, arguments.max_num_steps) if self.progress else None
+        tell = shown.tell if shown else lambda text: None
+        rows = list(self._recorded(arguments, folder))
+        recorders = self._recorders(arguments, folder, tell)
+
+        def send(event: Event) -> None:
+            self._hear(event, rows, recorders, shown)
+
+        for line in going_on.of_run(folder, arguments):
+            tell(line)
+        trainer: BaseTrainer | None = None
+        with installed(runtime.Runtime(send)) as host, interrupts(host):
+            try:
+                trainer = self._trainer(arguments)
+                trainer.train()
+            finally:
+                if trainer is not None and trainer.output is None:
+                    # Threads that read ahead would stay after an error.
+                    with suppress(NotConfiguredError):
+                        trainer.dataloaders.dataloader_train.close()
+                recorders.close()
+                if shown:
+                    shown.close()
+        output = trainer.output
+        assert output is not None
+        return Result(rows, output.stop_reason, lambda: (output.state, module(trainer, output.state)))
+
+    def _hear(self, event: Event, rows: list[Any], recorders: Recorders, shown: Progress | None) -> None:
+        if event["ev"] == "metrics":
+            metrics = self._true(event["metrics"])
+            rows.append({"step": event["step"], "metrics": metrics})
+            recorders.record(event["step"], metrics, event.get("distributions"))
+            if shown:
+                shown.record(event["step"], metrics)
+        # Nobody can use a checkpoint of a folder that is about to be deleted.
+        elif shown and not (event["ev"] == "saved" and self.run_dir is None):
+            for line in lines(event):
+                shown.tell(line)
+
+    def _true(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Leaves out the rate of the schedule, which a transformation of the user's own does not follow."""
+        own = is_transformation(self.optimizer)
+        return {name: value for name, value in metrics.items() if not (own and name == "learning_rate")}
+
+    def _recorded(self, arguments: TrainingArguments, folder: str) -> Iterator[dict[str, Any]]:
+        """Yields what an earlier training in this folder has published."""
+        return read(About("", folder, {}, arguments.recorder_folders.get(JSONL)).output_folder() / FILE)
+
+    def _recorders(self, arguments: TrainingArguments, folder: str, tell: Callable[[str], None]) -> Recorders:
+        names = dict.fromkeys((JSONL, *arguments.recorders) if self.run_dir else arguments.recorders)
+        about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
+        return Recorders(tuple(names), about, tell, folders=arguments.recorder_folders)
+
+    def _trainer(self, arguments: PiecesArguments) -> BaseTrainer:
+        """Returns a trainer of the pieces. Touches no device."""
+        data = pieces.as_data(self.data), None if self.eval_data is None else pieces.as_data(self.eval_data)
+        trainer = load_object(arguments.trainer)(arguments, *data, callbacks=self.callbacks)
+        trainer.task = PiecesTask.of(self.model, self.loss)
+        if is_transformation(self.optimizer):
+            trainer.optimizer = self.optimizer
+        elif callable(self.optimizer):
+            trainer.optimizer = self.optimizer(arguments.optimizer, trainer.scheduler)
+        return trainer
+
+    # ------------------------------------------------------------------ on many hosts
+
+    def configuration(self, run_dir: str) -> dict[str, Any]:
+        """Returns the configuration with which other processes train the same, as data for JSON. Data in memory is named as the
+        folder of `write_data`. Raises UsageError with every piece that cannot be imported."""
+        problems: list[str] = []
+        pieces_by_name = self._named_pieces(run_dir, problems)
+        optimizer = self._named_optimizer(problems)
+        if self.callbacks:
+            problems.append(
+                "callbacks: they are objects in memory: name a trainer that adds them, trainer='package.module:Class'"
+            )
+        if problems:
+            raise UsageError("other processes cannot import what they need:\n  " + "\n  ".join(problems))
+        settings = {**plain(self._settings), **named_after(run_dir)}
+        settings["optimizer"] |= optimizer
+        return {**settings, "arguments": ARGUMENTS, "pieces": pieces_by_name}
+
+    def _named_pieces(self, run_dir: str, problems: list[str]) -> dict[str, str | None]:
+        """Returns the names of the pieces; adds to `problems` what has none."""
+        functions = {"model": self.model, "loss": self.loss}
+        functions |= {name: value for name, value in self._data.items() if pieces.is_function(value)}
+        names = {name: named(name, value, problems) for name, value in functions.items()}
+        return names | {name: str(data_folder(run_dir, columns)) for name, columns in self._in_memory(problems).items()}
+
+    def _named_optimizer(self, problems: list[str]) -> dict[str, Any]:
+        """Returns the setting that names an optimizer of the user's own."""
+        if is_transformation(self.optimizer):
+            problems.append(
+                "optimizer: an optax transformation is an object in memory: give a name, a dict, or a function (config, "
+                "schedule) that returns it, at the top level of a file"
+            )
+        elif callable(self.optimizer):
+            return {"name": named("optimizer", self.optimizer, problems)}
+        return {}
+
+    def write_data(self, run_dir: str) -> None:
+        """Writes data that is in memory to the run's folder, where other processes read it."""
+        for columns in self._in_memory([]).values():
+            pieces.write(columns, data_folder(run_dir, columns))
+
+    def _in_memory(self, problems: list[str]) -> dict[str, dict[str, Any]]:
+        """Returns the columns of the data that is given as objects; adds to `problems` what cannot be written."""
+        found = {}
+        for name, value in self._data.items():
+            try:
+                if not pieces.is_function(value):
+                    found[name] = pieces.columns_of(value)
+            except UsageError as error:
+                problems.append(f"{name}: {error}: give a function, at the top level of a file, that returns the data")
+        return found
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        return {"data": self.data} | ({} if self.eval_data is None else {"eval_data": self.eval_data})
+
+    def result(self, rows: Iterable[Mapping[str, Any]], run_dir: str, stop_reason: str) -> Result:
+        """Returns the result of a run on other hosts. Its state is read from the newest checkpoint when it is used."""
+
+        def trained() -> tuple[TrainState, nnx.Module]:
+            with installed(runtime.Runtime(lambda event: None)):
+                trainer = self._trainer(self._arguments(run_dir))
+                state = trainer.load_pretrained(run_dir)
+                return state, module(trainer, state)
+
+        # What `fit` has published in this folder comes before.
+        return Result([*self._recorded(self._arguments(run_dir), run_dir), *rows], StopReason(stop_reason), trained)
+
+    # ------------------------------------------------------------------ settings
+
+    def _arguments(self, folder: str) -> PiecesArguments:
+        try:
+            return from_dict(PiecesArguments, {**self._settings, **named_after(folder)})
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def _checked(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the settings of a configuration. Raises UsageError with every key that is unknown."""
+        own_names = [*inspect.signature(Training).parameters]
+        if problems := [text for name in given for text in unknown(name, own_names)]:
+            raise UsageError("\n".join(problems))
+        ends = {name: value for name, value in (own | given).items() if name in ENDS and value is not None}
+        if not ends:
+            raise UsageError("nothing ends this training: give steps or epochs")
+        made: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        made |= {"task": TASK, "data": {"dataset": DATASETS}, "optimizer": self._optimizer_section()}
+        if self.run_dir is None:
+            made["checkpoint"] = {"save_at_end": False}
+        if own["max_num_steps"]:
+            # So that a short training has a history too.
+            made["publish_every_steps"] = min(10, max(1, own["max_num_steps"] // 10))
+        for name, value in given.items():
+            put(made, name.split("."), plain(value))
+        return made
+
+    def _optimizer_section(self) -> dict[str, Any]:
+        if isinstance(self.optimizer, str):
+            return {"name": self.optimizer}
+        if is_transformation(self.optimizer):
+            return {"max_grad_norm": None}  # it clips itself, if that is wanted
+        if isinstance(section := plain(self.optimizer), Mapping):
+            return dict(section)
+        if callable(self.optimizer):
+            return {}
+        raise UsageError(f"optimizer = {self.optimizer!r}: expected a name, a dict, an optax transformation, or a function")
+
+
+def named(piece: str, value: Any, problems: list[str]) -> str | None:
+    """Returns the name by which others import a piece; adds to `problems` why there is none."""
+    try:
+        return path_of(value)
+    except ValueError as error:
+        problems.append(f"{piece}: {error}")
+        return None
+
+
+def module(trainer: BaseTrainer, state: TrainState) -> nnx.Module:
+    """Returns the model with the parameters that are evaluated."""
+    return in_mode(trainer.model.merge(trainer.parameters_to_evaluate(state), state.model_state), training=False)
+
+
+def is_transformation(value: Any) -> bool:
+    return isinstance(value, optax.GradientTransformation)
+
+
+def named_after(folder: str) -> dict[str, str]:
+    return {"storage": os.path.dirname(folder) or ".", "name": os.path.basename(folder)}
+
+
+def data_folder(run_dir: str, columns: Mapping[str, Any]) -> Path:
+    # By what it holds: a later launch with other data finds its own, and says that the setting has changed.
+    return Path(run_dir, "data", pieces.digest(columns))
+
+
+def pieces_named(piece: Any) -> str:
+    return getattr(piece, "__qualname__", None) or type(piece).__name__
+
+
+# ---------------------------------------------------------------------- what a process has one of
+
+
+def not_while_imported(what: str) -> None:
+    """Raises UsageError if this process only imports the user's file."""
+    if os.environ.get(LAUNCHING):
+        raise UsageError(
+            f"{what}() was called while launch() imported this file in another process: put the calls of fit and launch below "
+            'if __name__ == "__main__":'
+        )
+
+
+@contextmanager
+def installed(host: runtime.Runtime) -> Iterator[runtime.Runtime]:
+    before = runtime.current()
+    runtime.install(host)
+    try:
+        yield host
+    finally:
+        runtime.install(before)
+
+
+@contextmanager
+def interrupts(host: runtime.Runtime) -> Iterator[None]:
+    """Lets Ctrl-C ask for the end of training. Elsewhere than in the main thread there are no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupted(number: int, frame: Any) -> None:
+        if host.stop_reason is not None:
+            raise KeyboardInterrupt
+        host.request_stop(StopReason.INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _folder(run_dir: str | None) -> Iterator[str]:
+    """Gives the run's folder, or one that is deleted afterwards."""
+    if run_dir is not None:
+        yield run_dir
+        return
+    with tempfile.TemporaryDirectory(prefix="gangway-", ignore_cleanup_errors=True) as storage:
+        yield os.path.join(storage, "training")
