@@ -11,7 +11,11 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import os
+import site
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NotRequired, TypedDict
 
 from trainers import foreign_errors
@@ -134,6 +138,40 @@ def may_pass(error: BaseException) -> bool:
     return kind["kind"] in ("transient", "data", "storage") and not kind["deterministic"] and not kind.get("mistake")
 
 
+def user_frame(error: BaseException) -> str | None:
+    """Returns where an error arose in the user's own code, such as `/home/me/model.py, line 12, in __call__: x @ self.kernel`: the
+    deepest frame outside of this project, of installed packages and of the standard library. None if there is none.
+
+    Of errors that were raised from each other, the first one counts that has such a frame.
+    """
+    for raised in _first_raised_first(error, set()):
+        # The file that could not be parsed was never entered: no frame is of it.
+        if isinstance(raised, SyntaxError) and raised.filename and _is_users(raised.filename):
+            return f"{raised.filename}, line {raised.lineno}: {(raised.text or '').strip()}"
+        frames = traceback.StackSummary.extract(traceback.walk_tb(raised.__traceback__), lookup_lines=False)
+        own = [frame for frame in frames if _is_users(frame.filename)]
+        if own:
+            return f"{own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}"
+    return None
+
+
+def _first_raised_first(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
+    """Yields the causes of an error, then itself, then those during whose handling it was raised."""
+    if error is None or id(error) in seen:  # a chain may be a circle
+        return
+    seen.add(id(error))
+    yield from _first_raised_first(error.__cause__, seen)
+    yield error
+    # Last: an error in a user's `except` is about what the handler did, not about what it handled.
+    yield from _first_raised_first(error.__context__, seen)
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith("<"):  # code that a library has made, or an interpreter's own; a notebook's cell is the user's
+        return file.startswith("<ipython-input")
+    return not file.startswith(_NOT_USERS) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
+
+
 def _kind_and_mistake(error: BaseException) -> tuple[str, bool]:
     for types, kind in KIND_OF_TYPE.items():
         if isinstance(error, types):
@@ -175,3 +213,13 @@ PROGRAM_ERRORS = (
     ValueError,
 )
 """The types that Python raises when a program is wrong. A RuntimeError, or a type of a library, may mean anything."""
+_PROJECT = Path(__file__).parent.parent
+_NOT_USERS = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        *(_PROJECT / package for package in ("trainers", "orchestrator", "cluster")),
+        os.path.dirname(os.__file__),
+        *site.getsitepackages(),
+    )
+)
+"""The folders of code that is not the user's: this project's, the standard library's, and those of installed packages."""

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import yaml
 from trainers.checkpoint import going_on
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
 from trainers.config.masking import masked
-from trainers.errors import TransientError, UsageError
+from trainers.errors import TransientError, UsageError, user_frame
 from trainers.models.hf.pretrained import resolved
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
@@ -53,11 +54,21 @@ def main() -> int:
         finally:
             # After an error too: what was published before it is recorded.
             recorders.close()
-    except (UsageError, TransientError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except Exception as error:  # the command's boundary: told, with where it arose in the user's code
+        return failed(error)
     print(result(trainer.output))
     return 0
+
+
+def failed(error: Exception) -> int:
+    """Tells an error. Returns the exit status: 2 for one that explains itself, 1 for one that needs its traceback."""
+    frame = user_frame(error)
+    is_explained = isinstance(error, UsageError | TransientError) or (isinstance(error, ValueError) and not frame)
+    if not is_explained:
+        traceback.print_exc()
+    what = f"error: {error}" if is_explained else f"error: {type(error).__name__}: {error}"
+    print(what + (f"\nin your code: {frame}" if frame else ""), file=sys.stderr)
+    return 2 if is_explained else 1
 
 
 def read(path: str, overrides: Sequence[str] = ()) -> TrainingArguments:

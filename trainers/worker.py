@@ -237,7 +237,7 @@ def heartbeat_loop(host: Any) -> None:
 
 def exception_event(error: BaseException) -> ExceptionRaised:
     from trainers import runtime
-    from trainers.errors import kind_of
+    from trainers.errors import kind_of, user_frame
 
     return {
         "t": time.time(),
@@ -245,6 +245,7 @@ def exception_event(error: BaseException) -> ExceptionRaised:
         "type": type(error).__name__,
         "message": str(error),
         "traceback": "".join(traceback.format_exception(error)),
+        "user_frame": user_frame(error),
         "step": runtime.current().step,
         **kind_of(error),
     }

@@ -135,11 +135,13 @@ def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
 
 
 def final_error(failure: Failure, reason: str) -> str:
-    """Returns the final message for the user: the traceback or the end of the log, the failure, and why the run ends."""
+    """Returns the final message for the user: the traceback or the end of the log, the failure, where it arose in the user's code,
+    and why the run ends."""
     exception = failure.exception or {}
     where = f" on host {failure.host}" if failure.host is not None else ""
     details = exception.get("traceback") or "\n".join(failure.evidence.get("log_tail", []))
-    text = f"{failure.kind}{where}: {failure.summary}\ngiving up: {reason}"
+    frame = f"\nin your code: {exception['user_frame']}" if exception.get("user_frame") else ""
+    text = f"{failure.kind}{where}: {failure.summary}{frame}\ngiving up: {reason}"
     # These exceptions explain themselves in their message: a traceback would hide it.
     is_explained = exception.get("deterministic") or exception.get("kind") == "data"
     return text if is_explained or not details else f"{details.rstrip()}\n\n{text}"

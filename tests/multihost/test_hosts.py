@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.multihost import harness
+from tests.programs.mistaken import mistake
 from trainers.config.arguments import TrainingArguments, from_dict
 
 
@@ -103,6 +104,13 @@ def test_an_error_is_told_with_its_kind_and_its_traceback(tmp_path):
     assert "in loss" in event["traceback"]
     assert hosts[0].child.wait_gone(harness.TIMEOUT_S)
     assert hosts[0].exit.code == 1
+
+
+def test_an_error_of_a_callback_is_told_with_its_line(tmp_path):
+    made = arguments(tmp_path, trainer="tests.programs.mistaken:WithTheCallback")
+    hosts = harness.start(made, tmp_path, hosts=1, devices_per_host=1)
+    event = hosts[0].wait_for("exception")
+    assert (event["type"], event["user_frame"]) == ("ValueError", mistake(2))
 
 
 class Broken:

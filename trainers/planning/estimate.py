@@ -36,6 +36,7 @@ from trainers.errors import (
     DataMissingError,
     UsageError,
     may_pass,
+    user_frame,
 )
 from trainers.evaluation import outputs
 from trainers.evaluation.validation import DEFAULT_UNIT, lacks_data
@@ -92,17 +93,26 @@ def attempt(problems: list[str], what: str, make: Callable[[], Any], doubts: lis
     away by itself."""
     try:
         return make()
-    except (UsageError, DataMissingError, ValueError) as error:
-        lines = [f"{what}: {error}"] if isinstance(error, ValueError) else str(error).splitlines()
-        problems.extend(line for line in lines if line not in problems)  # the optimizer repeats the problems of the schedule
     except Exception as error:  # the user's code, at the boundary of this process: recorded, with where it happened
         if doubts is not None and may_pass(error):
             doubts.append(f"{what}: {type(error).__name__}: {error}")
             return None
-        traceback.print_exc()
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        problems.append(f"{what}: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})")
+        problems.extend(line for line in told(what, error) if line not in problems)  # the optimizer repeats those of the schedule
     return None
+
+
+def told(what: str, error: Exception) -> list[str]:
+    """Returns the lines for an error of `what`, with where it arose in the user's code."""
+    frame = user_frame(error)
+    where = f" ({frame})" if frame else ""
+    if isinstance(error, UsageError | DataMissingError):
+        *lines, last = str(error).splitlines() or [""]
+        return [*lines, last + where]
+    if isinstance(error, ValueError) and not frame:  # a check's own words
+        return [f"{what}: {error}"]
+    traceback.print_exc()
+    inside = traceback.extract_tb(error.__traceback__)[-1]
+    return [f"{what}: {type(error).__name__}: {error}" + (where or f" ({inside.filename}, line {inside.lineno})")]
 
 
 def load_trainer(path: str) -> type:

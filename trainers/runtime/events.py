@@ -203,6 +203,8 @@ class ExceptionRaised(FailureKind, Envelope):
     type: str
     message: str
     traceback: str
+    user_frame: str | None
+    """Where it arose in the user's own code (`trainers.errors.user_frame`)."""
     step: int
 
 

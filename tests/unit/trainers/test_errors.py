@@ -15,6 +15,7 @@ import requests
 import urllib3
 
 from tests import ROOT
+from trainers.config.arguments import load_object
 from trainers.errors import (
     CheckpointError,
     CheckpointUnavailableError,
@@ -26,6 +27,7 @@ from trainers.errors import (
     TransientError,
     UsageError,
     kind_of,
+    user_frame,
 )
 from trainers.foreign_errors import broken_device_in
 
@@ -215,3 +217,60 @@ def test_a_chain_that_goes_round_ends():
 def test_the_failure_of_another_host():
     assert kind_of(CoordinatorError("no answer from host 2"))["kind"] == "collateral"
     json.dumps(kind_of(CoordinatorError("no answer")))
+
+
+# ---------------------------------------------------------------------- where in the user's code
+
+
+def raised_by(work) -> BaseException:
+    try:
+        work()
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+def test_the_frame_of_an_error_is_the_users_however_deep_the_library_that_raised_it():
+    frame = user_frame(raised_by(lambda: json.loads("{")))
+    assert frame is not None and frame.startswith(f"{__file__}, line ")
+    assert frame.endswith('in <lambda>: frame = user_frame(raised_by(lambda: json.loads("{")))')
+
+
+def fails():
+    raise KeyError("first")
+
+
+def of_another(*, explicit: bool):
+    try:
+        fails()
+    except KeyError as error:
+        if explicit:
+            raise RuntimeError("second") from error
+        raise RuntimeError("second")  # noqa: B904
+
+
+def test_of_errors_raised_from_each_other_the_first_counts_and_of_those_in_a_handler_the_last():
+    assert user_frame(raised_by(lambda: of_another(explicit=True))).endswith('in fails: raise KeyError("first")')
+    assert user_frame(raised_by(lambda: of_another(explicit=False))).endswith('raise RuntimeError("second")  # noqa: B904')
+
+
+def test_an_error_that_never_was_in_the_users_code_has_no_frame(tmp_path, monkeypatch):
+    def ours():
+        load_object("nowhere:Task")
+
+    error = raised_by(ours)
+    error.__traceback__ = error.__traceback__.tb_next.tb_next  # without this file
+    assert user_frame(error) is None
+    # Its own cause goes round in a circle.
+    error.__cause__.__context__ = error
+    assert user_frame(error) is None
+    (tmp_path / "unfinished.py").write_text("def f(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    error = raised_by(lambda: load_object("unfinished:f"))
+    assert user_frame(error) == f"{tmp_path}/unfinished.py, line 1: def f(:"
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "installed.py").write_text("raise OSError(5, 'an installed package')\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    error = raised_by(lambda: load_object("installed:f"))
+    error.__traceback__ = error.__traceback__.tb_next.tb_next
+    assert user_frame(error) is None

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import trainers.run
+from tests.programs.mistaken import mistake
 from trainers.protocol import StopReason, TrainerOutput
 from trainers.runtime.events import Event
 
@@ -58,6 +59,13 @@ def test_a_wrong_override_is_told(run, override):
     status, printed = run(override)
     assert status == 2
     assert printed.err.startswith("error: ")
+
+
+def test_an_error_in_a_users_data_is_told_with_its_line(run):
+    status, printed = run("data.dataset=tests.programs.mistaken:without_a_column")
+    assert status == 1
+    assert printed.err.endswith(f"error: KeyError: 'text'\nin your code: {mistake(1)}\n")
+    assert printed.err.startswith("Traceback")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.config.job import ConfigError, build
 from orchestrator.planning import report as job_plan
+from tests.programs.mistaken import mistake
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.errors import DataMissingError
@@ -166,6 +167,7 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first():
         ({"task": f"{__name__}:Missing"}, f"task: '{__name__}:Missing': module {__name__} has no 'Missing'"),
         ({"task": f"{__name__}:BrokenTask"}, f"task: KeyError: 'teacher' ({__file__}, line "),
         ({"task": f"{__name__}:WrongLoss"}, f"model: KeyError: 'token' ({__file__}, line "),
+        ({"task": "tests.programs.mistaken:WrongShapesTask"}, f" ({mistake(0)})"),
         ({"optimizer": {"name": "adamv"}}, "optimizer.name = 'adamv': expected one of adamw"),
         ({"optimizer": {"schedule": {"name": "cosin"}}}, "optimizer.schedule.name = 'cosin': expected one of constant"),
         ({"optimizer": {"schedule": {"warmup_steps": 9}}}, "optimizer.schedule.warmup_steps = 9: expected less than the 5 steps"),

@@ -1,0 +1,29 @@
+"""The message with which a run ends."""
+
+import pytest
+
+from orchestrator.driver.halt import final_error
+from orchestrator.failures.classify import Failure, FailureKind
+
+FRAME = "/home/me/data.py, line 12, in __getitem__: return row['text']"
+
+
+def failure(**exception) -> Failure:
+    raised = {"type": "KeyError", "message": "'text'", "traceback": "Traceback ...\nKeyError: 'text'\n", **exception}
+    return Failure(kind=FailureKind.USER_ERROR, host=1, evidence={"summary": "host 1: KeyError", "exception": raised})
+
+
+@pytest.mark.parametrize(
+    ("raised", "before"),
+    [
+        ({"kind": "user", "deterministic": False}, "Traceback ...\nKeyError: 'text'\n\n"),
+        # Their message says it all: a traceback would hide it, and the line in the user's code is shown all the same.
+        ({"kind": "user", "deterministic": True}, ""),
+        ({"kind": "data", "deterministic": False}, ""),
+    ],
+)
+def test_the_line_in_the_users_code_is_shown_whatever_the_error(raised, before):
+    text = final_error(failure(user_frame=FRAME, **raised), "it happened twice")
+    assert text == f"{before}user_error on host 1: host 1: KeyError\nin your code: {FRAME}\ngiving up: it happened twice"
+    text = final_error(failure(user_frame=None, **raised), "it happened twice")
+    assert text == f"{before}user_error on host 1: host 1: KeyError\ngiving up: it happened twice"
