@@ -139,8 +139,8 @@ def may_pass(error: BaseException) -> bool:
 
 
 def user_frame(error: BaseException) -> str | None:
-    """Returns where an error arose in the user's own code, such as `/home/me/model.py, line 12, in __call__: x @ self.kernel`: the
-    deepest frame outside of this project, of installed packages and of the standard library. None if there is none.
+    """Returns where an error arose in the user's own code, such as `/home/me/model.py, line 12, in __call__: x @ self.kernel`:
+    the deepest frame outside of this project, of installed packages and of the standard library. None if there is none.
 
     Of errors that were raised from each other, the first one counts that has such a frame.
     """
@@ -215,7 +215,7 @@ PROGRAM_ERRORS = (
 """The types that Python raises when a program is wrong. A RuntimeError, or a type of a library, may mean anything."""
 _PROJECT = Path(__file__).parent.parent
 _NOT_USERS = tuple(
-    os.path.join(folder, "")
+    f"{folder}{os.sep}"
     for folder in (
         *(_PROJECT / package for package in ("trainers", "orchestrator", "cluster")),
         os.path.dirname(os.__file__),

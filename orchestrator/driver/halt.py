@@ -135,8 +135,8 @@ def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
 
 
 def final_error(failure: Failure, reason: str) -> str:
-    """Returns the final message for the user: the traceback or the end of the log, the failure, where it arose in the user's code,
-    and why the run ends."""
+    """Returns the final message for the user: the traceback or the end of the log, the failure, where it arose in the user's
+    code, and why the run ends."""
     exception = failure.exception or {}
     where = f" on host {failure.host}" if failure.host is not None else ""
     details = exception.get("traceback") or "\n".join(failure.evidence.get("log_tail", []))
