@@ -24,6 +24,7 @@ from orchestrator.driver import head
 from orchestrator.driver.main import drive, keep_private
 from orchestrator.driver.ray_cluster import connect, disconnect, head_address
 from orchestrator.driver.ray_train import fit
+from orchestrator.failures import missing_code
 from orchestrator.planning import report
 from orchestrator.reporting.console import make_console, watch
 from orchestrator.run_state.lease import RunInUse, check_free
@@ -169,7 +170,8 @@ class relay_signals:
 def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, lost: str | None) -> int:
     """`lost`: why the head of the cluster is gone."""
     if outcome is None:
-        print(f"error: {lost or f'the driver ended without an outcome: {masked(repr(error))}'}", file=sys.stderr)
+        told = lost or missing_code.explain(str(error)) or f"the driver ended without an outcome: {error!r}"
+        print(f"error: {masked(told)}", file=sys.stderr)
         return EXIT_FAILED
     if outcome["status"] == "failed":
         print(f"\nerror: {outcome['error']}", file=sys.stderr)

@@ -68,6 +68,17 @@ class SaveFailedError(Exception):
     """The last state of a run could not be saved: the run has not succeeded."""
 
 
+class CodeMissingError(ImportError):
+    """A module of the program cannot be imported on this machine. The message says which, where it was looked for, and what to
+    do."""
+
+
+HOW_TO_SHIP = (
+    "every host needs the same code: `ray job submit --working-dir .` ships the working folder, a `runtime_env` of Ray packages; "
+    "or install it in the image of the machines"
+)
+
+
 class NonFiniteLossError(Exception):
     """A loss or gradient was not finite; its update was not applied."""
 
@@ -100,6 +111,16 @@ class DesyncError(Exception):
 
 class CoordinatorError(Exception):
     """Another host did not answer: a consequence of its failure, not a failure of this host."""
+
+
+def code_missing(error: BaseException, host_name: str, search_path: Sequence[str]) -> CodeMissingError | None:
+    """Returns the error for a module that cannot be imported here; None if `error` is about something else."""
+    # `load_object` explains the one that it met.
+    missing = error if isinstance(error, ImportError) else error.__cause__
+    if not isinstance(missing, ImportError):
+        return None
+    paths = ", ".join(repr(path) for path in search_path) or "nothing"
+    return CodeMissingError(f"on {host_name}: {missing}; searched: {paths}; {HOW_TO_SHIP}", name=missing.name)
 
 
 def unknown_name(field: str, name: str, known: Sequence[str]) -> UsageError:

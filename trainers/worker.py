@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -62,7 +63,7 @@ def main() -> None:
     let_trace(os.getppid())
     pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
     try:
-        prepared = prepare(next_message())
+        prepared = prepare_or_explain(next_message())
         pipe.send({"t": time.time(), "ev": "warm"})
         orders = next_message()
         os.environ.update(orders.get("env") or {})  # before JAX looks for devices; only the orders say which slices there are
@@ -93,6 +94,21 @@ def finish(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def prepare_or_explain(message: dict[str, Any]) -> Prepared:
+    """Prepares. Of a module that is not on this machine it says what a user needs to know of this machine."""
+    try:
+        return prepare(message)
+    except (ImportError, ValueError) as error:
+        from trainers.errors import code_missing
+
+        # The parent's entries of `sys.path` come in PYTHONPATH; the rest is Python's own.
+        own = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        explained = code_missing(error, socket.gethostname(), own)
+        if explained is None:
+            raise
+        raise explained from error
 
 
 def prepare(message: dict[str, Any]) -> Prepared:

@@ -9,7 +9,10 @@ file. Exit status 1 if any check fails.
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -30,6 +33,7 @@ from orchestrator.chaos.score import Disturbed, Score, score, show, unfinished_f
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.config.yaml_source import shown_override
 from orchestrator.planning import report
+from orchestrator.run_state.launch import STATE
 from orchestrator.testbed.live_run import Run, RunError
 from orchestrator.testbed.local_cluster import local_cluster, network, why_no_network
 from orchestrator.testbed.resources import ResourceError, mlflow_server, small_disk, why_no_small_disk
@@ -48,9 +52,14 @@ FAULT_S, LONGEST_PACE_S = 12.0, 0.15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
+    arguments = parse(sys.argv[1:] if argv is None else argv)
     overrides = [*arguments.overrides, *hosts_overrides(arguments.hosts)]
     try:
+        config = load(arguments.config, overrides)
+        for line, override in (fresh_name(config), enough_steps(arguments, config)):
+            if override:
+                print(line, flush=True)
+                overrides.append(override)
         result = play(arguments, overrides, load(arguments.config, overrides))
     except (ConfigError, RunError, ResourceError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if result.passed else 1
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m orchestrator.chaos",
         description=__doc__.splitlines()[0],
@@ -68,18 +77,63 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--faults", default=",".join(DEFAULT_KINDS), help="`all`, or some of those below, with commas between")
+    parser.add_argument("--faults", default=",".join(DEFAULT_KINDS), help="`all`, or some of those below")
     parser.add_argument("--count", type=int, help="how many faults in all, each kind equally often (default: each once)")
     parser.add_argument("--seed", type=int, default=0, help="of order, hosts and moments (default: 0)")
     parser.add_argument("--hosts", help="4, or 2-4 for a gang that may shrink and grow")
     parser.add_argument("--spread-s", type=float, default=1.0, help="a fault comes up to so long after the run is ready for it")
     parser.add_argument("--full-speed", action="store_true", help="do not slow the steps down while faults are to come")
     parser.add_argument("--json", help="where to write the score (default: chaos.json in the folder NAME-chaos of the storage)")
-    arguments = parser.parse_intermixed_args(argv)
-    arguments.kinds = [*KINDS] if arguments.faults == "all" else arguments.faults.split(",")
+    arguments = parser.parse_intermixed_args(joined(argv))
+    arguments.kinds = [*KINDS] if arguments.faults == "all" else words(arguments.faults)
     if unknown := sorted(set(arguments.kinds) - set(KINDS)):
         parser.error(f"--faults {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
     return arguments
+
+
+def joined(argv: Sequence[str]) -> list[str]:
+    """Returns the command line with the list after `--faults` as one word, whether it has commas or spaces between. (`nargs`
+    would take the configuration and the overrides that follow, too.)"""
+    result: list[str] = []
+    in_list = False
+    for word in argv:
+        if in_list and set(words(word)) <= set(KINDS):
+            result[-1] += f",{word}"
+            continue
+        in_list = bool(result) and result[-1] == "--faults"
+        result.append(word)
+    return result
+
+
+def words(text: str) -> list[str]:
+    return [word for word in re.split(r"[,\s]+", text) if word]
+
+
+def fresh_name(config: JobConfig) -> tuple[str, str | None]:
+    """Returns a line for people and an override, if there is a run of this name already."""
+    if documents.is_url(config.run_dir):
+        return "", None  # `play` refuses it
+    name, storage = config.training.name, config.training.storage
+    names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
+    free = next(each for each in names if not any(is_taken(storage, each, suffix) for suffix in ("", "-reference")))
+    line = f"there is a run {name} in {storage} already: this one is {free}"
+    return line, None if free == name else f"name={free}"
+
+
+def is_taken(storage: str, name: str, suffix: str) -> bool:
+    return documents.exists(documents.join(storage, f"{name}{suffix}", STATE))
+
+
+def enough_steps(arguments: argparse.Namespace, config: JobConfig) -> tuple[str, str | None]:
+    """Returns a line for people and an override, if the run would be over before its faults."""
+    training, count = config.training, arguments.count or len(arguments.kinds)
+    each = max(math.ceil(FAULT_S / LONGEST_PACE_S), 2 * (training.checkpoint.save_steps or 0))
+    needed, has = count * each, training.max_num_steps
+    if arguments.full_speed or has is None or has >= needed:
+        return "", None
+    need = f"{count} faults need" if count > 1 else "one fault needs"
+    override = f"max_num_steps={needed}"
+    return f"the run has {has} steps, and {need} {needed}: it gets {override}", override
 
 
 def hosts_overrides(hosts: str | None) -> list[str]:

@@ -15,6 +15,7 @@ from orchestrator.driver.ask_hosts import ask_hosts
 from orchestrator.driver.generation import Generation
 from orchestrator.failures import classify
 from orchestrator.failures.classify import Failure
+from trainers.errors import CodeMissingError
 from trainers.storage import documents
 
 AGENT_TIMEOUT_S = 20.0
@@ -143,5 +144,7 @@ def final_error(failure: Failure, reason: str) -> str:
     frame = f"\nin your code: {exception['user_frame']}" if exception.get("user_frame") else ""
     text = f"{failure.kind}{where}: {failure.summary}{frame}\ngiving up: {reason}"
     # These exceptions explain themselves in their message: a traceback would hide it.
-    is_explained = exception.get("deterministic") or exception.get("kind") == "data"
+    is_explained = (
+        exception.get("deterministic") or exception.get("kind") == "data" or exception.get("type") == CodeMissingError.__name__
+    )
     return text if is_explained or not details else f"{details.rstrip()}\n\n{text}"

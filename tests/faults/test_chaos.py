@@ -68,11 +68,18 @@ def test_who_writes_to_frozen_storage_waits_and_who_reads_does_not():
     assert not disk.folder.exists()
 
 
-def test_names_must_be_free(tmp_path, capsys):
+def test_the_shipped_tiny_configuration_is_lengthened_and_gets_a_free_name(tmp_path, capsys):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "launch.json").write_text("{}")
-    assert chaos.main([TINY, f"storage={tmp_path}", "--faults", "process"]) == 1
-    assert "holds a run already" in capsys.readouterr().err
+    status = chaos.main([TINY, f"storage={tmp_path}", "tracking.mlflow=false", "--faults", "process"])
+    out = capsys.readouterr().out
+    score = json.loads((tmp_path / "tiny-2-chaos" / "chaos.json").read_text())
+    assert status == 0, score["checks"]
+    assert f"there is a run tiny in {tmp_path} already: this one is tiny-2" in out
+    assert "the run has 60 steps, and one fault needs 80: it gets max_num_steps=80" in out
+    assert score["summary"]["steps"] == 80
+    assert [outcome["injection"]["kind"] for outcome in score["outcomes"]] == ["process"]
+    assert (tmp_path / "tiny" / "launch.json").read_text() == "{}"
 
 
 def test_every_kind_says_what_must_come_of_it():

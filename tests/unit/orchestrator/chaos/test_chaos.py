@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import shlex
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,9 +17,11 @@ from orchestrator.chaos import injectors
 from orchestrator.chaos.faults import KINDS, overrides_for, schedule
 from orchestrator.chaos.injectors import Fault, Injection, Testbed, flipped, pick_file
 from orchestrator.chaos.score import Disturbed, match, score, times_outside, unfinished_files, what_is_wrong
+from orchestrator.config.job import load
 from orchestrator.testbed import clock as chaos_clock
 from orchestrator.testbed.local_cluster import Cluster
 from orchestrator.verify import command as verify
+from tests import ROOT
 
 
 def injection(kind, incidents_before=0, host=1, **more):
@@ -195,6 +198,50 @@ def test_hosts_are_a_number_or_a_range():
     assert chaos.hosts_overrides(None) == []
     assert chaos.hosts_overrides("3") == ["hosts.count=3"]
     assert chaos.hosts_overrides("2-4") == ["hosts.min=2", "hosts.max=4", "hosts.count=null"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x.yaml a=1 --faults process,agent,nan b=2",
+        "x.yaml a=1 --faults process agent nan b=2",
+        "--faults process agent,nan x.yaml a=1 b=2",
+        "x.yaml --faults 'process, agent nan' a=1 b=2",
+        "x.yaml --faults process, agent, nan a=1 b=2",
+    ],
+)
+def test_a_list_of_faults_has_commas_or_spaces(line):
+    given = chaos.parse(shlex.split(line))
+    assert given.kinds == ["process", "agent", "nan"]
+    assert (given.config, given.overrides) == ("x.yaml", ["a=1", "b=2"])
+
+
+@pytest.mark.parametrize(
+    ("options", "overrides", "steps"),
+    [
+        ([], [], 240),
+        (["--count", "10"], [], 800),
+        (["--faults", "nan"], ["max_num_steps=80"], None),
+        (["--faults", "nan"], ["max_num_steps=79"], 80),
+        (["--faults", "nan"], ["checkpoint.save_steps=100"], 200),
+        (["--full-speed"], [], None),
+        ([], ["max_num_steps=null", "max_num_data_epochs=1", "optimizer.schedule.name=constant"], None),
+    ],
+)
+def test_a_run_that_would_be_over_before_its_faults_is_lengthened(options, overrides, steps):
+    given = chaos.parse(["configs/tiny.yaml", *overrides, *options])
+    line, override = chaos.enough_steps(given, load(str(ROOT / "configs" / "tiny.yaml"), given.overrides))
+    assert override == (f"max_num_steps={steps}" if steps else None)
+    assert steps is None or f"need {steps}: it gets" in line.replace("needs", "need")
+
+
+def test_the_name_of_a_run_is_not_used_twice(tmp_path):
+    config = load(str(ROOT / "configs" / "tiny.yaml"), [f"storage={tmp_path}"])
+    assert chaos.fresh_name(config)[1] is None
+    for taken in ("tiny", "tiny-2-reference"):
+        (tmp_path / taken).mkdir()
+        (tmp_path / taken / "launch.json").write_text("{}")
+    assert chaos.fresh_name(config) == (f"there is a run tiny in {tmp_path} already: this one is tiny-3", "name=tiny-3")
 
 
 @pytest.mark.parametrize(
