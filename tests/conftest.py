@@ -5,12 +5,14 @@ import secrets
 
 import pytest
 
-from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE
+from cluster.hosts.process_env import CPU_THREADS_PER_DEVICE, IN_ORDER
 
 NUM_DEVICES = 8
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FLAGS = (
+    # As every training process has it. Without it a step that accumulates gradients hung here too, once in some runs.
+    IN_ORDER,
     f"--xla_force_host_platform_device_count={NUM_DEVICES}",
     # Default 40 s: on a machine that does much else, XLA would abort the process while some devices wait for the others.
     "--xla_cpu_collective_call_terminate_timeout_seconds=300",
