@@ -27,6 +27,7 @@ from orchestrator.policies.quarantine import QuarantinePolicy
 from orchestrator.policies.restart import RestartPolicy
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.tracking.config import TrackingConfig
+from trainers.config import attention
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.masking import MASK, masked
 from trainers.config.section import Section, require
@@ -214,6 +215,8 @@ def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
                 config.training.check_devices(count * per_host)
             except ValueError as error:
                 yield f"{error} (hosts: {count} x {per_host} devices)"
+    if not wrong & {"model", "hosts"}:
+        yield from attention.check_platform(config.training.model.attention, config.hosts.kind)
     if config.driver.precompile and config.hosts.kind == "tpu":
         yield "driver.precompile = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
     if (

@@ -18,6 +18,7 @@ from cluster.agent.child_process import child_env
 from cluster.hosts import config as hosts_config
 from orchestrator.config.job import ConfigError, JobConfig, shown, to_yaml
 from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
+from trainers.config.attention import choose
 
 CHILD_TIMEOUT_S = 600.0
 """Reading the data may take long; a child that hangs must not."""
@@ -158,6 +159,8 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         kind = config.hosts.kind
         how = "one by one" if config.training.model.unrolled(kind) else "as a loop"
         lines["layers"] = f"{report.num_layers}, compiled {how} on {kind} hosts"
+        choice = choose(config.training.model.attention, kind, config.training.attention_needs)
+        lines["attention"] = f"{choice.kernel} ({choice.reason})"
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
     if report.init_from is not None:

@@ -67,6 +67,7 @@ LIGHT_MODULES = tuple(
         "checkpoint/readers",
         "checkpoint/retention",
         "config/__init__",
+        "config/attention",
         "config/arguments",
         "config/data",
         "config/evaluation",

@@ -31,6 +31,7 @@ from trainers.config import (
     PreviewConfig,
     ProfileConfig,
     PruningConfig,
+    attention,
     recorders,
 )
 from trainers.config.section import PATH, Section, not_paths, parse_duration_s, require, require_none, too_small
@@ -139,6 +140,7 @@ class TrainingArguments(Section):
             )
         if self.dtype == "float16" and self.param_dtype != "float32":
             yield f"param_dtype = {self.param_dtype!r}: expected 'float32' with dtype float16, or updates are lost"
+        yield from attention.check(self.model.attention, self.attention_needs)
         if self.time_limit is not None:
             try:
                 parse_duration_s(self.time_limit)
@@ -149,6 +151,10 @@ class TrainingArguments(Section):
                 f"checkpoint.keep_best = {self.checkpoint.keep_best}: nothing says what is best; set evaluation.score, such as "
                 "evaluation.score.metrics=[eval_loss]"
             )
+
+    @property
+    def attention_needs(self) -> attention.Needs:
+        return attention.needs_of(self.model, self.data.sequence_length, self.dtype)
 
     @property
     def micro_batch_size(self) -> int:

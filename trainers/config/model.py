@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from trainers.config.attention import KERNELS
 from trainers.config.families import FAMILIES, Family
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
@@ -45,6 +46,10 @@ REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 """Values of `model.remat`; all but the first two are names of `jax.checkpoint_policies`."""
 
 
+OF_EXECUTION = ("remat", "attention")
+"""Keys of `model` that say how a model is computed, and not which model it is."""
+
+
 UNROLLED_LAYERS = 8
 """On a CPU, up to this many layers are compiled one by one, and more as a loop, as on an accelerator. One by one is 13 % faster
 there. A loop compiles and loads in the same time for any depth."""
@@ -80,7 +85,7 @@ class ModelConfig(Section):
 
     pretrained: str | None = None
     """A folder of Hugging Face. The model is the one that its `config.json` describes, and begins with its weights (`init_from`).
-    It says all keys of this section but `remat`."""
+    It says all keys of this section but `remat` and `attention`."""
     family: str = "llama"
     """The structure: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2`, `gemma3` or `gpt2`. The other keys are its numbers."""
     vocab_size: int = 256
@@ -114,6 +119,10 @@ class ModelConfig(Section):
     """The activations of a layer that are computed again in the backward pass, to save memory. `full`: all of them.
     `dots_saveable`: all but the products of matrices; `dots_with_no_batch_dims_saveable`: all but the products with weights.
     The results are the same up to rounding."""
+    attention: str = "auto"
+    """What computes the attention: `xla` (all scores in memory), `blockwise` (those of a few tokens at a time), `cudnn` (GPUs),
+    `splash` (TPUs), or `package.module:function` (`trainers.models.attention_kernels.Kernel`). `auto`: by platform, length and
+    model; the dry run says which, and why. The results are the same up to rounding."""
 
     def __post_init__(self):
         require_none(
@@ -128,7 +137,9 @@ class ModelConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if self.pretrained is not None:
-            defaults = ((item, item.default) for item in dataclasses.fields(self) if item.name not in ("pretrained", "remat"))
+            defaults = (
+                (item, item.default) for item in dataclasses.fields(self) if item.name not in ("pretrained", *OF_EXECUTION)
+            )
             for item, default in defaults:
                 if (value := getattr(self, item.name)) != default:
                     yield f"{item.name} = {value}: the folder of pretrained says it; leave it out"
@@ -143,6 +154,9 @@ class ModelConfig(Section):
             yield f"num_kv_heads = {self.num_kv_heads}: expected a divisor of num_heads ({self.num_heads})"
         if self.remat not in REMAT:
             yield f"remat = {self.remat!r}: expected one of {', '.join(REMAT)}{did_you_mean(self.remat, REMAT)}"
+        if self.attention not in KERNELS and ":" not in self.attention:
+            expected = f"expected one of {', '.join(KERNELS)}, or package.module:function"
+            yield f"attention = {self.attention!r}: {expected}{did_you_mean(self.attention, KERNELS)}"
         for name in ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 yield f"{name} = {value}: expected a positive number"

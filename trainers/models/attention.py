@@ -44,3 +44,10 @@ def causal_mask(segments_BT: jax.Array | None, time: int) -> jax.Array:
     slots = jnp.arange(time)
     mask_BTS = (slots[:, None] >= slots)[None]
     return mask_BTS if segments_BT is None else mask_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])
+
+
+def within(mask_BTS: jax.Array | None, near_TS: jax.Array | None, local: jax.Array | None) -> jax.Array | None:
+    """Returns the mask of a layer: with the window if the model has one and this layer is local (traced; None: all are)."""
+    if mask_BTS is None or near_TS is None:
+        return mask_BTS
+    return mask_BTS & (near_TS if local is None else near_TS | ~local)

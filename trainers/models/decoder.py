@@ -20,7 +20,8 @@ from flax import nnx
 
 from trainers.config import ModelConfig
 from trainers.models import remat
-from trainers.models.attention import attend, causal_mask, soft_capped
+from trainers.models.attention import attend, soft_capped, within
+from trainers.models.attention_kernels import attention
 from trainers.models.layers import Layers, parameter
 from trainers.models.positions import Angles, rotary_angles, rotate
 from trainers.parallel.platform import platform
@@ -82,18 +83,12 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             # [1, T]: the same positions for every row.
             positions_BT = jnp.arange(time)[None]
-        # Without a mask the attention is causal, and may have a kernel for that.
-        mask_BTS = None if segments_BT is None and config.window is None else causal_mask(segments_BT, time)
-        slots = jnp.arange(time)
-        near_TS = None if config.window is None else slots[:, None] - slots < config.window
+        attend_all = attention(config, segments_BT, time, jnp.dtype(self.dtype).name)
         turned = self._angles(positions_BT)
 
         def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, None]:
             weights, local = xs
-
-            def mix(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-                return self._attend(query, key, value, within(mask_BTS, near_TS, local))
-
+            mix = partial(attend_all, local)
             return self._layer(x_ND, weights, batch, turned(local), mix), None
 
         with jax.named_scope("layers"):
@@ -198,13 +193,6 @@ class Decoder(nnx.Module):
     def _table(self) -> jax.Array:
         table_DV = self.embed[...].T if self.config.tie_embeddings else self.unembed[...]
         return table_DV.astype(self.dtype)
-
-
-def within(mask_BTS: jax.Array | None, near_TS: jax.Array | None, local: jax.Array | None) -> jax.Array | None:
-    """Returns the mask of a layer: with the window if the model has one and this layer is local (traced; None: all are)."""
-    if mask_BTS is None or near_TS is None:
-        return mask_BTS
-    return mask_BTS & (near_TS if local is None else near_TS | ~local)
 
 
 def norm(config: ModelConfig, x: jax.Array, weights: Weights, name: str) -> jax.Array:

@@ -15,6 +15,17 @@ def platform() -> str | None:
     return named.split(",")[0] if named else None
 
 
+def is_known() -> bool:
+    """Returns whether this process has started its devices. To ask JAX itself would start them."""
+    return xla_bridge.backends_are_initialized()
+
+
+def kind_of_host() -> str | None:
+    """Returns `cpu`, `gpu` or `tpu`: what `hosts.kind` says. None if it is not known yet."""
+    found = platform()
+    return "gpu" if found in ("cuda", "rocm") else found
+
+
 def num_devices() -> int:
     """Returns the number of devices of the run; 1 if they are not known yet."""
     return jax.device_count() if xla_bridge.backends_are_initialized() else 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainers.config import ModelConfig
-from trainers.config.model import RopeScaling
+from trainers.config.model import OF_EXECUTION, RopeScaling
 from trainers.config.section import did_you_mean
 from trainers.errors import UsageError
 
@@ -245,7 +245,7 @@ def _meaning(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that make a difference, with what null stands for."""
     about = dataclasses.asdict(config) | {"head_dim": config.channels, "query_scalar": config.query_scalar or config.channels}
     about["local_rope_theta"] = config.local_rope_theta or config.rope_theta if config.window is not None else None
-    without = ("remat", "rope_theta") if config.structure.positions == "learned" else ("remat",)
+    without = (*OF_EXECUTION, "rope_theta") if config.structure.positions == "learned" else OF_EXECUTION
     return {name: value for name, value in about.items() if name not in without}
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from trainers.config import InitConfig
 from trainers.config.arguments import TrainingArguments
+from trainers.config.model import OF_EXECUTION
 from trainers.config.section import require
 from trainers.errors import UsageError
 from trainers.models.hf import config as hf_config
@@ -28,7 +29,8 @@ def resolved(arguments: Arguments) -> Arguments:
         with open(path) as file:
             found = json.load(file)
         require(isinstance(found, dict), "expected a mapping of keys and values")
-        model = dataclasses.replace(hf_config.read(found), remat=arguments.model.remat)
+        execution = {name: getattr(arguments.model, name) for name in OF_EXECUTION}
+        model = dataclasses.replace(hf_config.read(found), **execution)
     except (OSError, UsageError, ValueError) as error:
         raise ValueError(f"model.pretrained = {folder!r}: {path}: {_why(error)}") from error
     return dataclasses.replace(arguments, model=model, init_from=arguments.init_from or InitConfig(path=folder))

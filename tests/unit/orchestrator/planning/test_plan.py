@@ -274,6 +274,7 @@ def test_the_report_of_a_job(job, child_answers):
         "tokens a step": "16 sequences x 256 = 4,096",
         "parameters": "1,475,712 (1.48 M)",
         "layers": "4, compiled one by one on cpu hosts",
+        "attention": "xla (256 tokens are few)",
         "FLOPs a step": "39.5 GFLOP",
         "checkpoint": "17.7 MB (parameters, optimizer state, counters)",
         "state per device": "8.85 MB (gradients and activations come on top)",

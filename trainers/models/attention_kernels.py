@@ -1,0 +1,110 @@
+"""The attention of a whole sequence, by the kernel that fits the platform and the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from trainers.config import ModelConfig
+from trainers.config.arguments import load_object
+from trainers.config.attention import NEEDS, Needs, check, check_platform, choose, needs_of
+from trainers.config.section import require_none
+from trainers.models.attention import attend, causal_mask, within
+from trainers.models.blockwise import blockwise
+from trainers.models.splash import splash
+from trainers.parallel.platform import is_known, kind_of_host
+
+Mix = Callable[[jax.Array | None, jax.Array, jax.Array, jax.Array], jax.Array]
+"""(local, query [B, T, H, C], key and value [B, T, K, C]) -> [B, T, H, C]. `local` is whether the layer has the window (traced;
+None: all layers have it, or none has)."""
+
+
+class Kernel(Protocol):
+    """A function for `model.attention: package.module:function`."""
+
+    def __call__(
+        self,
+        query_BTHC: jax.Array,
+        key_BTKC: jax.Array,
+        value_BTKC: jax.Array,
+        *,
+        segments_BT: jax.Array | None,
+        window: int | None,
+        scale: float,
+        softcap: float | None,
+    ) -> jax.Array:
+        """Returns causal attention [B, T, H, C] of grouped queries: query head h has the key and value head h * K // H.
+
+        A token attends to itself and to those before it; with a window, to so many, including itself; of packed rows only to
+        those of its segment. `scale` multiplies the scores; `softcap` then keeps them within +-softcap by a tanh.
+        """
+
+
+def attention(config: ModelConfig, segments_BT: jax.Array | None, time: int, dtype: str) -> Mix:
+    """Returns the attention of all layers for sequences of `time` tokens. Raises ValueError if the kernel of `model.attention`
+    does not fit the model, or this platform."""
+    scale = (config.query_scalar or config.channels) ** -0.5
+    needs = needs_of(config, time, dtype)
+    name = checked(choose(config.attention, kind_of_host(), needs).kernel, needs)
+    if name == "xla":
+        return _dense(config, segments_BT, time, scale)
+    kernel: Kernel = {"blockwise": blockwise, "cudnn": cudnn, "splash": splash}.get(name) or load_object(name)
+    of_layer = partial(kernel, segments_BT=segments_BT, scale=scale, softcap=config.attention_softcap)
+
+    def mix(local: jax.Array | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        near, far = partial(of_layer, window=config.window), partial(of_layer, window=None)
+        # A kernel's window is a constant of its program, and the layers are one program: it has both.
+        return near(query, key, value) if local is None else jax.lax.cond(local, near, far, query, key, value)
+
+    return mix
+
+
+def checked(name: str, needs: Needs) -> str:
+    """Returns the kernel `name`. Where only shapes are traced, before a device is touched, `xla` stands for kernels of
+    accelerators: to trace those starts the backend, and a standby could not join its gang."""
+    require_none(check(name, needs))
+    if not is_known():
+        return "xla" if name in NEEDS else name
+    require_none(check_platform(name, kind_of_host()))
+    return name
+
+
+def _dense(config: ModelConfig, segments_BT: jax.Array | None, time: int, scale: float) -> Mix:
+    # Without a mask the attention is causal.
+    mask_BTS = None if segments_BT is None and config.window is None else causal_mask(segments_BT, time)
+    slots = jnp.arange(time)
+    near_TS = None if config.window is None else slots[:, None] - slots < config.window
+    return lambda local, query, key, value: attend(
+        query, key, value, within(mask_BTS, near_TS, local), scale=scale, softcap=config.attention_softcap
+    )
+
+
+def cudnn(
+    query_BTHC: jax.Array,
+    key_BTKC: jax.Array,
+    value_BTKC: jax.Array,
+    *,
+    segments_BT: jax.Array | None,
+    window: int | None,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """Returns causal attention by cuDNN. Of packed rows it reads a mask [B, 1, T, T]. Its backward pass adds up in no fixed
+    order, unless XLA is told `--xla_gpu_deterministic_ops`."""
+    assert softcap is None, "checked by trainers.config.attention.problems"
+    # The mask of the segments is the same for all heads; causality and the window are the kernel's own.
+    mask = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]
+    return jax.nn.dot_product_attention(
+        query_BTHC,
+        key_BTKC,
+        value_BTKC,
+        mask=mask,
+        scale=scale,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
