@@ -64,7 +64,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def launch(config: JobConfig) -> int:
-    """Checks the configuration, connects to Ray, runs the driver, and shows its events. Returns the exit status."""
+    """Runs the job, and shows what it does. Returns the exit status."""
+    return exit_status(*run_job(config))
+
+
+def run_job(config: JobConfig) -> tuple[dict[str, Any] | None, BaseException | None, str | None]:
+    """Checks the configuration, connects to Ray, runs the driver, and shows its events.
+
+    Returns the outcome; without one, the error with which the driver ended and why the head of the cluster is gone.
+    """
     started_at_s = time.time()
     # Before anything is written.
     keep_private(config)
@@ -92,7 +100,7 @@ def launch(config: JobConfig) -> int:
     outcome = read_outcome(run_dir, launch_id)
     lost = head_watch.why_lost() if outcome is None else None
     leave(driver, has_head=lost is None)
-    return exit_status(outcome, ended.error, lost)
+    return outcome, ended.error, lost
 
 
 def leave(driver: threading.Thread, has_head: bool) -> None:
@@ -170,14 +178,17 @@ class relay_signals:
 def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, lost: str | None) -> int:
     """`lost`: why the head of the cluster is gone."""
     if outcome is None:
-        told = lost or missing_code.explain(str(error)) or f"the driver ended without an outcome: {error!r}"
-        print(f"error: {masked(told)}", file=sys.stderr)
+        print(f"error: {why_no_outcome(error, lost)}", file=sys.stderr)
         return EXIT_FAILED
     if outcome["status"] == "failed":
         print(f"\nerror: {outcome['error']}", file=sys.stderr)
     elif outcome["status"] == "stopped":
         print(f"stopped ({outcome['error'] or outcome['stop_reason']}); run the same command again to go on", file=sys.stderr)
     return {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED}.get(outcome["status"], EXIT_FAILED)
+
+
+def why_no_outcome(error: BaseException | None, lost: str | None) -> str:
+    return masked(lost or missing_code.explain(str(error)) or f"the driver ended without an outcome: {error!r}")
 
 
 if __name__ == "__main__":

@@ -29,10 +29,11 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
-from trainers.config.importable import path_of
-from trainers.config.keywords import plain, put, unknown
+from trainers.config.importable import path_of, why_not_here
+from trainers.config.keywords import as_given, plain, put, unknown
 from trainers.config.masking import masked
 from trainers.config.pieces import PiecesArguments
+from trainers.config.section import PATH
 from trainers.data.sources import pieces
 from trainers.errors import NotConfiguredError, UsageError
 from trainers.recorders.dispatch import Recorders
@@ -48,9 +49,7 @@ from trainers.tasks.pieces import PiecesTask
 
 ARGUMENTS, TASK = "trainers.config.pieces:PiecesArguments", "trainers.tasks.pieces:PiecesTask"
 DATASETS, JSONL = "trainers.data.sources.pieces:datasets", "jsonl"
-LAUNCHING = "GANGWAY_LAUNCHING"
-"""The variable that is set while `launch` runs: processes that it starts import the user's module again."""
-ENDS = ("max_num_steps", "max_num_data_epochs", "time_limit")
+BASE, TRAINER = "trainers.base:BaseTrainer", "trainers.library:PiecesTrainer"
 Row = dict[str, float]
 
 _fitting = threading.Lock()
@@ -103,6 +102,14 @@ def history(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+class PiecesTrainer(BaseTrainer):
+    """The trainer of a launch, with the callbacks that `pieces` names."""
+
+    def post_init(self) -> None:
+        for name in self.arguments.pieces.callbacks:
+            self.add_callback(load_object(name)())
+
+
 class Training:
     """What to train, and how."""
 
@@ -119,10 +126,12 @@ class Training:
         optimizer: Any = "adamw",
         run_dir: str | os.PathLike[str] | None = None,
         progress: bool = True,
-        callbacks: tuple[Callback, ...] = (),
+        callbacks: Iterable[Any] = (),
         **settings: Any,
     ):
         """Raises UsageError with what is wrong with the settings.
+
+        Each piece may also be the name of one, such as `"pieces:Net"`.
 
         `model`: a class of Flax NNX modules, a function that returns a module (both may take `rngs`), or a module.
         `loss`: a function (model, batch) of the loss of each example [batch], or a pair of that and a dict of metrics [batch].
@@ -130,17 +139,21 @@ class Training:
         returns one of these. `steps` or `epochs` of batches of `batch_size` examples.
         `optimizer`: a name, a dict with the keys of the section `optimizer`, an optax transformation, or a function (config,
         schedule) that returns one.
+        `callbacks`: callbacks, classes of them, or functions () that return one.
         `run_dir`: the folder of the run, with its checkpoints: a later training goes on from there. None: no file is left.
         `settings`: any other key of a configuration, such as `seed=1`, `checkpoint={"save_steps": 100}`, or, for a key whose
         section has the name of a piece, `**{"data.shuffle": False}`.
         """
-        self.model, self.loss, self.data, self.eval_data = model, loss, data, eval_data
+        problems: list[str] = []
+        functions = {"model": model, "loss": loss, "data": data, "eval_data": eval_data}
+        self.model, self.loss, self.data, self.eval_data = (taken(*item, problems) for item in functions.items())
+        self._names = {name: value for name, value in functions.items() if isinstance(value, str)}
+        """Of the pieces that were given by name."""
         self.optimizer, self.callbacks, self.progress = optimizer, tuple(callbacks), progress
         self.run_dir = None if run_dir is None else os.path.abspath(os.path.expanduser(run_dir))
         self._settings = self._checked(
-            {"max_num_steps": steps, "max_num_data_epochs": epochs, "global_batch_size": batch_size}, settings
+            {"max_num_steps": steps, "max_num_data_epochs": epochs, "global_batch_size": batch_size}, settings, problems
         )
-        self._arguments("nowhere")
 
     def __repr__(self) -> str:
         return f"Training({pieces_named(self.model)}, {pieces_named(self.loss)}, {type(self.data).__name__})"
@@ -150,7 +163,8 @@ class Training:
     def fit(self) -> Result:
         """Trains in this process, and returns the result. Ctrl-C, and the button that interrupts a notebook, end it between two
         steps; a second one at once. Raises what training raises. Only one thread at a time may call it."""
-        not_while_imported("fit")
+        if why_not := why_not_here("fit", os.environ):
+            raise UsageError(why_not)
         if not _fitting.acquire(blocking=False):
             raise UsageError("another fit() is running in this process: wait for its end")
         try:
@@ -174,7 +188,7 @@ class Training:
         trainer: BaseTrainer | None = None
         with installed(runtime.Runtime(send)) as host, interrupts(host):
             try:
-                trainer = self._trainer(arguments)
+                trainer = self._trainer(arguments, tuple(map(callback_of, self.callbacks)))
                 trainer.train()
             finally:
                 if trainer is not None and trainer.output is None:
@@ -214,10 +228,10 @@ class Training:
         about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
         return Recorders(tuple(names), about, tell, folders=arguments.recorder_folders)
 
-    def _trainer(self, arguments: PiecesArguments) -> BaseTrainer:
+    def _trainer(self, arguments: PiecesArguments, callbacks: tuple[Callback, ...] = ()) -> BaseTrainer:
         """Returns a trainer of the pieces. Touches no device."""
         data = pieces.as_data(self.data), None if self.eval_data is None else pieces.as_data(self.eval_data)
-        trainer = load_object(arguments.trainer)(arguments, *data, callbacks=self.callbacks)
+        trainer = load_object(arguments.trainer)(arguments, *data, callbacks=callbacks)
         trainer.task = PiecesTask.of(self.model, self.loss)
         if is_transformation(self.optimizer):
             trainer.optimizer = self.optimizer
@@ -233,21 +247,24 @@ class Training:
         problems: list[str] = []
         pieces_by_name = self._named_pieces(run_dir, problems)
         optimizer = self._named_optimizer(problems)
-        if self.callbacks:
-            problems.append(
-                "callbacks: they are objects in memory: name a trainer that adds them, trainer='package.module:Class'"
-            )
+        callbacks = [named("callbacks", callback, problems) for callback in self.callbacks]
+        settings = {**plain(self._settings), **named_after(run_dir)}
+        if callbacks and settings.setdefault("trainer", BASE) != BASE:
+            problems.append(f"callbacks: trainer = {settings['trainer']!r} is your own: add them there (`self.add_callback`)")
         if problems:
             raise UsageError("other processes cannot import what they need:\n  " + "\n  ".join(problems))
-        settings = {**plain(self._settings), **named_after(run_dir)}
+        if callbacks:
+            settings["trainer"] = TRAINER
         settings["optimizer"] |= optimizer
-        return {**settings, "arguments": ARGUMENTS, "pieces": pieces_by_name}
+        # The history of the result is read from there.
+        settings["recorders"] = list(dict.fromkeys((JSONL, *settings.get("recorders", ()))))
+        return {**settings, "arguments": ARGUMENTS, "pieces": {**pieces_by_name, "callbacks": callbacks}}
 
     def _named_pieces(self, run_dir: str, problems: list[str]) -> dict[str, str | None]:
         """Returns the names of the pieces; adds to `problems` what has none."""
         functions = {"model": self.model, "loss": self.loss}
         functions |= {name: value for name, value in self._data.items() if pieces.is_function(value)}
-        names = {name: named(name, value, problems) for name, value in functions.items()}
+        names = {name: self._names.get(name) or named(name, value, problems) for name, value in functions.items()}
         return names | {name: str(data_folder(run_dir, columns)) for name, columns in self._in_memory(problems).items()}
 
     def _named_optimizer(self, problems: list[str]) -> dict[str, Any]:
@@ -261,17 +278,17 @@ class Training:
             return {"name": named("optimizer", self.optimizer, problems)}
         return {}
 
-    def write_data(self, run_dir: str) -> None:
-        """Writes data that is in memory to the run's folder, where other processes read it."""
+    def write_data(self, run_dir: str, *, private: bool = True) -> None:
+        """Writes data that is in memory to the run's folder, where other processes read it. `private`: for this user alone."""
         for columns in self._in_memory([]).values():
-            pieces.write(columns, data_folder(run_dir, columns))
+            pieces.write(columns, data_folder(run_dir, columns), private=private)
 
     def _in_memory(self, problems: list[str]) -> dict[str, dict[str, Any]]:
         """Returns the columns of the data that is given as objects; adds to `problems` what cannot be written."""
         found = {}
         for name, value in self._data.items():
             try:
-                if not pieces.is_function(value):
+                if name not in self._names and not pieces.is_function(value):
                     found[name] = pieces.columns_of(value)
             except UsageError as error:
                 problems.append(f"{name}: {error}: give a function, at the top level of a file, that returns the data")
@@ -281,7 +298,7 @@ class Training:
     def _data(self) -> dict[str, Any]:
         return {"data": self.data} | ({} if self.eval_data is None else {"eval_data": self.eval_data})
 
-    def result(self, rows: Iterable[Mapping[str, Any]], run_dir: str, stop_reason: str) -> Result:
+    def result(self, run_dir: str, stop_reason: str) -> Result:
         """Returns the result of a run on other hosts. Its state is read from the newest checkpoint when it is used."""
 
         def trained() -> tuple[TrainState, nnx.Module]:
@@ -290,8 +307,7 @@ class Training:
                 state = trainer.load_pretrained(run_dir)
                 return state, module(trainer, state)
 
-        # What `fit` has published in this folder comes before.
-        return Result([*self._recorded(self._arguments(run_dir), run_dir), *rows], StopReason(stop_reason), trained)
+        return Result(self._recorded(self._arguments(run_dir), run_dir), StopReason(stop_reason), trained)
 
     # ------------------------------------------------------------------ settings
 
@@ -301,16 +317,23 @@ class Training:
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    def _checked(self, own: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Returns the settings of a configuration. Raises UsageError with every key that is unknown."""
+    def _checked(self, own: dict[str, Any], given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+        """Returns the settings of a configuration. Raises UsageError with everything that is wrong, `problems` first."""
         own_names = [*inspect.signature(Training).parameters]
-        if problems := [text for name in given for text in unknown(name, own_names)]:
+        wrong = {name: texts for name in given if (texts := [*unknown(name, own_names)])}
+        problems += [text for texts in wrong.values() for text in texts]
+        made = self._made(own, {name: value for name, value in given.items() if name not in wrong}, problems)
+        try:
+            from_dict(PiecesArguments, {**made, **named_after("nowhere")})
+        except ValueError as error:
+            problems += map(as_given, str(error).splitlines())
+        if problems:
             raise UsageError("\n".join(problems))
-        ends = {name: value for name, value in (own | given).items() if name in ENDS and value is not None}
-        if not ends:
-            raise UsageError("nothing ends this training: give steps or epochs")
+        return made
+
+    def _made(self, own: dict[str, Any], given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
         made: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
-        made |= {"task": TASK, "data": {"dataset": DATASETS}, "optimizer": self._optimizer_section()}
+        made |= {"task": TASK, "data": {"dataset": DATASETS}, "optimizer": self._optimizer_section(problems)}
         if self.run_dir is None:
             made["checkpoint"] = {"save_at_end": False}
         if own["max_num_steps"]:
@@ -320,7 +343,7 @@ class Training:
             put(made, name.split("."), plain(value))
         return made
 
-    def _optimizer_section(self) -> dict[str, Any]:
+    def _optimizer_section(self, problems: list[str]) -> dict[str, Any]:
         if isinstance(self.optimizer, str):
             return {"name": self.optimizer}
         if is_transformation(self.optimizer):
@@ -329,16 +352,41 @@ class Training:
             return dict(section)
         if callable(self.optimizer):
             return {}
-        raise UsageError(f"optimizer = {self.optimizer!r}: expected a name, a dict, an optax transformation, or a function")
+        problems.append(f"optimizer = {self.optimizer!r}: expected a name, a dict, an optax transformation, or a function")
+        return {}
 
 
 def named(piece: str, value: Any, problems: list[str]) -> str | None:
     """Returns the name by which others import a piece; adds to `problems` why there is none."""
+    if isinstance(value, str):
+        return value
     try:
         return path_of(value)
     except ValueError as error:
         problems.append(f"{piece}: {error}")
         return None
+
+
+def taken(piece: str, value: Any, problems: list[str]) -> Any:
+    """Returns a piece, or the one that `value` names; adds to `problems` what is wrong with the name."""
+    if not isinstance(value, str):
+        return value
+    try:
+        if not PATH.fullmatch(value):
+            raise ValueError(f"{value!r} is no name of an object: expected 'package.module:Name', or the object itself")
+        return load_object(value)
+    except ValueError as error:
+        problems.append(f"{piece}: {error}")
+        return None
+
+
+def callback_of(value: Any) -> Callback:
+    """Returns a callback, or the one that a class or a function makes. Raises UsageError."""
+    value = load_object(value) if isinstance(value, str) else value
+    made = value() if callable(value) and not isinstance(value, Callback) else value
+    if not isinstance(made, Callback):
+        raise UsageError(f"callbacks: {pieces_named(value)} is {type(made).__name__}: expected a trainers.callbacks:Callback")
+    return made
 
 
 def module(trainer: BaseTrainer, state: TrainState) -> nnx.Module:
@@ -364,15 +412,6 @@ def pieces_named(piece: Any) -> str:
 
 
 # ---------------------------------------------------------------------- what a process has one of
-
-
-def not_while_imported(what: str) -> None:
-    """Raises UsageError if this process only imports the user's file."""
-    if os.environ.get(LAUNCHING):
-        raise UsageError(
-            f"{what}() was called while launch() imported this file in another process: put the calls of fit and launch below "
-            'if __name__ == "__main__":'
-        )
 
 
 @contextmanager

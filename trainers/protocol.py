@@ -94,6 +94,10 @@ class TrainerConfigureFunctionOutput(NamedTuple):
     checkpoint_manager: Any
 
 
+SHOWN_STATE = 120
+"""Characters. The state of a trainer that inherits nothing may be of any type."""
+
+
 class TrainerOutput(NamedTuple):
     state: Any
     mesh: jax.sharding.Mesh
@@ -101,6 +105,14 @@ class TrainerOutput(NamedTuple):
     last_save_file_name: str | None
     stop_reason: StopReason
     metrics: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Without what would fill a screen: arrays, and metrics that are no numbers, such as the lineage."""
+        numbers = {name: float(f"{value:.6g}") for name, value in self.metrics.items() if isinstance(value, int | float)}
+        about = f"stop_reason={self.stop_reason}, checkpoint_path={self.checkpoint_path!r}"
+        state = repr(self.state)
+        shown = state if len(state) <= SHOWN_STATE else type(self.state).__name__
+        return f"TrainerOutput(state={shown}, {about}, metrics={numbers})"
 
 
 @runtime_checkable

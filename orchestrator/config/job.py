@@ -29,8 +29,9 @@ from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.tracking.config import TrackingConfig
 from trainers.config import attention
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
+from trainers.config.conversion import convert_sections
 from trainers.config.masking import MASK, masked
-from trainers.config.section import Section, require
+from trainers.config.section import Section, require_none
 from trainers.models.hf import pretrained
 from trainers.storage import documents
 
@@ -69,7 +70,10 @@ class DriverConfig(Section):
     stragglers: StragglerPolicy = field(default_factory=StragglerPolicy)
 
     def __post_init__(self):
-        require(self.agent_lease_s >= 10, f"agent_lease_s = {self.agent_lease_s}: expected at least 10")
+        problems = [*convert_sections(self)]
+        if not self.agent_lease_s >= 10:
+            problems.append(f"agent_lease_s = {self.agent_lease_s}: expected at least 10")
+        require_none(problems)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -30,6 +30,9 @@ EFFECTS = {
 """By the longest beginning of a key; all other settings make another experiment of the run."""
 END = ("max_num_steps", "max_num_data_epochs")
 """They change nothing but the end of a run, unless its schedule follows them."""
+PIECES = "pieces."
+"""Keys of `trainers.library`. null stands for an object in memory, of which nothing is known: `fit` and `launch` of one training
+differ in it."""
 SHOWN = 8
 
 
@@ -66,7 +69,9 @@ def changes(meta: Mapping[str, Any], arguments: TrainingArguments, num_devices: 
     before = dict(_flat(meta["arguments"]))
     # A key that only one side has is of another version of the program, or of another class of arguments.
     found = [
-        Change(key, before[key], now[key], _effect(key, arguments)) for key in now if key in before and before[key] != now[key]
+        Change(key, before[key], now[key], _effect(key, arguments))
+        for key in now
+        if key in before and before[key] != now[key] and not (key.startswith(PIECES) and None in (before[key], now[key]))
     ]
     segments = meta.get("lineage") or [{}]
     trained_on = segments[-1].get("num_devices")

@@ -6,14 +6,11 @@ subclasses `TrainingArguments` and names the subclass in the configuration (`arg
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import re
-import types
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from trainers.config import (
     AnomalyConfig,
@@ -34,9 +31,10 @@ from trainers.config import (
     attention,
     recorders,
 )
+from trainers.config.conversion import convert_sections, from_dict
 from trainers.config.section import PATH, Section, not_paths, parse_duration_s, require, require_none, too_small
 
-T = TypeVar("T")
+__all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 
 ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking")
 """Top-level keys of a configuration file that concern machines; `python -m trainers.run` ignores them."""
@@ -95,7 +93,7 @@ class TrainingArguments(Section):
     least recently are deleted first, but none that is in use."""
 
     def __post_init__(self):
-        require_none(self._problems())
+        require_none([*convert_sections(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         # It becomes a folder's name (`storage`/`name`): without a separator, and with no dot in front.
@@ -194,53 +192,3 @@ def load_object(path: str) -> Any:
     if not hasattr(module, attribute):
         raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}")
     return getattr(module, attribute)
-
-
-def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
-    """Builds a (nested) configuration dataclass from what JSON or YAML gives. Raises ValueError on unknown keys and wrong
-    types.
-
-    The orchestrator checks with better messages (`orchestrator/config/job.py`); this is for those who run `trainers` alone.
-    """
-    hints = typing.get_type_hints(cls)
-    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    if unknown := sorted(set(data) - fields):
-        raise ValueError(f"unknown keys of {cls.__name__}: {', '.join(unknown)}; known: {', '.join(sorted(fields))}")
-    return cls(**{name: _convert(hints[name], value, name) for name, value in data.items()})
-
-
-def _convert(hint: Any, value: Any, name: str) -> Any:
-    arms = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    section = next((arm for arm in arms if dataclasses.is_dataclass(arm)), None)
-    if value is None and type(None) in arms:
-        return None
-    if isinstance(value, str) and (key := getattr(section, "shorthand", None)):
-        value = {key: value}
-    if section is not None and isinstance(value, Mapping | None):
-        return from_dict(typing.cast(type, section), value or {})
-    require(section is None, f"{name} = {value!r}: expected a section of keys and values")
-    if typing.get_origin(hint) is tuple:
-        require(isinstance(value, list | tuple), f"{name} = {value!r}: expected a list")
-        return tuple(_convert(typing.get_args(hint)[0], item, name) for item in value)
-    if typing.get_origin(hint) is dict:
-        require(isinstance(value, Mapping), f"{name} = {value!r}: expected a section of keys and values")
-        return {key: _convert(typing.get_args(hint)[1], item, f"{name}.{key}") for key, item in value.items()}
-    if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
-        raise ValueError(f"{name} = {value!r}: expected one of {', '.join(map(repr, typing.get_args(hint)))}")
-    return _scalar(arms, value, name)
-
-
-def _scalar(arms: tuple[Any, ...], value: Any, name: str) -> Any:
-    scalars = tuple(arm for arm in arms if arm in (bool, int, float, str))
-    if not scalars or type(value) in scalars:
-        return value
-    try:
-        # YAML 1.1 takes 3e-4 for text; 1e3 may stand for an integer.
-        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
-    except ValueError:
-        number = None
-    if number is not None and float in scalars:
-        return number
-    if number is not None and int in scalars and number.is_integer():
-        return int(number)
-    raise ValueError(f"{name} = {value!r}: expected {' or '.join(kind.__name__ for kind in scalars)}")

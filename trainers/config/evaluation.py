@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trainers.config.conversion import convert_sections
 from trainers.config.section import Section, not_paths, require_none, too_small
 
 
@@ -106,7 +107,7 @@ class EvaluationConfig(Section):
     score: ScoreConfig | None = None
 
     def __post_init__(self):
-        require_none(self._problems())
+        require_none([*convert_sections(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "every_steps", "every_epochs", "max_batches", "batch_size")

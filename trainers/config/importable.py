@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+LAUNCHING = "GANGWAY_LAUNCHING"
+"""The variable that is set in the processes that `launch` starts: they import the user's file again, and must not train what it
+trains."""
 MOVE = "write it at the top level of a file, such as pieces.py, and import it from there"
+
+
+def why_not_here(what: str, environ: Mapping[str, str]) -> str | None:
+    """Returns why a process that only imports the user's file must not do `what`; None if it may."""
+    if not environ.get(LAUNCHING):
+        return None
+    return (
+        f"{what}() was called while launch() imported this file in another process: put the calls of fit and launch below "
+        'if __name__ == "__main__":'
+    )
 
 
 def path_of(value: Any) -> str:
@@ -15,18 +29,20 @@ def path_of(value: Any) -> str:
     and what to do."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module is None or name is None:
-        raise ValueError(f"{_shown(value)} is an object in this process's memory: give a class or a function, and {MOVE}")
+        raise ValueError(
+            f"{_shown(value)} is an object in this process's memory: give a class or a function, or the name of one, such as "
+            f"'pieces:Net'; {MOVE}"
+        )
     if "<lambda>" in name:
         raise ValueError(f"it is a lambda, which has no name: make it a function, and {MOVE}")
     if "<locals>" in name:
         raise ValueError(f"{name.replace('.<locals>', '')} is defined inside a function: {MOVE}")
     if "." in name:
         raise ValueError(f"{name} is defined inside a class: {MOVE}")
-    if module == "__main__":
-        return f"{_main_module(name)}:{name}"
+    importable = _main_module(name) if module == "__main__" else module
     if getattr(sys.modules.get(module), name, None) is not value:
-        raise ValueError(f"{module} has another object named {name}: give this one a name of its own there")
-    return f"{module}:{name}"
+        raise ValueError(f"{importable} has another object named {name}: give this one a name of its own there")
+    return f"{importable}:{name}"
 
 
 def _main_module(name: str) -> str:
@@ -39,7 +55,11 @@ def _main_module(name: str) -> str:
     if file is None:
         raise ValueError(f"{name} is defined in a notebook or at a prompt: {MOVE}")
     module = Path(file).stem
-    found = importlib.util.find_spec(module) if module.isidentifier() else None
+    if not module.isidentifier():
+        raise ValueError(
+            f"{name} is defined in {file}, which cannot be imported as {module!r}: rename the file, with letters, digits and '_'"
+        )
+    found = importlib.util.find_spec(module)
     if found is None or found.origin is None or not Path(found.origin).samefile(file):
         raise ValueError(f"{name} is defined in {file}, which cannot be imported as {module!r}: {MOVE}")
     return module

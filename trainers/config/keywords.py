@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ INSTEAD = {
 }
 """Keys of a configuration that this has another form for."""
 
+WORDS = {"global_batch_size": "batch_size", "max_num_steps": "steps", "max_num_data_epochs": "epochs"}
+"""Keys that have another name in the call."""
+
 
 def unknown(name: str, own: Sequence[str]) -> Iterator[str]:
     """Yields what is wrong with the name of a setting, a key such as `seed` or `data.shuffle`. `own` are the names that the
@@ -31,6 +35,15 @@ def unknown(name: str, own: Sequence[str]) -> Iterator[str]:
         inside = [section for section, hint in hints.items() if name in fields(hint)]
         hint = "".join(f"; it is a key of {section}: {section}={{{name!r}: ...}}" for section in inside)
         yield f"{name}: there is no such setting{hint or did_you_mean(name, known)}"
+
+
+def as_given(problem: str) -> str:
+    """Returns a problem of a configuration in the words of the call, if it has other words for the key."""
+    if problem.startswith("nothing ends this run"):
+        return "nothing ends this training: give steps or epochs"
+    found = re.match(r"\w+", problem)
+    key = found[0] if found else ""
+    return WORDS.get(key, key) + problem.removeprefix(key)
 
 
 def fields(hint: Any) -> set[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainers.config.attention import KERNELS
+from trainers.config.conversion import convert_sections
 from trainers.config.families import FAMILIES, Family
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
@@ -133,7 +134,7 @@ class ModelConfig(Section):
                 *("num_positions", "window", "global_every"),
             )
         )
-        require_none(self._problems())
+        require_none([*convert_sections(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         if self.pretrained is not None:

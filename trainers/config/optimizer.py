@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trainers.config.conversion import convert_sections
 from trainers.config.section import Section, not_patterns, require_none, too_small
 
 
@@ -128,7 +129,7 @@ class OptimizerConfig(Section):
     """The arguments of `optax.<factory>`, instead of all settings above except `learning_rate`."""
 
     def __post_init__(self):
-        require_none(self._problems())
+        require_none([*convert_sections(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         if not self.learning_rate > 0:

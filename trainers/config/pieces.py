@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trainers.config.arguments import TrainingArguments
-from trainers.config.section import Section, not_paths, require_none
+from trainers.config.section import PATH, Section, not_paths, require_none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +21,17 @@ class PiecesConfig(Section):
     """`package.module:function` () -> the training data, or a folder with a file `NAME.npy` for each column."""
     eval_data: str | None = None
     """The same for the held-out data; null: there is none."""
+    callbacks: tuple[str, ...] = ()
+    """`package.module:Name` each: a class of callbacks, or a function () that returns one."""
 
     def __post_init__(self):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from not_paths(self, *(name for name in ("model", "loss") if getattr(self, name) is not None))
+        for name in self.callbacks:
+            if not PATH.fullmatch(name):
+                yield f"callbacks: {name!r}: expected package.module:Name"
 
 
 @dataclass(frozen=True, kw_only=True)

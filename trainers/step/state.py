@@ -25,7 +25,7 @@ from trainers.step.rest_of_model import STREAMS
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainState:
     step: jax.Array
     """int32: the number of updates applied; it drives schedules."""
@@ -47,6 +47,18 @@ class TrainState:
     """The loss scaler for float16 (`trainers.step.loss_scale`); empty for other types."""
     model_state: dict[str, Any] = field(default_factory=dict)
     """What the model has beside its parameters, such as batch statistics, in nested dicts; empty if it has nothing."""
+
+    def __repr__(self) -> str:
+        """Without the arrays, which would fill a screen."""
+        counters = f"step={_counter(self.step)}, batch_index={_counter(self.batch_index)}"
+        return f"TrainState({counters}, {num_parameters(self.params):,} parameters)"
+
+
+def _counter(value: Any) -> str:
+    """Returns the number, where this process has it: not of a shape, a tracer, or an array that a step has used up."""
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return str(value)
+    return "deleted" if value.is_deleted() else str(value.addressable_data(0))
 
 
 @dataclass(frozen=True)

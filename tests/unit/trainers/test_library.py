@@ -18,8 +18,9 @@ import pytest
 from flax import nnx
 
 from tests.unit.training import assert_equal
-from trainers import library, runtime
+from trainers import runtime
 from trainers.callbacks import Callback
+from trainers.config import importable
 from trainers.config.importable import path_of
 from trainers.data.sources import pieces
 from trainers.errors import CheckpointError, UsageError
@@ -249,7 +250,7 @@ def test_a_folder_with_a_run_of_another_model_is_refused(tmp_path):
         ({"name": "a"}, "name: give run_dir=FOLDER instead"),
         ({"hosts": 2}, r"hosts: give launch\(training, hosts=...\) instead"),
         ({"steps": None}, "nothing ends this training: give steps or epochs"),
-        ({"batch_size": 0}, "global_batch_size = 0"),
+        ({"batch_size": 0}, "^batch_size = 0: expected at least 1"),
         ({"optimizer": 3}, "optimizer = 3: expected a name"),
         ({"checkpoint": {"save_step": 3}}, "save_step"),
         ({"sead": 3, "task": "a:b"}, r"(?s)sead.*\ntask: give model and loss"),
@@ -365,6 +366,7 @@ POINTS = points
 def test_what_a_notebook_defines_cannot_be_imported_and_a_script_can(monkeypatch, tmp_path):
     main = sys.modules["__main__"]
     Shown = type("Shown", (), {"__module__": "__main__"})
+    monkeypatch.setattr(main, "Shown", Shown, raising=False)
     monkeypatch.setattr(main, "__spec__", None, raising=False)
     monkeypatch.delattr(main, "__file__", raising=False)
     with pytest.raises(ValueError, match="Shown is defined in a notebook or at a prompt: write it at the top level of a file"):
@@ -392,7 +394,7 @@ def test_data_in_memory_is_written_once_and_read_back(tmp_path):
 
 
 def test_a_file_that_is_imported_by_launch_must_not_train(monkeypatch):
-    monkeypatch.setenv(library.LAUNCHING, "1")
+    monkeypatch.setenv(importable.LAUNCHING, "1")
     with pytest.raises(UsageError, match='if __name__ == "__main__"'):
         training().fit()
 
@@ -400,7 +402,9 @@ def test_a_file_that_is_imported_by_launch_must_not_train(monkeypatch):
 def test_the_result_reads_the_state_of_a_run_elsewhere_when_it_is_used(tmp_path):
     run = training(run_dir=tmp_path / "run", steps=20)
     here = run.fit()
-    later = run.result([{"step": 30, "metrics": {"loss": None}}], str(tmp_path / "run"), "max_steps")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"t": 1.0, "step": 30, "metrics": {"loss": null}}\n')
+    later = run.result(str(tmp_path / "run"), "max_steps")
     assert np.isnan(later.metrics["loss"])
     assert [row["step"] for row in later.history] == [*(row["step"] for row in here.history), 30]
     assert_equal(later.state.params, here.state.params)

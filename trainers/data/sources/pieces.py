@@ -81,13 +81,15 @@ def digest(columns: Mapping[str, np.ndarray]) -> str:
     return found.hexdigest()[:16]
 
 
-def write(columns: Mapping[str, np.ndarray], folder: Path) -> None:
+def write(columns: Mapping[str, np.ndarray], folder: Path, *, private: bool = True) -> None:
     """Writes the columns to a new folder, all of them or none. Does nothing if the folder is there: it is named after what it
-    holds."""
+    holds. `private`: only this user can enter the folders that are made."""
     if folder.is_dir():
         return
     work = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
-    work.mkdir(parents=True)
+    # Not by the umask, which all threads of the user's program share.
+    for path in reversed([parent for parent in (work, *work.parents) if not parent.exists()]):
+        path.mkdir(0o700 if private else 0o777, exist_ok=path != work)
     try:
         for name, column in columns.items():
             with open(work / f"{name}.npy", "wb") as file:

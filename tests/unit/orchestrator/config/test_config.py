@@ -429,11 +429,11 @@ def to_dict_of(training: TrainingArguments) -> dict:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"optimizer": {"lr": 1}}, "unknown keys of OptimizerConfig: lr; known: arguments, betas, eps"),
+        ({"optimizer": {"lr": 1}}, "optimizer: unknown keys of OptimizerConfig: lr; known: arguments, betas, eps"),
         ({"seed": "x"}, "seed = 'x': expected int"),
         ({"seed": True}, "seed = True: expected int"),
         ({"dtype": "half"}, "dtype = 'half': expected one of 'float32', 'bfloat16', 'float16'"),
-        ({"data": {"paths": "here"}}, "paths = 'here': expected a list"),
+        ({"data": {"paths": "here"}}, "data.paths = 'here': expected a list"),
         ({"model": 3}, "model = 3: expected a section"),
     ],
 )

@@ -1,0 +1,53 @@
+"""The process of a run that `orchestrator.library.launch` has started: `python -m orchestrator.launched`.
+
+It reads one line of JSON, {"configuration", "end", "program"}, runs the job as `orchestrator.run` does, and writes to the file
+`end` how it ended. When its standard input ends, the program that wanted the run is gone: the run saves and stops.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from orchestrator.config.job import ConfigError, build
+from orchestrator.driver import head
+from orchestrator.planning import report
+from orchestrator.run import run_job, why_no_outcome
+from orchestrator.run_state.lease import RunInUse
+from trainers.config.masking import masked
+from trainers.storage import documents
+
+
+def main() -> None:
+    message = json.loads(sys.stdin.readline())
+    threading.Thread(target=stop_without_parent, name="parent", daemon=True).start()
+    # Ray adds the folder of the program to the import path of its workers.
+    sys.argv[0] = message["program"]
+    documents.write_json(message["end"], end_of(message["configuration"]))
+
+
+def end_of(configuration: dict[str, Any]) -> dict[str, Any]:
+    """Runs the job. Returns `status` (finished, stopped, failed, or refused: nothing was started), `error` and `stop_reason`."""
+    try:
+        outcome, error, lost = run_job(build(configuration, name="launch"))
+    except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as refused:
+        return {"status": "refused", "error": masked(str(refused)), "stop_reason": None}
+    except report.PlanError as failed:
+        return {"status": "failed", "error": masked(str(failed)), "stop_reason": None}
+    if outcome is None:
+        return {"status": "failed", "error": why_no_outcome(error, lost), "stop_reason": None}
+    return {name: outcome[name] for name in ("status", "error", "stop_reason")}
+
+
+def stop_without_parent() -> None:
+    # Not by `sys.stdin`, whose lock Python would need at its end.
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
