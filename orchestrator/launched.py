@@ -23,6 +23,8 @@ from trainers.storage import documents
 
 
 def main() -> None:
+    # Also where the user's program ignores it, as what a shell runs in the background does: the end is asked for by it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     message = json.loads(sys.stdin.readline())
     threading.Thread(target=stop_without_parent, name="parent", daemon=True).start()
     # Ray adds the folder of the program to the import path of its workers.

@@ -87,9 +87,12 @@ def configuration(
     problems = [text for name in settings for text in _unknown(name)]
     if training.run_dir is None:
         problems.append("run_dir: a launch keeps its checkpoints there: give one, such as Training(..., run_dir='runs/first')")
-    if problems or training.run_dir is None:
+    try:
+        data = training.configuration(training.run_dir or os.path.abspath("nowhere"))
+    except UsageError as error:
+        problems.append(str(error))
+    if problems:
         raise UsageError("\n".join(problems))
-    data = training.configuration(training.run_dir)
     data["hosts"] = plain(hosts) if isinstance(hosts, Mapping) else {"count": hosts}
     for name, value in settings.items():
         put(data, name.split("."), plain(value))
@@ -152,7 +155,7 @@ def environment() -> dict[str, str]:
 
 def _is_terminal() -> bool:
     # Not if there is another object in the place of `sys.stdout`: a program may keep what is printed.
-    return sys.stdout is sys.__stdout__ and sys.stdout.isatty()
+    return sys.__stdout__ is not None and sys.stdout is sys.__stdout__ and sys.__stdout__.isatty()
 
 
 def _send(child: subprocess.Popen, message: Mapping[str, Any]) -> None:

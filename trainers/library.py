@@ -30,7 +30,7 @@ from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.importable import path_of, why_not_here
-from trainers.config.keywords import as_given, plain, put, unknown
+from trainers.config.keywords import NO_END, as_given, plain, put, unknown
 from trainers.config.masking import masked
 from trainers.config.pieces import PiecesArguments
 from trainers.config.section import PATH
@@ -106,8 +106,9 @@ class PiecesTrainer(BaseTrainer):
     """The trainer of a launch, with the callbacks that `pieces` names."""
 
     def post_init(self) -> None:
+        assert isinstance(self.arguments, PiecesArguments)
         for name in self.arguments.pieces.callbacks:
-            self.add_callback(load_object(name)())
+            self.add_callback(callback_of(name))
 
 
 class Training:
@@ -291,7 +292,7 @@ class Training:
                 if name not in self._names and not pieces.is_function(value):
                     found[name] = pieces.columns_of(value)
             except UsageError as error:
-                problems.append(f"{name}: {error}: give a function, at the top level of a file, that returns the data")
+                problems.append(f"{name}: {error}")
         return found
 
     @property
@@ -302,6 +303,8 @@ class Training:
         """Returns the result of a run on other hosts. Its state is read from the newest checkpoint when it is used."""
 
         def trained() -> tuple[TrainState, nnx.Module]:
+            if going_on.newest(run_dir) is None:
+                raise UsageError(f"there is no state: the run in {run_dir} ended ({stop_reason}) before its first checkpoint")
             with installed(runtime.Runtime(lambda event: None)):
                 trainer = self._trainer(self._arguments(run_dir))
                 state = trainer.load_pretrained(run_dir)
@@ -326,7 +329,8 @@ class Training:
         try:
             from_dict(PiecesArguments, {**made, **named_after("nowhere")})
         except ValueError as error:
-            problems += map(as_given, str(error).splitlines())
+            # A misspelt `steps` ends nothing: that is no problem of its own.
+            problems += [line for line in map(as_given, str(error).splitlines()) if not (wrong and line == NO_END)]
         if problems:
             raise UsageError("\n".join(problems))
         return made

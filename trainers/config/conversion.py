@@ -9,7 +9,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -22,10 +22,10 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
     """Builds a (nested) configuration dataclass. Raises ValueError with a line for each problem: unknown keys, wrong types, and
     what the checks of the sections find."""
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
-    problems, values = [*_unknown(cls, data, fields)], {}
+    hints, values, problems = _hints(typing.cast(Hashable, cls)), {}, [*_unknown(cls, data, fields)]
     for name in (key for key in data if key in fields):
         try:
-            values[name] = convert(_hints(cls)[name], data[name], name)
+            values[name] = convert(hints[name], data[name], name)
         except ValueError as error:
             problems += str(error).splitlines()
     problems += [f"{name}: missing; it has no default" for name in fields if name not in data and not _has_default(fields[name])]
@@ -39,8 +39,9 @@ def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
 def convert_sections(config: Any) -> Iterator[str]:
     """Makes sections of what was given in their place: dicts, or a text for those that have a shorthand. Yields the problems; a
     section that is wrong gets its default, so that the rest can be checked. For the `__post_init__` of a class with sections."""
+    hints = _hints(typing.cast(Hashable, type(config)))
     for field in dataclasses.fields(config):
-        hint = _hints(type(config))[field.name]
+        hint = hints[field.name]
         if not _names_section(hint):
             continue
         try:
@@ -122,7 +123,7 @@ def _scalar(arms: tuple[Any, ...], value: Any, name: str) -> Any:
 
 
 @cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: Hashable) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 

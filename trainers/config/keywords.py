@@ -19,6 +19,7 @@ INSTEAD = {
 }
 """Keys of a configuration that this has another form for."""
 
+NO_END = "nothing ends this training: give steps or epochs"
 WORDS = {"global_batch_size": "batch_size", "max_num_steps": "steps", "max_num_data_epochs": "epochs"}
 """Keys that have another name in the call."""
 
@@ -40,7 +41,7 @@ def unknown(name: str, own: Sequence[str]) -> Iterator[str]:
 def as_given(problem: str) -> str:
     """Returns a problem of a configuration in the words of the call, if it has other words for the key."""
     if problem.startswith("nothing ends this run"):
-        return "nothing ends this training: give steps or epochs"
+        return NO_END
     found = re.match(r"\w+", problem)
     key = found[0] if found else ""
     return WORDS.get(key, key) + problem.removeprefix(key)

@@ -47,16 +47,19 @@ def is_function(value: Any) -> bool:
     return callable(value) and not any(hasattr(value, name) for name in ("__getitem__", "__iter__"))
 
 
+GIVE_A_FUNCTION = "give a function, at the top level of a file, that returns the data"
+
+
 def columns_of(value: Any) -> dict[str, np.ndarray]:
     """Returns data in memory as columns [N, ...] of numbers. Raises UsageError if it is no arrays."""
     data = as_data(value)
     if isinstance(data, list | tuple | np.ndarray):
         data = _stacked(data)
     if not isinstance(data, Mapping):
-        raise UsageError(f"{type(data).__name__} cannot be written as arrays")
+        raise UsageError(f"{type(data).__name__} cannot be written as arrays: {GIVE_A_FUNCTION}")
     columns = Columns(data).columns
     if wrong := [name for name, column in columns.items() if column.dtype.hasobject]:
-        raise UsageError(f"{', '.join(wrong)} cannot be written as arrays, for they are no numbers")
+        raise UsageError(f"{', '.join(wrong)} cannot be written as arrays, for they are no numbers: {GIVE_A_FUNCTION}")
     if wrong := [name for name in columns if not isinstance(name, str) or Path(name).name != name]:
         raise UsageError(f"columns {wrong} cannot be names of files: rename them")
     return columns
@@ -69,7 +72,7 @@ def _stacked(examples: Any) -> dict[str, np.ndarray]:
     try:
         return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in (rows[0] if rows else ())}
     except (KeyError, ValueError) as error:
-        raise UsageError(f"a list of examples of different shapes or names cannot be written as arrays ({error})") from error
+        raise UsageError(f"a list of examples of different shapes or names cannot be written as arrays ({error}): {GIVE_A_FUNCTION}") from error
 
 
 def digest(columns: Mapping[str, np.ndarray]) -> str:
