@@ -20,6 +20,6 @@ def squared_error(model, batch):
 
 if __name__ == "__main__":
     x = np.linspace(-2, 2, 200, dtype=np.float32)[:, None]
-    adam = {"name": "adam", "learning_rate": 0.01}
-    result = Training(Net, squared_error, {"x": x, "y": np.sin(2 * x)}, steps=500, batch_size=40, optimizer=adam).fit()
+    adam = {"name": "adam", "learning_rate": 0.03}
+    result = Training(Net, squared_error, {"x": x, "y": np.sin(2 * x)}, steps=300, batch_size=40, optimizer=adam).fit()
     print(result, "sin(2 * 0.5) is about", result.model(np.array([0.5])))

@@ -1,8 +1,9 @@
 """Every block of Python and YAML in the documents runs as it stands.
 
 A block that begins with a file name is a file: the files of one document lie in one folder. Each YAML file is run by
-`python -m trainers.run`, in this process, and PROMISES says what must come of it. Every function of every Python block is
-called by one of these runs. A block of YAML without a file name is a part of a configuration: all its keys must be known.
+`python -m trainers.run`, in this process, and PROMISES says what must come of it. The Python files of docs/library.md are
+programs: SCRIPTS says what must come of them. Every function of every Python block is called by one of these runs. A block of
+YAML without a file name is a part of a configuration: all its keys must be known.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import io
 import json
 import math
 import re
+import runpy
 import signal
 import sys
 import threading
@@ -38,11 +40,13 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint import assets
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
+from trainers.library import Training
 from trainers.loop.hooks import Hooks
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import initial_parameters
 
 FILES = {block.file_name: block for kind in ("python", "yaml") for block in blocks(kind) if block.file_name}
+LIBRARY = [block.file_name for block in blocks("python") if block.document == "library.md"]
 PYTHON, CONFIGURATIONS = ([name for name in FILES if name.endswith(ending)] for ending in (".py", ".yaml"))
 EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 
@@ -89,7 +93,10 @@ class Folder:
     def check(self, name: str) -> None:
         if name not in self._checked:
             with self.calls_noted():
-                PROMISES[name](self.run(name), self)
+                if name in SCRIPTS:
+                    SCRIPTS[name](self.path / name)
+                else:
+                    PROMISES[name](self.run(name), self)
             self._checked.add(name)
 
     def run(self, name: str) -> Run:
@@ -345,6 +352,44 @@ def another_line(run: Run, folder: Folder) -> None:
     assert -0.5 < run.line["offset"] < 0
 
 
+# ---------------------------------------------------------------------- the programs of docs/library.md
+
+
+def notebook(path: Path) -> None:
+    made, printed = run_program(path)
+    x = np.linspace(-2, 2, 200)[:, None]
+    assert made["predicted"].shape == (200, 1)
+    assert np.mean((np.asarray(made["predicted"]) - np.sin(2 * x)) ** 2) < 0.01
+    assert [step for step, _ in made["curve"]] == list(range(10, 301, 10))
+    assert made["curve"][-1][1] < 0.01 < made["curve"][0][1]
+    assert "step 300/300" in printed
+    assert f"Result(steps=300, loss={made['curve'][-1][1]:.4g}, stop_reason=max_steps)" in printed
+    assert [each.name for each in path.parent.glob("runs/net*")] == []
+
+
+def held_out(path: Path) -> None:
+    made, printed = run_program(path)
+    assert made["result"].metrics["eval_accuracy"] >= 0.9
+    assert [row["step"] for row in made["result"].history if "eval_accuracy" in row] == [50, 100, 150, 200]
+    assert str(made["result"].metrics["eval_accuracy"]) in printed
+
+
+def on_hosts(path: Path) -> None:
+    """tests/ray/test_library.py runs it as it stands."""
+    made = runpy.run_path(str(path), run_name="on_hosts")
+    result = Training(made["Net"], made["squared_error"], made["waves"], steps=2, batch_size=40, progress=False).fit()
+    assert [row["step"] for row in result.history] == [1, 2]
+
+
+def run_program(path: Path) -> tuple[dict[str, Any], str]:
+    """What it defines, and what it prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        made = runpy.run_path(str(path), run_name="__main__")
+    return made, printed.getvalue()
+
+
+SCRIPTS = {f"{check.__name__}.py": check for check in (notebook, held_out, on_hosts)}
+
 BEGINS_WITH = {"another_line.yaml": ("line.yaml",)}
 """The runs that must have been made before."""
 
@@ -394,8 +439,14 @@ def test_each_block_of_python_is_a_file_of_its_own():
     assert len({block.file_name for block in python}) == len(python)
 
 
-def test_each_configuration_has_a_promise():
+def test_each_configuration_and_each_program_has_a_promise():
     assert sorted(PROMISES) == sorted(CONFIGURATIONS)
+    assert sorted(SCRIPTS) == sorted(LIBRARY)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_program_trains_and_does_what_the_text_says(folder, name):
+    folder.check(name)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -409,7 +460,7 @@ def test_the_orchestrator_takes_the_same_configuration(folder, name):
 
 
 def test_every_function_of_every_block_is_called(folder):
-    for name in CONFIGURATIONS:
+    for name in (*CONFIGURATIONS, *SCRIPTS):
         folder.check(name)
     written = {(name, function) for name in PYTHON for function in functions(ast.parse(FILES[name].text))}
     assert written - folder.called == set()
