@@ -264,7 +264,7 @@ class Training:
     def _named_pieces(self, run_dir: str, problems: list[str]) -> dict[str, str | None]:
         """Returns the names of the pieces; adds to `problems` what has none."""
         functions = {"model": self.model, "loss": self.loss}
-        functions |= {name: value for name, value in self._data.items() if pieces.is_function(value)}
+        functions |= {name: value for name, value in self._data.items() if name in self._names or pieces.is_function(value)}
         names = {name: self._names.get(name) or named(name, value, problems) for name, value in functions.items()}
         return names | {name: str(data_folder(run_dir, columns)) for name, columns in self._in_memory(problems).items()}
 

@@ -30,7 +30,7 @@ def test_a_program_of_the_documents_trains_on_two_hosts_also_when_one_is_killed(
     faults.order(1, "kill", at=120)
     process = start(program, GANGWAY_FAULTS=str(faults.path))
     try:
-        status = process.wait(150)
+        status = process.wait(240)
     finally:
         process.kill()
     told = (tmp_path / "out.txt").read_text()
@@ -54,7 +54,7 @@ def test_ctrl_c_saves_and_the_result_says_so_and_a_mistake_in_a_thread_is_told_w
     program.write_text((ROOT / "tests" / "programs" / "launching.py").read_text())
     process = start(program)
     try:
-        wait_until(lambda: process.poll() is not None or (tmp_path / "runs/slow/checkpoints/5").exists(), 150)
+        wait_until(lambda: process.poll() is not None or (tmp_path / "runs/slow/checkpoints/5").exists(), 240)
         process.send_signal(signal.SIGINT)
         status = process.wait(60)
     finally:

@@ -1,9 +1,9 @@
 """Every block of Python and YAML in the documents runs as it stands.
 
 A block that begins with a file name is a file: the files of one document lie in one folder. Each YAML file is run by
-`python -m trainers.run`, in this process, and PROMISES says what must come of it. The Python files of docs/library.md are
-programs: SCRIPTS says what must come of them. Every function of every Python block is called by one of these runs. A block of
-YAML without a file name is a part of a configuration: all its keys must be known.
+`python -m trainers.run`, in this process, and PROMISES says what must come of it. The Python files of README.md and
+docs/library.md are programs: SCRIPTS says what must come of them. Every function of every Python block is called by one of these
+runs. A block of YAML without a file name is a part of a configuration: all its keys must be known.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import initial_parameters
 
 FILES = {block.file_name: block for kind in ("python", "yaml") for block in blocks(kind) if block.file_name}
-LIBRARY = [block.file_name for block in blocks("python") if block.document == "library.md"]
+PROGRAMS = [block.file_name for block in blocks("python") if block.document in ("README.md", "library.md")]
 PYTHON, CONFIGURATIONS = ([name for name in FILES if name.endswith(ending)] for ending in (".py", ".yaml"))
 EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 
@@ -352,7 +352,7 @@ def another_line(run: Run, folder: Folder) -> None:
     assert -0.5 < run.line["offset"] < 0
 
 
-# ---------------------------------------------------------------------- the programs of docs/library.md
+# ---------------------------------------------------------------------- the programs of README.md and docs/library.md
 
 
 def notebook(path: Path) -> None:
@@ -365,6 +365,12 @@ def notebook(path: Path) -> None:
     assert "step 300/300" in printed
     assert f"Result(steps=300, loss={made['curve'][-1][1]:.4g}, stop_reason=max_steps)" in printed
     assert [each.name for each in path.parent.glob("runs/net*")] == []
+
+
+def from_python(path: Path) -> None:
+    made, printed = run_program(path)
+    assert float(made["result"].model(np.array([1.0]))[0]) == pytest.approx(2, abs=0.1)
+    assert "stop_reason=max_steps) [" in printed
 
 
 def held_out(path: Path) -> None:
@@ -388,7 +394,7 @@ def run_program(path: Path) -> tuple[dict[str, Any], str]:
     return made, printed.getvalue()
 
 
-SCRIPTS = {f"{check.__name__}.py": check for check in (notebook, held_out, on_hosts)}
+SCRIPTS = {f"{check.__name__}.py": check for check in (from_python, notebook, held_out, on_hosts)}
 
 BEGINS_WITH = {"another_line.yaml": ("line.yaml",)}
 """The runs that must have been made before."""
@@ -441,7 +447,7 @@ def test_each_block_of_python_is_a_file_of_its_own():
 
 def test_each_configuration_and_each_program_has_a_promise():
     assert sorted(PROMISES) == sorted(CONFIGURATIONS)
-    assert sorted(SCRIPTS) == sorted(LIBRARY)
+    assert sorted(SCRIPTS) == sorted(PROGRAMS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -72,7 +72,9 @@ def _stacked(examples: Any) -> dict[str, np.ndarray]:
     try:
         return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in (rows[0] if rows else ())}
     except (KeyError, ValueError) as error:
-        raise UsageError(f"a list of examples of different shapes or names cannot be written as arrays ({error}): {GIVE_A_FUNCTION}") from error
+        raise UsageError(
+            f"a list of examples of different shapes or names cannot be written as arrays ({error}): {GIVE_A_FUNCTION}"
+        ) from error
 
 
 def digest(columns: Mapping[str, np.ndarray]) -> str:
