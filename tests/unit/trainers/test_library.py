@@ -18,10 +18,14 @@ import pytest
 from flax import nnx
 
 from tests.unit.training import assert_equal
+from tests.unit.training import trainer as small_trainer
 from trainers import runtime
 from trainers.callbacks import Callback
+from trainers.checkpoint import going_on
 from trainers.config import importable
+from trainers.config.arguments import from_dict
 from trainers.config.importable import path_of
+from trainers.config.pieces import PiecesArguments
 from trainers.data.sources import pieces
 from trainers.errors import CheckpointError, UsageError
 from trainers.library import Training
@@ -410,3 +414,31 @@ def test_the_result_reads_the_state_of_a_run_elsewhere_when_it_is_used(tmp_path)
     assert_equal(later.state.params, here.state.params)
     assert learnt(later) == learnt(here)
     assert isinstance(jax.tree.leaves(later.state.params)[0], jax.Array)
+
+
+def test_what_is_printed_is_short(tmp_path):
+    state = training(steps=1).fit().state
+    assert repr(state) == "TrainState(step=1, batch_index=1, 2 parameters)"
+    step = jax.jit(lambda state: state.step + len(repr(state)), donate_argnums=0)  # a tracer has no number
+    assert int(step(state)) > 1
+    assert repr(state).startswith("TrainState(step=deleted")
+    trainer = small_trainer(tmp_path, max_num_steps=2)
+    trainer.train()
+    text = repr(trainer.output)
+    assert text.startswith("TrainerOutput(state=TrainState(step=2, ")
+    assert f"stop_reason=max_steps, checkpoint_path='{trainer.output.checkpoint_path}'" in text
+    assert "'train_loss': " in text
+    assert "lineage" not in text
+    assert len(text) < 800
+    assert len(repr(trainer.output._replace(state=np.zeros(1000)))) < 800  # of a trainer that inherits nothing
+
+
+def test_a_launch_that_goes_on_from_a_fit_is_the_same_experiment(tmp_path):
+    folder = str(tmp_path / "run")
+    training(steps=2, run_dir=folder, seed=1, loss=with_metrics).fit()
+    made = training(steps=2, run_dir=folder, seed=2).configuration(folder)
+    del made["arguments"]
+    told = going_on.of_run(folder, from_dict(PiecesArguments, made))
+    assert told[0] == "goes on from step 2"
+    assert "seed 1 -> 2" in told[-1]
+    assert "pieces" not in "".join(told)
