@@ -294,7 +294,7 @@ class BaseTrainer(Builder):
             deadline_s=None if limit_s is None else time_used.deadline_s(limit_s),
         )
         self.info.global_step = step
-        publisher = Publisher(arguments.publish_every_steps, self._throughput(), self.step_layout, saver.reporter.report)
+        publisher = Publisher(self._throughput(), self.step_layout, saver.reporter.report)
         return Loop(
             train_step=self.functions.train_step_fn,
             layout=self.step_layout,
@@ -305,7 +305,14 @@ class BaseTrainer(Builder):
             publisher=publisher,
             flags=Flags(self._mesh),
             host_requests=HostRequests(limits, arguments.checkpoint.save_minutes, lambda: manager.failing),
-            due=Due(arguments.checkpoint, arguments.evaluation, arguments.previews, self._epochs),
+            due=Due(
+                arguments.checkpoint,
+                arguments.evaluation,
+                arguments.previews,
+                self._epochs,
+                arguments.publish_every_steps,
+                arguments.publish_every_epochs,
+            ),
             anomalies=arguments.anomalies,
             distributions=arguments.distributions,
             lineage=self.lineage,
