@@ -48,6 +48,7 @@ from trainers.runtime import multihost
 from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import TrainState, num_parameters, with_shardings
+from trainers.step.train_step import parameters_seen
 
 
 class BaseTrainer(Builder):
@@ -386,7 +387,8 @@ class BaseTrainer(Builder):
 
         def objective(params: Any, micro_batch: Any, number: Any, state: TrainState) -> jax.Array:
             rest = self.loss_function.rest(state.model_state, micro_batch, state.batch_index, number)
-            return self.loss_function(params, micro_batch, state.step, rest=rest).loss_sum
+            seen = parameters_seen(self.pruner, self.param_groups, dataclasses.replace(state, params=params))
+            return self.loss_function(seen, micro_batch, state.step, rest=rest).loss_sum
 
         try:
             counters = dataclasses.replace(state, params=None, opt_state=None)

@@ -118,19 +118,13 @@ class TrainingArguments(Section):
                 f"({self.accumulation_steps})"
             )
         yield from recorders.problems(self.recorders, self.recorder_folders, self.storage)
-        if self.publish_every_steps is None and self.publish_every_epochs is None:
-            yield "publish_every_steps = null: nothing is published before the end; set it, or publish_every_epochs"
-        every, publish_every = self.distributions.every_steps, self.publish_every_steps
-        # Histograms travel with a publish: between two publishes nobody would fetch them.
-        if self.distributions.pattern is not None and (publish_every is None or (publish_every >= 1 and every % publish_every)):
-            yield (
-                f"distributions.every_steps = {every}: expected a multiple of publish_every_steps "
-                f"({'null' if publish_every is None else publish_every}), which is when they are recorded"
-            )
+        yield from self._publish_problems()
         if self.max_num_steps is None and self.max_num_data_epochs is None and self.time_limit is None:
             yield "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit"
-        if self.pruning.pattern is not None and self.optimizer.name == "schedule_free_adamw":
-            yield f"pruning.pattern = {self.pruning.pattern!r}: expected null, for schedule_free_adamw averages zeros away"
+        if (self.pruning.pattern or self.pruning.pruner) is not None and self.optimizer.name == "schedule_free_adamw":
+            key = "pattern" if self.pruning.pattern is not None else "pruner"
+            value = getattr(self.pruning, key)
+            yield f"pruning.{key} = {value!r}: expected null, for schedule_free_adamw averages zeros away"
         if self.checkpoint.keep_model_only != "none" and self.optimizer.name == "schedule_free_adamw":
             yield (
                 f"checkpoint.keep_model_only = {self.checkpoint.keep_model_only!r}: expected 'none', for the averages that "
@@ -153,6 +147,17 @@ class TrainingArguments(Section):
             yield (
                 f"checkpoint.keep_best = {self.checkpoint.keep_best}: nothing says what is best; set evaluation.score, such as "
                 "evaluation.score.metrics=[eval_loss]"
+            )
+
+    def _publish_problems(self) -> Iterator[str]:
+        if self.publish_every_steps is None and self.publish_every_epochs is None:
+            yield "publish_every_steps = null: nothing is published before the end; set it, or publish_every_epochs"
+        every, publish_every = self.distributions.every_steps, self.publish_every_steps
+        # Histograms travel with a publish: between two publishes nobody would fetch them.
+        if self.distributions.pattern is not None and (publish_every is None or (publish_every >= 1 and every % publish_every)):
+            yield (
+                f"distributions.every_steps = {every}: expected a multiple of publish_every_steps "
+                f"({'null' if publish_every is None else publish_every}), which is when they are recorded"
             )
 
     @property
