@@ -25,6 +25,7 @@ from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit, lacks_data
 from trainers.loop import init_from
 from trainers.loop.beginning import Beginning, FromSettings, Given, given_arrays
+from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator, Observed
 from trainers.loop.garbage import GarbageCollection
 from trainers.loop.host_requests import HostRequests, Limits
@@ -260,6 +261,7 @@ class BaseTrainer(Builder):
             self.callbacks,
             self._saved,
             time_used,
+            DataState(self.dataloaders.dataloader_train, self.arguments.global_batch_size, self._note_from_host0),
         )
 
     def _histogram_names(self) -> list[str]:
