@@ -253,8 +253,8 @@ class Builder(BatchBuilder):
 
     @property
     def _model_state(self) -> TrainState:
-        """The current state; before `train`, its shapes."""
-        return self._state or self._configured(self._model, "_model_state", "configure_model").state
+        """The current state, after `train` and where callbacks may read it (`RunInfo.train_state`); elsewhere its shapes."""
+        return self.info.shown_state or self._state or self._configured(self._model, "_model_state", "configure_model").state
 
     @property
     def functions(self) -> TrainerConfigureFunctionOutput:
