@@ -72,9 +72,7 @@ class IteratedLoader:
 
     def epoch(self) -> Iterator[dict[str, jax.Array]]:
         """All batches, for an evaluation; begins anew each time."""
-        if self._stream.position > 0:
-            self._stream.begin_anew()
-            self._kept.clear()
+        self._kept.clear()  # so that batch 0 is read anew
         k = 0
         while (batch := self._read(k)) is not None:
             yield self._on_devices(batch)

@@ -61,9 +61,6 @@ class Stream:
         self._set(nearest)
         return True
 
-    def begin_anew(self) -> None:
-        self._set(0)
-
     def state_at(self, position: int) -> str | None:
         """Returns the state before item `position`, as text; None if it is not known."""
         if position == self.position and not self.ended:

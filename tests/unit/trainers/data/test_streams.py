@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import grain
+import jax
 import numpy as np
 import pytest
 
@@ -130,6 +131,12 @@ def test_an_iterator_with_a_state_can_go_back_to_its_beginning():
     np.testing.assert_array_equal(np.asarray(loader.batch(0)["tokens"]), first)
 
 
+def test_each_epoch_of_a_loader_begins_anew():
+    loader = IteratedLoader([{"tokens": np.full((16, 9), number, np.int32)} for number in range(3)], 16, trainer_mesh())
+    for _ in range(2):
+        assert [int(batch["tokens"][0, 0, 0]) for batch in loader.epoch()] == [0, 1, 2]
+
+
 def test_the_end_is_found_without_counting(tmp_path, events):
     class Short(Held):
         def __iter__(self):
@@ -170,6 +177,17 @@ def test_on_another_number_of_hosts(shared, states, note):
     DataState(loader, 16, notes.append).restore({"batch_index": 5, "data_state": recorded})
     assert taken == ([(5, "s")] if note is None else [])
     assert [note in text for text in notes] == ([] if note is None else [True])
+
+
+@pytest.mark.parametrize(("states", "own"), [(["s", "t"], "t"), (["s"], "s")])
+def test_each_host_takes_its_own_state(monkeypatch, states, own):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    taken = []
+    loader = SimpleNamespace(is_stream=True, is_shared=False, remember=lambda *state: taken.append(state))
+    recorded = {"num_hosts": 2, "global_batch_size": 16, "states": states}
+    DataState(loader, 16, pytest.fail).restore({"batch_index": 5, "data_state": recorded})
+    assert taken == [(5, own)]
 
 
 def test_data_without_a_state_has_none_in_its_checkpoints(tmp_path, events):
