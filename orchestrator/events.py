@@ -88,6 +88,15 @@ class Note(TypedDict):
     level: NotRequired[Level]
 
 
+class Printed(TypedDict):
+    """Lines that the process of a host has printed (`driver.console_hosts`)."""
+
+    ev: Literal["printed"]
+    host: int
+    lines: Sequence[str]
+    left_out: int
+
+
 class Summary(TypedDict):
     """The end of the run. See `orchestrator.run_state.summary.build`."""
 
@@ -96,5 +105,15 @@ class Summary(TypedDict):
 
 
 ConsoleEvent = (
-    RunStarted | Status | GenerationStarted | Metrics | Evaluating | Preview | CheckpointSaved | IncidentHappened | Note | Summary
+    RunStarted
+    | Status
+    | GenerationStarted
+    | Metrics
+    | Evaluating
+    | Preview
+    | CheckpointSaved
+    | IncidentHappened
+    | Note
+    | Printed
+    | Summary
 )

@@ -25,6 +25,7 @@ from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit, lacks_data
 from trainers.loop import init_from
 from trainers.loop.beginning import Beginning, FromSettings, Given, given_arrays
+from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator, Observed
 from trainers.loop.garbage import GarbageCollection
 from trainers.loop.host_requests import HostRequests, Limits
@@ -48,6 +49,7 @@ from trainers.runtime import multihost
 from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import TrainState, num_parameters, with_shardings
+from trainers.step.train_step import parameters_seen
 
 
 class BaseTrainer(Builder):
@@ -259,6 +261,7 @@ class BaseTrainer(Builder):
             self.callbacks,
             self._saved,
             time_used,
+            DataState(self.dataloaders.dataloader_train, self.arguments.global_batch_size, self._note_from_host0),
         )
 
     def _histogram_names(self) -> list[str]:
@@ -294,7 +297,7 @@ class BaseTrainer(Builder):
             deadline_s=None if limit_s is None else time_used.deadline_s(limit_s),
         )
         self.info.global_step = step
-        publisher = Publisher(arguments.publish_every_steps, self._throughput(), self.step_layout, saver.reporter.report)
+        publisher = Publisher(self._throughput(), self.step_layout, saver.reporter.report)
         return Loop(
             train_step=self.functions.train_step_fn,
             layout=self.step_layout,
@@ -305,7 +308,14 @@ class BaseTrainer(Builder):
             publisher=publisher,
             flags=Flags(self._mesh),
             host_requests=HostRequests(limits, arguments.checkpoint.save_minutes, lambda: manager.failing),
-            due=Due(arguments.checkpoint, arguments.evaluation, arguments.previews, self._epochs),
+            due=Due(
+                arguments.checkpoint,
+                arguments.evaluation,
+                arguments.previews,
+                self._epochs,
+                arguments.publish_every_steps,
+                arguments.publish_every_epochs,
+            ),
             anomalies=arguments.anomalies,
             distributions=arguments.distributions,
             lineage=self.lineage,
@@ -379,7 +389,8 @@ class BaseTrainer(Builder):
 
         def objective(params: Any, micro_batch: Any, number: Any, state: TrainState) -> jax.Array:
             rest = self.loss_function.rest(state.model_state, micro_batch, state.batch_index, number)
-            return self.loss_function(params, micro_batch, state.step, rest=rest).loss_sum
+            seen = parameters_seen(self.pruner, self.param_groups, dataclasses.replace(state, params=params))
+            return self.loss_function(seen, micro_batch, state.step, rest=rest).loss_sum
 
         try:
             counters = dataclasses.replace(state, params=None, opt_state=None)

@@ -36,13 +36,14 @@ from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models.hf.pretrained import resolved
 from trainers.optim import param_groups, pruning
-from trainers.optim.optimizers import build_grouped, parameters_to_evaluate
+from trainers.optim.optimizers import SCHEDULE_FREE, build_grouped, parameters_to_evaluate
 from trainers.optim.schedules import build_schedule
 from trainers.parallel import mesh as meshes
 from trainers.protocol import (
     Batch,
     CheckpointManagerProtocol,
     EvaluationMetrics,
+    Pruner,
     Task,
     TrainerConfigureDataloaderOutput,
     TrainerConfigureFunctionOutput,
@@ -125,12 +126,15 @@ class Builder(BatchBuilder):
         """Returns (the parts of the model, the shapes of the state). Touches no device. May be called by hand: `model` is there
         from then on."""
         parts, params, self._axes = abstract_model(self.task, self.arguments.seed)
+        trained = param_groups.trainable(self.param_groups, params)
+        if self.pruner is not None:  # before the shapes of a state, of which its own is a part
+            pruning.check_pruner(self.pruner, trained)
         # Without data (as in an export) only the shapes of the state are needed.
         self._state_axes = parts.state_axes
         layout = self._step_layout_of(parts, params) if self.dataset_train is not None else Layout((), ())
         self._layout = layout  # kept: tracing the loss takes a while
         param_groups.check(self.param_groups, params)
-        pruning.check(self.arguments.pruning, param_groups.trainable(self.param_groups, params))
+        pruning.check(self.arguments.pruning, trained)
         self._model = TrainerConfigureModelOutput(parts, self._abstract_state(parts, params, layout))
         return self._model
 
@@ -149,6 +153,7 @@ class Builder(BatchBuilder):
             on_micro_step,
             self.param_groups,
             self.forward_backward if self.overrides("forward_backward") else None,
+            self.pruner,
         )
         eval_step = self._unit_builder.jit(self.eval_loss_function, self.loss_layout)
         self._functions = TrainerConfigureFunctionOutput(
@@ -200,6 +205,14 @@ class Builder(BatchBuilder):
         score = self.arguments.evaluation.score
         return None if score is None or score.early_stopper is None else load_object(score.early_stopper)
 
+    def build_pruner(self) -> Pruner | None:
+        """Returns what changes the parameters around each step, such as an object with masks; None: nothing does. Default:
+        `pruning.pruner`, which gets the arguments, or pruning by magnitude (`pruning.pattern`)."""
+        config = self.arguments.pruning
+        if config.pruner is not None:
+            return load_object(config.pruner)(self.arguments)
+        return None if config.pattern is None else pruning.Magnitude(config)
+
     @cached_property
     def task(self) -> Task:
         return load_object(self.arguments.task)(self.arguments)
@@ -240,8 +253,8 @@ class Builder(BatchBuilder):
 
     @property
     def _model_state(self) -> TrainState:
-        """The current state; before `train`, its shapes."""
-        return self._state or self._configured(self._model, "_model_state", "configure_model").state
+        """The current state, after `train` and where callbacks may read it (`RunInfo.train_state`); elsewhere its shapes."""
+        return self.info.shown_state or self._state or self._configured(self._model, "_model_state", "configure_model").state
 
     @property
     def functions(self) -> TrainerConfigureFunctionOutput:
@@ -315,10 +328,17 @@ class Builder(BatchBuilder):
         return (*frozen, *map(param_groups.as_group, self.build_param_groups()))
 
     @cached_property
+    def pruner(self) -> Pruner | None:
+        """What `build_pruner` has returned. Raises UsageError with an optimizer that evaluates averages."""
+        pruner = self.build_pruner()
+        if pruner is not None and self.arguments.optimizer.name == SCHEDULE_FREE:
+            raise UsageError(f"build_pruner: expected None with {SCHEDULE_FREE}, which averages zeros away")
+        return pruner
+
+    @cached_property
     def _update_rule(self) -> optax.GradientTransformation:
-        """The optimizer with pruning, for the parameters that are not frozen."""
-        # Freezing is the outermost: neither pruning nor the optimizer ever sees a frozen parameter.
-        return param_groups.freezing(pruning.pruning(self.arguments.pruning, self.optimizer), self.param_groups)
+        """The optimizer for the parameters that are not frozen."""
+        return param_groups.freezing(self.optimizer, self.param_groups)
 
     def parameters_to_evaluate(self, state: TrainState) -> Any:
         """Returns the parameters that are evaluated, previewed and exported: those of the state, or the averages that the
@@ -403,7 +423,7 @@ class Builder(BatchBuilder):
         state, note = self._model_state, runtime.current().note
         model = TrainerConfigureModelOutput(self.model, state)
         if not hasattr(train, "prepare"):
-            adapted.check_settings(self.arguments)
+            adapted.check_settings(self.arguments, prunes=self.pruner is not None)
             shapes = self._batch_shapes((1, meshes.padded_rows(self._mesh, self.arguments.global_batch_size)), model)
             layout = vars(self)["step_layout"] = adapted.train_layout(train, state, shapes)
             self.has_own_step = True
@@ -434,7 +454,10 @@ class Builder(BatchBuilder):
 
     def _fresh_state(self, params: Any, model_state: Any, layout: Layout) -> TrainState:
         """Returns the state at step 0 with these parameters and this other state of the model. Traced."""
-        return state_from_parameters(params, self._update_rule, layout, initial_scaler(self.arguments), model_state)
+        # Of trained parameters alone: neither the optimizer nor the pruner ever sees a frozen one.
+        trained = param_groups.trainable(self.param_groups, params)
+        pruner_state = {} if self.pruner is None else self.pruner.init(trained)
+        return state_from_parameters(params, self._update_rule, layout, initial_scaler(self.arguments), model_state, pruner_state)
 
     def _initial_state(self, loaded: Mapping[str, jax.Array] = MappingProxyType({})) -> TrainState:
         """Returns the state at step 0, with the model's arrays of `loaded`, by name, in place of its own. Traced."""

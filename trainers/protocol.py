@@ -168,6 +168,25 @@ class EvaluationMetrics(Protocol):
         """Returns the metrics by name. They are published with the name of the unit before them."""
 
 
+class Pruner(Protocol):
+    """Changes the parameters around each step: prunes them, or quantizes them. `BaseTrainer.build_pruner` returns one.
+
+    All methods are pure, and traced inside the compiled step. Parameters are nested dicts of arrays, with None in place of the
+    frozen ones. `step` (int32) counts the updates applied before this one. The state is part of the checkpoint.
+    """
+
+    def init(self, params: Any) -> Any:
+        """Returns the first state, arrays in any pytree. A leaf whose path ends like that of a parameter, and has its shape, is
+        sharded like it."""
+
+    def pre_forward(self, params: Any, state: Any, step: jax.Array) -> Any:
+        """Returns the parameters that the loss of a train step sees. The gradient by them is applied to `params` (a
+        straight-through estimate). Evaluations, previews and exports see `params` themselves."""
+
+    def post_gradient(self, params: Any, state: Any, step: jax.Array) -> tuple[Any, Any]:
+        """Returns the parameters after an update, and the new state. Not applied where the update is not."""
+
+
 @runtime_checkable
 class CheckpointManagerProtocol(Protocol):
     """What the loop needs of a checkpoint manager, which `BaseTrainer.build_checkpoint_manager` returns. All hosts call the same

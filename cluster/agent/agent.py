@@ -26,6 +26,7 @@ from cluster.agent.hang_monitor import HangMonitor
 from cluster.agent.limits import WatchdogConfig
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
 from cluster.agent.precompile import Precompilation
+from cluster.agent.printed import Printed
 from cluster.agent.process_record import ProcessRecord, note, post_mortem
 from cluster.agent.standby import Standby
 from cluster.hosts.process_env import PRIVATE_UMASK
@@ -83,6 +84,7 @@ class HostAgent:
         self._notice: MachineNotice | None = None
         self._closed = False
         self._ended = threading.Event()
+        self._printed = Printed(self._on_printed)
         variables = {name: os.path.expanduser(value) for name, value in env.items()}  # `~` is the home on this machine
         full_env = child_env(os.environ, {**variables, "PYTHONPATH": os.pathsep.join(import_path(sys.path))})
         copies, host = log_dir.rstrip("/"), os.path.basename(log_dir.rstrip("/"))
@@ -385,6 +387,8 @@ class HostAgent:
 
     def _on_event(self, process: ProcessRecord, event: ProcessEvent) -> None:
         kind = event["ev"]
+        if kind in ("done", "exception"):
+            self._show_printed(process)  # first: after these the driver may ask no more
         with self._changed:
             process.observe(event)
             if process is self._current and self._waiting:  # of the previous generation, whose end `start` waits for
@@ -406,6 +410,7 @@ class HostAgent:
 
     def _on_exit(self, process: ProcessRecord, how: ExitStatus) -> None:
         log_tail = process.child.log_tail()  # before the lock is taken: a disk may hang
+        self._show_printed(process)
         self._logs.copy()
         with self._changed:
             process.end(how, log_tail)
@@ -468,6 +473,20 @@ class HostAgent:
         with self._changed:
             if self._hang_monitor is not None:
                 self._hang_monitor.hear()
+            process = self._current
+        if process is not None:
+            self._show_printed(process)
+
+    def _show_printed(self, process: ProcessRecord) -> None:
+        with self._changed:
+            shown = process is self._current and not self._waiting
+            orders = self._orders
+        if shown:
+            self._printed.show(process.child.log_path, orders)
+
+    def _on_printed(self, event: Mapping[str, Any]) -> None:
+        with self._changed:
+            self._report(event)
 
     def _on_note(self, message: str) -> None:
         with self._changed:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.agent.events import Event
 
-REPEATED_KINDS = ("metrics", "note")
+REPEATED_KINDS = ("metrics", "note", "printed")
 """Kinds that come again and again. They are dropped first when the log is full, so that a new driver still gets the others."""
 
 

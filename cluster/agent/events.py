@@ -86,7 +86,16 @@ class StartFailed(Envelope):
     step: None
 
 
-AgentEvent = Exit | Overdue | MachineNotice | Note | StartFailed
+class Printed(Envelope):
+    """Lines that the process has printed. Only of hosts whose orders ask for it."""
+
+    ev: Literal["printed"]
+    lines: Sequence[str]
+    left_out: int
+    """How many lines before these were left out: its log has them."""
+
+
+AgentEvent = Exit | Overdue | MachineNotice | Note | StartFailed | Printed
 
 # ---------------------------------------------------------------------- events of the process, as the agent reads them
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -38,6 +38,7 @@ from trainers.storage import documents
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]
 
 ARGUMENTS_CLASS = "trainers.config.arguments:TrainingArguments"
+SHOWN_LINES_PER_S = 100
 UNPACKED_BY_RAY = "/runtime_resources/working_dir_files/"
 """In the path of the working folder of a job that was submitted with `--working-dir`."""
 
@@ -53,6 +54,9 @@ class DriverConfig(Section):
     start)."""
     dashboard: bool = False
     """Start Ray's dashboard, where this command starts Ray itself."""
+    console_hosts: Literal["all"] | tuple[int, ...] = ()
+    """The hosts whose printed lines the console shows, too: `all`, or numbers such as [0, 3]. Up to 100 lines a second are
+    shown, of each host its share. The folder `logs` of the run has the lines of all hosts in any case."""
     agent_lease_s: float = 120.0
     """An agent without a call from a driver for so long ends its processes, gives its machine back and exits. A driver that is
     started again within that time finds the gang still training."""
@@ -74,6 +78,11 @@ class DriverConfig(Section):
         if not self.agent_lease_s >= 10:
             problems.append(f"agent_lease_s = {self.agent_lease_s}: expected at least 10")
         require_none(problems)
+
+    def shown_lines(self, host: int, num_hosts: int) -> int:
+        """Returns how many of the lines that a host prints are shown in a second."""
+        shown = range(num_hosts) if self.console_hosts == "all" else self.console_hosts
+        return max(1, SHOWN_LINES_PER_S // len(shown)) if host in shown else 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -221,6 +230,11 @@ def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
                 yield f"{error} (hosts: {count} x {per_host} devices)"
     if not wrong & {"model", "hosts"}:
         yield from attention.check_platform(config.training.model.attention, config.hosts.kind)
+    if "hosts" not in wrong and config.driver.console_hosts != "all":
+        last = hosts_config.num_hosts(config.hosts) - 1
+        if absent := [host for host in config.driver.console_hosts if not 0 <= host <= last]:
+            given = list(config.driver.console_hosts)
+            yield f"driver.console_hosts = {given}: there is no host {absent[0]}; expected 0 to {last}, or all"
     if config.driver.precompile and config.hosts.kind == "tpu":
         yield "driver.precompile = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
     if (

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from cluster.agent.machine import with_port
+from cluster.agent.printed import ASKED
 from cluster.gang import acquire
 from cluster.gang.acquire import AdoptError, GangTimeout, StaleDriver
 from cluster.gang.calls import AgentGone, AwakeClock, NoAnswer, gather
@@ -306,7 +307,8 @@ class Driver:
         launch.formed(self._record(generation))
         for host in range(generation.num_hosts):
             # Not awaited: the agents report the start, and a failed one, as events.
-            gang.call(host, "start", {**common, "host": host, **gang.orders(host)})
+            shown = {ASKED: self.config.driver.shown_lines(host, generation.num_hosts)}
+            gang.call(host, "start", {**common, "host": host, **shown, **gang.orders(host)})
         self.events.start(generation)
         self.board.post({"ev": "generation", "generation": generation.number, "hosts": generation.num_hosts})
         return generation

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from cluster.agent import events as agent_events
 from cluster.agent.phases import PHASES
 from orchestrator.board import BoardLike
 from orchestrator.driver.generation import Generation, in_order
@@ -22,7 +23,7 @@ from orchestrator.run_state.launch import Launch
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
-from trainers.runtime.events import Heartbeat, Metrics, Preview, Profile, Restored, Saved
+from trainers.runtime.events import Heartbeat, Metrics, Note, Preview, Profile, Restored, Saved
 
 KEPT_STEP_TIMES = 100
 
@@ -115,8 +116,8 @@ class EventHandler:
                 self.note(f"host {host}: {text}", "warning")
             case "restored":
                 self._on_restored(host, event)
-            case "note":
-                self.note(f"host {host}: {event['message']}")
+            case "note" | "printed":
+                self._on_text(host, event)
             case "profile":
                 self._on_profile(host, event)
             case "notice":
@@ -168,6 +169,12 @@ class EventHandler:
         if host == 0:
             for bad in event["skipped"]:
                 self.note(f"checkpoint {bad['step']} was not used: {bad['why']}", "warning")
+
+    def _on_text(self, host: int, event: Note | agent_events.Note | agent_events.Printed) -> None:
+        if event["ev"] == "printed":
+            self.board.post({"ev": "printed", "host": host, "lines": event["lines"], "left_out": event["left_out"]})
+        else:
+            self.note(f"host {host}: {event['message']}")
 
     def _on_profile(self, host: int, event: Profile) -> None:
         if event["problem"] is None:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.board import BoardLike
-from orchestrator.events import ConsoleEvent, Evaluating, Metrics, Note, RunStarted, Unit
+from orchestrator.events import ConsoleEvent, Evaluating, Metrics, Note, Printed, RunStarted, Unit
 from orchestrator.reporting.text import (
     PLANNED,
     action_of,
@@ -169,6 +169,8 @@ def log_lines(event: ConsoleEvent, view: View) -> list[Text]:
             lines = [_recovered(event["incident"])]
         case "note":
             lines = [_note(event)]
+        case "printed":
+            lines = _printed(event)
     return lines
 
 
@@ -347,6 +349,12 @@ def _note(event: Note) -> Text:
     style = {"warning": "yellow", "error": "bold red"}.get(event.get("level", "info"), "")
     mark = {"warning": "! ", "error": "✗ "}.get(event.get("level", "info"), "")
     return Text(mark + sentence(event["message"]), style)
+
+
+def _printed(event: Printed) -> list[Text]:
+    host = f"host {event['host']}  "
+    left_out = [f"({_plural(event['left_out'], 'line')} left out; logs/ has all)"] if event["left_out"] else []
+    return [Text.assemble((host, "cyan"), printable(line)) for line in (*left_out, *event["lines"])]
 
 
 def _plural(number: int, noun: str) -> str:

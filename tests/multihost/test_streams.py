@@ -1,8 +1,13 @@
-"""Data without an index on two hosts: the same samples as on one; the end of one host's data is the end for all."""
+"""Data without an index on two hosts: the same samples as on one; the end of one host's data is the end for all; its state."""
 
 from __future__ import annotations
 
+import dataclasses
+
+from tests.multihost import harness
 from tests.multihost.harness import losses, result, run
+from tests.strikes import Folder
+from trainers.config import CheckpointConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 
 
@@ -32,3 +37,43 @@ def test_where_the_data_of_one_host_ends_training_ends_on_all_with_the_same_samp
         assert result(host)["samples"] == 70
         assert result(host)["samples_digest"] == result(one)["samples_digest"]
     assert losses(two[0]).keys() == losses(one).keys()
+
+
+def test_streams_with_a_state_go_on_where_they_were_on_two_hosts_and_by_counting_on_one(tmp_path):
+    made = dataclasses.replace(
+        arguments(tmp_path / "cut", "even"),
+        trainer="tests.programs.streams:OwnStreams",
+        max_num_steps=8,
+        checkpoint=CheckpointConfig(save_steps=3),
+    )
+    faults = Folder(tmp_path / "faults")
+    faults.order(1, "kill", at=7)  # the save at step 6 waits for the one before it
+    hosts = harness.start(made, tmp_path / "first", hosts=2, devices_per_host=1, env=faults.env)
+    with hosts[1].changed:
+        assert hosts[1].changed.wait_for(lambda: hosts[1].exit is not None, harness.TIMEOUT_S)
+    harness.kill(hosts)
+    again = run(made, tmp_path / "again", hosts=2, devices_per_host=1)
+    whole_run = dataclasses.replace(made, storage=str(tmp_path / "whole"))
+    whole = run(whole_run, tmp_path / "other", hosts=2, devices_per_host=1)
+    restored = again[0].of("restored")[0]["step"]
+    assert restored in (3, 6)
+    assert {name: result(again[0])[name] for name in ("params_digest", "samples_digest", "batches")} == {
+        name: result(whole[0])[name] for name in ("params_digest", "samples_digest", "batches")
+    }
+    for host, undisturbed in zip(again, whole, strict=True):
+        assert drawn(host) == drawn(undisturbed) - restored
+    assert not told(again, "state of the data") + told(again, "cannot be positioned")
+    # On another number of hosts each reads other rows: the states are of no use there.
+    longer = dataclasses.replace(made, max_num_steps=9)
+    (one,) = run(longer, tmp_path / "one", hosts=1, devices_per_host=2)
+    assert told([one], "it was saved by 2 hosts, and the run has 1 now; the data is read again up to its position")
+    assert drawn(one) > 8
+
+
+def told(hosts, text):
+    return [event["message"] for host in hosts for event in host.of("note") if text in event["message"]]
+
+
+def drawn(host):
+    (note,) = told([host], "drawn here: ")
+    return int(note.rpartition(" ")[2])

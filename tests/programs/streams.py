@@ -1,11 +1,15 @@
-"""Data that can only be read from its beginning."""
+"""Data that can only be read from its beginning, or has a state."""
 
 from __future__ import annotations
 
 import jax
+import numpy as np
 
 from tests.programs.tiny import Numbers
+from trainers import runtime
+from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments
+from trainers.protocol import TrainerConfigureDataloaderOutput
 
 
 class Stream:
@@ -30,3 +34,36 @@ def uneven(arguments: TrainingArguments):
 
 def even(arguments: TrainingArguments):
     return Stream(70), Numbers(21, 8)
+
+
+class Drawn:
+    """Batches of this host, drawn with a seed of its own: nothing but its state, or drawing again, finds a place in it."""
+
+    def __init__(self, seed: int, num_rows: int):
+        self.num_rows, self.read, self.generator = num_rows, 0, np.random.default_rng(seed)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.read += 1
+        starts = self.generator.integers(0, 200, self.num_rows)
+        return {"tokens": (starts[:, None] + np.arange(9)).astype(np.int32)}
+
+    def get_state(self):
+        return self.generator.bit_generator.state
+
+    def set_state(self, state):
+        self.generator.bit_generator.state = state
+
+
+class OwnStreams(BaseTrainer):
+    """Each host reads data of its own."""
+
+    def configure_dataloaders(self):
+        self.stream = Drawn(jax.process_index(), self.arguments.global_batch_size // jax.process_count())
+        return TrainerConfigureDataloaderOutput(self.stream, None)
+
+    def on_training_end(self, state):
+        runtime.current().note(f"drawn here: {self.stream.read}")
+        return state

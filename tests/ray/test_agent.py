@@ -92,6 +92,18 @@ def test_orders_reach_the_process(start):
     assert event(agent, "note")["message"] == "hello"
 
 
+def test_what_a_process_prints_is_told_if_its_orders_ask_for_it(start):
+    """Its last line, too, though the process ends at once after it."""
+    agent = start({})
+    agent.start({"generation": 0, "then": "raise", "shown_lines": 5})
+    events = events_until(agent, "exception")
+    assert [each["lines"] for each in events if each["ev"] == "printed"] == [["Traceback of boom"]]
+    agent.halt()
+    silent = agent.poll(0, 0)["cursor"]
+    agent.start({"generation": 1, "then": "raise"})
+    assert "printed" not in {each["ev"] for each in events_until(agent, "exit", silent)}
+
+
 def test_the_process_has_the_environment_it_was_given(start, monkeypatch):
     monkeypatch.setenv("MEGASCALE_SLICE_ID", "5")
     agent = start({}, env={"NAME": "value", "JAX_COMPILATION_CACHE_DIR": "~/cache"})

@@ -9,6 +9,7 @@ from orchestrator.config.job import load, to_dict
 from tests import ROOT
 from tests.ray.jobs import run_job
 from tests.strikes import Folder
+from trainers.checkpoint import manifest
 
 FOLDER = ROOT / "examples" / "migrated"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -43,3 +44,15 @@ def test_a_migrated_script_that_is_killed_once_ends_like_an_undisturbed_run(tmp_
     for equal in ("params_digest", "samples_digest", "samples", "tokens", "train_loss", "steps"):
         assert killed[equal] == undisturbed[equal], equal
     assert killed["samples_digest"] is not None
+    assert [{part["num_hosts"] for part in job["lineage"]} for job in (killed, undisturbed)] == [{2}, {2}]
+    # Of every array of the state, the moments of the optimizer included.
+    assert fingerprints(tmp_path / "killed", name) == fingerprints(tmp_path / "undisturbed", name)
+
+
+def fingerprints(storage, name):
+    folder = storage / load(FOLDER / f"{name}.yaml").training.name / "checkpoints" / "70"
+    return manifest.read_meta(folder)["fingerprints"]
+
+
+def test_each_system_has_a_script():
+    assert SCRIPTS == ["easydel_sft", "fairseq2_recipe", "veomni_trainer"]

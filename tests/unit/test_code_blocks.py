@@ -342,6 +342,12 @@ def saves(run: Run, folder: Folder) -> None:
     assert [event["step"] for event in of(run.events, "saved")] == [4, 8, 10]
 
 
+def without_offset(run: Run, folder: Folder) -> None:
+    assert run.line["offset"] == 0.0
+    assert run.line["slope"] > 0.0
+    assert not run.trainer.output.state.pruner_state["kept"]
+
+
 def another_line(run: Run, folder: Folder) -> None:
     told = [event["message"] for event in of(run.events, "note")]
     assert any(
@@ -415,6 +421,7 @@ PROMISES: dict[str, Callable[[Run, Folder], None]] = {
         student,
         words,
         saves,
+        without_offset,
         another_line,
         signs,
         far,

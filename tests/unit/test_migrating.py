@@ -10,8 +10,9 @@ import typing
 
 import pytest
 
+from orchestrator.config.job import JobConfig
 from tests import ROOT
-from trainers.config.arguments import TrainingArguments
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
 
 TEXT = (ROOT / "docs" / "migrating.md").read_text()
 SYSTEMS = ("EasyDeL", "fairseq2", "VeOmni")
@@ -44,7 +45,7 @@ def resolve(name):
     if parts[0] in SHORT:
         parts = [*SHORT[parts[0]].split("."), *parts]
     if parts[0] != "trainers":
-        return resolve_key(TrainingArguments, parts)
+        return resolve_key(JobConfig if parts[0] in ORCHESTRATOR_SECTIONS else TrainingArguments, parts)
     return pkgutil.resolve_name(".".join(parts))
 
 

@@ -33,6 +33,11 @@ class RunInfo:
             raise UsageError("the state and the parameters can be read in on_publish, on_save and on_evaluate only")
         return self._shown
 
+    @property
+    def shown_state(self) -> Any:
+        """What `train_state` returns; None where that raises."""
+        return self._shown
+
     def params(self) -> Any:
         """Returns the parameters of `train_state`, as nested dicts of arrays."""
         return self.train_state().params

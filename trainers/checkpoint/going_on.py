@@ -20,7 +20,8 @@ WORDS = {
     ANOTHER: "changed, and no longer the same experiment",
 }
 EFFECTS = {
-    **dict.fromkeys(("name", "storage", "time_limit", "publish_every_steps", "kept_programs_gb", "gc_every_steps"), HARMLESS),
+    **dict.fromkeys(("name", "storage", "time_limit", "kept_programs_gb", "gc_every_steps"), HARMLESS),
+    **dict.fromkeys(("publish_every_steps", "publish_every_epochs"), HARMLESS),
     **dict.fromkeys(("recorders", "recorder_folders", "previews", "profile", "distributions", "metrics"), HARMLESS),
     **dict.fromkeys(("evaluation", "checkpoint", "data.retries", "data.retry_backoff_s", "anomalies.skip_before"), HARMLESS),
     # The run goes on from its checkpoint: where it began no longer counts.

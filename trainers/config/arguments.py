@@ -60,7 +60,10 @@ class TrainingArguments(Section):
     later launch goes on only with a larger limit. Processes that do not stop by themselves get `driver.watchdog.evaluate_s` and
     `save_s` to do so, and are then ended. Without the orchestrator the checkpoint has the time used: what a process did after
     its last checkpoint does not count."""
-    publish_every_steps: int = 10
+    publish_every_steps: int | None = 10
+    """null: not by steps."""
+    publish_every_epochs: int | None = None
+    """Metrics are published at the end of every so many epochs, too. They cover the steps since the last publish."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the computation; parameters and optimizer have `param_dtype`. float16 scales the loss (`loss_scale`)."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -103,10 +106,8 @@ class TrainingArguments(Section):
             yield "storage = '': expected a folder or a URL"
         yield from not_paths(self, "trainer", "task")
         yield from too_small(self, 0, "seed")
-        yield from too_small(
-            self, 1, "global_batch_size", "accumulation_steps", "max_num_steps", "max_num_data_epochs", "publish_every_steps"
-        )
-        yield from too_small(self, 1, "gc_every_steps")
+        yield from too_small(self, 1, "global_batch_size", "accumulation_steps", "max_num_steps", "max_num_data_epochs")
+        yield from too_small(self, 1, "publish_every_steps", "publish_every_epochs", "gc_every_steps")
         yield from too_small(self, 0, "kept_programs_gb")
         # All micro-batches of the scan have one shape.
         if self.accumulation_steps >= 1 and self.global_batch_size % self.accumulation_steps:
@@ -115,17 +116,13 @@ class TrainingArguments(Section):
                 f"({self.accumulation_steps})"
             )
         yield from recorders.problems(self.recorders, self.recorder_folders, self.storage)
-        every = self.distributions.every_steps
-        # Histograms travel with a publish: between two publishes nobody would fetch them.
-        if self.distributions.pattern is not None and self.publish_every_steps >= 1 and every % self.publish_every_steps:
-            yield (
-                f"distributions.every_steps = {every}: expected a multiple of publish_every_steps ({self.publish_every_steps}), "
-                "which is when they are recorded"
-            )
+        yield from self._publish_problems()
         if self.max_num_steps is None and self.max_num_data_epochs is None and self.time_limit is None:
             yield "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit"
-        if self.pruning.pattern is not None and self.optimizer.name == "schedule_free_adamw":
-            yield f"pruning.pattern = {self.pruning.pattern!r}: expected null, for schedule_free_adamw averages zeros away"
+        if (self.pruning.pattern or self.pruning.pruner) is not None and self.optimizer.name == "schedule_free_adamw":
+            key = "pattern" if self.pruning.pattern is not None else "pruner"
+            value = getattr(self.pruning, key)
+            yield f"pruning.{key} = {value!r}: expected null, for schedule_free_adamw averages zeros away"
         if self.checkpoint.keep_model_only != "none" and self.optimizer.name == "schedule_free_adamw":
             yield (
                 f"checkpoint.keep_model_only = {self.checkpoint.keep_model_only!r}: expected 'none', for the averages that "
@@ -148,6 +145,17 @@ class TrainingArguments(Section):
             yield (
                 f"checkpoint.keep_best = {self.checkpoint.keep_best}: nothing says what is best; set evaluation.score, such as "
                 "evaluation.score.metrics=[eval_loss]"
+            )
+
+    def _publish_problems(self) -> Iterator[str]:
+        if self.publish_every_steps is None and self.publish_every_epochs is None:
+            yield "publish_every_steps = null: nothing is published before the end; set it, or publish_every_epochs"
+        every, publish_every = self.distributions.every_steps, self.publish_every_steps
+        # Histograms travel with a publish: between two publishes nobody would fetch them.
+        if self.distributions.pattern is not None and (publish_every is None or (publish_every >= 1 and every % publish_every)):
+            yield (
+                f"distributions.every_steps = {every}: expected a multiple of publish_every_steps "
+                f"({'null' if publish_every is None else publish_every}), which is when they are recorded"
             )
 
     @property

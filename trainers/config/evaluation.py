@@ -97,6 +97,8 @@ class EvaluationConfig(Section):
     every_epochs: int | None = None
     after_step: int = 0
     """The first step at which an evaluation may be due."""
+    after_epochs: int = 0
+    """How many epochs must be complete before an evaluation may be due."""
     max_batches: int | None = None
     """How many global batches of the held-out data to use; default: all."""
     batch_size: int | None = None
@@ -111,7 +113,7 @@ class EvaluationConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "every_steps", "every_epochs", "max_batches", "batch_size")
-        yield from too_small(self, 0, "after_step")
+        yield from too_small(self, 0, "after_step", "after_epochs")
         for name in self.units:
             if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "train":
                 yield f"units: {name!r}: expected a name of letters, digits and '_', starting with a letter, and not 'train'"
@@ -132,6 +134,8 @@ class CheckpointConfig(Section):
     save_epochs: int | None = None
     save_after_step: int = 0
     """The first step at which `save_steps` and `save_epochs` may save."""
+    save_after_epochs: int = 0
+    """How many epochs must be complete before they may save."""
     save_minutes: float | None = None
     save_at_end: bool = True
     storage_patience_s: float = 5.0
@@ -158,7 +162,7 @@ class CheckpointConfig(Section):
         yield from too_small(self, 1, "model_every_steps", "model_limit")
         if self.model_limit is not None and self.model_every_steps is None:
             yield f"model_limit = {self.model_limit}: nothing saves models at a cadence of its own; set model_every_steps"
-        yield from too_small(self, 0, "save_after_step")
+        yield from too_small(self, 0, "save_after_step", "save_after_epochs")
         if not self.storage_patience_s > 0:
             yield f"storage_patience_s = {self.storage_patience_s}: expected a positive number of seconds"
         if self.save_minutes is not None and not self.save_minutes > 0:

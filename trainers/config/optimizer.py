@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trainers.config.conversion import convert_sections
-from trainers.config.section import Section, not_patterns, require_none, too_small
+from trainers.config.section import Section, not_paths, not_patterns, require_none, too_small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +184,12 @@ class LossScaleConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PruningConfig(Section):
-    """Pruning: the weights of the smallest magnitude become 0 and stay 0, more and more of them, after Zhu & Gupta (2017)."""
+    """Pruning: the weights of the smallest magnitude become 0 and stay 0, more and more of them, after Zhu & Gupta (2017); or by
+    a pruner of one's own."""
 
+    pruner: str | None = None
+    """A class or function (arguments) -> `trainers.protocol.Pruner`, as `package.module:Name` (`build_pruner`); the other
+    settings are then left out."""
     pattern: str | None = None
     """The parameters to prune: a regular expression that is searched in names such as `layers.query`; null: none."""
     final_sparsity: float = 0.5
@@ -199,6 +203,10 @@ class PruningConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from not_patterns(self, "pattern")
+        if self.pruner is not None:
+            yield from not_paths(self, "pruner")
+            if self.pattern is not None:
+                yield f"pattern = {self.pattern!r}: expected null with pruner = {self.pruner!r}, which says itself what to prune"
         yield from too_small(self, 0, "begin_step")
         yield from too_small(self, 1, "every_steps")
         if not 0 < self.final_sparsity < 1:

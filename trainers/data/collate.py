@@ -65,9 +65,10 @@ class Collated:
     def __init__(self, dataset: Any, transform: Transform | None, info: Mapping[str, CollateInfo], truncation: Truncation):
         self.dataset, self.transform, self.info, self.truncation = dataset, transform, info, truncation
         self._filler: dict[str, np.ndarray] | None = None
-        if hasattr(dataset, "available"):
-            # Only if the dataset has it: whoever needs the end of the data asks whether there is such a method.
-            self.available = dataset.available
+        for name in ("available", "state_at", "remember"):
+            if hasattr(dataset, name):
+                # Only if the dataset has it: whoever needs the end or the state of the data asks whether there is such a method.
+                setattr(self, name, getattr(dataset, name))
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from trainers.data.streams import Stream
 from trainers.errors import DataError, UsageError
 from trainers.parallel import mesh as meshes
 
@@ -24,9 +25,12 @@ class IteratedLoader:
     """`batch(k)` and `epoch()` from batches of host arrays: dicts by name, with this host's rows of the global batch, first for
     the first micro-batch. A last batch may have fewer rows. `weight` and `sample_id` are made where they are lacking.
 
-    Batches are read on the thread that trains: an iterable should read ahead by itself. It has no position: a resumed run draws
-    batches and drops them until it is where it was, and `note` tells so.
+    Batches are read on the thread that trains: an iterable should read ahead by itself. If it has a state (`Stream`), a resumed
+    run sets it. If not, it draws batches and drops them until it is where it was, and `note` tells so.
     """
+
+    is_stream, is_shared = True, False
+    """It may have a state, and each host reads data of its own."""
 
     def __init__(
         self,
@@ -46,9 +50,12 @@ class IteratedLoader:
             )
         self.batches, self.note, self.global_batch_size = batches, note, global_batch_size
         self.sharding, self.num_rows = meshes.micro_batches(mesh), global_batch_size // hosts
-        self._iterator: Iterator[Any] = iter(batches)
+        problem = (
+            f"the loader of batches is an iterator ({type(batches).__name__}), which cannot go back to its beginning: "
+            "configure_dataloaders must return an object whose __iter__ begins anew, or one with get_state and set_state"
+        )
+        self._stream = Stream(batches, every=1, num_states=KEPT_BATCHES, no_way_back=problem, note=note)
         self._kept: collections.deque[HostBatch] = collections.deque(maxlen=KEPT_BATCHES)
-        self._drawn, self._ended = 0, False
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -60,12 +67,12 @@ class IteratedLoader:
     def batch(self, k: int) -> dict[str, jax.Array]:
         batch = self._read(k)
         if batch is None:
-            raise DataError(f"the loader of batches ended after {self._drawn} batches: there is no batch {k}")
+            raise DataError(f"the loader of batches ended after {self._stream.position} batches: there is no batch {k}")
         return self._on_devices(batch)
 
     def epoch(self) -> Iterator[dict[str, jax.Array]]:
         """All batches, for an evaluation; begins anew each time."""
-        self._begin_anew()
+        self._kept.clear()  # so that batch 0 is read anew
         k = 0
         while (batch := self._read(k)) is not None:
             yield self._on_devices(batch)
@@ -74,36 +81,32 @@ class IteratedLoader:
     def close(self) -> None:
         self._kept.clear()
 
-    def _begin_anew(self) -> None:
-        if self._drawn == 0:
-            return
-        if iter(self.batches) is self.batches:
-            raise UsageError(
-                f"the loader of batches is an iterator ({type(self.batches).__name__}), which cannot go back to its beginning: "
-                "configure_dataloaders must return an object whose __iter__ begins anew"
-            )
-        self._iterator, self._drawn, self._ended = iter(self.batches), 0, False
-        self._kept.clear()
+    def state_at(self, k: int) -> str | None:
+        """Returns the state of this host's iterable before batch k; None if there is none."""
+        return self._stream.state_at(k)
+
+    def remember(self, k: int, state: str) -> None:
+        """Takes what `state_at(k)` has returned in another process: batch k is then read from there."""
+        self._stream.remember(k, state)
 
     def _read(self, k: int) -> HostBatch | None:
         """Returns the host's batch k; None if there is none."""
-        if k < self._drawn - len(self._kept):
-            self._begin_anew()
-        began_s, first = time.monotonic(), self._drawn
-        while self._drawn <= k and not self._ended:
+        stream = self._stream
+        if stream.go_to(k, stream.position - len(self._kept)):
+            self._kept.clear()
+        began_s, first = time.monotonic(), stream.position
+        while stream.position <= k and not stream.ended:
             try:
-                drawn = next(self._iterator)
+                drawn = stream.read()
             except StopIteration:
-                self._ended = True
                 break
-            self._kept.append(self._checked(drawn, self._drawn))
-            self._drawn += 1
-        if self._drawn - first > KEPT_BATCHES:
+            self._kept.append(self._checked(drawn, stream.position - 1))
+        if stream.position - first > KEPT_BATCHES:
             self.note(
-                f"the loader of batches cannot be positioned: {self._drawn - first - 1} batches were drawn and dropped to find "
-                f"batch {k}, in {time.monotonic() - began_s:.1f} s"
+                f"the loader of batches cannot be positioned: {stream.position - first - 1} batches were drawn and dropped to "
+                f"find batch {k}, in {time.monotonic() - began_s:.1f} s"
             )
-        return self._kept[k - self._drawn] if k < self._drawn else None
+        return self._kept[k - stream.position] if k < stream.position else None
 
     def _checked(self, drawn: Any, k: int) -> HostBatch:
         """Returns a batch with all rows of this host, `weight` and `sample_id`. Raises DataError."""

@@ -82,6 +82,22 @@ class StepAddressedLoader:
         # One example is enough for a batch: the rest of it is padding.
         return None if available is None else lambda k: available(k * size + 1) <= k * size
 
+    is_shared = True
+    """Every host reads the same data."""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the data is read in order, and may have a state: then `state_at` and `remember` may be called."""
+        return hasattr(self.dataset, "state_at")
+
+    def state_at(self, k: int) -> str | None:
+        """Returns the state of the data before batch k; None if there is none."""
+        return self.dataset.state_at(k * self.global_batch_size)  # type: ignore[attr-defined]
+
+    def remember(self, k: int, state: str) -> None:
+        """Takes what `state_at(k)` has returned in another process: batch k is then read from there."""
+        self.dataset.remember(k * self.global_batch_size, state)  # type: ignore[attr-defined]
+
     def batch(self, k: int) -> dict[str, jax.Array]:
         if self._next != k:
             self._ahead.clear()  # a seek: what was read ahead belongs to other batches

@@ -12,6 +12,7 @@ from trainers.callbacks import CallbackList, RunInfo
 from trainers.config.arguments import TrainingArguments
 from trainers.config.masking import masked
 from trainers.errors import SaveFailedError
+from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
 from trainers.loop.metrics_reporter import MetricsReporter
@@ -35,6 +36,7 @@ class Saver:
     complete: collections.deque[tuple[int, str]]
     """(step, path) of each complete checkpoint. The thread that saves appends; `report_saved` empties it."""
     time_used: TimeUsed
+    data_state: DataState
 
     def save(self, state: TrainState, *, patient: bool = False) -> None:
         """Starts a checkpoint of this state; training may continue at once. With `patient` it waits for a storage that hangs."""
@@ -44,7 +46,7 @@ class Saver:
         if step == self.manager.last_saved_step:
             return  # a `saving` event here would never be followed by `saved`
         runtime.current().emit({"ev": "saving", "step": step})
-        self.manager.save(step, state, self.meta(step), patient=patient)
+        self.manager.save(step, state, {**self.meta(step), **self.data_state.meta(step)}, patient=patient)
 
     def save_model(self, state: TrainState, *, patient: bool = False) -> None:
         """Starts to save the parameters alone; training may continue at once."""
@@ -84,3 +86,4 @@ class Saver:
         """Restores what `meta` recorded. At the beginning of a run `meta` is empty, and everything is reset."""
         self.reporter.latest = meta.get("metrics", {})
         self.evaluator.restore(meta)
+        self.data_state.restore(meta)

@@ -155,7 +155,7 @@ class Loop:
             with info.showing(state):
                 self.publisher.collect(self.window.completed_step)
             state = self._end_step(state, batch, step_metrics)
-            if self.publisher.due(info.global_step):
+            if self.due.publish(info.global_step):
                 # `- 1`, for the counter has moved on: the step itself asked with the index of its batch.
                 bins = bins if histograms.due(info.batch_index - 1, self.distributions) else None
                 self.publisher.cut(info.global_step, metric_sums, self.seconds.drain(), self.replaced.drain(), bins)

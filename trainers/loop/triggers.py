@@ -53,10 +53,15 @@ class Due:
     evaluation: EvaluationConfig
     previews: PreviewConfig
     epochs: Epochs
+    publish_every_steps: int | None
+    publish_every_epochs: int | None = None
+
+    def publish(self, step: int) -> bool:
+        return self._is_due(step, self.publish_every_steps, self.publish_every_epochs)
 
     def save(self, step: int) -> bool:
         config = self.checkpoint
-        return self._is_due(step, config.save_steps, config.save_epochs, config.save_after_step)
+        return self._is_due(step, config.save_steps, config.save_epochs, config.save_after_step, config.save_after_epochs)
 
     def save_model(self, step: int) -> bool:
         every = self.checkpoint.model_every_steps
@@ -64,15 +69,18 @@ class Due:
 
     def evaluate(self, step: int) -> bool:
         config = self.evaluation
-        # Step 0 is a multiple of every number, but only `at_start` asks for an evaluation there.
-        return config.at_start if step == 0 else self._is_due(step, config.every_steps, config.every_epochs, config.after_step)
+        if step == 0:  # a multiple of every number, but only `at_start` asks for an evaluation there
+            return config.at_start
+        return self._is_due(step, config.every_steps, config.every_epochs, config.after_step, config.after_epochs)
 
     def preview(self, step: int) -> bool:
         every = self.previews.every_steps
         return every is not None and step % every == 0
 
-    def _is_due(self, step: int, every_steps: int | None, every_epochs: int | None, after_step: int) -> bool:
-        if step < after_step:
+    def _is_due(
+        self, step: int, every_steps: int | None, every_epochs: int | None, after_step: int = 0, after_epochs: int = 0
+    ) -> bool:
+        if step < after_step or self.epochs.at(step) < after_epochs:
             return False
         if every_steps is not None and step % every_steps == 0:
             return True

@@ -125,8 +125,7 @@ class Throughput:
 
 
 class Publisher:
-    """Collects the metric sums of each interval of `every_steps`, and hands its numbers to `publish(step, metrics, seconds,
-    distributions)`.
+    """Collects the metric sums of each interval, and hands its numbers to `publish(step, metrics, seconds, distributions)`.
 
     `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop
     knows that the interval's last step is complete, so nothing waits for the device.
@@ -134,14 +133,12 @@ class Publisher:
 
     def __init__(
         self,
-        every_steps: int,
         throughput: Throughput,
         layout: Layout,
         publish: Callable[[int, dict[str, float], dict[str, float], np.ndarray | None], None],
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.every_steps, self.throughput, self.publish, self.clock = every_steps, throughput, publish, clock
-        self.layout = layout
+        self.throughput, self.layout, self.publish, self.clock = throughput, layout, publish, clock
         self.pending: collections.deque[Interval] = collections.deque()
         self._since_s = clock()
         self._first_step = 0
@@ -151,9 +148,6 @@ class Publisher:
         # What they cover is trained again after a rollback, and is published then.
         self.pending.clear()
         self._first_step, self._since_s = step, self.clock()
-
-    def due(self, step: int) -> bool:
-        return step % self.every_steps == 0
 
     def cut(
         self,

@@ -28,13 +28,13 @@ from trainers.step.train_step import STEP_METRICS, StepOutput, keep_unless, tota
 UserStep = Callable[[Any, Batch], Any]
 
 
-def check_settings(arguments: TrainingArguments) -> None:
-    """Raises UsageError with all settings that only the built-in train step knows."""
-    if problems := list(_problems(arguments)):
+def check_settings(arguments: TrainingArguments, *, prunes: bool = False) -> None:
+    """Raises UsageError with all settings that only the built-in train step knows. `prunes`: the trainer has a pruner."""
+    if problems := list(_problems(arguments, prunes)):
         raise UsageError("configure_functions returned a train step (state, batch) of its own:\n  " + "\n  ".join(problems))
 
 
-def _problems(arguments: TrainingArguments) -> Iterator[str]:
+def _problems(arguments: TrainingArguments, prunes: bool) -> Iterator[str]:
     if arguments.accumulation_steps > 1:
         steps = arguments.accumulation_steps
         yield f"accumulation_steps = {steps}: expected 1, for the step gets the whole global batch and may divide it itself"
@@ -42,6 +42,8 @@ def _problems(arguments: TrainingArguments) -> Iterator[str]:
         yield "dtype = 'float16': only the built-in step scales the loss; use bfloat16 or float32"
     if arguments.pruning.pattern is not None:
         yield f"pruning.pattern = {arguments.pruning.pattern!r}: only the built-in step prunes; leave it out"
+    elif prunes:
+        yield "build_pruner (pruning.pruner): only the built-in step calls a pruner; leave it out"
     if arguments.metrics.per_parameter_grad_norm:
         yield "metrics.per_parameter_grad_norm = true: only the built-in step has the gradients; return such metrics"
     if arguments.distributions.pattern is not None:

@@ -47,6 +47,8 @@ class TrainState:
     """The loss scaler for float16 (`trainers.step.loss_scale`); empty for other types."""
     model_state: dict[str, Any] = field(default_factory=dict)
     """What the model has beside its parameters, such as batch statistics, in nested dicts; empty if it has nothing."""
+    pruner_state: Any = field(default_factory=dict)
+    """The state of the pruner (`trainers.protocol.Pruner`); empty without one."""
 
     def __repr__(self) -> str:
         """Without the arrays, which would fill a screen."""
@@ -181,7 +183,12 @@ def with_loaded(params: Any, loaded: Mapping[str, jax.Array]) -> Any:
 
 
 def state_from_parameters(
-    params: Any, optimizer: optax.GradientTransformation, layout: Layout, scaler: dict[str, jax.Array], model_state: Any
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    layout: Layout,
+    scaler: dict[str, jax.Array],
+    model_state: Any,
+    pruner_state: Any,
 ) -> TrainState:
     """Returns the state at step 0 with these parameters and this other state of the model. `layout` is that of the step's
     metrics."""
@@ -198,6 +205,7 @@ def state_from_parameters(
         loss_stats=stats,
         scaler=scaler,
         model_state=model_state,
+        pruner_state=pruner_state,
     )
 
 
@@ -220,6 +228,7 @@ def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any
         loss_stats=jax.tree.map(lambda _: replicated, abstract.loss_stats),
         scaler=jax.tree.map(lambda _: replicated, abstract.scaler),
         model_state=by_axes(abstract.model_state, state_axes),
+        pruner_state=meshes.like_parameters(mesh, abstract.pruner_state, params, abstract.params),
     )
 
 

@@ -18,7 +18,7 @@ from trainers.metrics.accumulator import Kind, Layout, MetricSums, count
 from trainers.metrics.histograms import parameter_names, parameter_norms
 from trainers.optim.optimizers import group_rates, parameters_to_evaluate
 from trainers.optim.param_groups import apply_updates, completed, rate_names, trainable, with_zeros
-from trainers.protocol import Batch, Loss
+from trainers.protocol import Batch, Loss, Pruner
 from trainers.step import rest_of_model
 from trainers.step.clip import clip
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats
@@ -98,6 +98,7 @@ def make_train_step(
     on_micro_step: MicroStepHook | None = None,
     param_groups: Sequence[ParameterGroup] = (),
     forward_backward: ForwardBackward | None = None,
+    pruner: Pruner | None = None,
 ) -> Callable[[TrainState, MetricSums, Batch, jax.Array], StepOutput]:
     """Returns the function (state, metric_sums, batch, flags) -> StepOutput. `layout` is that of the loss's metrics and
     STEP_METRICS.
@@ -121,7 +122,8 @@ def make_train_step(
     rates_of_groups = group_rates(arguments.optimizer, schedule, param_groups)
 
     def train_step(state: TrainState, metric_sums: MetricSums, batch: Batch, flags: jax.Array) -> StepOutput:
-        sums = accumulate(loss_function, layout, on_micro_step, state, batch, param_groups, forward_backward)
+        seen = dataclasses.replace(state, params=parameters_seen(pruner, param_groups, state))
+        sums = accumulate(loss_function, layout, on_micro_step, seen, batch, param_groups, forward_backward)
         mean_loss, gradients = means(sums)
         # Before clipping: this is the norm that is published and checked.
         norm = optax.tree.norm(gradients)
@@ -146,7 +148,7 @@ def make_train_step(
         rates = {name: rate(state.step) for name, rate in {"learning_rate": schedule, **rates_of_groups}.items()}
         scalars = {"grad_norm": norm, **rates, "mean_loss": loss_stats["mean"], **norms}
         step_metrics, new_sums = measure_step(layout, state, sums, batch, totals, scalars, applied)
-        params = apply_updates(state.params, updates)
+        params, pruner_state = pruned(pruner, param_groups, state, apply_updates(state.params, updates))
         new_state = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -156,12 +158,29 @@ def make_train_step(
             sums=new_sums,
             loss_stats=loss_stats,
             model_state=sums.model_state,
+            pruner_state=pruner_state,
         )
         # The batch counts as drawn, and the scaler changes, with any status: otherwise the next step would draw it again.
         kept = dataclasses.replace(keep_unless(applied, new_state, state), batch_index=state.batch_index + 1, scaler=scaler)
         return StepOutput(kept, layout.combine(metric_sums, step_metrics), reduced, step_metrics, bins)
 
     return train_step
+
+
+def parameters_seen(pruner: Pruner | None, param_groups: Sequence[ParameterGroup], state: TrainState) -> Any:
+    """Returns the parameters that the loss of a train step sees."""
+    if pruner is None:
+        return state.params
+    return completed(pruner.pre_forward(trainable(param_groups, state.params), state.pruner_state, state.step), state.params)
+
+
+def pruned(pruner: Pruner | None, param_groups: Sequence[ParameterGroup], state: TrainState, params: Any) -> tuple[Any, Any]:
+    """Returns the parameters after the update of `state` as the pruner wants them, and its new state."""
+    if pruner is None:
+        return params, state.pruner_state
+    # After the update, and not in it: added to a parameter, an update rounds, and a 0 must be exactly 0.
+    trained, pruner_state = pruner.post_gradient(trainable(param_groups, params), state.pruner_state, state.step)
+    return completed(trained, params), pruner_state
 
 
 def means(sums: Sums) -> tuple[jax.Array, Any]:

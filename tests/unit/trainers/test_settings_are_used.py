@@ -250,6 +250,37 @@ def test_metrics_come_as_often_as_the_settings_say(tmp_path, events):
     assert sorted({event["step"] for event in of(events, "metrics") if "loss" in event["metrics"]}) == [4, 8, 9]
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"publish_every_steps": None, "publish_every_epochs": 1}, [3, 5, 8, 9]),  # 96 examples: the last batches of epochs
+        ({"publish_every_steps": None, "publish_every_epochs": 2}, [5, 9]),
+        ({"publish_every_steps": 4, "publish_every_epochs": 1}, [3, 4, 5, 8, 9]),
+    ],
+)
+def test_metrics_come_by_epochs_if_the_settings_say_so(tmp_path, events, settings, steps):
+    trainer(tmp_path, global_batch_size=40, max_num_steps=9, checkpoint={"save_at_end": False}, **settings).train()
+    published = {event["step"]: event["metrics"]["samples"] for event in of(events, "metrics") if "loss" in event["metrics"]}
+    assert sorted(published) == steps
+    assert sum(published.values()) == 9 * 40
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"publish_every_steps": None}, "publish_every_steps = null: nothing is published before the end"),
+        ({"publish_every_epochs": 0}, "publish_every_epochs = 0: expected at least 1"),
+        (
+            {"publish_every_steps": None, "publish_every_epochs": 1, "distributions": {"pattern": "."}},
+            r"expected a multiple of publish_every_steps \(null\)",
+        ),
+    ],
+)
+def test_metrics_must_come_some_time(tmp_path, settings, problem):
+    with pytest.raises(ValueError, match=problem):
+        trainer(tmp_path, **settings)
+
+
 def test_the_running_mean_of_the_losses_forgets_as_fast_as_the_settings_say(tmp_path, events):
     made = trainer(tmp_path, anomalies={"spike_decay": 0.5}, max_num_steps=4, checkpoint={"save_at_end": False})
     after = made.train()

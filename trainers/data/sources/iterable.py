@@ -1,17 +1,18 @@
-"""Data that can only be read in order from its beginning. A position in it is found again by counting."""
+"""Data that can only be read in order. A position in it is found again by its state, or by counting from the beginning."""
 
 from __future__ import annotations
 
 import collections
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from trainers.config.arguments import TrainingArguments
 from trainers.data.sources.sequence import training_examples
+from trainers.data.streams import Stream
 from trainers.errors import DataError, UsageError
 
 KEPT_BATCHES = 8
@@ -19,26 +20,27 @@ KEPT_BATCHES = 8
 
 
 class IterableSource:
-    """Gives the examples of an iterable by index, for reading forward. An index more than `num_kept` examples back begins again
-    and counts.
+    """Gives the examples of an iterable by index, for reading forward. An index more than `num_kept` examples back is found from
+    the nearest state of the data (`Stream`), or from its beginning.
 
     Each host reads all of the data, and keeps its own rows. Every `iter()` must begin anew and give the same examples in the
     same order. `note` gets a line on what the counting cost. Several threads may use one source.
     """
 
     def __init__(self, dataset: Iterable[Mapping[str, Any]], num_kept: int, note: Callable[[str], None]):
-        if iter(dataset) is dataset:
-            raise UsageError(
-                f"the training data is an iterator ({type(dataset).__name__}), which can be read only once: give an object whose "
-                "__iter__ begins anew, so that a run can go on after a restart"
-            )
+        problem = (
+            f"the training data is an iterator ({type(dataset).__name__}), which can be read only once: give an object whose "
+            "__iter__ begins anew, or one with get_state and set_state, so that a run can go on after a restart"
+        )
         self.dataset, self.num_kept, self.note = dataset, num_kept, note
         self._lock = threading.Lock()
-        self._iterator: Iterator[Mapping[str, Any]] = iter(dataset)
+        # A state for each batch: a checkpoint has the state before one.
+        every = max(1, num_kept // KEPT_BATCHES)
+        self._stream = Stream(dataset, every=every, num_states=KEPT_BATCHES, no_way_back=problem, note=note)
+        if not self._stream.can_go_back:
+            raise UsageError(problem)
         self._kept: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=num_kept)
-        self._position = 0
-        """How many examples have been read; those kept are the last before it."""
-        self._ended = False
+        """The last examples before the position of the stream."""
 
     def __len__(self) -> int:
         """Returns the number of all examples; 0 if the data has no length."""
@@ -48,44 +50,53 @@ class IterableSource:
         """Returns the example. Raises IndexError past the end."""
         with self._lock:
             if self._read_to(index + 1) <= index:
-                raise IndexError(f"the data ends after {self._position} examples")
-            # Negative, so it counts from the right end: the newest example kept is the one before `_position`.
-            return self._kept[index - self._position]
+                raise IndexError(f"the data ends after {self._stream.position} examples")
+            # Negative, so it counts from the right end: the newest example kept is the one before the position.
+            return self._kept[index - self._stream.position]
 
     def available(self, stop: int) -> int:
         """Returns how many examples there are, up to `stop`. Reads that far."""
         with self._lock:
-            return stop if stop <= self._position else min(self._read_to(stop), stop)
+            return stop if stop <= self._stream.position else min(self._read_to(stop), stop)
+
+    def state_at(self, position: int) -> str | None:
+        """Returns the state of the data before the example `position`, the first of a batch; None if there is none."""
+        with self._lock:
+            # The rows of this host may be the first ones of the batch before: then the others were not read yet.
+            if 0 < position - self._stream.position <= self._stream.every and self._stream.has_state:
+                self._read_to(position)
+            return self._stream.state_at(position)
+
+    def remember(self, position: int, state: str) -> None:
+        """Takes what `state_at(position)` has returned in another process."""
+        with self._lock:
+            self._stream.remember(position, state)
 
     def _read_to(self, stop: int) -> int:
-        """Reads until `stop` examples were read, or there are no more; returns the position. Starts again if `stop` is no
-        longer kept."""
-        began_s, skipped = time.monotonic(), 0
-        if stop <= self._position - len(self._kept):
-            # No longer kept: the only way back is to read again from the beginning.
-            self._iterator, self._position, self._ended = iter(self.dataset), 0, False
+        """Reads until `stop` examples were read, or there are no more; returns the position. Goes back if `stop` is no longer
+        kept."""
+        began_s, skipped, stream = time.monotonic(), 0, self._stream
+        if stream.go_to(stop - 1, stream.position - len(self._kept)):
             self._kept.clear()
-        while self._position < stop and not self._ended:
-            skipped += stop - self._position > self.num_kept
+        while stream.position < stop and not stream.ended:
+            skipped += stop - stream.position > self.num_kept
             self._read_one()
         if skipped:
             self.note(
                 f"the training data cannot be positioned: {skipped} examples were read and thrown away to find the position, in "
                 f"{time.monotonic() - began_s:.1f} s; data with __getitem__ would cost nothing"
             )
-        return self._position
+        return stream.position
 
     def _read_one(self) -> None:
         try:
-            example = next(self._iterator)
+            example = self._stream.read()
         except StopIteration:
-            self._ended = True
             return
         if not isinstance(example, Mapping):
             raise DataError(f"the training data gave {type(example).__name__}: expected a dict of arrays by name")
         # A `sample_id` of the data itself takes the place of the count.
-        self._kept.append({"sample_id": np.asarray(self._position, np.int32), **example})
-        self._position += 1
+        self._kept.append({"sample_id": np.asarray(self._stream.position - 1, np.int32), **example})
 
 
 def random_access(dataset: Any, arguments: TrainingArguments, note: Callable[[str], None]) -> Any:

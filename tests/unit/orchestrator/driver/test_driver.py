@@ -43,6 +43,15 @@ def test_undisturbed(world):
     assert not any(agent.alive for agent in world.agents)
 
 
+def test_the_console_shows_what_a_host_prints_whose_lines_are_asked_for(world):
+    launched = Launched(world, console_hosts=[1])
+    printed = {"ev": "printed", "lines": ["hello"], "left_out": 0}
+    world.at(4.0, lambda: process_of(world, 1).agent.tell(printed))
+    assert finished(launched, world) == []
+    assert [agent.orders["shown_lines"] for agent in world.agents] == [0, 100]
+    assert [event for event in launched.told() if event["ev"] == "printed"] == [{**printed, "host": 1}]
+
+
 def test_a_process_is_killed(world):
     launched = Launched(world)
     world.at(4.0, lambda: process_of(world, 1).agent.end_process(told=True))

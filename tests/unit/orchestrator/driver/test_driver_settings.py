@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from orchestrator.config.job import build
+from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import ray_cluster
 from orchestrator.driver.driver import Driver
 from orchestrator.driver.precompile import Precompilations
@@ -64,6 +64,20 @@ def driver_of(config):
 
 def test_agents_are_given_the_lease_of_the_settings():
     assert driver_of(job({"agent_lease_s": 33.0}))._agent_options()["lease_s"] == 33.0
+
+
+@pytest.mark.parametrize(
+    ("console_hosts", "shown"),
+    [([], [0, 0, 0, 0]), ([1], [0, 100, 0, 0]), ([0, 3], [50, 0, 0, 50]), ("all", [25, 25, 25, 25])],
+)
+def test_the_hosts_whose_lines_the_console_shows(console_hosts, shown):
+    driver = job({"console_hosts": console_hosts}, hosts={"count": 4}).driver
+    assert [driver.shown_lines(host, 4) for host in range(4)] == shown
+
+
+def test_a_host_that_is_not_there_cannot_be_shown():
+    with pytest.raises(ConfigError, match=r"driver.console_hosts = \[0, 4\]: there is no host 4; expected 0 to 3, or all"):
+        job({"console_hosts": [0, 4]}, hosts={"count": 4})
 
 
 def test_a_replay_has_the_segments_of_its_file(tmp_path):

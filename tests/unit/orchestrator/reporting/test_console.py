@@ -151,6 +151,8 @@ def test_plain_incident_and_recovery(plain):
 def test_plain_notes(plain):
     assert plain({"ev": "note", "message": "hello"}) == "   0:00  hello\n"
     assert plain({"ev": "note", "message": "careful", "level": "warning"}) == "   0:00  ! careful\n"
+    shown = plain({"ev": "printed", "host": 3, "lines": ["a\x1b[2Jb", "c"], "left_out": 2})
+    assert shown == "   0:00  host 3  (2 lines left out; logs/ has all)\n   0:00  host 3  a·[2Jb\n   0:00  host 3  c\n"
     assert plain({"ev": "something new", "x": 1}, known=False) == ""
 
 

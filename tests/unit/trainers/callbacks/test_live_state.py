@@ -101,3 +101,22 @@ def test_a_callback_that_is_made_with_the_trainer_reaches_its_parts_and_the_para
     assert made.watch.trainer is made
     assert made.watch.seen[-1][1] == 2
     assert_equal(made.watch.seen[-1][2], jax.device_get(made.output.state.params))
+
+
+def test_the_trainers_own_state_is_the_live_one_where_callbacks_may_read_it(tmp_path):
+    class Looks(Callback):
+        seen = 0
+
+        def on_publish(self, state, **kwargs):
+            assert self.trainer._model_state is state.train_state()
+            self.seen += 1
+
+        def on_step_end(self, state, **kwargs):
+            assert isinstance(self.trainer._model_state.step, jax.ShapeDtypeStruct)
+
+    made = trainer(tmp_path, max_num_steps=3)
+    looks = Looks(made)
+    made.add_callback(looks)
+    state = made.train()
+    assert looks.seen == 3
+    assert made._model_state is state

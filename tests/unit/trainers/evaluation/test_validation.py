@@ -134,6 +134,8 @@ def evaluated(evaluation, *, max_steps=30, start=0, known=None):
         ({"every_steps": 4, "every_epochs": 1}, [4, 8, 10, 12, 16, 20, 24, 28]),  # 20 is both, and one
         ({"every_steps": 4, "after_step": 16}, [16, 20, 24, 28]),
         ({"every_epochs": 1, "after_step": 11}, [20]),
+        ({"every_epochs": 1, "after_epochs": 2}, [20]),
+        ({"every_steps": 4, "after_epochs": 2}, [20, 24, 28]),
     ],
 )
 def test_evaluations_come_when_they_are_due_and_once(config, steps):
@@ -159,6 +161,7 @@ def test_a_run_that_goes_on_repeats_no_evaluation_and_leaves_none_out(start, kno
         ({"save_epochs": 1}, [10, 20]),
         ({"save_steps": 8, "save_epochs": 2}, [8, 16, 20, 24]),
         ({"save_steps": 8, "save_after_step": 16}, [16, 24]),
+        ({"save_epochs": 1, "save_after_epochs": 2}, [20]),
     ],
 )
 def test_saves_come_when_they_are_due(config, steps):

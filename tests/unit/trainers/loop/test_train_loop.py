@@ -54,8 +54,8 @@ def reduced(stop=0, saves=0, status=UpdateStatus.APPLIED, batch_index=0, newest=
     return np.array([*values, *np.array([loss, expected], np.float32).view(np.int32)], np.int32)
 
 
-def due(evaluation=None, **checkpoint):
-    return Due(CheckpointConfig(**checkpoint), evaluation or EvaluationConfig(), PreviewConfig(), Epochs(10, 1))
+def due(evaluation=None, *, publish=(10, None), **checkpoint):
+    return Due(CheckpointConfig(**checkpoint), evaluation or EvaluationConfig(), PreviewConfig(), Epochs(10, 1), *publish)
 
 
 class Evaluations:
@@ -90,10 +90,10 @@ class World:
             layout=LAYOUT,
             loader=SimpleNamespace(batch=self.batch, global_batch_size=1),
             empty_sums=lambda: None,
-            publisher=Publisher(every_steps, Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
+            publisher=Publisher(Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
             flags=SimpleNamespace(array=lambda *flags: flags),
             host_requests=host_requests(limits) if host_requests else HostRequests(limits, None, clock=lambda: 0.0),
-            due=due(save_steps=save_steps),
+            due=due(publish=(every_steps, None), save_steps=save_steps),
             anomalies=anomalies or AnomalyConfig(),
             distributions=DistributionConfig(every_steps=20),
             lineage=Lineage(skipped=set(skip)),

@@ -221,7 +221,7 @@ def test_rates_are_over_the_wall_time_without_what_is_no_step(run):
     now, told = [0.0], []
     layout = Layout(("loss", "tokens", "samples"), (Kind.MEAN, Kind.SUM, Kind.SUM))
     throughput = Throughput(flops_per_token=6.0, num_devices=4, peak_flops_per_s=1e3)
-    made = Publisher(10, throughput, layout, lambda *published: told.append(published), lambda: now[0])
+    made = Publisher(throughput, layout, lambda *published: told.append(published), lambda: now[0])
     made.start(0)
     now[0] = 12.0
     sums = jnp.array([[20.0, 10.0], [800.0, 1.0], [80.0, 1.0]])

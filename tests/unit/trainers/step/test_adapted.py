@@ -107,6 +107,11 @@ def returning(step):
         (OwnSteps, {"accumulation_steps": 2}, "accumulation_steps = 2: expected 1"),
         (OwnSteps, {"dtype": "float16"}, "dtype = 'float16': only the built-in step scales"),
         (OwnSteps, {"pruning": {"pattern": "out", "end_step": 5}}, "pruning.pattern = 'out': only the built-in step prunes"),
+        (
+            OwnSteps,
+            {"pruning": {"pruner": "tests.unit.trainers.optim.test_pruning:KeepsBlocks"}},
+            r"build_pruner \(pruning.pruner\): only the built-in step calls",
+        ),
         (OwnSteps, {"metrics": {"per_parameter_grad_norm": True}}, "per_parameter_grad_norm = true: only the built-in"),
         (returning(lambda self, state, batch: state), {}, "returned TrainState: expected a pair"),
         (returning(lambda self, state, batch: (state, {})), {}, "returned no `loss`"),

@@ -1,0 +1,99 @@
+"""What is asked of the checkpoint manager, and what a checkpoint has beside the state."""
+
+from __future__ import annotations
+
+import collections
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.training import arguments, of
+from trainers.callbacks import CallbackList, RunInfo
+from trainers.errors import SaveFailedError
+from trainers.loop.evaluator import Evaluator
+from trainers.loop.lineage import Lineage
+from trainers.loop.saver import Saver
+from trainers.loop.time_used import TimeUsed
+
+
+class Manager:
+    """Writes down what it is asked for."""
+
+    def __init__(self):
+        self.asked, self.last_saved_step = [], 3
+
+    def __getattr__(self, name):
+        return lambda *given, **named: self.asked.append((name, given, named))
+
+
+@pytest.fixture
+def saver(tmp_path, events):
+    info = RunInfo()
+    info.global_step = 5
+    data_state = SimpleNamespace(
+        meta=lambda step: {"data_state": step}, restore=lambda meta: events.append({"ev": "data", **meta})
+    )
+    score = SimpleNamespace(meta=lambda: {"best": 1.0}, go_back=lambda scores: None, scores=SimpleNamespace(best=None))
+    evaluator = Evaluator(None, (), None, score)
+    reporter = SimpleNamespace(latest={"loss": 2.0})
+    return Saver(
+        Manager(),
+        arguments(tmp_path, seed=9),
+        info,
+        Lineage(),
+        reporter,
+        evaluator,
+        CallbackList(),
+        collections.deque(),
+        TimeUsed(7.0),
+        data_state,
+    )
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_save_waits_for_the_one_before_and_hands_on_state_meta_and_patience(saver, events, patient):
+    saver.save("state", patient=patient)
+    (waited, _, _), (name, (step, state, meta), named) = saver.manager.asked
+    assert (waited, name, step, state, named) == ("wait_for_save", "save", 5, "state", {"patient": patient})
+    assert (meta["batch_index"], meta["seed"], meta["metrics"], meta["data_state"]) == (5, 9, {"loss": 2.0}, 5)
+    assert meta["arguments"]["seed"] == 9
+    assert [event["step"] for event in of(events, "saving")] == [5]
+
+
+def test_what_is_saved_already_is_not_saved_again_nor_told(saver, events):
+    saver.manager.last_saved_step = 5
+    saver.save("state")
+    assert [name for name, _, _ in saver.manager.asked] == ["wait_for_save"]
+    assert not of(events, "saving")
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_save_of_the_model_alone_has_the_same_meta_and_patience(saver, patient):
+    saver.save_model("state", patient=patient)
+    [(name, (step, state, meta), named)] = saver.manager.asked
+    assert (name, step, state, named) == ("save_model", 5, "state", {"patient": patient})
+    assert (meta["batch_index"], meta["seed"]) == (5, 9)
+
+
+def test_a_checkpoint_that_became_complete_is_told_to_the_callbacks_once(saver):
+    told = []
+    saver.callbacks = SimpleNamespace(report_saved=lambda info, complete: told.append((info, complete)))
+    saver.report_saved()
+    assert told == [(saver.info, saver.complete)]
+
+
+def test_at_the_end_the_last_step_must_have_been_saved(saver):
+    assert saver.finish(must_have_last=False) == 3
+    with pytest.raises(SaveFailedError, match="the checkpoint of its last step, 5, could not be saved"):
+        saver.finish(must_have_last=True)
+    saver.manager.last_saved_step = 5
+    assert saver.finish(must_have_last=True) == 5
+    assert [name for name, _, _ in saver.manager.asked] == ["wait"] * 3
+
+
+def test_what_was_recorded_comes_back_and_at_the_beginning_there_is_nothing(saver, events):
+    saver.restore({"metrics": {"loss": 1.0}, "evaluation": {"step": 4, "metrics": {"eval_loss": 3.0}}})
+    assert (saver.reporter.latest, saver.evaluator.evaluated_step) == ({"loss": 1.0}, 4)
+    assert "metrics" in of(events, "data")[0]
+    saver.restore({})
+    assert (saver.reporter.latest, saver.evaluator.evaluated_step) == ({}, None)
