@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator import shipped
+from orchestrator.shipped.files import configuration_named
 from trainers.config.program import GANGWAY
 from trainers.config.section import did_you_mean
 
@@ -42,8 +42,13 @@ COMMANDS = {
 
 def script() -> int:
     """The program that `pip install` makes. Imports modules of the working folder first, as `python -m` does."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        print("error: the working folder is gone: start in another one", file=sys.stderr)
+        return EXIT_REFUSED
     if not sys.flags.safe_path:
-        sys.path[0] = os.getcwd()  # in the place of the folder of the program
+        sys.path[0] = here  # in the place of the folder of the program
     return main()
 
 
@@ -130,7 +135,7 @@ def with_shipped(words: Sequence[str]) -> list[str]:
     found = list(words)
     for number, word in enumerate(words):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
-            if not Path(word).exists() and (path := shipped.configuration(word)):
+            if not Path(word).exists() and (path := configuration_named(word)):
                 found[number] = str(path)
                 print(f"{word}: the one that comes with {GANGWAY}, {path}", file=sys.stderr)
             break

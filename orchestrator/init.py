@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from orchestrator import shipped
+from orchestrator.shipped.files import CONFIGS, EXAMPLES, PROJECT, folder_of
 from trainers.config.program import program
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -45,13 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def project() -> dict[str, bytes]:
-    return dict(read(shipped.folder(shipped.EXAMPLES) / shipped.PROJECT))
+    return dict(read(folder_of(EXAMPLES) / PROJECT))
 
 
 def examples() -> dict[str, bytes]:
     """The files of both folders. The examples are imported as `examples.NAME`, so their folder keeps its name."""
-    own = f"{shipped.EXAMPLES}/{shipped.PROJECT}/"
-    folders = ((name, shipped.folder(name)) for name in (shipped.CONFIGS, shipped.EXAMPLES))
+    own = f"{EXAMPLES}/{PROJECT}/"
+    folders = ((name, folder_of(name)) for name in (CONFIGS, EXAMPLES))
     files = {f"{name}/{path}": content for name, folder in folders for path, content in read(folder)}
     return {path: content for path, content in files.items() if not path.startswith(own)}
 
@@ -82,7 +82,9 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
                 file.write(content)
     except OSError as error:
         remove(written, folder)
-        raise InitError(f"{error.filename or folder} cannot be written: {error.strerror}; nothing was left in {folder}") from error
+        raise InitError(
+            f"{error.filename or folder} cannot be written: {error.strerror}; nothing was left in {folder}"
+        ) from error
 
 
 def remove(written: Sequence[Path], folder: Path) -> None:

@@ -86,7 +86,9 @@ def import_path(paths: list[str]) -> list[str]:
     project = os.path.dirname(os.path.dirname(os.path.abspath(cluster.__file__)))
     # An installed project lies among the other packages, which a new Python has. Before the user's code, and before the standard
     # library, they would hide modules of the same names.
-    return list(dict.fromkeys(os.path.abspath(path) for path in (project, *paths) if os.path.isdir(path) and not _is_builtin(path)))
+    return list(
+        dict.fromkeys(os.path.abspath(path) for path in (project, *paths) if os.path.isdir(path) and not _is_builtin(path))
+    )
 
 
 def _is_builtin(path: str) -> bool:

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=program("orchestrator.chaos"),
-        description=__doc__.splitlines()[0],
+        description=__doc__.partition(": `")[0] + ".",
         epilog="kinds of fault:\n" + "\n".join(f"  {name:18} {kind.about}" for name, kind in KINDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -34,7 +34,9 @@ def installed(tmp_path_factory):
         (shutil.copytree if path.is_dir() else shutil.copy)(path, source / name, **({"ignore": ignored} if path.is_dir() else {}))
     venv.create(folder / "venv", with_pip=False, symlinks=True)
     python = folder / "venv" / "bin" / "python"
-    packages = subprocess.check_output([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True).strip()
+    packages = subprocess.check_output(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
+    ).strip()
     Path(packages, "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     # Without a network, if this environment is that of the lock file.
     is_new = Version(metadata.version("setuptools")) >= NEEDED_TO_BUILD
