@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the wheel has the folders `configs` and `examples` inside the package `orchestrator.shipped`."""
+"""What pyproject.toml cannot say: in the wheel, `configs` and `examples` lie inside the package `orchestrator.shipped`."""
 
 import shutil
 from pathlib import Path

@@ -19,8 +19,8 @@ def folder_of(name: str) -> Path:
         if (parent / name).is_dir():
             return parent / name
     raise FileNotFoundError(
-        f"this installation of gangway has no folder {name}: expected {here / name}, or {here.parents[1] / name} in the repository; "
-        "install it again with `pip install .`"
+        f"this installation of gangway has no folder {name}: expected {here / name}, or {here.parents[1] / name} in the "
+        "repository; install it again with `pip install .`"
     )
 
 

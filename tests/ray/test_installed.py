@@ -24,7 +24,7 @@ NEEDED_TO_BUILD = Version("77")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The folder with the programs of a new environment in which the project is installed. It sees the dependencies of this one."""
+    """Returns the folder of programs of a new environment in which the project is installed. It sees this one's packages."""
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"  # a copy: pip writes into the tree that it builds
     source.mkdir()
@@ -64,10 +64,10 @@ def test_a_new_project_trains_on_two_hosts(gangway, tmp_path):
     assert gangway("--version") == f"gangway {version_of_the_project()}\n"
     assert "test_project.py" in gangway("init", "mine")
     mine = tmp_path / "mine"
-    printed = gangway("run", "config.yaml", "max_num_steps=300", "tracking.mlflow=false", folder=mine)
+    printed = gangway("run", "config.yaml", "max_num_steps=100", "tracking.mlflow=false", folder=mine)
     assert "2 hosts" in printed
     summary = json.loads((mine / "runs" / "spirals" / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["lineage"][0]["num_hosts"]) == ("finished", 300, 2)
+    assert (summary["status"], summary["steps"], summary["lineage"][0]["num_hosts"]) == ("finished", 100, 2)
     assert len(list((mine / "runs" / "spirals" / "logs").iterdir())) == 2
 
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -78,12 +79,12 @@ def test_the_real_commands_refuse_with_their_own_status(words, says, monkeypatch
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS.items())
 def test_the_help_of_a_command_has_the_name_by_which_it_was_called(name, command, monkeypatch, capsys):
-    sigterm = importlib.import_module("signal")
-    monkeypatch.setattr(sigterm, "signal", lambda *given: None)  # of this process it stays
+    monkeypatch.setattr(signal, "signal", lambda *given: None)  # those of this process stay
     try:
-        assert gangway.main([name, "--help"]) == 0
-    except SystemExit as error:  # of argparse
-        assert error.code == 0
+        status = gangway.main([name, "--help"])
+    except SystemExit as ended:  # of argparse
+        status = ended.code
+    assert status == 0
     printed = capsys.readouterr().out
     assert f"gangway {name} " in printed
     assert f"python -m {command.module.removesuffix('.__main__')} " not in printed
