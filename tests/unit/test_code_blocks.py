@@ -345,6 +345,16 @@ def another_line(run: Run, folder: Folder) -> None:
     assert -0.5 < run.line["offset"] < 0
 
 
+def flowers(run: Run, folder: Folder) -> None:
+    held_out, learnt = sys.modules["flowers"].flowers(run.trainer.arguments)[1], run.trainer.output.state.params
+    answers = np.argmax(held_out["size"] @ np.asarray(learnt["kernel"]) + np.asarray(learnt["bias"]), -1)
+    # 30 examples are no multiple of 8 devices: the rows that fill up do not count.
+    assert run.metrics["eval_accuracy"] == pytest.approx(np.mean(answers == held_out["kind"]))
+    assert run.metrics["eval_accuracy"] > 0.9
+    assert {"loss", "accuracy"} < set(run.last)
+    assert "perplexity" not in run.last
+
+
 BEGINS_WITH = {"another_line.yaml": ("line.yaml",)}
 """The runs that must have been made before."""
 
@@ -365,6 +375,7 @@ PROMISES: dict[str, Callable[[Run, Folder], None]] = {
         words,
         saves,
         another_line,
+        flowers,
         signs,
         far,
         median,
