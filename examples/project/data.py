@@ -14,5 +14,5 @@ def points(num_points, seed):
     angle = 3 * np.pi * np.sqrt(random.uniform(size=num_points))
     turned = angle + np.pi * label  # the second spiral is the first one, turned by half a circle
     point = np.stack([np.cos(turned), np.sin(turned)], axis=-1) * (angle / (3 * np.pi))[:, None]
-    noise = 0.02 * random.normal(size=point.shape)
+    noise = 0.06 * random.normal(size=point.shape)
     return {"point": (point + noise).astype(np.float32), "label": label.astype(np.int32)}

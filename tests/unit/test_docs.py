@@ -63,10 +63,8 @@ def test_the_tests_that_show_what_is_said_of_security_exist():
 
 def headings(path):
     """The names by which others link to the headings of a document."""
-    return {
-        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
-        for line in re.findall(r"^#+ (.*)$", path.read_text(), re.M)
-    }
+    found = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
 
 def test_the_paths_that_documents_name_exist():
