@@ -29,6 +29,7 @@ from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.recorders import BUILT_IN
 from trainers.config.section import did_you_mean
 from trainers.data.collate import stack
+from trainers.data.loader import RandomAccess
 from trainers.data.sources.iterable import num_examples
 from trainers.errors import (
     CheckpointError,
@@ -286,7 +287,7 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     if trainer.dataset_train is not None:
         rows = trainer._batch_shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
         if not overrides(trainer, "configure_dataloaders"):  # one's own may make batches of other examples
-            check_examples(trainer)
+            check_examples(trainer, trainer.dataset_train)
         check_loss(trainer._loss_function_of(parts), state, rows)
         check_metrics(trainer, problems)
     parameters = num_parameters(state.params)
@@ -309,10 +310,9 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     return facts
 
 
-def check_examples(trainer: BaseTrainer) -> None:
+def check_examples(trainer: BaseTrainer, dataset: RandomAccess) -> None:
     """Makes a batch of the first examples: raises what the first step would raise if they do not fit together."""
-    dataset, read = trainer.dataset_train, trainer._reader(trainer.dataset_train)
-    count = min(trainer.arguments.global_batch_size, CHECKED_EXAMPLES)
+    read, count = trainer._reader(dataset), min(trainer.arguments.global_batch_size, CHECKED_EXAMPLES)
     if (available := getattr(dataset, "available", None)) is not None:
         count = min(count, available(count))
     stack([read(index) for index in range(count)], [True] * count, trainer._collator)
