@@ -75,7 +75,7 @@ lock:  ## Resolve pyproject.toml anew into requirements.lock
 	build/lock/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 		print(*project["dependencies"], *project["optional-dependencies"]["dev"], sep="\n")' > build/lock/wanted.txt
 	build/lock/bin/python -m pip install --disable-pip-version-check -r build/lock/wanted.txt
-	build/lock/bin/python -m pip freeze | LC_ALL=C.UTF-8 sort -f > build/lock/frozen.txt
+	build/lock/bin/python -m pip freeze --all --exclude pip | LC_ALL=C.UTF-8 sort -f > build/lock/frozen.txt
 	grep '^#' requirements.lock > build/lock/header.txt
 	cat build/lock/header.txt build/lock/frozen.txt > requirements.lock
 	rm -rf build/lock

@@ -24,6 +24,7 @@ from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from trainers.checkpoint import committed, layout, manifest
 from trainers.checkpoint.committed import Committed
+from trainers.config.program import program
 from trainers.storage import documents
 
 EXIT_FINE = 0
@@ -51,7 +52,7 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.checkpoints", description="The checkpoints of a run.")
+    parser = argparse.ArgumentParser(prog=program("orchestrator.checkpoints"), description="The checkpoints of a run.")
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     parser.add_argument("--verify", action="store_true", help="compare the digest of every file: reads everything")

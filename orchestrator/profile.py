@@ -17,6 +17,7 @@ from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
+from trainers.config.program import program
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
 STEPS = 3
@@ -29,7 +30,7 @@ Outcome = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.profile", description="Profiles a run while it goes on.")
+    parser = argparse.ArgumentParser(prog=program("orchestrator.profile"), description="Profiles a run while it goes on.")
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"how many to record (default: {STEPS})")

@@ -30,6 +30,7 @@ from orchestrator.reporting.console import make_console, watch
 from orchestrator.run_state.lease import RunInUse, check_free
 from orchestrator.run_state.outcome import read_outcome
 from trainers.config.masking import masked
+from trainers.config.program import program
 from trainers.storage import documents
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.run", description="Train on one machine or many.")
+    parser = argparse.ArgumentParser(prog=program("orchestrator.run"), description="Train on one machine or many.")
     parser.add_argument("config", help="a YAML file, such as configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-3 hosts.count=4")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, take no machine")

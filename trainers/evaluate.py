@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.config.program import program
 from trainers.errors import TransientError, UsageError
 from trainers.run import read
 from trainers.runtime.events import Event
@@ -50,9 +51,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    about, _, details = str(__doc__).partition("\n\n")
+    about, _, details = str(__doc__).replace("python -m trainers.evaluate", program("trainers.evaluate")).partition("\n\n")
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m trainers.evaluate", description=about, epilog=details, formatter_class=form)
+    parser = argparse.ArgumentParser(program("trainers.evaluate"), description=about, epilog=details, formatter_class=form)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--checkpoint", action="append", required=True, metavar="PATH", help="may be given several times")

@@ -27,6 +27,7 @@ from trainers.checkpoint import assets, layout, manifest, weights
 from trainers.checkpoint.model_only import PART, STATE, parts_in
 from trainers.config import ModelConfig
 from trainers.config.arguments import from_dict
+from trainers.config.program import program
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.models.hf import config as hf_config
 from trainers.models.hf.weights import flat, to_tensors
@@ -40,7 +41,7 @@ Tensors = Mapping[str, np.ndarray]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainers.export", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program("trainers.export"), description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", metavar="OUT", help="a new file (safetensors) or folder (huggingface)")
     parser.add_argument("--format", choices=FORMATS, default="safetensors")

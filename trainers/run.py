@@ -22,6 +22,7 @@ import yaml
 from trainers.checkpoint import going_on
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
 from trainers.config.masking import masked
+from trainers.config.program import program
 from trainers.errors import TransientError, UsageError, user_frame
 from trainers.models.hf.pretrained import resolved
 from trainers.recorders.dispatch import Recorders
@@ -38,10 +39,10 @@ CONSOLE = "trainers.recorders.console:Console"
 def main() -> int:
     given = sys.argv[1:]
     if given in (["-h"], ["--help"]):
-        print(__doc__)
+        print(usage())
         return 0
     if not given or given[0].startswith("-") or "=" in given[0] or not all("=" in item for item in given[1:]):
-        print(__doc__, file=sys.stderr)
+        print(usage(), file=sys.stderr)
         return 2
     try:
         arguments = read(given[0], given[1:])
@@ -58,6 +59,10 @@ def main() -> int:
         return failed(error)
     print(result(trainer.output))
     return 0
+
+
+def usage() -> str:
+    return str(__doc__).replace("python -m trainers.run", program("trainers.run"))
 
 
 def failed(error: Exception) -> int:

@@ -82,14 +82,20 @@ def child_env(inherited: Mapping[str, str], changes: Mapping[str, str]) -> dict[
 
 def import_path(paths: list[str]) -> list[str]:
     """Returns the entries of the parent's `sys.path` that a new Python would not have: the project's and the user's code."""
-    standard = sysconfig.get_paths()
-    builtin = {os.path.realpath(standard[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     # The project first, whatever `sys.path` says: the child runs a module of it.
-    kept = [os.path.dirname(os.path.dirname(os.path.abspath(cluster.__file__)))]
-    for path in paths:
-        if os.path.isdir(path) and not any((os.path.realpath(path) + os.sep).startswith(prefix) for prefix in builtin):
-            kept.append(os.path.abspath(path))
-    return list(dict.fromkeys(kept))
+    project = os.path.dirname(os.path.dirname(os.path.abspath(cluster.__file__)))
+    # An installed project lies among the other packages, which a new Python has. Before the user's code, and before the standard
+    # library, they would hide modules of the same names.
+    return list(
+        dict.fromkeys(os.path.abspath(path) for path in (project, *paths) if os.path.isdir(path) and not _is_builtin(path))
+    )
+
+
+def _is_builtin(path: str) -> bool:
+    """Returns whether a folder is among those that every Python of this environment imports from."""
+    standard = sysconfig.get_paths()
+    builtin = (os.path.realpath(standard[name]) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return (os.path.realpath(path) + os.sep).startswith(tuple(builtin))
 
 
 def log_tail(path: str, lines: int = LOG_TAIL_LINES) -> list[str]:

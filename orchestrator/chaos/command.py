@@ -39,6 +39,7 @@ from orchestrator.testbed.local_cluster import local_cluster, network, why_no_ne
 from orchestrator.testbed.resources import ResourceError, mlflow_server, small_disk, why_no_small_disk
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.tracker import left_over
+from trainers.config.program import program
 from trainers.storage import documents
 
 DEFAULT_KINDS = ("process", "agent", "driver")
@@ -70,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m orchestrator.chaos",
-        description=__doc__.splitlines()[0],
+        prog=program("orchestrator.chaos"),
+        description=__doc__.partition(": `")[0] + ".",
         epilog="kinds of fault:\n" + "\n".join(f"  {name:18} {kind.about}" for name, kind in KINDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -2,6 +2,12 @@
 
 import sys
 
-from orchestrator.tracking.mlflow_shipper import main
+from orchestrator.tracking import mlflow_shipper
 
-sys.exit(main(sys.argv[1:]))
+
+def main() -> int:
+    return mlflow_shipper.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

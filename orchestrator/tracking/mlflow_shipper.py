@@ -24,6 +24,7 @@ from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
 from orchestrator.tracking.spool import FOLDER, RUN, SPOOL, STATE, read_document
 from orchestrator.tracking.tracker import left_over
 from trainers.config.masking import MASK, masked
+from trainers.config.program import program
 from trainers.storage import documents
 
 POLL_S = 1.0
@@ -370,7 +371,7 @@ def die_with(parent_pid: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.tracking", description="Ships a run's tracking file to MLflow.")
+    parser = argparse.ArgumentParser(prog=program("orchestrator.tracking"), description="Ships a run's tracking file to MLflow.")
     parser.add_argument("run_dir", help="the run's folder: STORAGE/NAME")
     parser.add_argument("--follow", type=int, metavar="PID", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

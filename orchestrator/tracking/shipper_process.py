@@ -8,10 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-import orchestrator
-from cluster.agent.child_process import child_env
+from cluster.agent.child_process import child_env, import_path
 from orchestrator.tracking.spool import FOLDER
 from trainers.storage import documents
 
@@ -77,14 +75,13 @@ class ShipperProcess:
 
 
 def _start_shipper(run_dir: str, uri: str) -> subprocess.Popen[bytes]:
-    root = str(Path(orchestrator.__file__).resolve().parents[1])
     defaults = {
         # A server that does not answer is tried again by the shipper, which does so for ever but can be interrupted.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "5",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = import_path(os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with open(documents.join(run_dir, FOLDER, "shipper.log"), "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator.tracking", run_dir, "--follow", str(os.getpid())],

@@ -3,7 +3,13 @@
 import signal
 import sys
 
-from orchestrator.verify.command import main
+from orchestrator.verify import command
 
-signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that everything is cleaned up.
-sys.exit(main())
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that everything is cleaned up.
+    return command.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,6 +26,7 @@ from orchestrator.testbed.live_run import Run, RunError
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL
 from orchestrator.verify.compare import Evidence, Finding, judge_replayed, judge_resized, judge_resumed, judge_twice, passed
+from trainers.config.program import program
 from trainers.storage import documents
 
 REPORT = "verify.json"
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m orchestrator.verify", description=__doc__.partition("\n\n")[2])
+    parser = argparse.ArgumentParser(prog=program("orchestrator.verify"), description=__doc__.partition("\n\n")[2])
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=40, help="how many steps each run takes (default: 40)")

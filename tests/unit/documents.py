@@ -11,7 +11,7 @@ from tests import ROOT
 DOCUMENTS = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 FILE_NAME = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
-COMMAND = re.compile(r"\.ci/|([A-Z_]+=\S+ )*(python|make|ray|mlflow|export|source|cd|git|pip|kill|pkill)\b")
+COMMAND = re.compile(r"\.ci/|([A-Z_]+=\S+ )*(python|gangway|pytest|make|ray|mlflow|export|source|cd|git|pip|kill|pkill)\b")
 
 
 class Block(NamedTuple):

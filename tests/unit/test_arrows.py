@@ -42,14 +42,14 @@ FLOORS = {
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
-        ("events",),
+        ("events", "shipped"),
         ("board", "failures"),
         ("policies", "tracking"),
         ("run_state",),
         ("config", "reporting", "testbed"),
         ("planning", "verify"),
         ("driver", "chaos", "checkpoints"),
-        ("run", "profile"),
+        ("run", "profile", "init", "gangway"),
         ("library", "launched"),
     ),
 }
@@ -81,6 +81,7 @@ LIGHT_MODULES = tuple(
         "config/monitoring",
         "config/optimizer",
         "config/pieces",
+        "config/program",
         "config/recorders",
         "config/section",
         "config/weights",
@@ -225,14 +226,27 @@ def test_the_driver_reaches_only_the_light_modules_of_trainers():
     assert reached <= allowed
 
 
-def test_a_wrong_configuration_is_told_without_waiting_for_ray():
-    reached, waiting = set(), {"orchestrator.run", "orchestrator.planning.report", "orchestrator.config.job"}
-    waiting |= {"orchestrator", "orchestrator.library"}
+def reached_at_import(*modules: str) -> set[str]:
+    """All modules that are imported with these."""
+    reached, waiting = set(), set(modules)
     while waiting:
         module = waiting.pop()
         reached.add(module)
         path = file_of(module)
         waiting |= {name for name, _ in imports(path, only_at_import=True)} - reached if path else set()
+    return reached
+
+
+def test_the_command_answers_without_waiting_for_anything():
+    assert {top(module) for module in reached_at_import("orchestrator.gangway")} - sys.stdlib_module_names == set(PACKAGES) - {
+        "cluster"
+    }
+
+
+def test_a_wrong_configuration_is_told_without_waiting_for_ray():
+    reached = reached_at_import(
+        *("orchestrator.run", "orchestrator.planning.report", "orchestrator.config.job"), *("orchestrator", "orchestrator.library")
+    )
     assert "cluster.hosts.config" in reached
     assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
 

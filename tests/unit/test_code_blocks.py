@@ -402,6 +402,16 @@ def run_program(path: Path) -> tuple[dict[str, Any], str]:
 
 SCRIPTS = {f"{check.__name__}.py": check for check in (from_python, notebook, held_out, on_hosts)}
 
+def flowers(run: Run, folder: Folder) -> None:
+    held_out, learnt = sys.modules["flowers"].flowers(run.trainer.arguments)[1], run.trainer.output.state.params
+    answers = np.argmax(held_out["size"] @ np.asarray(learnt["kernel"]) + np.asarray(learnt["bias"]), -1)
+    # 30 examples are no multiple of 8 devices: the rows that fill up do not count.
+    assert run.metrics["eval_accuracy"] == pytest.approx(np.mean(answers == held_out["kind"]))
+    assert run.metrics["eval_accuracy"] > 0.9
+    assert {"loss", "accuracy"} < set(run.last)
+    assert "perplexity" not in run.last
+
+
 BEGINS_WITH = {"another_line.yaml": ("line.yaml",)}
 """The runs that must have been made before."""
 
@@ -423,6 +433,7 @@ PROMISES: dict[str, Callable[[Run, Folder], None]] = {
         saves,
         without_offset,
         another_line,
+        flowers,
         signs,
         far,
         median,

@@ -19,14 +19,15 @@ import pytest
 
 import trainers.run
 from orchestrator.config.job import ConfigError, load
+from orchestrator.gangway import COMMANDS as COMMANDS_OF_GANGWAY
 from tests import ROOT
-from tests.unit.documents import DOCUMENTS, blocks, command_lines, inline_code
+from tests.unit.documents import DOCUMENTS, blocks, blocks_of, command_lines, inline_code
 from tests.unit.test_code_blocks import FILES, signals_kept
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 PLACEHOLDER = re.compile(r"[A-Z_]+|key=value")
 """What a reader replaces: CONFIG, RUN_DIR."""
-NOT_OURS = {"cd", "source", "git", "kill", "pkill", "export"}
+NOT_OURS = {"cd", "source", "git", "kill", "pkill", "export", "pip", "pytest"}
 """Programs of every machine."""
 
 
@@ -52,6 +53,8 @@ def check_words(words: list[str], tmp_path: Path) -> None:
         option, module, *arguments = arguments
         assert option == "-m", words
         check_module(module, arguments, tmp_path)
+    elif program == "gangway":
+        check_gangway(arguments, tmp_path)
     elif program == "make":
         check_make(arguments)
     elif program in ("ray", "mlflow"):
@@ -60,6 +63,13 @@ def check_words(words: list[str], tmp_path: Path) -> None:
         assert os.access(ROOT / program, os.X_OK), f"{program} is no program of this repository"
     elif program not in NOT_OURS:
         raise Refused(f"{program}: no test knows this program")
+
+
+def check_gangway(arguments: list[str], tmp_path: Path) -> None:
+    name, *arguments = arguments
+    if name != "COMMAND":
+        assert name in COMMANDS_OF_GANGWAY, f"gangway {name}: expected one of {', '.join(COMMANDS_OF_GANGWAY)}"
+        check_module(COMMANDS_OF_GANGWAY[name].module.removesuffix(".__main__"), arguments, tmp_path)
 
 
 def check_make(arguments: list[str]) -> None:
@@ -83,8 +93,11 @@ def check_module(module: str, arguments: list[str], tmp_path: Path) -> None:
 def check_configuration(config: str, overrides: list[str], tmp_path: Path) -> None:
     if (name := Path(config).name) in FILES:
         return  # a file of a document: `test_code_blocks.py` runs it
-    path = ROOT / ("configs/tiny.yaml" if PLACEHOLDER.fullmatch(config) else config)
-    assert path.is_file(), f"{config}: there is no {name}"
+    config = "configs/tiny.yaml" if PLACEHOLDER.fullmatch(config) else config
+    # `gangway` finds the configurations that come with it; `config.yaml` is that of a new project.
+    paths = (ROOT / config, ROOT / "configs" / config, ROOT / "examples" / "project" / config)
+    path = next((path for path in paths if path.is_file()), None)
+    assert path is not None, f"{config}: there is no {name}"
     load(path, [*(text for text in overrides if not PLACEHOLDER.fullmatch(text)), f"storage={tmp_path}"])
 
 
@@ -136,9 +149,13 @@ def click_program(program: str) -> Any:
     return cli
 
 
-COMMANDS = [(str(block), command) for block in blocks("commands") for command in command_lines(block.text)]
+OF_A_NEW_PROJECT = [block for block in blocks_of(ROOT / "examples" / "project" / "README.md") if block.kind == "commands"]
+COMMANDS = [(str(block), command) for block in (*blocks("commands"), *OF_A_NEW_PROJECT) for command in command_lines(block.text)]
 INLINE = [
-    (path.name, code) for path in DOCUMENTS for code in inline_code(path) if re.match(r"(python -m|make|ray|mlflow) \w", code)
+    (path.name, code)
+    for path in DOCUMENTS
+    for code in inline_code(path)
+    if re.match(r"(python -m|gangway|make|ray|mlflow) \w", code)
 ]
 NAMES_ONLY = {code for _, code in INLINE if re.fullmatch(r"python -m [\w.]+", code)}
 IN_CONFIGURATIONS = [
@@ -169,6 +186,10 @@ def test_a_program_that_the_text_names_without_its_arguments_is_there(module):
         "python -m orchestrator.run CONFIG optimizer.learning_rat=1",
         "python -m trainers.run",
         "python -m trainers.export RUN OUT --format torch",
+        "gangway runs CONFIG",
+        "gangway run CONFIG --dry-runs",
+        "gangway run none.yaml",
+        "gangway train",
         "make quickstarts",
         "make test WORKER=2",
         "ray stat --head",

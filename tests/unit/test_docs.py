@@ -61,10 +61,18 @@ def test_the_tests_that_show_what_is_said_of_security_exist():
         assert f"def {test}" in (ROOT / path).read_text(), f"{path}::{test}"
 
 
+def headings(path):
+    """The names by which others link to the headings of a document."""
+    found = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in found}
+
+
 def test_the_paths_that_documents_name_exist():
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\((?!https?://|#)([^)]+)\)", document.read_text()):
-            assert (document.parent / link).is_file(), f"{document.name} links to {link}"
+            name, _, heading = link.partition("#")
+            assert (document.parent / name).is_file(), f"{document.name} links to {link}"
+            assert not heading or heading in headings(document.parent / name), f"{document.name} links to {link}"
         for path in re.findall(
             r"`((?:orchestrator|trainers|cluster|tests|configs|docs|benchmarks)/[\w./-]+\.\w+)`", document.read_text()
         ):

@@ -7,7 +7,9 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from orchestrator import gangway
 from tests import ROOT
+from trainers.config.arguments import load_object
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,11 @@ def test_every_locked_version_is_plain(locked):
     assert [f"{name}=={version}" for name, version in locked.items() if "+" in version] == [], (
         "a local build cannot be installed elsewhere"
     )
+
+
+def test_the_program_that_is_installed_is_there():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {name: load_object(path) for name, path in scripts.items()} == {"gangway": gangway.script}
 
 
 def test_pip_is_told_of_no_index_anywhere():

@@ -32,7 +32,7 @@ from trainers.config import (
     recorders,
 )
 from trainers.config.conversion import convert_sections, from_dict
-from trainers.config.section import PATH, Section, not_paths, parse_duration_s, require, require_none, too_small
+from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 
@@ -198,5 +198,5 @@ def load_object(path: str) -> Any:
             f"{path!r}: no module named {error.name!r} (searched from the working directory and PYTHONPATH)"
         ) from error
     if not hasattr(module, attribute):
-        raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}")
+        raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}")
     return getattr(module, attribute)

@@ -28,6 +28,8 @@ from trainers.config import UnitConfig
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.recorders import BUILT_IN
 from trainers.config.section import did_you_mean
+from trainers.data.collate import stack
+from trainers.data.loader import RandomAccess
 from trainers.data.sources.iterable import num_examples
 from trainers.errors import (
     CheckpointError,
@@ -49,6 +51,8 @@ from trainers.tasks.causal_lm import CausalLMTask
 
 Facts = dict[str, Any]
 STAND_IN_STEPS = 1_000_000
+CHECKED_EXAMPLES = 32
+"""How many examples are read to see whether they fit together in a batch."""
 MAKE_EVALUATION_METRICS = (
     "evaluate",
     "calculate_metrics",
@@ -167,7 +171,7 @@ def data_facts(arguments: TrainingArguments, train: Any, held_out: Any) -> Facts
         steps.append(math.ceil(epochs * (num_examples(train) or 0) / batch))
     return {
         "train_examples": num_examples(train),
-        "eval_examples": None if held_out is None else len(held_out),
+        "eval_examples": None if held_out is None else num_examples(held_out) or 0,
         "max_steps": min(steps) if steps else None,
     }
 
@@ -282,6 +286,8 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     task, arguments = trainer.task, trainer.arguments
     if trainer.dataset_train is not None:
         rows = trainer._batch_shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
+        if not overrides(trainer, "configure_dataloaders"):  # one's own may make batches of other examples
+            check_examples(trainer, trainer.dataset_train)
         check_loss(trainer._loss_function_of(parts), state, rows)
         check_metrics(trainer, problems)
     parameters = num_parameters(state.params)
@@ -302,6 +308,14 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         axes, sizes = (trainer._axes, trainer._state_axes), arguments.check_devices(num_devices)
         facts["state_bytes_per_device"] = state_bytes_per_device(state, axes, sizes)
     return facts
+
+
+def check_examples(trainer: BaseTrainer, dataset: RandomAccess) -> None:
+    """Makes a batch of the first examples: raises what the first step would raise if they do not fit together."""
+    read, count = trainer._reader(dataset), min(trainer.arguments.global_batch_size, CHECKED_EXAMPLES)
+    if (available := getattr(dataset, "available", None)) is not None:
+        count = min(count, available(count))
+    stack([read(index) for index in range(count)], [True] * count, trainer._collator)
 
 
 def check_loss(loss: LossFunction, state: TrainState, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -120,4 +120,6 @@ def random_access(dataset: Any, arguments: TrainingArguments, note: Callable[[st
 
 def num_examples(dataset: Any) -> int | None:
     """Returns the number of examples in one epoch; None if it is not known."""
+    if isinstance(dataset, Mapping):  # of columns: each has as many, or the trainer refuses them
+        return min((len(column) for column in dataset.values() if getattr(column, "ndim", 1)), default=0) or None
     return (len(dataset) or None) if dataset is not None and hasattr(dataset, "__len__") else None

@@ -5,6 +5,7 @@ import sysconfig
 
 import pytest
 
+import cluster
 from cluster.agent import machine
 from cluster.agent.child_process import child_env, import_path, log_tail
 from tests import ROOT
@@ -37,6 +38,12 @@ def test_a_child_finds_the_project_and_the_users_code(tmp_path):
     found = import_path(paths)
     assert found[:2] == [root, str(tmp_path)]
     assert not {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), str(tmp_path / "absent")} & set(found)
+
+
+def test_a_project_that_is_installed_does_not_put_all_packages_before_the_users_code(tmp_path, monkeypatch):
+    packages = sysconfig.get_path("purelib")
+    monkeypatch.setattr(cluster, "__file__", f"{packages}/cluster/__init__.py")
+    assert import_path([str(tmp_path), packages]) == [str(tmp_path)]
 
 
 def test_the_last_lines_of_a_log(tmp_path):

@@ -18,6 +18,7 @@ from trainers.errors import DataMissingError
 from trainers.planning import estimate
 
 SMALL = {"vocab_size": 256, "width": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 48}
+CONSTANT = {"name": "adamw", "schedule": {"name": "constant"}}
 PARAMETERS = 256 * 32 + 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32) + 32
 """Tied embeddings; per layer: queries and output, keys and values, the gated MLP, two norms; the last norm."""
 FACTS = {
@@ -49,6 +50,27 @@ class Examples:
 
 def ten_examples(arguments):
     return Examples(), None
+
+
+def of_two_lengths(arguments):
+    return [{"tokens": np.zeros(17 + index % 2, np.int32)} for index in range(10)], None
+
+
+def columns(arguments):
+    return {name: np.zeros((12, 17), np.int32) for name in ("tokens", "others")}, {"tokens": np.zeros((3, 17), np.int32)}
+
+
+class Stream:
+    num_read = 0
+
+    def __iter__(self):
+        for _ in range(10):
+            Stream.num_read += 1
+            yield {"tokens": np.zeros(17, np.int32)}
+
+
+def stream(arguments):
+    return Stream(), None
 
 
 def no_examples(arguments):
@@ -98,6 +120,11 @@ class HalfATrainer:
 
     def eval(self):
         pass
+
+
+class OwnLoaders(BaseTrainer):
+    def configure_dataloaders(self):
+        return super().configure_dataloaders()
 
 
 class OwnShapes(BaseTrainer):
@@ -161,7 +188,7 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first():
         ({"trainer": "trainers.nothing:Trainer"}, "trainer: 'trainers.nothing:Trainer': no module named 'trainers.nothing'"),
         (
             {"trainer": "trainers.base:BaseTrainr"},
-            "trainer: 'trainers.base:BaseTrainr': module trainers.base has no 'BaseTrainr'",
+            "trainer: 'trainers.base:BaseTrainr': module trainers.base has no 'BaseTrainr'; did you mean BaseTrainer?",
         ),
         ({"trainer": f"{__name__}:HalfATrainer"}, "it lacks evaluate, save_pretrained, configure_model, configure_dataloaders"),
         ({"task": f"{__name__}:Missing"}, f"task: '{__name__}:Missing': module {__name__} has no 'Missing'"),
@@ -173,6 +200,7 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first():
         ({"optimizer": {"schedule": {"warmup_steps": 9}}}, "optimizer.schedule.warmup_steps = 9: expected less than the 5 steps"),
         ({"data": {"dataset": f"{__name__}:no_examples"}}, "data.paths: nothing there"),
         ({"data": {"dataset": f"{__name__}:one_dataset"}}, "returned Examples: expected (train, eval)"),
+        ({"data": {"dataset": f"{__name__}:of_two_lengths"}}, "the examples of a batch differ in their leaves or shapes"),
         ({"recorders": ["json:NoRecorder"]}, "recorders: 'json:NoRecorder': module json has no 'NoRecorder'"),
         ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps: there is no held-out data to evaluate on"),
     ],
@@ -180,6 +208,27 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first():
 def test_what_cannot_run_is_told_before_machines_are_taken(changes, expected):
     (problem,), _ = estimate.plan(arguments(**changes), num_devices=1)
     assert expected in problem
+
+
+def test_ones_own_loaders_may_make_batches_of_any_examples():
+    changes = {"data": {"dataset": f"{__name__}:of_two_lengths"}, "trainer": f"{__name__}:OwnLoaders"}
+    assert estimate.plan(arguments(**changes), num_devices=1)[0] == []
+
+
+@pytest.mark.parametrize(("batch", "num_read"), [(4, 4), (64, 10)])
+def test_of_a_stream_no_more_is_read_than_a_batch_and_than_there_is(batch, num_read):
+    Stream.num_read = 0
+    changes = {"data": {"dataset": f"{__name__}:stream"}, "global_batch_size": batch, "optimizer": CONSTANT}
+    assert estimate.plan(arguments(**changes), num_devices=1)[0] == []
+    assert Stream.num_read == num_read
+
+
+def test_the_examples_of_columns_are_their_rows():
+    problems, facts = estimate.plan(
+        arguments(data={"dataset": f"{__name__}:columns"}, max_num_steps=None, max_num_data_epochs=4), num_devices=1
+    )
+    assert problems == []
+    assert (facts["train_examples"], facts["eval_examples"], facts["max_steps"]) == (12, 3, 3)
 
 
 def test_a_data_server_that_is_away_refuses_no_run():

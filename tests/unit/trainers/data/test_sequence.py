@@ -50,6 +50,12 @@ def ids(examples, start, stop):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_held_out_examples_of_every_kind_have_ids_after_those_of_the_training(tmp_path, kind):
+    made = BaseTrainer(arguments(tmp_path), KINDS[kind](), KINDS[kind]())
+    assert ids(made.dataset_eval, 0, 2) == [ROWS, ROWS + 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_data_of_every_kind_trains_over_epochs_to_the_same_state(tmp_path, kind):
     constant = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}}
     made = arguments(tmp_path / "epochs", max_num_steps=None, max_num_data_epochs=3, optimizer=constant)

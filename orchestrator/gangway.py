@@ -1,0 +1,146 @@
+"""The command `gangway`: `gangway run CONFIG` is `python -m orchestrator.run CONFIG`, and so on for each of COMMANDS.
+
+It imports nothing heavy: the first answer comes at once. The exit status is that of the command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator.shipped.files import configuration_named
+from trainers.config.program import GANGWAY
+from trainers.config.section import did_you_mean
+
+EXIT_FINE, EXIT_REFUSED = 0, 2
+PACKAGES = ("orchestrator", "trainers", "cluster")
+
+
+class Command(NamedTuple):
+    module: str
+    """Its `main()` reads `sys.argv` and returns the exit status."""
+    about: str
+
+
+COMMANDS = {
+    "init": Command("orchestrator.init", "write a small project of your own, which runs at once"),
+    "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
+    "train": Command("trainers.run", "the same training in one process, without Ray"),
+    "evaluate": Command("trainers.evaluate", "the metrics of checkpoints, on held-out data"),
+    "export": Command("trainers.export", "the model of a run as files for other programs"),
+    "checkpoints": Command("orchestrator.checkpoints", "list and check the checkpoints of a run"),
+    "profile": Command("orchestrator.profile", "profile a few steps of a run while it goes on"),
+    "verify": Command("orchestrator.verify.__main__", "prove that your program can be killed, resumed and resized"),
+    "chaos": Command("orchestrator.chaos.__main__", "inject faults into a real run, and score the result"),
+    "tracking": Command("orchestrator.tracking.__main__", "ship the metrics to MLflow that a run could not ship"),
+}
+
+
+def script() -> int:
+    """The program that `pip install` makes. Imports modules of the working folder first, as `python -m` does."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        print("error: the working folder is gone: start in another one", file=sys.stderr)
+        return EXIT_REFUSED
+    if not sys.flags.safe_path:
+        sys.path[0] = here  # in the place of the folder of the program
+    return main()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage(), file=sys.stdout if words else sys.stderr)
+        return EXIT_FINE if words else EXIT_REFUSED
+    if words[0] == "--version":
+        print(version())
+        return EXIT_FINE
+    name, *rest = words
+    here = None if sys.flags.safe_path else Path.cwd()  # the folder whose modules are imported first
+    if (problem := unknown(name) or (here and hidden(here))) is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        return EXIT_REFUSED
+    if here and has_source(here):
+        # All processes of a run import the source of the working folder: this one must not be of another version.
+        os.execv(sys.executable, [sys.executable, "-m", "orchestrator.gangway", *words])
+    return call(name, rest)
+
+
+def usage() -> str:
+    rows = (f"  {name:<13}{command.about}" for name, command in COMMANDS.items())
+    return "\n".join(
+        [
+            f"usage: {GANGWAY} COMMAND ...\n",
+            *rows,
+            f"\n{GANGWAY} COMMAND --help shows the options of a command. Each is also a module of Python, such as",
+            "`python -m orchestrator.run` for `gangway run`.",
+        ]
+    )
+
+
+def version() -> str:
+    from importlib import metadata
+
+    try:
+        return f"{GANGWAY} {metadata.version(GANGWAY)}"
+    except metadata.PackageNotFoundError:
+        return f"{GANGWAY}, not installed: it runs from {Path(__file__).resolve().parents[1]}"
+
+
+def unknown(name: str) -> str | None:
+    """Returns what is wrong with the name of a command; None if there is one of this name."""
+    if name in COMMANDS:
+        return None
+    if name.endswith((".yaml", ".yml")):
+        return f"{name!r} is no command; to train what it describes: {GANGWAY} run {name}"
+    hint = did_you_mean(name, COMMANDS, prefix=f"{GANGWAY} ") or f"; expected one of {', '.join(COMMANDS)}"
+    return f"there is no command {name!r}{hint}"
+
+
+def hidden(here: Path) -> str | None:
+    """Returns why gangway cannot run in this folder: modules of the folder have the names of its own packages."""
+    if has_source(here) or here == Path(__file__).resolve().parents[1]:
+        return None
+    # A folder without `__init__.py` hides nothing.
+    paths = (path for name in PACKAGES for path in (here / f"{name}.py", here / name / "__init__.py") if path.is_file())
+    if (path := next(paths, None)) is None:
+        return None
+    name = path.stem if path.parent == here else path.parent.name
+    return (
+        f"{path} hides the package {name!r} of gangway: modules of the working folder are imported first, in every process; "
+        "rename it, or start in another folder"
+    )
+
+
+def has_source(here: Path) -> bool:
+    """Whether a folder has a source of gangway other than the one that runs."""
+    source = here / "orchestrator" / "gangway.py"
+    return source.is_file() and not source.samefile(__file__)
+
+
+def call(name: str, rest: Sequence[str]) -> int:
+    """Runs the command, and returns its exit status. Its `main` finds its name and its words in `sys.argv`."""
+    sys.argv = [f"{GANGWAY} {name}", *with_shipped(rest)]
+    return importlib.import_module(COMMANDS[name].module).main()
+
+
+def with_shipped(words: Sequence[str]) -> list[str]:
+    """Returns the words of a command, with the path of a configuration that comes with gangway in the place of its name. A file
+    in the working folder comes first."""
+    found = list(words)
+    for number, word in enumerate(words):
+        if word.endswith((".yaml", ".yml")) and "=" not in word:
+            if not Path(word).exists() and (path := configuration_named(word)):
+                found[number] = str(path)
+                print(f"{word}: the one that comes with {GANGWAY}, {path}", file=sys.stderr)
+            break
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

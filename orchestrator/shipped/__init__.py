@@ -1,0 +1,1 @@
+"""What comes with the packages: configurations, examples, and the project that `gangway init` writes."""
