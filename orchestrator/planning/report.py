@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,6 +53,10 @@ class PlanReport:
     """What `init_from` gives; None also if it cannot be seen from here."""
     continues: Mapping[str, Any] | None = None
     """`step` and `told` (lines) of the checkpoint that the run goes on from; None if there is none to be seen from here."""
+    padding: str | None = None
+    """Whether rows of weight 0 were tried, and what came of it; None if the trainer adds up the rows itself."""
+    without_effect: Sequence[str] = ()
+    """A line for each setting that changes nothing."""
     doubt: str | None = None
     """What could not be looked at just now, and why; the hosts will try again."""
 
@@ -73,6 +77,7 @@ class PlanReport:
         """The console's first."""
         doubt = f"starting all the same, the hosts try again: {self.doubt}"
         lines = [Note(ev="note", message=line) for line in (self.continues or {}).get("told", ())]
+        lines += [Note(ev="note", level="warning", message=line) for line in self.without_effect]
         return [self.header(config), *lines, *([Note(ev="note", level="warning", message=doubt)] if self.doubt else [])]
 
     def header(self, config: JobConfig) -> RunStarted:
@@ -175,6 +180,10 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
 
 def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
     lines = {"not known yet": report.doubt} if report.doubt else {}
+    if report.without_effect:
+        lines["no effect"] = ("\n#" + " " * 19).join(report.without_effect)
+    if report.padding is not None:
+        lines["filled-up batches"] = report.padding
     if report.train_examples is not None:
         epoch = report.train_examples / global_batch_size
         lines["training data"] = f"{report.train_examples:,} sequences = {epoch:,.1f} steps an epoch"
