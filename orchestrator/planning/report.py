@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -96,15 +97,8 @@ class PlanReport:
 
 def check(config: JobConfig) -> PlanReport:
     """Raises ConfigError with everything that a look at the code and the data shows to be wrong."""
-    answer = _ask_child(config)
-    if answer["problems"]:
-        raise ConfigError(config.training.name, answer["problems"])
-    return PlanReport(
-        num_hosts=hosts_config.num_hosts(config.hosts),
-        devices_per_host=hosts_config.devices_per_host(config.hosts),
-        mesh=config.training.check_devices(hosts_config.num_devices(config.hosts)),
-        **answer["facts"],
-    )
+    with Child(config) as child:
+        return child.report()
 
 
 def render(config: JobConfig, report: PlanReport) -> str:
@@ -200,27 +194,68 @@ def scaled(number: float) -> str:
     return f"{number:g} "
 
 
-def _ask_child(config: JobConfig) -> dict[str, Any]:
-    request = {
-        "arguments_class": config.arguments_class,
-        "arguments": asdict(config.training),
-        "num_devices": hosts_config.num_devices(config.hosts),
-    }
-    child = subprocess.run(
-        [sys.executable, "-m", "trainers.planning.estimate"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=CHILD_TIMEOUT_S,
-        # On CPU: the estimate must not take a device from the processes that will train.
-        env=child_env(os.environ, {"JAX_PLATFORMS": "cpu"}),
-        check=False,
-    )
-    if child.returncode != 0:
-        raise PlanError(
-            f"python -m trainers.planning.estimate failed with exit status {child.returncode}:\n{child.stderr[-4000:]}"
+class Child:
+    """The process that works out the plan. It starts at once, and is killed at the end of the `with` if it is still there."""
+
+    def __init__(self, config: JobConfig):
+        self._config = config
+        # Not pipes: a child that prints much would wait for somebody to read, and nobody does while Ray starts.
+        self._given, self._answer, self._errors = (tempfile.TemporaryFile("w+") for _ in range(3))  # noqa: SIM115 - closed by __exit__
+        json.dump(
+            {
+                "arguments_class": config.arguments_class,
+                "arguments": asdict(config.training),
+                "num_devices": hosts_config.num_devices(config.hosts),
+            },
+            self._given,
         )
-    return json.loads(child.stdout)
+        self._given.seek(0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trainers.planning.estimate"],
+            stdin=self._given,
+            stdout=self._answer,
+            stderr=self._errors,
+            # On CPU: the estimate must not take a device from the processes that will train.
+            env=child_env(os.environ, {"JAX_PLATFORMS": "cpu"}),
+        )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for file in (self._given, self._answer, self._errors):
+            file.close()
+
+    def report(self) -> PlanReport:
+        """Waits for the answer. Raises ConfigError with everything that is wrong, and PlanError if the child itself failed."""
+        answer = self._read()
+        config = self._config
+        if answer["problems"]:
+            raise ConfigError(config.training.name, answer["problems"])
+        return PlanReport(
+            num_hosts=hosts_config.num_hosts(config.hosts),
+            devices_per_host=hosts_config.devices_per_host(config.hosts),
+            mesh=config.training.check_devices(hosts_config.num_devices(config.hosts)),
+            **answer["facts"],
+        )
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            status = self._process.wait(CHILD_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise PlanError(
+                f"python -m trainers.planning.estimate has not answered within {CHILD_TIMEOUT_S:.0f} s: does data.dataset or the "
+                "model wait for something?"
+            ) from error
+        if status != 0:
+            self._errors.seek(0)
+            raise PlanError(
+                f"python -m trainers.planning.estimate failed with exit status {status}:\n{self._errors.read()[-4000:]}"
+            )
+        self._answer.seek(0)
+        return json.loads(self._answer.read())
 
 
 def _flat(data: Mapping[str, Any], prefix: str) -> Any:

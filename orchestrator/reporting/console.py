@@ -33,6 +33,7 @@ from orchestrator.reporting.text import (
     sentence,
     summary_page,
 )
+from trainers.first_line import CLOCK_WIDTH, TERMINAL_CLOCK_WIDTH
 
 PLAIN_EVERY_S = 5.0
 """The least time between two lines of metrics in a log. Evaluations and the last step are always shown."""
@@ -40,6 +41,7 @@ READ_TIMEOUT_S = 0.2
 SHOWN_PREVIEW = 70
 """Characters of each text that the model generates; all of it is in the run's folder."""
 STATES = {
+    "checking": "checking the model and the data, while Ray starts",
     "reserving": "reserving machines",
     "starting": "starting",
     "importing": "starting processes",
@@ -58,7 +60,7 @@ STATES = {
 WITH_BAR = 110
 """Columns of a terminal that has room for a bar beside the numbers."""
 BAR = 20
-SHOWN_ONCE = ("reserving", "importing", "compiling")
+SHOWN_ONCE = ("checking", "reserving", "importing", "compiling")
 """States of the start that are logged, once each."""
 
 
@@ -122,14 +124,16 @@ class View:
         return max(0, self.max_steps - self.step) * self.metrics["step_time_s"]
 
 
-def make_console(stream: TextIO = sys.stdout, clock: Callable[[], float] = time.monotonic) -> Console:
-    """Makes a console for a terminal or for a log, depending on `stream`."""
+def make_console(
+    stream: TextIO = sys.stdout, began_s: float | None = None, clock: Callable[[], float] = time.monotonic
+) -> Console:
+    """Makes a console for a terminal or for a log, depending on `stream`. Its times count from `began_s` (default: now)."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")  # A terminal that knows no `·` shows `?`, and the run goes on.
     screen = Screen(file=stream, highlight=False)
     if stream.isatty() and not screen.is_dumb_terminal:
-        return TerminalConsole(screen, clock)
-    return PlainConsole(stream, clock)
+        return TerminalConsole(screen, clock, began_s)
+    return PlainConsole(stream, clock, began_s)
 
 
 def watch(board: BoardLike, console: Console, finished: Callable[[], bool]) -> None:
@@ -175,9 +179,9 @@ def log_lines(event: ConsoleEvent, view: View) -> list[Text]:
 class PlainConsole:
     """Lines of text, each with the time since the start."""
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float]):
+    def __init__(self, stream: TextIO, clock: Callable[[], float], began_s: float | None = None):
         self._stream, self._clock = stream, clock
-        self._view = View(started_s=clock())
+        self._view = View(started_s=clock() if began_s is None else began_s)
         self._last_metrics_s = float("-inf")
 
     def show(self, event: ConsoleEvent) -> None:
@@ -204,15 +208,15 @@ class PlainConsole:
 
     def _print(self, line: str) -> None:
         elapsed = clock_time(self._clock() - self._view.started_s)
-        print(f"{elapsed:>7}  {line}" if line else "", file=self._stream, flush=True)
+        print(f"{elapsed:>{CLOCK_WIDTH}}  {line}" if line else "", file=self._stream, flush=True)
 
 
 class TerminalConsole:
     """Log lines scroll; the two lines of the live view stay below them."""
 
-    def __init__(self, screen: Screen, clock: Callable[[], float]):
+    def __init__(self, screen: Screen, clock: Callable[[], float], began_s: float | None = None):
         self._screen, self._clock = screen, clock
-        self._view = View(started_s=clock())
+        self._view = View(started_s=clock() if began_s is None else began_s)
         self._spinner = Spinner("dots", style="cyan")
         self._live = Live(get_renderable=self._lines, console=screen, refresh_per_second=5, transient=True)
         self._live.start()
@@ -233,7 +237,7 @@ class TerminalConsole:
     def _print(self, line: Text) -> None:
         elapsed = clock_time(self._clock() - self._view.started_s)
         row = Table.grid(padding=(0, 2))
-        row.add_column(width=9, justify="right")
+        row.add_column(width=TERMINAL_CLOCK_WIDTH, justify="right")
         row.add_column()
         row.add_row(Text(elapsed if line.plain else "", "dim"), line)
         self._screen.print(row)
@@ -242,7 +246,7 @@ class TerminalConsole:
         """Two lines: how the training goes, and how the run is. They fit into 80 columns."""
         view = self._view
         rows = Table.grid(padding=(0, 2), expand=False)
-        rows.add_column(width=9, justify="right", no_wrap=True)
+        rows.add_column(width=TERMINAL_CLOCK_WIDTH, justify="right", no_wrap=True)
         rows.add_column(no_wrap=True, overflow="ellipsis")
         state = Text(
             printable(f"{STATES.get(view.state, view.state)} {view.evaluation}".strip()),

@@ -24,7 +24,7 @@ ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax"
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
-        ("config", "storage", "foreign_errors"),
+        ("config", "storage", "foreign_errors", "first_line"),
         ("errors", "parallel", "recorders"),
         ("runtime", "models", "optim"),
         ("protocol",),
@@ -49,6 +49,7 @@ FLOORS = {
         ("config", "reporting", "testbed"),
         ("planning", "verify"),
         ("driver", "chaos", "checkpoints"),
+        ("launching",),
         ("run", "profile"),
     ),
 }
@@ -83,6 +84,7 @@ LIGHT_MODULES = tuple(
         "config/section",
         "config/weights",
         "errors",
+        "first_line",
         "foreign_errors",
         "metrics/__init__",
         "metrics/host_usage",
@@ -222,14 +224,44 @@ def test_the_driver_reaches_only_the_light_modules_of_trainers():
 
 
 def test_a_wrong_configuration_is_told_without_waiting_for_ray():
-    reached, waiting = set(), {"orchestrator.run", "orchestrator.planning.report", "orchestrator.config.job"}
+    reached = imported_with("orchestrator.launching", "orchestrator.planning.report", "orchestrator.config.job")
+    assert "cluster.hosts.config" in reached
+    assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
+
+
+def imported_with(*modules: str) -> set[str]:
+    """Returns the names of all modules that are imported with these."""
+    reached: set[str] = set()
+    waiting = {*modules}
     while waiting:
         module = waiting.pop()
         reached.add(module)
         path = file_of(module)
         waiting |= {name for name, _ in imports(path, only_at_import=True)} - reached if path else set()
-    assert "cluster.hosts.config" in reached
-    assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
+        if "." in module:  # the packages around it too
+            waiting |= {module.rpartition(".")[0]} - reached
+    return reached
+
+
+COMMANDS = (
+    *(f"orchestrator.{name}" for name in ("run", "verify.__main__", "chaos.__main__", "checkpoints", "profile")),
+    *(f"trainers.{name}" for name in ("run", "export", "evaluate")),
+)
+SLOW_TO_IMPORT = {"ray", "jax", "jaxlib", "flax", "optax", "orbax", "mlflow", "grain", "tensorstore", "safetensors"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_tells_its_help_and_its_first_line_before_it_imports_what_is_slow(command):
+    """What a module imports as it is imported comes before everything that it prints."""
+    reached = imported_with(command)
+    assert top(command) in reached
+    assert SLOW_TO_IMPORT & {top(module) for module in reached} == set()
+
+
+def test_the_first_line_of_a_run_needs_the_standard_library_alone():
+    ours = {module for module in imported_with("orchestrator.run") if top(module) in PACKAGES}
+    assert ours - {"trainers.first_line.say"} == {"orchestrator", "orchestrator.run", "trainers", "trainers.first_line"}
+    assert {top(module) for module in imported_with("orchestrator.run")} <= {*PACKAGES, *sys.stdlib_module_names}
 
 
 def test_the_reader_of_imports_sees_what_it_should(tmp_path):
