@@ -29,7 +29,7 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 another address of the machine wherever it is given."""
 ASKED_BY_NOBODY = ("start_api_server", "start_monitor", "start_log_monitor")
 """Processes that Ray starts beside the cluster of one machine, and waits for: the server of the dashboard, which runs without a
-dashboard too, the autoscaler, and what copies logs to the driver. They take seconds of the start, and memory for the whole run."""
+dashboard too, the autoscaler, and what copies logs to the driver. They take seconds of each start, and memory of each run."""
 SHOWN_AS_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or was killed"
 """Ray's own messages about lost nodes and workers, each with a long stack. The console shows an incident instead."""
 

@@ -108,6 +108,8 @@ class View:
                 self.goodput = event.get("goodput", self.goodput)
             case "checkpoint":
                 self.saved_step = event["step"]
+            case "checkpoint_gone":
+                self.saved_step = None
             case "recovered":
                 self.step = event["incident"].get("resumed_step", self.step)
 

@@ -117,6 +117,21 @@ def test_plain_metrics_come_now_and_then_and_at_the_end(plain, clock):
     assert plain(metrics(300, loss=2.0)) == "   0:06  step 300/300  loss 2.0000  41.2 k tokens/s  1 host  saved 20\n"
 
 
+def test_a_checkpoint_that_somebody_has_deleted_is_no_longer_shown_as_saved(plain, clock):
+    plain({**RUN, "max_steps": 300}, metrics(10, loss=3.0), {"ev": "checkpoint", "step": 20, "path": "x"})
+    clock.now_s += 6
+    assert "saved 20" in plain(metrics(30, loss=2.8))
+    clock.now_s += 6
+    assert "saved" not in plain({"ev": "checkpoint_gone", "step": 20}, metrics(40, loss=2.7))
+
+
+def test_the_times_count_from_when_the_command_began(clock):
+    stream = io.StringIO()
+    console = make_console(stream, clock.now_s - 12, clock)
+    console.show({"ev": "status", "state": "checking"})
+    assert stream.getvalue() == "   0:12  checking the model and the data, while Ray starts\n"
+
+
 def test_previews_are_a_line_each_whatever_the_model_wrote(plain):
     shown = [{"prompt": "def ", "text": "f(x):\n\treturn \x1b[31m1"}, {"prompt": "a", "text": "b" * 200}]
     assert plain({"ev": "preview", "step": 20, "previews": shown}) == (
