@@ -5,9 +5,11 @@ import pytest
 from rich.console import Console as Screen
 
 from orchestrator.board import Board
-from orchestrator.reporting.console import PlainConsole, TerminalConsole, make_console, watch
-from orchestrator.reporting.text import clock_time, count, printable, recovery, seconds, sentence, summary_page, waiting
+from orchestrator.reporting.console import job_lines_of, make_console, watch
+from orchestrator.reporting.text import recovery, summary_page, waiting
 from tests.event_schema import check_event
+from trainers.console.screens import PlainConsole, TerminalConsole
+from trainers.console.text import clock_time, count, printable, seconds, sentence
 
 INCIDENT = {
     "kind": "process_crash",
@@ -68,7 +70,7 @@ def clock():
 def plain(clock):
     """A plain console, and a function that shows events and returns what they printed."""
     stream = io.StringIO()
-    console = PlainConsole(stream, clock)
+    console = PlainConsole(stream, clock, None, job_lines_of, summary_page)
 
     def show(*events, known=True):
         start = stream.tell()
@@ -251,7 +253,9 @@ def test_summary_of_a_run_that_was_stopped_and_of_many_incidents():
 
 def test_terminal_shows_the_same_story_around_a_live_line(clock):
     stream = io.StringIO()
-    console = TerminalConsole(Screen(file=stream, force_terminal=True, width=120, color_system=None), clock)
+    console = TerminalConsole(
+        Screen(file=stream, force_terminal=True, width=120, color_system=None), clock, None, job_lines_of, summary_page
+    )
     events = [
         {**RUN, "hosts": 2, "max_steps": 300},
         {"ev": "status", "state": "reserving"},
@@ -287,7 +291,9 @@ FULL = {
 
 @pytest.mark.parametrize(("unit", "rate"), [("tokens", "1.23 M tokens/s"), ("examples", "3,210 examples/s")])
 def test_the_live_view_fits_into_80_columns_and_a_log_says_the_same(plain, clock, unit, rate):
-    terminal = TerminalConsole(Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None), clock)
+    terminal = TerminalConsole(
+        Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None), clock, None, job_lines_of, summary_page
+    )
     incident = {"ev": "incident", "incident": INCIDENT}
     events = [
         {**RUN, "hosts": 256, "max_steps": 10_000, "tokens_per_step": 4096, "unit": unit},
