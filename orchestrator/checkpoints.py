@@ -24,7 +24,8 @@ from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from trainers.checkpoint import committed, layout, manifest
 from trainers.checkpoint.committed import Committed
-from trainers.config.program import program
+from trainers.first_line import say
+from trainers.program import program
 from trainers.storage import documents
 
 EXIT_FINE = 0
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_intermixed_args(argv)
+    say(f"reading the checkpoints of {arguments.run}", stream=sys.stderr)  # --verify may take long, and so may a storage
     try:
         folder = checkpoints_of(arguments.run, arguments.overrides)
         if arguments.accept_loss:

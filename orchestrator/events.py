@@ -75,6 +75,13 @@ class CheckpointSaved(TypedDict):
     path: str
 
 
+class CheckpointGone(TypedDict):
+    """The newest checkpoint is no longer where it was saved."""
+
+    ev: Literal["checkpoint_gone"]
+    step: int
+
+
 class IncidentHappened(TypedDict):
     """An incident began, or is over (`recovered`). See `Incident.to_dict`."""
 
@@ -112,6 +119,7 @@ ConsoleEvent = (
     | Evaluating
     | Preview
     | CheckpointSaved
+    | CheckpointGone
     | IncidentHappened
     | Note
     | Printed

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator.shipped.files import configuration_named
-from trainers.config.program import GANGWAY
+from trainers.program import GANGWAY
 from trainers.config.section import did_you_mean
 
 EXIT_FINE, EXIT_REFUSED = 0, 2

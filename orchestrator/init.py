@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from orchestrator.shipped.files import CONFIGS, EXAMPLES, PROJECT, folder_of
-from trainers.config.program import program
+from trainers.program import program
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 NEXT = {

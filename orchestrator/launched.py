@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import head
 from orchestrator.planning import report
-from orchestrator.run import run_job, why_no_outcome
+from orchestrator.launching import Interrupted, run_job, why_no_outcome
 from orchestrator.run_state.lease import RunInUse
 from trainers.config.masking import masked
 from trainers.storage import documents
@@ -35,11 +36,13 @@ def main() -> None:
 def end_of(configuration: dict[str, Any]) -> dict[str, Any]:
     """Runs the job. Returns `status` (finished, stopped, failed, or refused: nothing was started), `error` and `stop_reason`."""
     try:
-        outcome, error, lost = run_job(build(configuration, name="launch"))
+        outcome, error, lost = run_job(build(configuration, name="launch"), began_s=time.monotonic())
     except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as refused:
         return {"status": "refused", "error": masked(str(refused)), "stop_reason": None}
     except report.PlanError as failed:
         return {"status": "failed", "error": masked(str(failed)), "stop_reason": None}
+    except Interrupted:
+        raise KeyboardInterrupt from None
     if outcome is None:
         return {"status": "failed", "error": why_no_outcome(error, lost), "stop_reason": None}
     return {name: outcome[name] for name in ("status", "error", "stop_reason")}

@@ -17,7 +17,8 @@ from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
-from trainers.config.program import program
+from trainers.first_line import say
+from trainers.program import program
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
 STEPS = 3
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: expected at least 1")
+    say(f"looking for the run {options.run}", stream=sys.stderr)
     try:
         run_dir = checkpoints_of(options.run, options.overrides).parent
         outcomes = profile(run_dir, options.steps, options.hosts, options.timeout)

@@ -8,52 +8,24 @@ Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong, the
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
-import threading
 import time
-import uuid
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
-from orchestrator.board import Board, BoardLike, start_remote_board
-from orchestrator.config.job import ConfigError, JobConfig, load
-from orchestrator.driver import head
-from orchestrator.driver.main import drive, keep_private
-from orchestrator.driver.ray_cluster import connect, disconnect, head_address
-from orchestrator.driver.ray_train import fit
-from orchestrator.failures import missing_code
-from orchestrator.planning import report
-from orchestrator.reporting.console import make_console, watch
-from orchestrator.run_state.lease import RunInUse, check_free
-from orchestrator.run_state.outcome import read_outcome
-from trainers.config.masking import masked
-from trainers.config.program import program
-from trainers.storage import documents
-
-EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
-JOB_STOP_GRACE_S = 3.0
-"""How long after SIGTERM `ray job stop` sends SIGKILL."""
-LEAVE_TIMEOUT_S = 5.0
-"""How long Ray may take to shut down when its head is gone."""
+from trainers.first_line import say
+from trainers.program import program
 
 
 def main(argv: list[str] | None = None) -> int:
+    began_s = time.monotonic()
     arguments = parse(sys.argv[1:] if argv is None else argv)
-    try:
-        config = load(arguments.config, arguments.overrides)
-        if arguments.dry_run:
-            print(report.render(config, report.check(config)))
-            return EXIT_FINISHED
-        return launch(config)
-    except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as error:
-        print(f"error: {masked(str(error))}", file=sys.stderr)
-        return EXIT_REFUSED
-    except report.PlanError as error:
-        print(f"error: {masked(str(error))}", file=sys.stderr)
-        return EXIT_FAILED
+    if arguments.dry_run:  # standard output is for what it prints
+        say(f"checking {arguments.config}: nothing is started", stream=sys.stderr)
+    else:
+        say(f"reading {arguments.config}", clock=True)
+    # After the first line: this imports much.
+    from orchestrator.launching import run
+
+    return run(arguments.config, arguments.overrides, dry_run=arguments.dry_run, began_s=began_s)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -62,134 +34,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-3 hosts.count=4")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, take no machine")
     return parser.parse_intermixed_args(argv)
-
-
-def launch(config: JobConfig) -> int:
-    """Runs the job, and shows what it does. Returns the exit status."""
-    return exit_status(*run_job(config))
-
-
-def run_job(config: JobConfig) -> tuple[dict[str, Any] | None, BaseException | None, str | None]:
-    """Checks the configuration, connects to Ray, runs the driver, and shows its events.
-
-    Returns the outcome; without one, the error with which the driver ended and why the head of the cluster is gone.
-    """
-    started_at_s = time.time()
-    # Before anything is written.
-    keep_private(config)
-    run_dir = config.run_dir
-    # All of this before Ray is started: a wrong configuration is reported within a second.
-    documents.check_writable(run_dir)
-    check_free(run_dir)
-    if named := head.named(os.environ, config.driver.address):
-        head.check(*named)
-    plan = report.check(config)
-    launch_id = uuid.uuid4().hex[:12]
-    supervised = connect(config)
-    board = start_remote_board() if supervised else Board()
-    for event in plan.events(config):
-        board.post(event)
-    message = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir, "started_at_s": started_at_s}
-    ended = ThreadEnd()
-    # Off the main thread: there Ray Train would take SIGINT for itself.
-    driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
-    driver.start()
-    console = make_console(sys.stdout)
-    with relay_signals(board, run_dir, launch_id), head.HeadWatch(head_address(), run_dir, console.show) as head_watch:
-        watch(board, console, lambda: head_watch.over or not driver.is_alive())
-    # By the file: Ray wraps the exceptions of a worker, and their types are lost.
-    outcome = read_outcome(run_dir, launch_id)
-    lost = head_watch.why_lost() if outcome is None else None
-    leave(driver, has_head=lost is None)
-    return outcome, ended.error, lost
-
-
-def leave(driver: threading.Thread, has_head: bool) -> None:
-    """Ends the connection to Ray. In order: otherwise Ray's own processes would be left behind."""
-    if has_head:
-        driver.join()
-        disconnect()
-        return
-    # Ray may wait for the head that is gone.
-    leaving = threading.Thread(target=disconnect, name="leave Ray", daemon=True)
-    leaving.start()
-    leaving.join(LEAVE_TIMEOUT_S)
-
-
-def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> None:
-    fit(drive, message, name=config.training.name, storage=config.training.storage, supervised=supervised)
-
-
-# ---------------------------------------------------------------------- signals and exit
-
-
-class ThreadEnd:
-    """The exception with which the driver's thread ended."""
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def catch(self, work: Callable[..., None], *arguments: Any) -> None:
-        try:
-            work(*arguments)
-        except BaseException as error:  # a thread's boundary: shown by the main thread
-            self.error = error
-
-
-class relay_signals:
-    """SIGINT and SIGTERM ask the driver to save and stop; a second SIGINT ends this command at once."""
-
-    def __init__(self, board: BoardLike, run_dir: str, launch_id: str):
-        self.board, self.run_dir, self.launch_id = board, run_dir, launch_id
-        self.asked_at_s: float | None = None
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> relay_signals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.asked_at_s is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked_at_s = time.monotonic()
-        reason = "interrupted" if number == signal.SIGINT else "terminated"
-        # In another thread: the board may be an actor, and Ray's calls must not be made in a signal handler.
-        threading.Thread(target=self.board.request_stop, args=(reason,), daemon=True).start()
-        if number == signal.SIGTERM:
-            late = threading.Timer(JOB_STOP_GRACE_S - 0.5, self._too_late)
-            late.daemon = True
-            late.start()
-
-    def _too_late(self) -> None:
-        if read_outcome(self.run_dir, self.launch_id) is not None:
-            return  # the run is saved and its outcome written: only Ray is still shutting down
-        print(
-            f"SIGTERM: the state could not be saved within {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed now, "
-            f"the next launch goes on from the newest checkpoint in {self.run_dir}/checkpoints",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, lost: str | None) -> int:
-    """`lost`: why the head of the cluster is gone."""
-    if outcome is None:
-        print(f"error: {why_no_outcome(error, lost)}", file=sys.stderr)
-        return EXIT_FAILED
-    if outcome["status"] == "failed":
-        print(f"\nerror: {outcome['error']}", file=sys.stderr)
-    elif outcome["status"] == "stopped":
-        print(f"stopped ({outcome['error'] or outcome['stop_reason']}); run the same command again to go on", file=sys.stderr)
-    return {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED}.get(outcome["status"], EXIT_FAILED)
-
-
-def why_no_outcome(error: BaseException | None, lost: str | None) -> str:
-    return masked(lost or missing_code.explain(str(error)) or f"the driver ended without an outcome: {error!r}")
 
 
 if __name__ == "__main__":

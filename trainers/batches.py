@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from trainers import runtime
@@ -56,12 +57,17 @@ class BatchBuilder(Hooks):
         if self.dataset_train is None:
             raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
         # One row is enough: all rows have the same shapes and types.
-        row = stack([self._reader(self.dataset_train)(0)], [True], self._collator)
-        if self._preprocess is not None:
-            row = preprocessed(row, 0, self._preprocess)
+        row = self.rows_of(self.dataset_train, [0])
         shapes = {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in row.items()}
         shapes = self._prepared_shapes(shapes, model)
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
+
+    def rows_of(self, dataset: RandomAccess, indices: Sequence[int], num_padded: int = 0) -> dict[str, np.ndarray]:
+        """Returns the examples at these indices as the rows of a batch [rows, ...], before `prepare_batch`; the last `num_padded`
+        of them only fill it up (weight 0). Raises what reading and collating raise."""
+        read, counts = self._reader(dataset), [True] * (len(indices) - num_padded) + [False] * num_padded
+        rows = stack([read(index) for index in indices], counts, self._collator)
+        return rows if self._preprocess is None else preprocessed(rows, 0, self._preprocess)
 
     def _prepared_shapes(self, shapes: Shapes, model: TrainerConfigureModelOutput) -> Shapes:
         if not self.overrides("prepare_batch"):

@@ -176,6 +176,11 @@ def user_frame(error: BaseException) -> str | None:
     return None
 
 
+def notes_of(error: BaseException) -> list[str]:
+    """Returns what this project has noted about the circumstances of an error (`while ...`); libraries note other things."""
+    return [note for note in getattr(error, "__notes__", ()) if note.startswith("while ")]
+
+
 def _first_raised_first(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
     """Yields the causes of an error, then itself, then those during whose handling it was raised."""
     if error is None or id(error) in seen:  # a chain may be a circle

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.arguments import TrainingArguments, load_object
-from trainers.config.program import program
+from trainers.program import program
 from trainers.errors import TransientError, UsageError
+from trainers.first_line import say
 from trainers.run import read
 from trainers.runtime.events import Event
 
@@ -39,6 +40,7 @@ class Result:
 
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
+    say(f"evaluating {', '.join(options.checkpoint)}", stream=sys.stderr)
     try:
         # No run begins here: what one would begin with does not matter.
         trainer = build(dataclasses.replace(read(options.config, options.overrides), init_from=None))

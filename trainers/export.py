@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import uuid
@@ -23,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from trainers.checkpoint import assets, layout, manifest, weights
-from trainers.checkpoint.model_only import PART, STATE, parts_in
+from trainers.checkpoint import assets, layout, manifest
 from trainers.config import ModelConfig
 from trainers.config.arguments import from_dict
-from trainers.config.program import program
+from trainers.program import program
 from trainers.errors import CheckpointError, TransientError, UsageError
+from trainers.first_line import say
 from trainers.models.hf import config as hf_config
 from trainers.models.hf.weights import flat, to_tensors
 
@@ -46,6 +47,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", help="a new file (safetensors) or folder (huggingface)")
     parser.add_argument("--format", choices=FORMATS, default="safetensors")
     options = parser.parse_args(argv)
+    say(f"reading {options.source}", stream=sys.stderr)
+    # After the first line: it imports JAX.
+    from trainers.checkpoint import weights
+
     try:
         checkpoint = weights.find(options.source)
         if checkpoint.is_file():
@@ -112,6 +117,7 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (the parameters to evaluate, with the model's other state, as NumPy arrays; meta). Every byte is checked first.
     Raises CheckpointError that names the damage."""
     from trainers.checkpoint.array_io import ArrayFiles
+    from trainers.checkpoint.model_only import PART, STATE, parts_in
     from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
     from trainers.step.state import arrays_of_model
 
@@ -187,7 +193,5 @@ def _write_atomically(out: Path, write: Callable[[Path], Any], *, replace: bool 
 
 
 if __name__ == "__main__":
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # accelerators are left to the processes that train
+    os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are left to the processes that train
     sys.exit(main())

@@ -12,19 +12,23 @@ import dataclasses
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from trainers.checkpoint import going_on
+from trainers.config import without_effect
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
 from trainers.config.masking import masked
-from trainers.config.program import program
+from trainers.console.screens import Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
+from trainers.first_line import say
 from trainers.models.hf.pretrained import resolved
+from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event
@@ -33,7 +37,20 @@ if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do with
     from trainers.protocol import TrainerOutput
 
 DEFAULT_ARGUMENTS = "trainers.config.arguments:TrainingArguments"
-CONSOLE = "trainers.recorders.console:Console"
+STATES = {
+    "import": "importing",
+    "join": "joining",
+    "restore": "restoring",
+    "compile": "compiling",
+    "train": "training",
+    "evaluate": "evaluating",
+    "preview": "generating previews",
+    "diagnose": "diagnosing",
+    "save": "saving",
+    "finish": "finishing",
+}
+"""The state that the console shows in each phase of this process."""
+WARNINGS = ("save_failed", "anomaly")
 
 
 def main() -> int:
@@ -44,25 +61,59 @@ def main() -> int:
     if not given or given[0].startswith("-") or "=" in given[0] or not all("=" in item for item in given[1:]):
         print(usage(), file=sys.stderr)
         return 2
+    began_s = time.monotonic()
+    say(f"reading {given[0]}", clock=True)
     try:
-        arguments = read(given[0], given[1:])
-        recorders = open_recorders(arguments)
-        try:
-            trainer = build(arguments, recorders)
-            for line in going_on.of_run(os.path.join(arguments.storage, arguments.name), arguments):
-                print(line, flush=True)
-            trainer.train()
-        finally:
-            # After an error too: what was published before it is recorded.
-            recorders.close()
+        output = train(read(given[0], given[1:]), began_s)
     except Exception as error:  # the command's boundary: told, with where it arose in the user's code
         return failed(error)
-    print(result(trainer.output))
+    print(result(output))
     return 0
 
 
 def usage() -> str:
     return str(__doc__).replace("python -m trainers.run", program("trainers.run"))
+
+
+def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
+    """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
+    console = make_console(sys.stdout, began_s)
+
+    def note(message: str, level: str = "info") -> None:
+        console.show({"ev": "note", "message": message, "level": level})
+
+    recorders = open_recorders(arguments, note)
+    try:
+        trainer = build(arguments, recorders, console)
+        console.show(header(arguments, trainer))
+        for line in going_on.of_run(os.path.join(arguments.storage, arguments.name), arguments):
+            note(line)
+        for line in (*without_effect.by_rules(arguments), *without_effect.of_previews(arguments, getattr(trainer, "task", None))):
+            note(line, "warning")
+        trainer.train()
+    finally:
+        # After an error too: what was published before it is recorded.
+        recorders.close()
+        # What follows must not be drawn into the live lines.
+        console.close()
+    return trainer.output
+
+
+def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
+    """Returns the event of what will run. Of a trainer that only implements the protocol little is known."""
+    import jax
+
+    about: dict[str, Any] = {"ev": "run", "name": arguments.name, "hosts": jax.process_count(), "devices": jax.device_count()}
+    known: dict[str, Any] = {"parameters": None, "tokens_per_step": None, "max_steps": arguments.max_num_steps}
+    if (prepare := getattr(trainer, "prepare", None)) is not None:
+        from trainers.step.state import num_parameters
+
+        prepare()
+        each = trainer.task.tokens_per_example
+        known["parameters"] = num_parameters(trainer._model_state.params)
+        known["tokens_per_step"] = arguments.global_batch_size * each
+        known["unit"] = "examples" if each == 1 else "tokens"
+    return about | known
 
 
 def failed(error: Exception) -> int:
@@ -109,17 +160,16 @@ def override(settings: dict[str, Any], item: str) -> None:
         raise UsageError(f"{item!r}: the value is no YAML: {error}") from error
 
 
-def open_recorders(arguments: TrainingArguments) -> Recorders:
+def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) -> Recorders:
     folder = str(Path(arguments.storage, arguments.name).absolute())
     about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
-    names, folders = (CONSOLE, *arguments.recorders), arguments.recorder_folders
-    return Recorders(names, about, lambda message: print(message, flush=True), folders=folders)
+    return Recorders(arguments.recorders, about, note, folders=arguments.recorder_folders)
 
 
-def build(arguments: TrainingArguments, recorders: Recorders) -> Any:
+def build(arguments: TrainingArguments, recorders: Recorders, console: Console) -> Any:
     from trainers import runtime
 
-    host = runtime.Runtime(lambda event: show(event, recorders))
+    host = runtime.Runtime(lambda event: show(event, recorders, console))
     runtime.install(host)
     # The loop then stops between two steps, with the state saved.
     signal.signal(signal.SIGINT, lambda number, frame: host.request_stop("interrupted"))
@@ -127,15 +177,32 @@ def build(arguments: TrainingArguments, recorders: Recorders) -> Any:
     return load_object(arguments.trainer)(arguments, *load_object(arguments.data.dataset)(arguments))
 
 
-def show(event: Event, recorders: Recorders) -> None:
+def show(event: Event, recorders: Recorders, console: Console) -> None:
     if event["ev"] == "metrics":
         recorders.record(event["step"], event["metrics"], event.get("distributions"))
-    for line in lines(event):
-        print(line, flush=True)
+    for shown in for_console(event):
+        console.show(shown)
+
+
+def for_console(event: Event) -> list[dict[str, Any]]:
+    """Returns what the console of a job would get of this event of a training process."""
+    match event["ev"]:
+        case "phase":
+            return [{"ev": "status", "state": STATES.get(event["phase"], event["phase"])}]
+        case "metrics":
+            kind = event.get("kind") or ("eval" if any(name.startswith("eval_") for name in event["metrics"]) else "train")
+            return [{"ev": "metrics", "step": event["step"], "metrics": event["metrics"], "kind": kind}]
+        case "evaluating" | "preview":
+            return [dict(event)]
+        case "saved":
+            return [{"ev": "checkpoint", "step": event["step"], "path": event["path"]}]
+        case _:
+            level = "warning" if event["ev"] in WARNINGS else "info"
+            return [{"ev": "note", "message": text, "level": level} for text in lines(event)]
 
 
 def lines(event: Event) -> list[str]:
-    """Returns what a user reads of an event; of metrics the recorders tell."""
+    """Returns what a user reads of an event, without its numbers."""
     found: list[str] = []
     match event["ev"]:
         case "note":

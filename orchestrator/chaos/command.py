@@ -39,7 +39,8 @@ from orchestrator.testbed.local_cluster import local_cluster, network, why_no_ne
 from orchestrator.testbed.resources import ResourceError, mlflow_server, small_disk, why_no_small_disk
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.tracker import left_over
-from trainers.config.program import program
+from trainers.first_line import say
+from trainers.program import program
 from trainers.storage import documents
 
 DEFAULT_KINDS = ("process", "agent", "driver")
@@ -54,6 +55,7 @@ FAULT_S, LONGEST_PACE_S = 12.0, 0.15
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
+    say(f"reading {arguments.config}")
     overrides = [*arguments.overrides, *hosts_overrides(arguments.hosts)]
     try:
         config = load(arguments.config, overrides)

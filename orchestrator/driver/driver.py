@@ -359,6 +359,8 @@ class Driver:
         if (problem := self.launch.storage_problem) and problem != self._reported_storage_problem:
             self.events.note(problem, "warning")
         self._reported_storage_problem = problem
+        if self.launch.checkpoint_is_gone():
+            self.events.checkpoint_gone()
 
     # ------------------------------------------------------------------ when it ends
 

@@ -164,6 +164,12 @@ class EventHandler:
             self.board.post({"ev": "checkpoint", "step": event["step"], "path": event["path"]})
             self.reporter.report({"step": event["step"]}, checkpoint_path=event["path"])
 
+    def checkpoint_gone(self) -> None:
+        """Reports that the newest checkpoint was deleted by somebody: until the next save there is nothing to go back to."""
+        step, path = self.launch.checkpoint_step, self.launch.saved_path
+        self.board.post({"ev": "checkpoint_gone", "step": step or 0})
+        self.note(f"the checkpoint of step {step} is gone from {path}: training goes on, and saves at its next save", "warning")
+
     def _on_restored(self, host: int, event: Restored) -> None:
         # All hosts have agreed on the checkpoint: the report of one is enough.
         if host == 0:

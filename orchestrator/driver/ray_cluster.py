@@ -6,13 +6,14 @@ is in the environment of Ray's processes, which only their user can read; no fil
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import os
 import secrets
 import stat
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
 
 import psutil
@@ -26,6 +27,9 @@ AUTH_MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Lets Ray use the loopback address. Despite its name the variable applies on Linux too. Without it Ray replaces 127.0.0.1 by
 another address of the machine wherever it is given."""
+ASKED_BY_NOBODY = ("start_api_server", "start_monitor", "start_log_monitor")
+"""Processes that Ray starts beside the cluster of one machine, and waits for: the server of the dashboard, which runs without a
+dashboard too, the autoscaler, and what copies logs to the driver. They take seconds of each start, and memory of each run."""
 SHOWN_AS_INCIDENTS = "Raylet is terminated|has been marked dead|worker died or was killed"
 """Ray's own messages about lost nodes and workers, each with a long stack. The console shows an incident instead."""
 
@@ -60,15 +64,32 @@ def connect(config: JobConfig) -> bool:
     # One CPU more: where Ray Train supervises the driver, the driver is a worker that takes one.
     cpus = int(hosts * config.hosts.cpus_per_host) + 1
     # "local": otherwise Ray would join a cluster that somebody else has started on this machine.
-    ray.init(
-        "local",
-        num_cpus=cpus,
-        include_dashboard=config.driver.dashboard,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        _temp_dir=os.path.join(private_folder(), "ray"),
-    )
+    with without_helpers(() if config.driver.dashboard else ASKED_BY_NOBODY):
+        ray.init(
+            "local",
+            num_cpus=cpus,
+            include_dashboard=config.driver.dashboard,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _temp_dir=os.path.join(private_folder(), "ray"),
+        )
     return config.driver.supervise
+
+
+@contextlib.contextmanager
+def without_helpers(names: Sequence[str]) -> Iterator[None]:
+    """Lets `ray.init` leave out these processes, which are named by the methods of Ray's own class that start them."""
+    from ray._private.node import Node
+
+    # Private, and there is no setting for it: a method that is not there any more is not missed.
+    before = {name: getattr(Node, name) for name in names if hasattr(Node, name)}
+    try:
+        for name in before:
+            setattr(Node, name, lambda *_, **__: None)
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 def head_address() -> str:

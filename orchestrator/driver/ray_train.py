@@ -76,6 +76,11 @@ class TrainReporter:
         return ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)
 
 
+def import_ray_train() -> None:
+    """Imports what `fit` needs, which takes about a second: so that it is done while something else is waited for."""
+    import ray.train.v2.api.data_parallel_trainer  # noqa: F401
+
+
 def fit(
     drive: Callable[[dict[str, Any], Reporter], None],
     message: dict[str, Any],

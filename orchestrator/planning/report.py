@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -53,6 +54,10 @@ class PlanReport:
     """What `init_from` gives; None also if it cannot be seen from here."""
     continues: Mapping[str, Any] | None = None
     """`step` and `told` (lines) of the checkpoint that the run goes on from; None if there is none to be seen from here."""
+    padding: str | None = None
+    """Whether rows of weight 0 were tried, and what came of it; None if the trainer adds up the rows itself."""
+    without_effect: Sequence[str] = ()
+    """A line for each setting that changes nothing."""
     doubt: str | None = None
     """What could not be looked at just now, and why; the hosts will try again."""
 
@@ -73,6 +78,7 @@ class PlanReport:
         """The console's first."""
         doubt = f"starting all the same, the hosts try again: {self.doubt}"
         lines = [Note(ev="note", message=line) for line in (self.continues or {}).get("told", ())]
+        lines += [Note(ev="note", level="warning", message=line) for line in self.without_effect]
         return [self.header(config), *lines, *([Note(ev="note", level="warning", message=doubt)] if self.doubt else [])]
 
     def header(self, config: JobConfig) -> RunStarted:
@@ -91,15 +97,8 @@ class PlanReport:
 
 def check(config: JobConfig) -> PlanReport:
     """Raises ConfigError with everything that a look at the code and the data shows to be wrong."""
-    answer = _ask_child(config)
-    if answer["problems"]:
-        raise ConfigError(config.training.name, answer["problems"])
-    return PlanReport(
-        num_hosts=hosts_config.num_hosts(config.hosts),
-        devices_per_host=hosts_config.devices_per_host(config.hosts),
-        mesh=config.training.check_devices(hosts_config.num_devices(config.hosts)),
-        **answer["facts"],
-    )
+    with Child(config) as child:
+        return child.report()
 
 
 def render(config: JobConfig, report: PlanReport) -> str:
@@ -175,6 +174,10 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
 
 def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
     lines = {"not known yet": report.doubt} if report.doubt else {}
+    if report.without_effect:
+        lines["no effect"] = ("\n#" + " " * 19).join(report.without_effect)
+    if report.padding is not None:
+        lines["filled-up batches"] = report.padding
     if report.train_examples is not None:
         epoch = report.train_examples / global_batch_size
         lines["training data"] = f"{report.train_examples:,} sequences = {epoch:,.1f} steps an epoch"
@@ -191,27 +194,68 @@ def scaled(number: float) -> str:
     return f"{number:g} "
 
 
-def _ask_child(config: JobConfig) -> dict[str, Any]:
-    request = {
-        "arguments_class": config.arguments_class,
-        "arguments": asdict(config.training),
-        "num_devices": hosts_config.num_devices(config.hosts),
-    }
-    child = subprocess.run(
-        [sys.executable, "-m", "trainers.planning.estimate"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=CHILD_TIMEOUT_S,
-        # On CPU: the estimate must not take a device from the processes that will train.
-        env=child_env(os.environ, {"JAX_PLATFORMS": "cpu"}),
-        check=False,
-    )
-    if child.returncode != 0:
-        raise PlanError(
-            f"python -m trainers.planning.estimate failed with exit status {child.returncode}:\n{child.stderr[-4000:]}"
+class Child:
+    """The process that works out the plan. It starts at once, and is killed at the end of the `with` if it is still there."""
+
+    def __init__(self, config: JobConfig):
+        self._config = config
+        # Not pipes: a child that prints much would wait for somebody to read, and nobody does while Ray starts.
+        self._given, self._answer, self._errors = (tempfile.TemporaryFile("w+") for _ in range(3))  # noqa: SIM115 - closed by __exit__
+        json.dump(
+            {
+                "arguments_class": config.arguments_class,
+                "arguments": asdict(config.training),
+                "num_devices": hosts_config.num_devices(config.hosts),
+            },
+            self._given,
         )
-    return json.loads(child.stdout)
+        self._given.seek(0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trainers.planning.estimate"],
+            stdin=self._given,
+            stdout=self._answer,
+            stderr=self._errors,
+            # On CPU: the estimate must not take a device from the processes that will train.
+            env=child_env(os.environ, {"JAX_PLATFORMS": "cpu"}),
+        )
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for file in (self._given, self._answer, self._errors):
+            file.close()
+
+    def report(self) -> PlanReport:
+        """Waits for the answer. Raises ConfigError with everything that is wrong, and PlanError if the child itself failed."""
+        answer = self._read()
+        config = self._config
+        if answer["problems"]:
+            raise ConfigError(config.training.name, answer["problems"])
+        return PlanReport(
+            num_hosts=hosts_config.num_hosts(config.hosts),
+            devices_per_host=hosts_config.devices_per_host(config.hosts),
+            mesh=config.training.check_devices(hosts_config.num_devices(config.hosts)),
+            **answer["facts"],
+        )
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            status = self._process.wait(CHILD_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise PlanError(
+                f"python -m trainers.planning.estimate has not answered within {CHILD_TIMEOUT_S:.0f} s: does data.dataset or the "
+                "model wait for something?"
+            ) from error
+        if status != 0:
+            self._errors.seek(0)
+            raise PlanError(
+                f"python -m trainers.planning.estimate failed with exit status {status}:\n{self._errors.read()[-4000:]}"
+            )
+        self._answer.seek(0)
+        return json.loads(self._answer.read())
 
 
 def _flat(data: Mapping[str, Any], prefix: str) -> Any:

@@ -1,4 +1,4 @@
-"""Numbers, durations and the closing page of a run, for people."""
+"""What was done about incidents, and the closing page of a run, for people."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.run_state.goodput import CATEGORIES
+from trainers.console.text import count, printable, seconds, sentence
 from trainers.runtime.stop_reason import StopReason
 
 BAR_WIDTH = 30
@@ -37,8 +38,6 @@ CATEGORY_NAMES = {
     "idle": "restart back-off",
     "finish": "finishing",
 }
-PLANNED = ("resize", "preemption", "straggler")
-"""Kinds of incident in which nothing broke."""
 ACTIONS = {
     "restart": "restarting",
     "replace": "restarting with another host in its place",
@@ -51,30 +50,6 @@ ACTIONS = {
 }
 PHASE_FLOOR_S = 0.005
 """Shorter phases of a recovery are not worth their place on the line."""
-
-
-def count(number: float) -> str:
-    """1,234 · 41.2 k · 3.21 M · 1.50 G."""
-    for limit, divisor, unit in ((1e4, 1, ""), (1e6, 1e3, " k"), (1e9, 1e6, " M")):
-        if abs(number) < limit:
-            return _three_digits(number / divisor) + unit if unit else f"{number:,.0f}"
-    return _three_digits(number / 1e9) + " G"
-
-
-def seconds(duration_s: float) -> str:
-    """0.43 s · 12.3 s · 1 min 43 s · 2 h 05 min."""
-    if duration_s < 9.995:
-        return f"{duration_s:.2f} s"
-    if duration_s < 59.95:
-        return f"{duration_s:.1f} s"
-    minutes, rest_s = divmod(round(duration_s), 60)
-    return f"{minutes} min {rest_s:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
-
-
-def clock_time(elapsed_s: float) -> str:
-    """0:07 · 12:34 · 1:02:03."""
-    minutes, rest_s = divmod(int(max(0.0, elapsed_s)), 60)
-    return f"{minutes}:{rest_s:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest_s:02}"
 
 
 def recovery(phases: Mapping[str, float]) -> str:
@@ -98,17 +73,6 @@ def waiting(delay_s: float, left_s: float | None, what: str) -> str:
     """Returns the message of a back-off: what failed, when the next try is, and for how long it will be retried."""
     until = f", for {seconds(left_s)} at most" if left_s is not None else ""
     return sentence(f"trying again in {seconds(delay_s)}{until}: {what}")
-
-
-def printable(text: str) -> str:
-    """Replaces control characters: texts of a model or a program must not control the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
-
-
-def sentence(text: str) -> str:
-    """Returns the first line of a message."""
-    lines = printable(text).strip().splitlines()
-    return lines[0].rstrip() if lines else ""
 
 
 def summary_page(screen: Screen, summary: Mapping[str, Any]) -> None:
@@ -229,7 +193,3 @@ def _bar(share: float) -> str:
     """In eighths of a character."""
     eighths = max(1, round(share * BAR_WIDTH * 8))
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

@@ -122,6 +122,9 @@ class Launch:
         self._entries: list[Entry] = []
         self._published = {"train": -1, "eval": -1}
         self._num_published = 0
+        self._gone: str | None = None
+        """The checkpoint that was looked for and not found."""
+        self._told_gone: str | None = None
         self._monotonic = monotonic
         self._stored_at_s = monotonic()
         self._last_stored_at_s = started_at_s
@@ -230,6 +233,19 @@ class Launch:
         # Made here, not by the writer: it is the state of this moment, which only this thread may read.
         document = self._document()
         self._write(STATE, lambda: self._folder.write(STATE, document))
+        if (path := self.saved_path) is not None and self._gone != path:
+            self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
+
+    def checkpoint_is_gone(self) -> bool:
+        """Returns True once for a newest checkpoint that is no longer where it was saved: somebody has deleted it."""
+        is_new, self._told_gone = self._gone != self._told_gone, self._gone
+        # A newer one may have been saved meanwhile.
+        return is_new and self._gone == self.saved_path
+
+    def _look_for(self, path: str) -> None:
+        # On the writer's thread: the storage may hang.
+        if not documents.exists(path):
+            self._gone = path
 
     def flush(self, timeout_s: float) -> bool:
         """Waits at most `timeout_s` until all is stored; returns whether it is."""

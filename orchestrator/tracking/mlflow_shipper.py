@@ -24,7 +24,7 @@ from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
 from orchestrator.tracking.spool import FOLDER, RUN, SPOOL, STATE, read_document
 from orchestrator.tracking.tracker import left_over
 from trainers.config.masking import MASK, masked
-from trainers.config.program import program
+from trainers.program import program
 from trainers.storage import documents
 
 POLL_S = 1.0

@@ -26,7 +26,8 @@ from orchestrator.testbed.live_run import Run, RunError
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL
 from orchestrator.verify.compare import Evidence, Finding, judge_replayed, judge_resized, judge_resumed, judge_twice, passed
-from trainers.config.program import program
+from trainers.first_line import say
+from trainers.program import program
 from trainers.storage import documents
 
 REPORT = "verify.json"
@@ -36,6 +37,7 @@ EXIT_STOPPED = 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
+    say(f"reading {arguments.config}")
     console = Console()
     try:
         trial = Trial(arguments, console)

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from orchestrator.failures import missing_code
-from orchestrator.run import exit_status
+from orchestrator.launching import exit_status
 from tests.ray.fake import FakeNode, cluster_of
 from tests.ray.jobs import run_job, settings
 

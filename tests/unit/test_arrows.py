@@ -17,15 +17,15 @@ NEVER = {
     "cluster": JAX | {"mlflow", "pydantic"},
     "orchestrator": JAX,
 }
-ONLY_WHERE_USED = {"trainers": {"grain", "fsspec", "psutil"}, "orchestrator": {"mlflow"}}
+ONLY_WHERE_USED = {"trainers": {"grain", "fsspec", "psutil", "rich"}, "orchestrator": {"mlflow"}}
 """Heavy, or absent where a package is used alone: imported inside the functions that need them."""
 
 ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
-        ("config", "storage", "foreign_errors"),
-        ("errors", "parallel", "recorders"),
+        ("config", "storage", "foreign_errors", "first_line", "program"),
+        ("errors", "parallel", "recorders", "console"),
         ("runtime", "models", "optim"),
         ("protocol",),
         ("metrics", "data", "tasks"),
@@ -49,6 +49,7 @@ FLOORS = {
         ("config", "reporting", "testbed"),
         ("planning", "verify"),
         ("driver", "chaos", "checkpoints"),
+        ("launching",),
         ("run", "profile", "init", "gangway"),
         ("library", "launched"),
     ),
@@ -81,11 +82,17 @@ LIGHT_MODULES = tuple(
         "config/monitoring",
         "config/optimizer",
         "config/pieces",
-        "config/program",
+        "program",
         "config/recorders",
         "config/section",
         "config/weights",
+        "config/without_effect",
+        "console/__init__",
+        "console/screens",
+        "console/text",
+        "console/view",
         "errors",
+        "first_line",
         "foreign_errors",
         "metrics/__init__",
         "metrics/host_usage",
@@ -216,7 +223,7 @@ def test_the_core_asks_no_more_of_a_machine(package):
 def test_light_modules_need_the_standard_library_and_each_other_only(path):
     light = {ROOT / other for other in LIGHT_MODULES}
     needed = {module for module, _ in imports(ROOT / path) if top(module) not in sys.stdlib_module_names}
-    needed -= ONLY_WHERE_USED["trainers"]
+    needed = {module for module in needed if top(module) not in ONLY_WHERE_USED["trainers"]}
     assert [module for module in needed if file_of(module) not in light] == []
 
 
@@ -226,29 +233,55 @@ def test_the_driver_reaches_only_the_light_modules_of_trainers():
     assert reached <= allowed
 
 
-def reached_at_import(*modules: str) -> set[str]:
-    """All modules that are imported with these."""
-    reached, waiting = set(), set(modules)
+def test_a_wrong_configuration_is_told_without_waiting_for_ray():
+    reached = imported_with(
+        *("orchestrator.launching", "orchestrator.planning.report", "orchestrator.config.job"),
+        *("orchestrator", "orchestrator.library"),
+    )
+    assert "cluster.hosts.config" in reached
+    assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
+
+
+def imported_with(*modules: str) -> set[str]:
+    """Returns the names of all modules that are imported with these."""
+    reached: set[str] = set()
+    waiting = {*modules}
     while waiting:
         module = waiting.pop()
         reached.add(module)
         path = file_of(module)
         waiting |= {name for name, _ in imports(path, only_at_import=True)} - reached if path else set()
+        if "." in module:  # the packages around it too
+            waiting |= {module.rpartition(".")[0]} - reached
     return reached
 
 
 def test_the_command_answers_without_waiting_for_anything():
-    assert {top(module) for module in reached_at_import("orchestrator.gangway")} - sys.stdlib_module_names == set(PACKAGES) - {
+    assert {top(module) for module in imported_with("orchestrator.gangway")} - sys.stdlib_module_names == set(PACKAGES) - {
         "cluster"
     }
 
 
-def test_a_wrong_configuration_is_told_without_waiting_for_ray():
-    reached = reached_at_import(
-        *("orchestrator.run", "orchestrator.planning.report", "orchestrator.config.job"), *("orchestrator", "orchestrator.library")
-    )
-    assert "cluster.hosts.config" in reached
-    assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
+COMMANDS = (
+    *(f"orchestrator.{name}" for name in ("run", "verify.__main__", "chaos.__main__", "checkpoints", "profile")),
+    *(f"trainers.{name}" for name in ("run", "export", "evaluate")),
+)
+SLOW_TO_IMPORT = {"ray", "jax", "jaxlib", "flax", "optax", "orbax", "mlflow", "grain", "tensorstore", "safetensors"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_tells_its_help_and_its_first_line_before_it_imports_what_is_slow(command):
+    """What a module imports as it is imported comes before everything that it prints."""
+    reached = imported_with(command)
+    assert top(command) in reached
+    assert SLOW_TO_IMPORT & {top(module) for module in reached} == set()
+
+
+def test_the_first_line_of_a_run_needs_the_standard_library_alone():
+    light = {"trainers.first_line", "trainers.program"}
+    ours = {module for module in imported_with("orchestrator.run") if top(module) in PACKAGES}
+    assert ours - {"trainers.first_line.say", "trainers.program.program"} == {"orchestrator", "orchestrator.run", "trainers", *light}
+    assert {top(module) for module in imported_with("orchestrator.run")} <= {*PACKAGES, *sys.stdlib_module_names}
 
 
 def test_the_reader_of_imports_sees_what_it_should(tmp_path):

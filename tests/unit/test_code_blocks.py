@@ -110,7 +110,7 @@ class Folder:
         events, made = [], []
         with pytest.MonkeyPatch.context() as patch, signals_kept():
             show, make = trainers.run.show, trainers.run.build
-            patch.setattr(trainers.run, "show", lambda event, feeds: (events.append(event), show(event, feeds)))
+            patch.setattr(trainers.run, "show", lambda event, *to: (events.append(event), show(event, *to)))
             patch.setattr(trainers.run, "build", lambda *given: made.append(make(*given)) or made[0])
             patch.setattr(sys, "argv", ["trainers/run.py", name])
             with redirect_stdout(io.StringIO()) as printed:

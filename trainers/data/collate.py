@@ -24,6 +24,8 @@ Preprocess = Callable[[dict[str, np.ndarray], int], Any]
 
 SKIPPED = "skipped_example"
 """The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
+NUMBERS = "biufcV"
+"""The kinds of NumPy's types that a device can hold."""
 LONGEST_GAP = 1000
 """How many examples are searched for one that is not left out, and so shows the shapes."""
 
@@ -130,7 +132,7 @@ def stack(rows: Sequence[Example], counts: Sequence[bool], collator: Collator | 
     """Returns rows as a batch [rows, ...]: stacked, which asks for equal shapes, or by the collator. `weight` is that of the row
     (default 1) where `counts` is true, else 0. Raises DataError."""
     batch = _stacked(rows) if collator is None else _by_collator(rows, collator)
-    if texts := [name for name, leaf in batch.items() if leaf.dtype.kind not in "biufcV"]:
+    if texts := [name for name, leaf in batch.items() if leaf.dtype.kind not in NUMBERS]:
         kinds = ", ".join(f"{name} ({batch[name].dtype})" for name in texts)
         raise DataError(
             f"columns of the data are no numbers: {kinds}; turn them into numbers in build_data_transform, or leave them out: "
@@ -151,14 +153,50 @@ def _by_collator(rows: Sequence[Example], collator: Collator) -> dict[str, np.nd
 
 def _stacked(rows: Sequence[Example]) -> dict[str, np.ndarray]:
     # Without `weight`: it is made for every row, also where the data has none.
-    plain = [{name: np.asarray(value) for name, value in row.items() if name != "weight"} for row in rows]
+    plain = [{name: _array(name, value, row) for name, value in row.items() if name != "weight"} for row in rows]
+    first = plain[0]
+    for row in plain[1:]:
+        if row.keys() != first.keys() or any(row[name].shape != leaf.shape for name, leaf in first.items()):
+            raise DataError(_difference(row, first))
+        # NumPy would stack them, in a type that depends on which examples came together: the step is compiled for one.
+        if any(row[name].dtype != leaf.dtype and leaf.dtype.kind in NUMBERS for name, leaf in first.items()):
+            raise DataError(_difference(row, first))
+    return {name: np.stack([row[name] for row in plain]) for name in first}
+
+
+def _array(name: str, value: Any, example: Example) -> np.ndarray:
     try:
-        return {name: np.stack([row[name] for row in plain]) for name in plain[0]}
-    except (ValueError, KeyError) as error:
+        return np.asarray(value)
+    except ValueError as error:  # such as lists of different lengths in a list
         raise DataError(
-            f"the examples of a batch differ in their leaves or shapes ({error}): override build_data_collate_info to cut and "
-            "fill up those of varying length"
+            f"{_named(example)}: column {name} is no array ({error}): turn it into one in the dataset or in build_data_transform"
         ) from error
+
+
+def _difference(example: Mapping[str, np.ndarray], first: Mapping[str, np.ndarray]) -> str:
+    """Returns what is different in `example`, and what to do."""
+    which, other = _named(example), _named(first)
+    if missing := [name for name in first if name not in example]:
+        return (
+            f"{which} has no column {', '.join(missing)}, which {other} has (it has {', '.join(example)}): give every example "
+            "the same columns, or leave those out: data.ignore_columns"
+        )
+    if added := [name for name in example if name not in first]:
+        return (
+            f"{which} has a column {', '.join(added)}, which {other} has not (it has {', '.join(first)}): give every example the "
+            "same columns, or leave those out: data.ignore_columns"
+        )
+    name = next(name for name in first if (example[name].shape, example[name].dtype) != (first[name].shape, first[name].dtype))
+    found, expected = (f"{row[name].dtype}{list(row[name].shape)}" for row in (example, first))
+    told = f"{which}: column {name} is {found}, and {expected} in {other}: "
+    if example[name].shape != first[name].shape:
+        return f"{told}override build_data_collate_info to cut and fill up what varies in length"
+    return f"{told}give it one type in the dataset or in build_data_transform, such as np.{first[name].dtype}(value)"
+
+
+def _named(example: Example) -> str:
+    """Returns the name of an example: its `sample_id` is its index in the data, unless the data has ids of its own."""
+    return f"example {int(example['sample_id'])}" if "sample_id" in example else "an example"
 
 
 def preprocessed(batch: dict[str, np.ndarray], batch_index: int, preprocess: Preprocess) -> dict[str, np.ndarray]:

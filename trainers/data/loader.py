@@ -140,25 +140,37 @@ class StepAddressedLoader:
         filler = min(start, last)
         examples = [self.read(filler if index is None else index) for index in indices]
         batch = stack(examples, [index is not None for index in indices], self.collator)
-        if self.collator is not None:
-            self._check_shapes(batch)
+        self._check_shapes(batch, indices[0] if indices[0] is not None else filler)
         if SKIPPED in batch:
             batch[SKIPPED] *= np.array([index is not None for index in indices])  # padding is no example that was left out
         if self.preprocess is not None:
             batch = preprocessed(batch, k, self.preprocess)
         return {name: leaf.reshape(len(rows), len(rows[0]), *leaf.shape[1:]) for name, leaf in batch.items()}
 
-    def _check_shapes(self, batch: Mapping[str, np.ndarray]) -> None:
-        """Raises DataError if the collator gave other shapes than for earlier rows: the step is compiled for one."""
+    def _check_shapes(self, batch: Mapping[str, np.ndarray], first_row: int) -> None:
+        """Raises DataError if the rows have other shapes or types than earlier ones: the step is compiled for one."""
         shapes = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in batch.items()}
         if self._shapes is None:
             self._shapes = shapes
         if wrong := [name for name in shapes.keys() | self._shapes.keys() if shapes.get(name) != self._shapes.get(name)]:
-            told = ", ".join(f"{name} {shapes.get(name)}, before {self._shapes.get(name)}" for name in sorted(wrong))
-            raise DataError(f"the collator returned leaves of other shapes or types than before: {told}; pad to a fixed length")
+            told = ", ".join(
+                f"{name} {_told(shapes.get(name))}, before {_told(self._shapes.get(name))}" for name in sorted(wrong)
+            )
+            if self.collator is not None:
+                raise DataError(
+                    f"the collator returned leaves of other shapes or types than before: {told}; pad to a fixed length"
+                )
+            raise DataError(
+                f"the examples from index {first_row} on have other shapes or types than those before: {told}; give all of them "
+                "one type, and override build_data_collate_info for what varies in length"
+            )
 
     def _end(self, start: int) -> int:
         """Returns the index after the last example that counts."""
         available = getattr(self.dataset, "available", None)
         end = start + self.global_batch_size
         return self.num_examples or (end if available is None else available(end))
+
+
+def _told(leaf: tuple[tuple[int, ...], np.dtype] | None) -> str:
+    return "absent" if leaf is None else f"{leaf[1]}{list(leaf[0])}"

@@ -13,8 +13,7 @@ import json
 import math
 import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,26 +23,15 @@ from jax.sharding import AbstractMesh, AxisType
 from trainers.base import BaseTrainer
 from trainers.checkpoint import going_on, weights
 from trainers.checkpoint.validate import check_same_model
-from trainers.config import UnitConfig
+from trainers.config import without_effect
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.recorders import BUILT_IN
-from trainers.config.section import did_you_mean
-from trainers.data.collate import stack
-from trainers.data.loader import RandomAccess
 from trainers.data.sources.iterable import num_examples
-from trainers.errors import (
-    CheckpointError,
-    CheckpointMissingError,
-    CheckpointUnavailableError,
-    DataMissingError,
-    UsageError,
-    may_pass,
-    user_frame,
-)
-from trainers.evaluation import outputs
-from trainers.evaluation.validation import DEFAULT_UNIT, lacks_data
-from trainers.metrics.publisher import with_perplexity
+from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
 from trainers.optim.param_groups import parameter_paths
+from trainers.planning import evaluations, first_batch, padding
+from trainers.planning.overridden import overrides
+from trainers.planning.problems import attempt
 from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
@@ -51,17 +39,6 @@ from trainers.tasks.causal_lm import CausalLMTask
 
 Facts = dict[str, Any]
 STAND_IN_STEPS = 1_000_000
-CHECKED_EXAMPLES = 32
-"""How many examples are read to see whether they fit together in a batch."""
-MAKE_EVALUATION_METRICS = (
-    "evaluate",
-    "calculate_metrics",
-    "on_evaluation_end",
-    "build_validation_units",
-    "configure_dataloaders",
-    "configure_model",
-)
-"""Methods of a trainer that may add metrics to those of its loss."""
 
 
 def main() -> None:
@@ -77,46 +54,32 @@ def main() -> None:
 def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Facts]:
     """Returns every problem of the run that can be found here, and its numbers."""
     problems: list[str] = []
-    trainer_class = attempt(problems, "trainer", lambda: load_trainer(arguments.trainer))
     doubts: list[str] = []
-    datasets = attempt(problems, "data", lambda: load_datasets(arguments), doubts)
-    # Without data the model can still be checked.
-    train, held_out = datasets or (None, None)
-    facts = data_facts(arguments, train, held_out)
-    check_evaluation(problems, arguments, has_held_out=bool(held_out) or not datasets)
-    for name in arguments.recorders:
-        attempt(problems, "recorders", functools.partial(load_object, BUILT_IN.get(name, name)))
-    # A trainer that only implements the protocol may touch devices when it is built: it is built on the machines only.
-    if trainer_class is not None and issubclass(trainer_class, BaseTrainer):
-        facts |= model_facts(problems, trainer_class, arguments, (train, held_out), num_devices, doubts)
+    facts: Facts = {}
+    trainer = None
+    with without_effect.watched(arguments) as read:
+        trainer_class = attempt(problems, "trainer", lambda: load_trainer(arguments.trainer))
+        datasets = attempt(problems, "data", lambda: load_datasets(arguments), doubts)
+        # Without data the model can still be checked.
+        train, held_out = datasets or (None, None)
+        facts |= data_facts(arguments, train, held_out)
+        evaluations.check(problems, arguments, has_held_out=bool(held_out) or not datasets)
+        for name in arguments.recorders:
+            attempt(problems, "recorders", functools.partial(load_object, BUILT_IN.get(name, name)))
+        # A trainer that only implements the protocol may touch devices when it is built: it is built on the machines only.
+        if trainer_class is not None and issubclass(trainer_class, BaseTrainer):
+            trainer = built(problems, trainer_class, arguments, (train, held_out))
+            facts |= model_facts(problems, trainer, num_devices, doubts) if trainer is not None else {}
+    if trainer is not None and "parameters" in facts:
+        facts |= beginning_facts(problems, trainer, num_devices, doubts)
+        # Where something is not known yet, it may not be read yet.
+        unread = [] if problems or doubts else without_effect.unread(arguments, read)
+        facts["without_effect"] = [
+            *without_effect.by_rules(arguments),
+            *without_effect.of_previews(arguments, trainer.task),
+            *unread,
+        ]
     return problems, facts | ({"doubt": doubts[0]} if doubts else {})
-
-
-def attempt(problems: list[str], what: str, make: Callable[[], Any], doubts: list[str] | None = None) -> Any:
-    """Returns what `make` returns. If it raises, returns None and records the problem: in `doubts`, if given, when it may go
-    away by itself."""
-    try:
-        return make()
-    except Exception as error:  # the user's code, at the boundary of this process: recorded, with where it happened
-        if doubts is not None and may_pass(error):
-            doubts.append(f"{what}: {type(error).__name__}: {error}")
-            return None
-        problems.extend(line for line in told(what, error) if line not in problems)  # the optimizer repeats those of the schedule
-    return None
-
-
-def told(what: str, error: Exception) -> list[str]:
-    """Returns the lines for an error of `what`, with where it arose in the user's code."""
-    frame = user_frame(error)
-    where = f" ({frame})" if frame else ""
-    if isinstance(error, UsageError | DataMissingError):
-        *lines, last = str(error).splitlines() or [""]
-        return [*lines, last + where]
-    if isinstance(error, ValueError) and not frame:  # a check's own words
-        return [f"{what}: {error}"]
-    traceback.print_exc()
-    inside = traceback.extract_tb(error.__traceback__)[-1]
-    return [f"{what}: {type(error).__name__}: {error}" + (where or f" ({inside.filename}, line {inside.lineno})")]
 
 
 def load_trainer(path: str) -> type:
@@ -143,27 +106,6 @@ def load_datasets(arguments: TrainingArguments) -> tuple[Any, Any]:
     return datasets
 
 
-def check_evaluation(problems: list[str], arguments: TrainingArguments, *, has_held_out: bool) -> None:
-    """Checks that everything that evaluations name exists, and that each has data."""
-    config, units = arguments.evaluation, arguments.evaluation.units
-    if not has_held_out and (problem := lacks_data(config)):
-        problems.append(problem)
-    for name, unit in units.items():
-        if unit.dataset is not None:
-            make = functools.partial(lambda path: load_object(path)(arguments), unit.dataset)
-            examples = attempt(problems, f"evaluation.units.{name}.dataset", make)
-            if examples is not None and not len(examples):
-                problems.append(f"evaluation.units.{name}.dataset: {unit.dataset!r} has no examples; give it some")
-        elif not has_held_out:
-            problems.append(f"evaluation.units.{name}: there is no held-out data; set its dataset, or data.eval_fraction")
-        if unit.metrics is not None:
-            attempt(problems, f"evaluation.units.{name}.metrics", functools.partial(load_object, unit.metrics))
-        if unit.task is not None:
-            attempt(problems, f"evaluation.units.{name}.task", functools.partial(load_object, unit.task))
-    if config.score is not None and config.score.early_stopper is not None:
-        attempt(problems, "evaluation.score.early_stopper", functools.partial(load_object, config.score.early_stopper))
-
-
 def data_facts(arguments: TrainingArguments, train: Any, held_out: Any) -> Facts:
     batch, epochs = arguments.global_batch_size, arguments.max_num_data_epochs
     steps = [arguments.max_num_steps] if arguments.max_num_steps is not None else []
@@ -176,14 +118,10 @@ def data_facts(arguments: TrainingArguments, train: Any, held_out: Any) -> Facts
     }
 
 
-def model_facts(
-    problems: list[str],
-    trainer_class: type[BaseTrainer],
-    arguments: TrainingArguments,
-    datasets: tuple[Any, Any],
-    num_devices: int,
-    doubts: list[str],
-) -> Facts:
+def built(
+    problems: list[str], trainer_class: type[BaseTrainer], arguments: TrainingArguments, datasets: tuple[Any, Any]
+) -> BaseTrainer | None:
+    """Returns the trainer; None, with the problems added, if it or a part of it cannot be built."""
     before = len(problems)
     if datasets[0] is None and arguments.max_num_steps is None and arguments.max_num_data_epochs is not None:
         # A schedule would end with the data, which cannot be read now: any number stands for its steps.
@@ -193,15 +131,24 @@ def model_facts(
     for part in ("task", "scheduler", "optimizer") if trainer is not None else ():
         attempt(problems, part, functools.partial(getattr, trainer, part))
     # A model without its parts would only repeat the same problems.
-    if len(problems) > before:
-        return {}
+    return trainer if len(problems) == before else None
+
+
+def model_facts(problems: list[str], trainer: BaseTrainer, num_devices: int, doubts: list[str]) -> Facts:
+    for what, check in first_batch.checks(trainer):
+        attempt(problems, what, check, doubts)
     facts = attempt(problems, "model", lambda: count(trainer, num_devices, problems))
-    if facts is None:
-        return {}
+    if facts is None or problems or doubts or trainer.dataset_train is None:
+        return facts or {}
+    tried = attempt(problems, "loss", lambda: padding.check(trainer))
+    return facts | ({} if tried is None else {"padding": tried})
+
+
+def beginning_facts(problems: list[str], trainer: BaseTrainer, num_devices: int, doubts: list[str]) -> Facts:
+    """Returns what is known of where the run begins."""
     continued = attempt(problems, "checkpoints", lambda: going_on_from(trainer, num_devices))
-    facts |= {} if continued is None else {"continues": continued}
     found = attempt(problems, "init_from", lambda: first_parameters(trainer, doubts))
-    return facts | ({} if found is None else {"init_from": found})
+    return ({} if continued is None else {"continues": continued}) | ({} if found is None else {"init_from": found})
 
 
 def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | None:
@@ -245,51 +192,14 @@ def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:
     return f"{len(pairs)} of {len(shapes)} parameters from {found.path}" + (f" ({found.about})" if found.about else "")
 
 
-def check_metrics(trainer: BaseTrainer, problems: list[str]) -> None:
-    """Adds to `problems` what is wrong with the metrics of validation units: with those of predictions, and with the score. After
-    `configure_model`. A trainer that overrides what makes the metrics of an evaluation may publish any metric."""
-    units, layout = trainer.arguments.evaluation.units or {DEFAULT_UNIT: UnitConfig()}, trainer._layout
-    known: list[str] = []
-    free: list[str] = []  # the beginnings of names: another task has metrics of its own
-    for name, unit in units.items():
-        of_loss: list[str] = []
-        if layout is not None and unit.task is None:
-            of_loss = [*with_perplexity(dict.fromkeys(trainer.loss_layout.names, 0.0), trainer.loss_layout)]
-        names = attempt(problems, f"evaluation.units.{name}", functools.partial(names_of_outputs, trainer, name, unit, of_loss))
-        known += [f"{name}_{metric}" for metric in (*of_loss, *(names or ()))]
-        free += [f"{name}_"] if unit.task is not None or names is None else []
-    score = trainer.arguments.evaluation.score
-    if score is None or layout is None or any(overrides(trainer, name) for name in MAKE_EVALUATION_METRICS):
-        return
-    for metric in score.metrics:
-        if metric not in known and not metric.startswith(tuple(free)):
-            expected = f"expected a metric of an evaluation: {', '.join(known)}"
-            problems.append(f"evaluation.score.metrics: {metric!r}: {expected}{did_you_mean(metric, known)}")
-
-
-def names_of_outputs(trainer: BaseTrainer, name: str, unit: UnitConfig, taken: Sequence[str]) -> Sequence[str]:
-    """Returns the names of the metrics of a unit's predictions. Raises UsageError if they cannot be computed."""
-    metrics = trainer.build_evaluation_metrics(name)
-    if metrics is None:
-        return ()
-    outputs.check(name, metrics, trainer.task if unit.task is None else load_object(unit.task)(trainer.arguments), taken)
-    return metrics.names
-
-
-def overrides(trainer: BaseTrainer, name: str) -> bool:
-    return getattr(type(trainer), name) is not getattr(BaseTrainer, name)
-
-
 def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     """Returns the numbers of a model, from its shapes alone, and adds to `problems` what they show to be wrong."""
     parts, state = trainer.configure_model()
     task, arguments = trainer.task, trainer.arguments
     if trainer.dataset_train is not None:
         rows = trainer._batch_shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
-        if not overrides(trainer, "configure_dataloaders"):  # one's own may make batches of other examples
-            check_examples(trainer, trainer.dataset_train)
         check_loss(trainer._loss_function_of(parts), state, rows)
-        check_metrics(trainer, problems)
+        evaluations.check_metrics(trainer, problems)
     parameters = num_parameters(state.params)
     tokens_per_step = arguments.global_batch_size * task.tokens_per_example
     facts = {
@@ -308,14 +218,6 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         axes, sizes = (trainer._axes, trainer._state_axes), arguments.check_devices(num_devices)
         facts["state_bytes_per_device"] = state_bytes_per_device(state, axes, sizes)
     return facts
-
-
-def check_examples(trainer: BaseTrainer, dataset: RandomAccess) -> None:
-    """Makes a batch of the first examples: raises what the first step would raise if they do not fit together."""
-    read, count = trainer._reader(dataset), min(trainer.arguments.global_batch_size, CHECKED_EXAMPLES)
-    if (available := getattr(dataset, "available", None)) is not None:
-        count = min(count, available(count))
-    stack([read(index) for index in range(count)], [True] * count, trainer._collator)
 
 
 def check_loss(loss: LossFunction, state: TrainState, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -187,9 +187,26 @@ class LossFunction:
     def _call_task(self, params: Any, batch: Batch, step: Any, rest: Rest) -> tuple[Any, Batch, Any]:
         """Returns what the task's loss returned, the batch that was passed to it, and the model."""
         model, inputs = self._inputs(params, batch, step, rest)
+        return weighted(self._of_task(model, inputs), inputs["weight"]), inputs, model
+
+    def adds_up_itself(self, params: Any, batch: Batch, step: Any, rest: Rest = NO_REST) -> bool:
+        """Returns whether the task gives sums over the batch, so that it must itself leave out rows of weight 0. Traces the loss;
+        shapes suffice."""
+        found: list[bool] = []
+        jax.eval_shape(
+            lambda *given: found.append(_has_sums(self._of_task(*self._inputs(*given)))), params, batch, jnp.asarray(step), rest
+        )
+        return found[0]
+
+    def _of_task(self, model: Any, inputs: Batch) -> Any:
+        """Returns what the task's loss returns. An error gets a note with the columns of the batch."""
         # Static, and not traced: a task may choose with a plain `if`.
         flag = {"training": self.training} if takes_training(self.task) else {}
-        return weighted(self.task.loss(model, inputs, **flag), inputs["weight"]), inputs, model
+        try:
+            return self.task.loss(model, inputs, **flag)
+        except Exception as error:
+            error.add_note(note_on_batch(error, type(self.task).__name__, inputs))
+            raise
 
     def _inputs(self, params: Any, batch: Batch, step: Any, rest: Rest) -> tuple[Any, Batch]:
         """Returns the model and the batch that are passed to the task."""
@@ -200,6 +217,23 @@ class LossFunction:
         if self.training:  # an evaluation takes no statistics
             tell_rows(model, inputs["weight"])
         return model, inputs
+
+
+def note_on_batch(error: Exception, task: str, batch: Batch) -> str:
+    """Returns what the batch was for which a task's loss raised `error`."""
+    columns = ", ".join(f"{name} {leaf.dtype}{list(jnp.shape(leaf))}" for name, leaf in batch.items())
+    told = f"while the loss of {task} was traced with a batch of {columns}"
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(name, str) or name in batch:
+        return told
+    return f"{told}: it has no column {name!r}; give the examples of data.dataset one, or use another name in the loss"
+
+
+def _has_sums(value: Any) -> bool:
+    """Returns whether something in what a task's loss returned is no array or PerExample, which the trainer adds up."""
+    if isinstance(value, Mapping):
+        return any(map(_has_sums, value.values()))
+    return not isinstance(value, PerExample) and not (isinstance(value, jax.Array) and value.ndim > 0)
 
 
 def in_mode(model: Any, *, training: bool) -> Any:

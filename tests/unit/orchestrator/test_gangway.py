@@ -16,7 +16,7 @@ from orchestrator import gangway
 from orchestrator.gangway import COMMANDS
 from orchestrator.shipped import files
 from tests import ROOT
-from trainers.config.program import program
+from trainers.program import program
 
 NO_COMMANDS = {"trainers.worker", "trainers.planning.estimate", "orchestrator.gangway"}
 """Modules that are programs, and that no person calls through `gangway`."""

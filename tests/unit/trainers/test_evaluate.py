@@ -127,7 +127,9 @@ def test_what_is_wrong_is_told_in_one_line(trained, capsys, more, problem):
     assert evaluate.main([str(config), "--checkpoint", str(folder), *more]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert told.err.startswith("error: ")
+    first, error, *_ = told.err.splitlines()
+    assert first == f"evaluating {folder}"
+    assert error.startswith("error: ")
     assert problem in told.err
 
 

@@ -40,14 +40,19 @@ def run(tmp_path, monkeypatch, capsys):
 def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run):
     status, printed = run("max_num_steps=4", "optimizer.schedule.name=constant")
     assert status == 0
-    assert "step      4  loss " in printed.out
-    assert "saved step 4 in " in printed.out
+    lines = printed.out.splitlines()
+    assert lines[0].endswith(":00  reading " + lines[0].rpartition(" ")[2])
+    assert "alone  1 host · 8 devices · 8,192 parameters · 128 tokens a step · 4 steps" in lines[1]
+    assert "  compiling" in lines[2]
+    assert "  step 4/4  loss " in printed.out
+    # The same lines as those of the command that drives many hosts.
+    assert "tokens/s  1 host" in printed.out
     assert "{" not in printed.out  # nothing as Python prints it
     assert printed.out.splitlines()[-1].startswith("ended (max_steps): 4 steps, loss ")
     assert printed.out.splitlines()[-1].endswith("checkpoints/4")
     status, printed = run("max_num_steps=6", "optimizer.schedule.name=constant", "seed=1")
     assert status == 0
-    first, second, third = printed.out.splitlines()[:3]
+    first, second, third = (line[9:] for line in printed.out.splitlines()[2:5])
     assert first == "goes on from step 4"
     assert second == "changed, and harmless: max_num_steps 4 -> 6"
     assert third.startswith("changed, and no longer the same experiment: seed 0 -> 1")

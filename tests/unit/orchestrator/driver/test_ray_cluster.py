@@ -65,3 +65,13 @@ def test_a_folder_that_somebody_else_may_have_prepared_is_not_used(tmp_path, wha
 def test_nothing_is_read_from_a_process_that_is_not_ray():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         assert ray_cluster.authentication_of(f"127.0.0.1:{listening.getsockname()[1]}") == {}
+
+
+def test_a_private_ray_starts_without_the_processes_that_nobody_asks():
+    from ray._private.node import Node
+
+    before = {name: getattr(Node, name) for name in ray_cluster.ASKED_BY_NOBODY}
+    with ray_cluster.without_helpers(["start_monitor", "no_longer_there"]):
+        assert Node.start_monitor(None) is None  # it would need a node
+        assert Node.start_api_server is before["start_api_server"]
+    assert {name: getattr(Node, name) for name in before} == before

@@ -297,13 +297,15 @@ def child_answers(monkeypatch):
     requests = []
 
     def answer(returncode=0, stdout="", stderr=""):
-        def run(command, *, input, **options):
+        def start(command, *, stdin, env, **files):
             assert command[1:] == ["-m", "trainers.planning.estimate"]
-            assert options["env"]["JAX_PLATFORMS"] == "cpu"
-            requests.append(json.loads(input))
-            return SimpleNamespace(returncode=returncode, stdout=stdout, stderr=stderr)
+            assert env["JAX_PLATFORMS"] == "cpu"
+            requests.append(json.load(stdin))
+            files["stdout"].write(stdout)
+            files["stderr"].write(stderr)
+            return SimpleNamespace(wait=lambda timeout=None: returncode, kill=lambda: None)
 
-        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr(subprocess, "Popen", start)
         return requests
 
     return answer

@@ -5,9 +5,11 @@ import pytest
 from rich.console import Console as Screen
 
 from orchestrator.board import Board
-from orchestrator.reporting.console import PlainConsole, TerminalConsole, make_console, watch
-from orchestrator.reporting.text import clock_time, count, printable, recovery, seconds, sentence, summary_page, waiting
+from orchestrator.reporting.console import job_lines_of, make_console, watch
+from orchestrator.reporting.text import recovery, summary_page, waiting
 from tests.event_schema import check_event
+from trainers.console.screens import PlainConsole, TerminalConsole
+from trainers.console.text import clock_time, count, printable, seconds, sentence
 
 INCIDENT = {
     "kind": "process_crash",
@@ -68,7 +70,7 @@ def clock():
 def plain(clock):
     """A plain console, and a function that shows events and returns what they printed."""
     stream = io.StringIO()
-    console = PlainConsole(stream, clock)
+    console = PlainConsole(stream, clock, None, job_lines_of, summary_page)
 
     def show(*events, known=True):
         start = stream.tell()
@@ -115,6 +117,21 @@ def test_plain_metrics_come_now_and_then_and_at_the_end(plain, clock):
     clock.now_s += 5
     assert plain(metrics(30, loss=2.8)) == "   0:06  step 30/300  loss 2.8000  41.2 k tokens/s  0:27 left  1 host  saved 20\n"
     assert plain(metrics(300, loss=2.0)) == "   0:06  step 300/300  loss 2.0000  41.2 k tokens/s  1 host  saved 20\n"
+
+
+def test_a_checkpoint_that_somebody_has_deleted_is_no_longer_shown_as_saved(plain, clock):
+    plain({**RUN, "max_steps": 300}, metrics(10, loss=3.0), {"ev": "checkpoint", "step": 20, "path": "x"})
+    clock.now_s += 6
+    assert "saved 20" in plain(metrics(30, loss=2.8))
+    clock.now_s += 6
+    assert "saved" not in plain({"ev": "checkpoint_gone", "step": 20}, metrics(40, loss=2.7))
+
+
+def test_the_times_count_from_when_the_command_began(clock):
+    stream = io.StringIO()
+    console = make_console(stream, clock.now_s - 12, clock)
+    console.show({"ev": "status", "state": "checking"})
+    assert stream.getvalue() == "   0:12  checking the model and the data, while Ray starts\n"
 
 
 def test_previews_are_a_line_each_whatever_the_model_wrote(plain):
@@ -238,7 +255,9 @@ def test_summary_of_a_run_that_was_stopped_and_of_many_incidents():
 
 def test_terminal_shows_the_same_story_around_a_live_line(clock):
     stream = io.StringIO()
-    console = TerminalConsole(Screen(file=stream, force_terminal=True, width=120, color_system=None), clock)
+    console = TerminalConsole(
+        Screen(file=stream, force_terminal=True, width=120, color_system=None), clock, None, job_lines_of, summary_page
+    )
     events = [
         {**RUN, "hosts": 2, "max_steps": 300},
         {"ev": "status", "state": "reserving"},
@@ -274,7 +293,9 @@ FULL = {
 
 @pytest.mark.parametrize(("unit", "rate"), [("tokens", "1.23 M tokens/s"), ("examples", "3,210 examples/s")])
 def test_the_live_view_fits_into_80_columns_and_a_log_says_the_same(plain, clock, unit, rate):
-    terminal = TerminalConsole(Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None), clock)
+    terminal = TerminalConsole(
+        Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None), clock, None, job_lines_of, summary_page
+    )
     incident = {"ev": "incident", "incident": INCIDENT}
     events = [
         {**RUN, "hosts": 256, "max_steps": 10_000, "tokens_per_step": 4096, "unit": unit},

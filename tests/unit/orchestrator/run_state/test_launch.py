@@ -110,6 +110,22 @@ def test_a_storage_that_cannot_be_written_is_told_and_does_not_raise(take_up, tm
     assert wait_until(lambda: launch.storage_problem is None)
 
 
+def test_a_newest_checkpoint_that_somebody_deletes_is_told_once(take_up, tmp_path):
+    launch, folder = take_up(), tmp_path / "checkpoints" / "40"
+    folder.mkdir(parents=True)
+    launch.saved(40, str(folder))
+    launch._writer.flush(30)
+    assert not launch.checkpoint_is_gone()
+    shutil.rmtree(folder.parent)
+    launch.store()
+    launch._writer.flush(30)
+    assert [launch.checkpoint_is_gone() for _ in range(3)] == [True, False, False]
+    (tmp_path / "checkpoints" / "60").mkdir(parents=True)
+    launch.saved(60, str(tmp_path / "checkpoints" / "60"))
+    launch._writer.flush(30)
+    assert not launch.checkpoint_is_gone()
+
+
 def test_a_storage_that_hangs_holds_up_nobody(take_up, tmp_path, monkeypatch):
     """Every method returns while a write hangs: the driver has a gang to watch."""
     launch, free = take_up(), threading.Event()

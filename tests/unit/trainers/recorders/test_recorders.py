@@ -226,4 +226,4 @@ def test_alone_the_same_recorders_are_fed(tmp_path, capfd, monkeypatch):
     ]
     assert [step for step, *_ in made_for(folder).given] == [2, 4, 4]
     assert list((folder / "tensorboard").iterdir())
-    assert "step      4  loss" in capfd.readouterr().out
+    assert "  step 4/4  loss" in capfd.readouterr().out

@@ -1,0 +1,206 @@
+"""One use of the command `python -m orchestrator.run`: checks the configuration, connects to Ray or starts it, runs the driver,
+and shows what happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+from orchestrator.board import Board, BoardLike, start_remote_board
+from orchestrator.config.job import ConfigError, JobConfig, load
+from orchestrator.driver import head
+from orchestrator.driver.main import drive, keep_private
+from orchestrator.driver.ray_cluster import connect, disconnect, head_address
+from orchestrator.driver.ray_train import fit, import_ray_train
+from orchestrator.events import Status
+from orchestrator.failures import missing_code
+from orchestrator.planning import report
+from orchestrator.reporting.console import Console, make_console, watch
+from orchestrator.run_state.lease import RunInUse, check_free
+from orchestrator.run_state.outcome import read_outcome
+from trainers.config.masking import masked
+from trainers.storage import documents
+
+EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
+JOB_STOP_GRACE_S = 3.0
+"""How long after SIGTERM `ray job stop` sends SIGKILL."""
+LEAVE_TIMEOUT_S = 5.0
+"""How long Ray may take to shut down when its head is gone."""
+
+
+class Interrupted(Exception):
+    """Somebody has interrupted the command before there was a driver that could save anything."""
+
+
+def run(path: str, overrides: Sequence[str], *, dry_run: bool, began_s: float) -> int:
+    """Runs the job of a configuration, or only tells what it would be. `began_s`: when the command began, by the monotonic clock;
+    all times that it shows count from then. Returns the exit status."""
+    try:
+        config = load(path, overrides)
+        if dry_run:
+            print(report.render(config, report.check(config)))
+            return EXIT_FINISHED
+        return launch(config, began_s)
+    except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as error:
+        print(f"error: {masked(str(error))}", file=sys.stderr)
+        return EXIT_REFUSED
+    except report.PlanError as error:
+        print(f"error: {masked(str(error))}", file=sys.stderr)
+        return EXIT_FAILED
+    except Interrupted:
+        print("error: interrupted before the run began; nothing is left of it", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def launch(config: JobConfig, began_s: float) -> int:
+    """Runs the job, and shows what it does. Returns the exit status."""
+    return exit_status(*run_job(config, began_s))
+
+
+def run_job(config: JobConfig, began_s: float) -> tuple[dict[str, Any] | None, BaseException | None, str | None]:
+    """Checks the configuration, connects to Ray, runs the driver, and shows its events.
+
+    Returns the outcome; without one, the error with which the driver ended and why the head of the cluster is gone.
+    """
+    started_at_s = time.time() - (time.monotonic() - began_s)
+    # Before anything is written.
+    keep_private(config)
+    run_dir = config.run_dir
+    # All of this before Ray is started: a wrong configuration is reported within a second.
+    documents.check_writable(run_dir)
+    check_free(run_dir)
+    if named := head.named(os.environ, config.driver.address):
+        head.check(*named)
+    console, plan = make_console(sys.stdout, began_s), None
+    try:
+        plan, supervised = plan_and_connect(config, console)
+    except KeyboardInterrupt as error:
+        raise Interrupted from error
+    finally:
+        if plan is None:  # what is said of an error must not be drawn into the live lines
+            console.close()
+    launch_id = uuid.uuid4().hex[:12]
+    board = start_remote_board() if supervised else Board()
+    for event in plan.events(config):
+        board.post(event)
+    message = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir, "started_at_s": started_at_s}
+    ended = ThreadEnd()
+    # Off the main thread: there Ray Train would take SIGINT for itself.
+    driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
+    driver.start()
+    with relay_signals(board, run_dir, launch_id), head.HeadWatch(head_address(), run_dir, console.show) as head_watch:
+        watch(board, console, lambda: head_watch.over or not driver.is_alive())
+    # By the file: Ray wraps the exceptions of a worker, and their types are lost.
+    outcome = read_outcome(run_dir, launch_id)
+    lost = head_watch.why_lost() if outcome is None else None
+    leave(driver, has_head=lost is None)
+    return outcome, ended.error, lost
+
+
+def plan_and_connect(config: JobConfig, console: Console) -> tuple[report.PlanReport, bool]:
+    """Returns what the run will be, and whether Ray Train supervises the driver. The child that works out the plan runs while Ray
+    starts and is imported: no machine is asked for before the plan is known to be good."""
+    console.show(Status(ev="status", state="checking"))
+    with report.Child(config) as child:
+        supervised = connect(config)
+        try:
+            import_ray_train()
+            return child.report(), supervised
+        except BaseException:
+            disconnect()
+            raise
+
+
+def leave(driver: threading.Thread, has_head: bool) -> None:
+    """Ends the connection to Ray. In order: otherwise Ray's own processes would be left behind."""
+    if has_head:
+        driver.join()
+        disconnect()
+        return
+    # Ray may wait for the head that is gone.
+    leaving = threading.Thread(target=disconnect, name="leave Ray", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_TIMEOUT_S)
+
+
+def run_driver(message: dict[str, Any], config: JobConfig, supervised: bool) -> None:
+    fit(drive, message, name=config.training.name, storage=config.training.storage, supervised=supervised)
+
+
+# ---------------------------------------------------------------------- signals and exit
+
+
+class ThreadEnd:
+    """The exception with which the driver's thread ended."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def catch(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:  # a thread's boundary: shown by the main thread
+            self.error = error
+
+
+class relay_signals:
+    """SIGINT and SIGTERM ask the driver to save and stop; a second SIGINT ends this command at once."""
+
+    def __init__(self, board: BoardLike, run_dir: str, launch_id: str):
+        self.board, self.run_dir, self.launch_id = board, run_dir, launch_id
+        self.asked_at_s: float | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> relay_signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.asked_at_s is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked_at_s = time.monotonic()
+        reason = "interrupted" if number == signal.SIGINT else "terminated"
+        # In another thread: the board may be an actor, and Ray's calls must not be made in a signal handler.
+        threading.Thread(target=self.board.request_stop, args=(reason,), daemon=True).start()
+        if number == signal.SIGTERM:
+            late = threading.Timer(JOB_STOP_GRACE_S - 0.5, self._too_late)
+            late.daemon = True
+            late.start()
+
+    def _too_late(self) -> None:
+        if read_outcome(self.run_dir, self.launch_id) is not None:
+            return  # the run is saved and its outcome written: only Ray is still shutting down
+        print(
+            f"SIGTERM: the state could not be saved within {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed now, "
+            f"the next launch goes on from the newest checkpoint in {self.run_dir}/checkpoints",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, lost: str | None) -> int:
+    """`lost`: why the head of the cluster is gone."""
+    if outcome is None:
+        print(f"error: {why_no_outcome(error, lost)}", file=sys.stderr)
+        return EXIT_FAILED
+    if outcome["status"] == "failed":
+        print(f"\nerror: {outcome['error']}", file=sys.stderr)
+    elif outcome["status"] == "stopped":
+        print(f"stopped ({outcome['error'] or outcome['stop_reason']}); run the same command again to go on", file=sys.stderr)
+    return {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED}.get(outcome["status"], EXIT_FAILED)
+
+
+def why_no_outcome(error: BaseException | None, lost: str | None) -> str:
+    return masked(lost or missing_code.explain(str(error)) or f"the driver ended without an outcome: {error!r}")

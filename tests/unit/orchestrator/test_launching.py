@@ -1,0 +1,84 @@
+"""The start of a run: what goes on side by side, and what is left when it goes wrong."""
+
+import pytest
+
+from orchestrator import launching
+from orchestrator.config.job import ConfigError, build
+from orchestrator.planning import report
+
+
+class Console:
+    def __init__(self):
+        self.shown, self.closed = [], 0
+
+    def show(self, event):
+        self.shown.append(event)
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture
+def job(tmp_path):
+    return build({"name": "x", "max_num_steps": 1, "storage": str(tmp_path)})
+
+
+@pytest.fixture
+def happened(monkeypatch):
+    """What happened, in order. Ray and the child process are stood in for: both take seconds."""
+    happened = []
+
+    class Child:
+        answer: object = "the plan"
+
+        def __init__(self, config):
+            happened.append("the child is started")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            happened.append("the child is ended")
+
+        def report(self):
+            happened.append("its answer is waited for")
+            if isinstance(self.answer, BaseException):
+                raise self.answer
+            return self.answer
+
+    monkeypatch.setattr(report, "Child", Child)
+    monkeypatch.setattr(launching, "connect", lambda config: happened.append("Ray is started") or True)
+    monkeypatch.setattr(launching, "import_ray_train", lambda: happened.append("Ray Train is imported"))
+    monkeypatch.setattr(launching, "disconnect", lambda: happened.append("Ray is ended"))
+    return happened
+
+
+BESIDE = ["the child is started", "Ray is started", "Ray Train is imported", "its answer is waited for"]
+
+
+def test_the_plan_is_worked_out_while_ray_starts(job, happened):
+    console = Console()
+    assert launching.plan_and_connect(job, console) == ("the plan", True)
+    assert happened == [*BESIDE, "the child is ended"]
+    assert console.shown == [{"ev": "status", "state": "checking"}]
+
+
+def test_what_is_wrong_ends_ray_and_the_console_before_it_is_told(job, happened, monkeypatch, capsys):
+    monkeypatch.setattr(report.Child, "answer", ConfigError("x", ["no such column"]))
+    console = Console()
+    monkeypatch.setattr(launching, "make_console", lambda *given: console)
+    monkeypatch.setattr(launching, "load", lambda path, overrides: job)
+    assert launching.run("x.yaml", [], dry_run=False, began_s=0.0) == launching.EXIT_REFUSED
+    assert happened == [*BESIDE, "Ray is ended", "the child is ended"]
+    assert console.closed == 1
+    assert "no such column" in capsys.readouterr().err
+
+
+def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, happened, monkeypatch, capsys):
+    monkeypatch.setattr(report.Child, "answer", KeyboardInterrupt())
+    console = Console()
+    monkeypatch.setattr(launching, "make_console", lambda *given: console)
+    monkeypatch.setattr(launching, "load", lambda path, overrides: job)
+    assert launching.run("x.yaml", [], dry_run=False, began_s=0.0) == launching.EXIT_FAILED
+    assert "Ray is ended" in happened
+    assert capsys.readouterr().err == "error: interrupted before the run began; nothing is left of it\n"

@@ -1,0 +1,170 @@
+"""The two consoles. Both print the same lines for events. Between them, a terminal shows two live lines at the bottom, and a log
+gets a line with the same numbers from time to time."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TextIO
+
+from trainers.console.text import clock_time, printable
+from trainers.console.view import STATES, Event, Line, View, facts, lines_of, measures, metrics_line, progress
+from trainers.first_line import CLOCK_WIDTH, TERMINAL_CLOCK_WIDTH
+
+PLAIN_EVERY_S = 5.0
+"""The least time between two lines of metrics in a log. Evaluations and the last step are always shown."""
+WITH_BAR = 110
+"""Columns of a terminal that has room for a bar beside the numbers."""
+BAR = 20
+
+LinesOf = Callable[[Event, View], list[Line]]
+Page = Callable[[Any, Any], None]
+"""(rich console, summary) -> None: prints the page at the end of a run."""
+
+
+class Console(Protocol):
+    def show(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainConsole:
+    """Lines of text, each with the time since the start."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        clock: Callable[[], float],
+        began_s: float | None = None,
+        lines_of: LinesOf = lines_of,
+        page: Page | None = None,
+    ):
+        self._stream, self._clock, self._lines_of, self._page = stream, clock, lines_of, page
+        self._view = View(started_s=clock() if began_s is None else began_s)
+        self._last_metrics_s = float("-inf")
+
+    def show(self, event: Event) -> None:
+        self._view.update(event)
+        if event["ev"] == "summary" and self._page is not None:
+            from rich.console import Console as Screen
+
+            self._page(Screen(file=self._stream, highlight=False, width=110, color_system=None), event["summary"])
+            return
+        for line in self._lines_of(event, self._view):
+            self._print("".join(text for text, _ in line))
+        if event["ev"] == "metrics" and "loss" in event["metrics"] and self._is_time(event["step"]):
+            self._print(metrics_line(self._view))
+        if event["ev"] == "evaluating" and self._is_time(None):
+            self._print(f"evaluating {progress(event)}")
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _is_time(self, step: int | None) -> bool:
+        now_s = self._clock()
+        if now_s - self._last_metrics_s < PLAIN_EVERY_S and (step is None or step != self._view.max_steps):
+            return False
+        self._last_metrics_s = now_s
+        return True
+
+    def _print(self, line: str) -> None:
+        elapsed = clock_time(self._clock() - self._view.started_s)
+        print(f"{elapsed:>{CLOCK_WIDTH}}  {line}" if line else "", file=self._stream, flush=True)
+
+
+class TerminalConsole:
+    """Log lines scroll; the two lines of the live view stay below them."""
+
+    def __init__(
+        self,
+        screen: Any,
+        clock: Callable[[], float],
+        began_s: float | None = None,
+        lines_of: LinesOf = lines_of,
+        page: Page | None = None,
+    ):
+        """`screen`: a `rich.console.Console`."""
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        self._screen, self._clock, self._log_lines, self._page = screen, clock, lines_of, page
+        self._view = View(started_s=clock() if began_s is None else began_s)
+        self._spinner = Spinner("dots", style="cyan")
+        self._live = Live(get_renderable=self._lines, console=screen, refresh_per_second=5, transient=True)
+        self._live.start()
+
+    def show(self, event: Event) -> None:
+        self._view.update(event)
+        if event["ev"] == "summary" and self._page is not None:
+            # First: the live line would be drawn into the page.
+            self.close()
+            self._page(self._screen, event["summary"])
+            return
+        for line in self._log_lines(event, self._view):
+            self._print(line)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _print(self, line: Line) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        elapsed = clock_time(self._clock() - self._view.started_s)
+        row = Table.grid(padding=(0, 2))
+        row.add_column(width=TERMINAL_CLOCK_WIDTH, justify="right")
+        row.add_column()
+        row.add_row(Text(elapsed if line else "", "dim"), Text.assemble(*line))
+        self._screen.print(row)
+
+    def _lines(self) -> Any:
+        """Two lines: how the training goes, and how the run is. They fit into 80 columns."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        view = self._view
+        rows = Table.grid(padding=(0, 2), expand=False)
+        rows.add_column(width=TERMINAL_CLOCK_WIDTH, justify="right", no_wrap=True)
+        rows.add_column(no_wrap=True, overflow="ellipsis")
+        state = Text(
+            printable(f"{STATES.get(view.state, view.state)} {view.evaluation}".strip()),
+            "" if view.state == "training" else "yellow",
+        )
+        elapsed = Text(clock_time(self._clock() - view.started_s), "dim")
+        if view.step is None:
+            self._spinner.update(text=state)
+            rows.add_row(elapsed, self._spinner)
+            return rows
+        of = Text(f"/{view.max_steps}" if view.max_steps else "", "dim")
+        numbers = Text.assemble("step ", (str(view.step), "bold"), of, "  ", "  ".join(measures(view)))
+        if view.max_steps and self._screen.width >= WITH_BAR:
+            bar = ProgressBar(view.max_steps, view.step, width=BAR, complete_style="cyan", finished_style="green")
+            first = Table.grid(padding=(0, 2))
+            first.add_row(bar, numbers)
+            rows.add_row(elapsed, first)
+        else:
+            rows.add_row(elapsed, numbers)
+        rows.add_row("", Text.assemble(state, ("".join(f"  {fact}" for fact in facts(view)), "dim")))
+        return rows
+
+
+def make_console(
+    stream: TextIO = sys.stdout,
+    began_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    lines_of: LinesOf = lines_of,
+    page: Page | None = None,
+) -> Console:
+    """Makes a console for a terminal or for a log, depending on `stream`. Its times count from `began_s` (default: now).
+    `lines_of` returns the lines that an event adds, and `page` prints the end of a run."""
+    from rich.console import Console as Screen
+
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")  # A terminal that knows no `·` shows `?`, and the run goes on.
+    screen = Screen(file=stream, highlight=False)
+    if stream.isatty() and not screen.is_dumb_terminal:
+        return TerminalConsole(screen, clock, began_s, lines_of, page)
+    return PlainConsole(stream, clock, began_s, lines_of, page)

@@ -1,0 +1,42 @@
+"""Numbers, durations and texts, for people."""
+
+from __future__ import annotations
+
+
+def count(number: float) -> str:
+    """1,234 · 41.2 k · 3.21 M · 1.50 G."""
+    for limit, divisor, unit in ((1e4, 1, ""), (1e6, 1e3, " k"), (1e9, 1e6, " M")):
+        if abs(number) < limit:
+            return _three_digits(number / divisor) + unit if unit else f"{number:,.0f}"
+    return _three_digits(number / 1e9) + " G"
+
+
+def seconds(duration_s: float) -> str:
+    """0.43 s · 12.3 s · 1 min 43 s · 2 h 05 min."""
+    if duration_s < 9.995:
+        return f"{duration_s:.2f} s"
+    if duration_s < 59.95:
+        return f"{duration_s:.1f} s"
+    minutes, rest_s = divmod(round(duration_s), 60)
+    return f"{minutes} min {rest_s:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def clock_time(elapsed_s: float) -> str:
+    """0:07 · 12:34 · 1:02:03."""
+    minutes, rest_s = divmod(int(max(0.0, elapsed_s)), 60)
+    return f"{minutes}:{rest_s:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest_s:02}"
+
+
+def printable(text: str) -> str:
+    """Replaces control characters: texts of a model or a program must not control the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
+
+
+def sentence(text: str) -> str:
+    """Returns the first line of a message."""
+    lines = printable(text).strip().splitlines()
+    return lines[0].rstrip() if lines else ""
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
