@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from orchestrator.shipped.files import configuration_named
-from trainers.program import GANGWAY
 from trainers.config.section import did_you_mean
+from trainers.program import GANGWAY
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 PACKAGES = ("orchestrator", "trainers", "cluster")

@@ -16,8 +16,8 @@ from typing import Any
 
 from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import head
-from orchestrator.planning import report
 from orchestrator.launching import Interrupted, run_job, why_no_outcome
+from orchestrator.planning import report
 from orchestrator.run_state.lease import RunInUse
 from trainers.config.masking import masked
 from trainers.storage import documents

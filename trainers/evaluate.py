@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.arguments import TrainingArguments, load_object
-from trainers.program import program
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
+from trainers.program import program
 from trainers.run import read
 from trainers.runtime.events import Event
 

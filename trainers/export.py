@@ -27,11 +27,11 @@ import numpy as np
 from trainers.checkpoint import assets, layout, manifest
 from trainers.config import ModelConfig
 from trainers.config.arguments import from_dict
-from trainers.program import program
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.first_line import say
 from trainers.models.hf import config as hf_config
 from trainers.models.hf.weights import flat, to_tensors
+from trainers.program import program
 
 OPTIMIZER = "opt_state"
 """The name of the optimizer's state, in a TrainState and in the files."""

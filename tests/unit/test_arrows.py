@@ -280,7 +280,12 @@ def test_a_command_tells_its_help_and_its_first_line_before_it_imports_what_is_s
 def test_the_first_line_of_a_run_needs_the_standard_library_alone():
     light = {"trainers.first_line", "trainers.program"}
     ours = {module for module in imported_with("orchestrator.run") if top(module) in PACKAGES}
-    assert ours - {"trainers.first_line.say", "trainers.program.program"} == {"orchestrator", "orchestrator.run", "trainers", *light}
+    assert ours - {"trainers.first_line.say", "trainers.program.program"} == {
+        "orchestrator",
+        "orchestrator.run",
+        "trainers",
+        *light,
+    }
     assert {top(module) for module in imported_with("orchestrator.run")} <= {*PACKAGES, *sys.stdlib_module_names}
 
 

@@ -402,6 +402,7 @@ def run_program(path: Path) -> tuple[dict[str, Any], str]:
 
 SCRIPTS = {f"{check.__name__}.py": check for check in (from_python, notebook, held_out, on_hosts)}
 
+
 def flowers(run: Run, folder: Folder) -> None:
     held_out, learnt = sys.modules["flowers"].flowers(run.trainer.arguments)[1], run.trainer.output.state.params
     answers = np.argmax(held_out["size"] @ np.asarray(learnt["kernel"]) + np.asarray(learnt["bias"]), -1)
