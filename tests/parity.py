@@ -19,6 +19,7 @@ import torch
 import transformers
 from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 OUT = Path(__file__).parent / "unit" / "data" / "parity"
 SMALL = {
@@ -66,6 +67,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2",
         {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": None},
     ),
+    "mixtral": ("mixtral", {"intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            "moe_intermediate_size": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        },
+    ),
 }
 ROWS, TIME, PROMPT, NEW_TOKENS = 2, 40, 5, 12
 
@@ -90,19 +102,23 @@ def make(name: str, config: Any) -> None:
     folder = OUT / name
     model.save_pretrained(folder)
     tokens = torch.randint(2, config.vocab_size, (ROWS, TIME))
-    logits = model(tokens, use_cache=False).logits
+    has_experts = hasattr(config, "num_experts_per_tok")
+    out = model(tokens, use_cache=False, **({"output_router_logits": True} if has_experts else {}))
+    logits = out.logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, config.vocab_size), tokens[:, 1:].reshape(-1))
     loss.backward()
-    gradients = {f"gradient.{key}": sample(value.grad.numpy()) for key, value in model.named_parameters()}
+    # Under the names in the file: in memory the matrices of all experts are one tensor.
+    gradients = revert_weight_conversion(model, {key: value.grad for key, value in model.named_parameters()})
     expected = {
         "tokens": tokens.to(torch.int32).numpy(),
         "logits": logits.detach().numpy(),
         "loss": loss.detach().numpy(),
         "greedy": greedy(model, tokens[:, :PROMPT]).to(torch.int32).numpy(),
     }
-    save_file(
-        {key: np.ascontiguousarray(value) for key, value in (expected | gradients).items()}, folder / "expected.safetensors"
-    )
+    if has_experts:
+        expected["load_balancing_loss"] = out.aux_loss.detach().numpy()
+    expected |= {f"gradient.{key}": sample(value.numpy()) for key, value in gradients.items()}
+    save_file({key: np.ascontiguousarray(value) for key, value in expected.items()}, folder / "expected.safetensors")
     (folder / "made_with.json").write_text(
         json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) + "\n"
     )

@@ -440,7 +440,7 @@ class Builder(BatchBuilder):
         shardings, replicated = self._state_shardings, meshes.replicated(self._mesh)
         batch_sharding = meshes.micro_batches(self._mesh)
         return jax.jit(
-            step,
+            meshes.tracing_for(self._mesh, step),
             in_shardings=(shardings, replicated, batch_sharding, meshes.one_per_device(self._mesh)),
             # Pinned: XLA may choose other shardings for outputs, and the next step would be compiled again for them.
             out_shardings=StepOutput(shardings, replicated, replicated, replicated, replicated),  # type: ignore[arg-type]

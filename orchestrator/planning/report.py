@@ -20,6 +20,7 @@ from cluster.hosts import config as hosts_config
 from orchestrator.config.job import ConfigError, JobConfig, shown, to_yaml
 from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 from trainers.config.attention import choose
+from trainers.config.model import num_replicas
 
 CHILD_TIMEOUT_S = 600.0
 """Reading the data may take long; a child that hangs must not."""
@@ -41,6 +42,11 @@ class PlanReport:
     eval_examples: int | None = None
     max_steps: int | None = None
     parameters: int | None = None
+    active_parameters: int | None = None
+    """Those that a token uses; None also for a model without experts, or of one's own."""
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    experts_per_device: int | None = None
     num_layers: int | None = None
     """None also for a model of one's own."""
     tokens_per_example: int | None = None
@@ -72,7 +78,7 @@ class PlanReport:
 
     @property
     def num_replicas(self) -> int:
-        return self.mesh["data"] * self.mesh["fsdp"]
+        return num_replicas(self.mesh)
 
     def events(self, config: JobConfig) -> list[ConsoleEvent]:
         """The console's first."""
@@ -150,10 +156,12 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     batch = config.training.global_batch_size
     lines = {
         "tokens a step": f"{batch} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
-        "parameters": f"{report.parameters:,} ({scaled(report.parameters)})",
+        "parameters": f"{report.parameters:,} ({scaled(report.parameters).strip()}){_active(report)}",
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
     }
+    if report.num_experts is not None:
+        lines["experts"] = _experts(config, report)
     if report.num_layers is not None:
         kind = config.hosts.kind
         how = "one by one" if config.training.model.unrolled(kind) else "as a loop"
@@ -170,6 +178,26 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
         lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens)} tokens, {scaled(flops)}FLOP"
     return lines
+
+
+def _active(report: PlanReport) -> str:
+    if report.active_parameters is None:
+        return ""
+    share = report.active_parameters / (report.parameters or 1)
+    return f", of which a token uses {scaled(report.active_parameters).strip()} ({share:.0%})"
+
+
+def _experts(config: JobConfig, report: PlanReport) -> str:
+    loss = config.training.loss
+    weights = {"load_balancing_weight": loss.load_balancing_weight, "router_z_loss_weight": loss.router_z_loss_weight}
+    return ", ".join(
+        (
+            f"{report.num_experts} in each layer",
+            f"{report.experts_per_token} for each token",
+            f"{report.experts_per_device} on a device",
+            *(f"loss.{name} {value:g}" for name, value in weights.items()),
+        )
+    )
 
 
 def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:

@@ -29,11 +29,12 @@ DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 @dataclass(frozen=True)
 class Leaf:
-    """A parameter: the tensor of each layer, or one tensor."""
+    """A parameter: the tensor of each layer, or of each layer's experts, or one tensor."""
 
     place: Place
     tensors: tuple[str, ...]
-    stacked: bool
+    stacked: tuple[int, ...]
+    """How many are stacked in it: (), [layers], or [layers, experts]."""
     shape: tuple[int, ...]
     dtype: str
 
@@ -94,8 +95,10 @@ def look(path: Path) -> Folder:
         if place.part is not None:
             shape = (*shape[:-1], shape[-1] // 3)
         shape = shape[::-1] if place.turned else shape
-        stacked = name.startswith("layers.")
-        leaves[name] = Leaf(place, tensors, stacked, (len(tensors), *shape) if stacked else shape, DTYPES[dtype])
+        stacked: tuple[int, ...] = (config.num_layers,) if name.startswith("layers.") else ()
+        if place.experts:
+            stacked = (config.num_layers, len(tensors) // config.num_layers)
+        leaves[name] = Leaf(place, tensors, stacked, (*stacked, *shape), DTYPES[dtype])
     used = {tensor for _, _, tensors in _expected(config, prefix) for tensor in tensors}
     problems += [f"{name} is left over" for name in sorted(headers) if name not in used and not is_derived(config, name)]
     if problems:
@@ -124,17 +127,17 @@ def read(folder: Folder, name: str, sharding: Any) -> jax.Array:
 
 
 def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
-    tensors = leaf.tensors[index[0]] if leaf.stacked else leaf.tensors
-    within = index[1:] if leaf.stacked else index
-    sizes = leaf.shape[1:] if leaf.stacked else leaf.shape
+    depth = len(leaf.stacked)
+    tensors = np.array(leaf.tensors, object).reshape(leaf.stacked)[index[:depth]]
+    within, sizes = index[depth:], leaf.shape[depth:]
     spans = [range(*place.indices(size)) for place, size in zip(within, sizes, strict=True)]
     if leaf.place.part is not None:
         start = leaf.place.part * sizes[-1]
         spans[-1] = range(spans[-1].start + start, spans[-1].stop + start)
     wanted = tuple(slice(span.start, span.stop) for span in (spans[::-1] if leaf.place.turned else spans))
-    parts = [_slice(folder.file_of[tensor], tensor, wanted) for tensor in tensors]
+    parts = [_slice(folder.file_of[tensor], tensor, wanted) for tensor in np.ravel(tensors)]
     parts = [part.T for part in parts] if leaf.place.turned else parts
-    return np.stack(parts) if leaf.stacked else parts[0]
+    return np.stack(parts).reshape(*np.shape(tensors), *parts[0].shape)
 
 
 def _slice(path: Path, tensor: str, wanted: tuple[slice, ...]) -> np.ndarray:
@@ -149,8 +152,8 @@ def _expected(config: ModelConfig, prefix: str) -> Iterator[tuple[str, Place, tu
     for name, place in top_places(config).items():
         yield name, place, (place.full(prefix),)
     for name, place in layer_places(config).items():
-        numbers = range(config.num_layers)
-        yield f"layers.{name}", place, tuple(place.full(f"{prefix}{layers_name(config)}.{number}.") for number in numbers)
+        of_layers = (f"{prefix}{layers_name(config)}.{number}." for number in range(config.num_layers))
+        yield f"layers.{name}", place, tuple(full for each in of_layers for full in place.all_names(each, config.num_experts))
 
 
 def _tensors(path: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tuple[int, ...]]]]:

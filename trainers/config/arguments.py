@@ -32,6 +32,7 @@ from trainers.config import (
     recorders,
 )
 from trainers.config.conversion import convert_sections, from_dict
+from trainers.config.model import BATCH_AXES, num_replicas
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
@@ -171,11 +172,12 @@ class TrainingArguments(Section):
         """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, or has more
         replicas than a micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
-        replicas, rows = sizes["data"] * sizes["fsdp"], self.micro_batch_size
+        replicas, rows = num_replicas(sizes), self.micro_batch_size
+        shown = " x ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES)
         require(
             replicas <= rows,
             f"global_batch_size {self.global_batch_size} / accumulation_steps {self.accumulation_steps} = {rows} sequences for "
-            f"{replicas} replicas (data {sizes['data']} x fsdp {sizes['fsdp']}): expected at least one sequence for each; set "
+            f"{replicas} replicas ({shown}): expected at least one sequence for each; set "
             f"global_batch_size to {replicas * self.accumulation_steps} or more, use fewer accumulation_steps, or fewer devices",
         )
         return sizes
@@ -184,7 +186,7 @@ class TrainingArguments(Section):
         """Returns the number of rows that are computed and do not count, because a micro-batch does not divide evenly over the
         replicas."""
         sizes = self.check_devices(num_devices)
-        return -self.micro_batch_size % (sizes["data"] * sizes["fsdp"]) * self.accumulation_steps
+        return -self.micro_batch_size % num_replicas(sizes) * self.accumulation_steps
 
 
 def load_object(path: str) -> Any:

@@ -31,6 +31,8 @@ class Family:
     scaled_embedding: bool = False
     """Embeddings are multiplied by sqrt(width)."""
     positions: Literal["rotary", "learned"] = "rotary"
+    experts: bool = False
+    """In place of the MLP: many MLPs, of which a router chooses a few for each token (Shazeer et al., 2017)."""
 
 
 GEMMA = {"norm_offset": True, "post_norms": True, "activation": "gelu", "scaled_embedding": True}
@@ -44,6 +46,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma2": Family(**GEMMA),  # type: ignore[arg-type]  # mypy takes the values for one type
         "gemma3": Family(**GEMMA, qk_norm=True),  # type: ignore[arg-type]
         "gpt2": Family(norm="layer", qkv_bias=True, bias=True, activation="gelu", gated=False, positions="learned"),
+        "mixtral": Family(experts=True),
+        "qwen3_moe": Family(qk_norm=True, experts=True),
     }
 )
 """By the name of `model.family`."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,14 @@ from trainers.config.conversion import convert_sections
 from trainers.config.families import FAMILIES, Family
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
+BATCH_AXES = ("data", "fsdp", "expert")
+"""Mesh axes over which examples are divided: each coordinate on them is one replica."""
+
+
+def num_replicas(sizes: Mapping[str, int]) -> int:
+    """Returns how many replicas share the examples on a mesh with these axis sizes."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Section):
@@ -19,6 +28,8 @@ class MeshConfig(Section):
 
     data: int = -1
     fsdp: int = 1
+    expert: int = 1
+    """The experts of a mixture are divided over this axis, and so are the examples."""
     tensor: int = 1
 
     def __post_init__(self):
@@ -47,7 +58,7 @@ REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 """Values of `model.remat`; all but the first two are names of `jax.checkpoint_policies`."""
 
 
-OF_EXECUTION = ("remat", "attention")
+OF_EXECUTION = ("remat", "attention", "grouped_product")
 """Keys of `model` that say how a model is computed, and not which model it is."""
 
 
@@ -86,9 +97,10 @@ class ModelConfig(Section):
 
     pretrained: str | None = None
     """A folder of Hugging Face. The model is the one that its `config.json` describes, and begins with its weights (`init_from`).
-    It says all keys of this section but `remat` and `attention`."""
+    It says all keys of this section but `remat`, `attention` and `grouped_product`."""
     family: str = "llama"
-    """The structure: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2`, `gemma3` or `gpt2`. The other keys are its numbers."""
+    """The structure: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2`, `gemma3`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys
+    are its numbers."""
     vocab_size: int = 256
     width: int = 256
     num_layers: int = 4
@@ -97,6 +109,17 @@ class ModelConfig(Section):
     head_dim: int | None = None
     """The channels of a head. null: `width` / `num_heads`."""
     mlp_width: int = 768
+    """The inner width of the MLP; in a mixture of experts, of each expert."""
+    num_experts: int | None = None
+    """The experts of each layer of `mixtral` and `qwen3_moe`."""
+    experts_per_token: int | None = None
+    """How many of them each token goes to."""
+    normalize_routing: bool = True
+    """The shares of a token's experts are divided by their sum. Else they are the probabilities that the router gives them."""
+    grouped_product: str = "xla"
+    """The product of the experts' tokens with their matrices. `xla`: `jax.lax.ragged_dot`. `package.module:function`: a function
+    of the same arguments (tokens [m, k], matrices [experts, k, n], tokens of each expert [experts]), such as
+    `tokamax:ragged_dot`."""
     # As in Su et al., 2021.
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -131,7 +154,7 @@ class ModelConfig(Section):
                 self,
                 1,
                 *("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width"),
-                *("num_positions", "window", "global_every"),
+                *("num_positions", "window", "global_every", "num_experts", "experts_per_token"),
             )
         )
         require_none([*convert_sections(self), *self._problems()])
@@ -169,6 +192,7 @@ class ModelConfig(Section):
                 yield f"{name} = {getattr(self, name)}: it is about layers with a window; set window too, or leave {name} out"
         if self.family not in FAMILIES:
             return
+        yield from self._problems_of_experts()
         if FAMILIES[self.family].positions == "learned":
             if self.num_positions is None:
                 yield f"num_positions = null: family {self.family} has learned positions; set how many"
@@ -178,6 +202,21 @@ class ModelConfig(Section):
         elif self.num_positions is not None:
             yield f"num_positions = {self.num_positions}: family {self.family} has rotary positions; leave it out"
 
+    def _problems_of_experts(self) -> Iterator[str]:
+        names = ("num_experts", "experts_per_token")
+        if not self.structure.experts:
+            for name in names:
+                if getattr(self, name) is not None:
+                    yield f"{name} = {getattr(self, name)}: family {self.family} has no experts; leave it out"
+            return
+        for name in names:
+            if getattr(self, name) is None:
+                yield f"{name} = null: family {self.family} has experts; set how many"
+        if (self.experts_per_token or 0) > (self.num_experts or math.inf):
+            yield f"experts_per_token = {self.experts_per_token}: expected at most num_experts ({self.num_experts})"
+        if self.grouped_product != "xla" and ":" not in self.grouped_product:
+            yield f"grouped_product = {self.grouped_product!r}: expected xla, or package.module:function"
+
     @property
     def structure(self) -> Family:
         return FAMILIES[self.family]
@@ -186,6 +225,14 @@ class ModelConfig(Section):
     def channels(self) -> int:
         """The channels of a head."""
         return self.head_dim if self.head_dim is not None else self.width // self.num_heads
+
+    @property
+    def idle_parameters(self) -> int:
+        """The parameters of the experts that a token does not go to."""
+        if self.num_experts is None or self.experts_per_token is None:
+            return 0
+        matrices = 3 if self.structure.gated else 2
+        return self.num_layers * (self.num_experts - self.experts_per_token) * matrices * self.width * self.mlp_width
 
     @property
     def local_layers(self) -> tuple[bool, ...]:
@@ -207,6 +254,13 @@ class LossConfig(Section):
     """The weight of the mean square of log Z, the logarithm of the sum of exp(logits), which keeps it near 0 (Chowdhery et al.,
     2022, section 5). 0: it is not computed."""
 
+    load_balancing_weight: float = 0.0
+    """Of a mixture of experts: the weight of the loss that keeps the experts' loads equal, E sum(f p) over the E experts, where f
+    is the part of the tokens that an expert gets, and p its mean probability, both over all layers (Fedus et al., 2021, section
+    2.2). Each micro-batch has its own f and p."""
+    router_z_loss_weight: float = 0.0
+    """Of a mixture of experts: the weight of the mean square of the logarithm of the sum of exp(router's logits), over tokens and
+    layers, which keeps these logits small (Zoph et al., 2022, section 3.1)."""
     label_smoothing: float = 0.0
     """The share of each target's probability that is spread evenly over the vocabulary (Szegedy et al., 2016, section 7). The
     published perplexity is then that of the smoothed loss."""
@@ -217,7 +271,7 @@ class LossConfig(Section):
         require_none(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        yield from too_small(self, 0, "z_loss_weight")
+        yield from too_small(self, 0, "z_loss_weight", "load_balancing_weight", "router_z_loss_weight")
         if not 0 <= self.label_smoothing < 1:
             yield f"label_smoothing = {self.label_smoothing}: expected 0 <= label_smoothing < 1"
         if self.ignore_index is not None and self.ignore_index < 0:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.config.model import num_replicas
 from trainers.foreign_errors import OUT_OF_MEMORY_SIGNS
 from trainers.step.state import TrainState
 from trainers.tasks.causal_lm import CausalLMTask
@@ -101,7 +102,7 @@ def changes(used: Usage, arguments: TrainingArguments, sizes: dict[str, int]) ->
 
 
 def _without_effect(used: Usage, arguments: TrainingArguments, sizes: dict[str, int]) -> Iterator[Change]:
-    replicas, steps, rows = sizes["data"] * sizes["fsdp"], arguments.accumulation_steps, arguments.micro_batch_size
+    replicas, steps, rows = num_replicas(sizes), arguments.accumulation_steps, arguments.micro_batch_size
     # A smaller micro-batch still needs a row for each replica.
     if rows % 2 == 0 and rows // 2 >= replicas:
         text = f"accumulation_steps {steps} -> {2 * steps} (micro-batches of {rows // 2} sequences, not {rows})"

@@ -68,7 +68,7 @@ class Previews:
             model = in_mode(merge(params, model_state), training=False)
             return decode(model, tokens_BP, lengths_B, key, config=config, window=window, place=shard_cache)
 
-        jitted = jax.jit(continued, out_shardings=meshes.replicated(mesh))
+        jitted = jax.jit(meshes.tracing_for(mesh, continued), out_shardings=meshes.replicated(mesh))
         return cls(config, cast(TextTask, task), mesh, seed, Program("preview", jitted, programs, programs.note))
 
     def __call__(self, params: Any, step: int, model_state: Any = NO_STATE) -> list[dict[str, str]]:

@@ -47,7 +47,7 @@ class UnitBuilder:
         replicated = meshes.replicated(self.mesh)
         rows = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES))
         return jax.jit(
-            step,
+            meshes.tracing_for(self.mesh, step),
             in_shardings=(self.state_shardings, replicated, meshes.micro_batches(self.mesh)),
             out_shardings=(replicated, rows) if predicts else replicated,
             # The sums alone: the state is needed again for the next batch.

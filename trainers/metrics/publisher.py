@@ -209,9 +209,14 @@ def device_memory(devices: Sequence[jax.Device]) -> dict[str, float]:
     return {name: max(device_stats[key] for device_stats in stats) for name, key in counted.items()}
 
 
+NOT_OF_TOKENS = ("z_loss", "load_balancing_loss", "router_z_loss")
+"""Parts of the loss of a language model beside the cross-entropy."""
+
+
 def with_perplexity(metrics: dict[str, float], layout: Layout) -> dict[str, float]:
-    """Adds `perplexity` to the metrics of a loss of tokens, from the loss without its z-loss."""
+    """Adds `perplexity` to the metrics of a loss of tokens, from the loss without its z-loss and those of routers."""
     if "loss" not in metrics or not layout.of_tokens:
         return metrics
     # exp overflows beyond 709.
-    return {**metrics, "perplexity": math.exp(min(metrics["loss"] - metrics.get("z_loss", 0.0), 700.0))}
+    of_tokens = metrics["loss"] - sum(metrics.get(name, 0.0) for name in NOT_OF_TOKENS)
+    return {**metrics, "perplexity": math.exp(min(of_tokens, 700.0))}

@@ -22,6 +22,7 @@ from trainers.config import ModelConfig
 from trainers.models import remat
 from trainers.models.attention import attend, soft_capped, within
 from trainers.models.attention_kernels import attention
+from trainers.models.experts import RouterSums, mixture
 from trainers.models.layers import Layers, parameter
 from trainers.models.positions import Angles, rotary_angles, rotate
 from trainers.parallel.platform import platform
@@ -41,6 +42,8 @@ class Hidden(NamedTuple):
     x_BTD: jax.Array
     table_DV: jax.Array
     softcap: float | None = None
+    router: RouterSums | None = None
+    """Of a mixture of experts, if the caller has said which tokens count; each [L, ...]."""
 
     def logits(self, x_ND: jax.Array) -> jax.Array:
         """Returns the float32 logits [N, V] of some of the rows of x."""
@@ -76,9 +79,16 @@ class Decoder(nnx.Module):
         hidden = self.hidden(tokens_BT, positions_BT, segments_BT)
         return hidden.logits(hidden.x_BTD.reshape(-1, self.config.width)).reshape(*tokens_BT.shape, -1)
 
-    def hidden(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None, segments_BT: jax.Array | None = None) -> Hidden:
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segments_BT: jax.Array | None = None,
+        counted_BT: jax.Array | None = None,
+    ) -> Hidden:
         """Returns what the logits are computed from. Of packed rows, `segments_BT` numbers the documents, and `positions_BT`
-        begins anew in each: a token sees its own document alone."""
+        begins anew in each: a token sees its own document alone. `counted_BT`: how much each token counts in the sums of the
+        routers of a mixture of experts; None: there are no sums."""
         config, (batch, time) = self.config, tokens_BT.shape
         if positions_BT is None:
             # [1, T]: the same positions for every row.
@@ -86,17 +96,20 @@ class Decoder(nnx.Module):
         attend_all = attention(config, segments_BT, time, jnp.dtype(self.dtype).name)
         turned = self._angles(positions_BT)
 
-        def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, None]:
+        counted_N = None if counted_BT is None else counted_BT.reshape(-1)
+
+        def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, RouterSums | None]:
             weights, local = xs
             mix = partial(attend_all, local)
-            return self._layer(x_ND, weights, batch, turned(local), mix), None
+            return self._layer(x_ND, weights, batch, turned(local), mix, counted_N)
 
         with jax.named_scope("layers"):
             unroll = config.unrolled(platform())
             body = remat.wrap(layer, config.remat, in_loop=True)
             xs = (self._layer_weights(), self._local())
-            x_ND, _ = jax.lax.scan(body, self._embedded(tokens_BT, positions_BT), xs, unroll=unroll)
-        return Hidden(self._final_normed(x_ND).reshape(batch, time, config.width), self._table(), config.logit_softcap)
+            x_ND, sums = jax.lax.scan(body, self._embedded(tokens_BT, positions_BT), xs, unroll=unroll)
+        x_BTD = self._final_normed(x_ND).reshape(batch, time, config.width)
+        return Hidden(x_BTD, self._table(), config.logit_softcap, sums)
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens: [L, B, S, K, C] each."""
@@ -127,7 +140,7 @@ class Decoder(nnx.Module):
                     new[name] = jax.lax.dynamic_update_slice_in_dim(old[name], added, slot, 1)
                 return self._attend(query, new["key"], new["value"], within(mask_BTS, near_TS, local))
 
-            return self._layer(x_ND, weights, batch, turned(local), mix), new
+            return self._layer(x_ND, weights, batch, turned(local), mix)[0], new
 
         # Never unrolled: previews are rare, and training waits while this program is compiled.
         x_ND, cache = jax.lax.scan(layer, self._embedded(tokens_BT, positions_BT), (self._layer_weights(), self._local(), cache))
@@ -136,8 +149,14 @@ class Decoder(nnx.Module):
         return Hidden(last_BD[:, None], self._table(), config.logit_softcap).logits(last_BD), cache
 
     def _layer(
-        self, x_ND: jax.Array, weights: Weights, batch: int, angles: Angles | None, mix: Callable[..., jax.Array]
-    ) -> jax.Array:
+        self,
+        x_ND: jax.Array,
+        weights: Weights,
+        batch: int,
+        angles: Angles | None,
+        mix: Callable[..., jax.Array],
+        counted_N: jax.Array | None = None,
+    ) -> tuple[jax.Array, RouterSums | None]:
         config, structure = self.config, self.config.structure
         with jax.named_scope("attention"):
             query, key, value = heads_of(config, norm(config, x_ND, weights, "attention_norm"), weights, batch, angles)
@@ -145,8 +164,12 @@ class Decoder(nnx.Module):
             mixed_ND = project(mix(query, key, value).reshape(x_ND.shape[0], -1), weights, "out")
             x_ND += norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
         with jax.named_scope("mlp"):
-            added_ND = mlp(config, norm(config, x_ND, weights, "mlp_norm"), weights)
-            return x_ND + (norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND)
+            normed_ND, sums = norm(config, x_ND, weights, "mlp_norm"), None
+            if structure.experts:
+                added_ND, sums = mixture(config, normed_ND, weights, counted_N, activation(config))
+            else:
+                added_ND = mlp(config, normed_ND, weights)
+            return x_ND + (norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND), sums
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
         scalar = self.config.query_scalar or self.config.channels
@@ -172,7 +195,9 @@ class Decoder(nnx.Module):
         return jnp.asarray(local) if any(local) and not all(local) else None
 
     def _layer_weights(self) -> Weights:
-        return jax.tree.map(lambda weight: weight.astype(self.dtype), nnx.to_pure_dict(nnx.state(self.layers)))
+        weights = nnx.to_pure_dict(nnx.state(self.layers))
+        # The router computes in float32: its weights are not rounded first.
+        return {name: weight if name == "router" else weight.astype(self.dtype) for name, weight in weights.items()}
 
     def _embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Returns the embeddings as [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D]."""
@@ -245,7 +270,10 @@ def heads_of(
 
 def mlp(config: ModelConfig, x_ND: jax.Array, weights: Weights) -> jax.Array:
     """Returns (activation(x gate) * (x up)) down (Shazeer, 2020); without a gate activation(x up) down."""
-    activation = jax.nn.silu if config.structure.activation == "silu" else partial(jax.nn.gelu, approximate=True)
-    up = project(x_ND, weights, "up")
-    inner = activation(project(x_ND, weights, "gate")) * up if config.structure.gated else activation(up)
+    up, act = project(x_ND, weights, "up"), activation(config)
+    inner = act(project(x_ND, weights, "gate")) * up if config.structure.gated else act(up)
     return project(inner, weights, "down")
+
+
+def activation(config: ModelConfig) -> Callable[[jax.Array], jax.Array]:
+    return jax.nn.silu if config.structure.activation == "silu" else partial(jax.nn.gelu, approximate=True)

@@ -13,7 +13,7 @@ from trainers.config import ModelConfig
 
 
 class Layers(nnx.Module):
-    """The parameters of all layers, each [L, ...]. A matrix is [L, in, out]."""
+    """The parameters of all layers, each [L, ...]. A matrix is [L, in, out], and of a mixture of experts [L, E, in, out]."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
         layers, structure = config.num_layers, config.structure
@@ -23,10 +23,11 @@ class Layers(nnx.Module):
         heads = ("heads", config.num_heads * config.channels)
         kv_heads = ("kv_heads", config.num_kv_heads * config.channels)
 
-        def matrix(rows: tuple[str, int], columns: tuple[str, int], scale: float = 1.0) -> nnx.Param:
-            (row_axis, num_rows), (column_axis, num_columns) = rows, columns
-            shape, axes = (layers, num_rows, num_columns), ("layers", row_axis, column_axis)
-            return parameter(rngs, axes, shape, scale / math.sqrt(num_rows), param_dtype)
+        def matrix(
+            rows: tuple[str, int], columns: tuple[str | None, int], scale: float = 1.0, of: tuple[tuple[str, int], ...] = ()
+        ) -> nnx.Param:
+            axes, shape = zip(("layers", layers), *of, rows, columns, strict=True)
+            return parameter(rngs, axes, shape, scale / math.sqrt(rows[1]), param_dtype)
 
         def zeros(axis: tuple[str, int]) -> nnx.Param:
             return nnx.Param(jnp.zeros((layers, axis[1]), param_dtype), logical_axes=("layers", axis[0]))
@@ -48,10 +49,18 @@ class Layers(nnx.Module):
             norm("query_norm", ("head_dim", config.channels))
             norm("key_norm", ("head_dim", config.channels))
         norm("mlp_norm")
-        if structure.gated:
-            self.gate = matrix(embed, mlp)
-        self.up = matrix(embed, mlp)
-        self.down = matrix(mlp, embed, scale=branch)
+        if structure.experts:
+            # Which expert is which is no dimension to divide: a token needs the scores of all of them.
+            self.router = matrix(embed, (None, config.num_experts or 0))
+            of_each = (("experts", config.num_experts or 0),)
+            self.expert_gate = matrix(embed, mlp, of=of_each)
+            self.expert_up = matrix(embed, mlp, of=of_each)
+            self.expert_down = matrix(mlp, embed, scale=branch, of=of_each)
+        else:
+            if structure.gated:
+                self.gate = matrix(embed, mlp)
+            self.up = matrix(embed, mlp)
+            self.down = matrix(mlp, embed, scale=branch)
         if structure.bias:
             self.out_bias, self.up_bias, self.down_bias = zeros(embed), zeros(mlp), zeros(embed)
         if structure.post_norms:

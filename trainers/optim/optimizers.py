@@ -37,6 +37,9 @@ from trainers.optim.param_groups import Groups, group_of, parameter_path, rate_n
 STACKED = "layers"
 """Parameters under this key have a leading dimension over the layers of the model."""
 
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
+"""Of these a layer has one matrix for each expert."""
+
 TABLES = ("embed", "unembed")
 """Matrices whose rows are looked up by token or scored against one. They are no linear maps, so Muon leaves them to AdamW."""
 
@@ -144,7 +147,8 @@ def matrices(params: Any) -> Any:
 
 
 def _num_dimensions(path: Any, leaf: Any) -> int:
-    return leaf.ndim - (STACKED in _names(path))
+    names = _names(path)
+    return leaf.ndim - (STACKED in names) - any(name in EXPERTS for name in names)
 
 
 def _names(path: Any) -> list[str]:
@@ -183,7 +187,7 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _with_size_of_adam(update: jax.Array) -> jax.Array:
-    # update: [A, B], or [layers, A, B].
+    # update: [A, B], [layers, A, B], or [layers, experts, A, B].
     return update * (MUON_UPDATE_RMS * math.sqrt(max(update.shape[-2:])))
 
 

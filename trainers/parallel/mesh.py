@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -11,14 +12,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig
-
-BATCH_AXES = ("data", "fsdp")
-"""Mesh axes over which examples are divided: each (data, fsdp) coordinate is one replica."""
+from trainers.config.model import BATCH_AXES, num_replicas
 
 LOGICAL_AXIS_RULES: Mapping[str, str | None] = {
     "vocab": "tensor",
     "embed": "fsdp",
     "mlp": "tensor",
+    "experts": "expert",
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -32,6 +32,31 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     sizes = config.resolve(len(devices))
     # Auto: the compiler derives the shardings inside a program, and models need not state them.
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+_traced_for: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+
+
+def tracing_for(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function`, to be jitted, whose model may ask for the mesh (`traced_for`): some parts of a model divide their work
+    by hand, where the compiler would gather whole arrays."""
+
+    @functools.wraps(function)
+    def traced(*args: Any) -> Any:
+        token = _traced_for.set(mesh)
+        try:
+            return function(*args)
+        finally:
+            _traced_for.reset(token)
+
+    return traced
+
+
+def traced_for() -> Mesh | None:
+    """Returns the mesh of the program that is traced; None if it has one device, or if only shapes are asked for: a standby
+    traces before it has devices."""
+    mesh = _traced_for.get()
+    return None if mesh is None or mesh.size == 1 else mesh
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -51,7 +76,7 @@ def micro_batches(mesh: Mesh) -> NamedSharding:
 
 def padded_rows(mesh: Mesh, rows: int) -> int:
     """Returns the least number of rows, `rows` or more, that the replicas can divide evenly."""
-    replicas = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    replicas = num_replicas(mesh.shape)
     # Rounded up in integers: a float would be inexact for very large numbers.
     return -(-rows // replicas) * replicas
 

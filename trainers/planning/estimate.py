@@ -211,6 +211,7 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     }
     if isinstance(task, CausalLMTask) and type(task).build_model is CausalLMTask.build_model:
         facts["num_layers"] = arguments.model.num_layers
+        facts |= expert_facts(arguments, parameters, num_devices)
     if padded := arguments.padded_rows_per_step(num_devices):
         facts["padded_rows_per_step"] = padded
     # A replaced one may have another state, for whose parameters there are no axes here.
@@ -218,6 +219,19 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         axes, sizes = (trainer._axes, trainer._state_axes), arguments.check_devices(num_devices)
         facts["state_bytes_per_device"] = state_bytes_per_device(state, axes, sizes)
     return facts
+
+
+def expert_facts(arguments: TrainingArguments, parameters: int, num_devices: int) -> Facts:
+    """Returns the numbers of a mixture of experts; nothing of another model."""
+    model = arguments.model
+    if model.num_experts is None:
+        return {}
+    return {
+        "active_parameters": parameters - model.idle_parameters,
+        "num_experts": model.num_experts,
+        "experts_per_token": model.experts_per_token,
+        "experts_per_device": model.num_experts // arguments.check_devices(num_devices)["expert"],
+    }
 
 
 def check_loss(loss: LossFunction, state: TrainState, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:

@@ -211,7 +211,8 @@ def state_from_parameters(
 
 def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) -> Any:
     """Returns the sharding of each leaf of the state: parameters and the model's other state by the logical axis rules, moments
-    like their parameters, the rest replicated."""
+    like their parameters, the rest replicated. Raises UsageError if the mesh cannot divide the experts."""
+    check_experts(mesh, abstract, axes, state_axes)
 
     def by_axes(tree: Any, axes: Any) -> Any:
         return jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), tree, axes)
@@ -230,6 +231,23 @@ def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any
         model_state=by_axes(abstract.model_state, state_axes),
         pruner_state=meshes.like_parameters(mesh, abstract.pruner_state, params, abstract.params),
     )
+
+
+def check_experts(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) -> None:
+    """Raises UsageError if the model has no experts that the axis `expert` of the mesh divides: each device must have as many of
+    them."""
+    size = mesh.shape["expert"]
+    if size == 1:
+        return
+    numbers: set[int] = set()
+    for tree, names_of in ((abstract.params, axes), (abstract.model_state, state_axes)):
+        of_leaves = jax.tree.map(lambda leaf, names: dict(zip(names, leaf.shape, strict=True)).get("experts", 0), tree, names_of)
+        numbers.update(filter(None, jax.tree.leaves(of_leaves)))
+    if not numbers:
+        raise UsageError(f"mesh.expert = {size}: the model has no experts; use mesh.data or mesh.fsdp for these devices")
+    if wrong := [number for number in sorted(numbers) if number % size]:
+        divisors = ", ".join(str(n) for n in range(1, wrong[0] + 1) if wrong[0] % n == 0)
+        raise UsageError(f"mesh.expert = {size}: expected a divisor of the {wrong[0]} experts of the model ({divisors})")
 
 
 def with_shardings(abstract: TrainState, shardings: TrainState) -> TrainState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainers.config.arguments import TrainingArguments
+from trainers.errors import UsageError
 from trainers.models.decoder import Decoder, Hidden
+from trainers.models.experts import RouterLosses, router_losses
 from trainers.protocol import Batch, Loss
 from trainers.tasks.cross_entropy import TokenLosses, from_hidden, from_logits
 
@@ -34,6 +36,23 @@ class CausalLMTask:
 
     def __init__(self, arguments: TrainingArguments):
         self.arguments = arguments
+        if problems := list(self._problems()):
+            raise UsageError("\n".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        loss = self.arguments.loss
+        weights = {"load_balancing_weight": loss.load_balancing_weight, "router_z_loss_weight": loss.router_z_loss_weight}
+        if not any(weights.values()) or not self._is_of_settings:
+            return
+        model = self.arguments.model
+        for name, value in weights.items():
+            if value and model.num_experts is None and model.pretrained is None:
+                yield f"loss.{name} = {value}: a model of the family {model.family} has no experts; leave it out"
+
+    @property
+    def _is_of_settings(self) -> bool:
+        """Whether the model is the one of the settings, and not of a subclass."""
+        return type(self).build_model is CausalLMTask.build_model
 
     def build_model(self, rngs: nnx.Rngs) -> nnx.Module:
         return Decoder(self.arguments.model, rngs=rngs, dtype=self.arguments.dtype, param_dtype=self.arguments.param_dtype)
@@ -42,7 +61,6 @@ class CausalLMTask:
         # [B, T] each: the targets are the inputs, one place further on.
         tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         config = self.arguments.loss
-        losses, hits, z_losses = self._token_losses(model, tokens, targets)
         # [B, T]: rows of padding have weight 0, so none of their tokens is a target.
         weight = jnp.broadcast_to(batch["weight"][:, None], targets.shape)
         if "token_weight" in batch:
@@ -51,32 +69,47 @@ class CausalLMTask:
         if config.ignore_index is not None:
             weight = jnp.where(targets == config.ignore_index, 0.0, weight)
         num_targets = jnp.sum(weight)
+        (losses, hits, z_losses), router = self._token_losses(model, tokens, targets, weight)
         parts = {"accuracy": (jnp.sum(hits * weight), num_targets)}
         if config.z_loss_weight:
             parts["z_loss"] = (jnp.sum(z_losses * weight), num_targets)
         # [B] each.
         rows = (jnp.sum(losses * weight, axis=1), jnp.sum(weight, axis=1))
-        return Loss(jnp.sum(losses * weight), num_targets, parts, rows=rows)
+        loss_sum = jnp.sum(losses * weight)
+        if router is not None:
+            # By targets, like all else: a micro-batch counts for as much as it has of them.
+            loss_sum += num_targets * sum(router.losses.values())
+            parts |= {name: (num_targets * value, num_targets) for name, value in (router.losses | router.load).items()}
+        return Loss(loss_sum, num_targets, parts, rows=rows)
 
-    def _token_losses(self, model: nnx.Module, tokens: jax.Array, targets: jax.Array) -> TokenLosses:
+    def _token_losses(
+        self, model: nnx.Module, tokens: jax.Array, targets: jax.Array, weight: jax.Array
+    ) -> tuple[TokenLosses, RouterLosses | None]:
+        config = self.arguments.loss
+        if isinstance(model, Decoder) and model.config.num_experts is not None:
+            hidden = model.hidden(tokens, counted_BT=weight)
+            router = None if hidden.router is None else router_losses(hidden.router, config)
+            return from_hidden(hidden, targets, config), router
         if isinstance(model, HasHidden):
-            return from_hidden(model.hidden(tokens), targets, self.arguments.loss)
+            return from_hidden(model.hidden(tokens), targets, config), None
         # A model of a subclass may have nothing but its logits.
-        return from_logits(model(tokens), targets, self.arguments.loss)
+        return from_logits(model(tokens), targets, config), None
 
     @property
     def tokens_per_example(self) -> int:
         return self.arguments.data.sequence_length
 
     def flops_per_token(self, num_parameters: int) -> float:
-        """Returns 6 N + 12 A D over the layers: each parameter multiplies and adds once forward and twice backward; attention
-        has two products of width D with the A tokens that a token attends to on average (Chowdhery et al., 2022, appendix B):
-        T / 2, or W - W^2 / 2T with a window of W. A table that is only looked up multiplies nothing."""
+        """Returns 6 N + 12 A D over the layers: each parameter that a token uses multiplies and adds once forward and twice
+        backward; attention has two products of width D with the A tokens that a token attends to on average (Chowdhery et al.,
+        2022, appendix B): T / 2, or W - W^2 / 2T with a window of W. A table that is only looked up multiplies nothing, nor do
+        the experts that a token does not go to."""
         model, time = self.arguments.model, self.tokens_per_example
         looked_up = (0 if model.tie_embeddings else model.vocab_size) + (model.num_positions or 0)
         window = min(model.window or time, time)
         attended = [window - window**2 / (2 * time) if local else time / 2 for local in model.local_layers]
-        return 6.0 * (num_parameters - looked_up * model.width) + 12.0 * sum(attended) * model.num_heads * model.channels
+        used = num_parameters - looked_up * model.width - model.idle_parameters
+        return 6.0 * used + 12.0 * sum(attended) * model.num_heads * model.channels
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of the text: a token is a byte."""

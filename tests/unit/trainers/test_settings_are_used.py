@@ -39,7 +39,7 @@ def test_the_output_names_the_mesh_and_the_last_checkpoint(tmp_path, events):
     made = trainer(tmp_path, max_num_steps=2)
     made.train()
     assert made.output.mesh is made.functions.mesh
-    assert dict(made.output.mesh.shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert dict(made.output.mesh.shape) == {"data": 8, "fsdp": 1, "expert": 1, "tensor": 1}
     assert made.output.last_save_file_name == "2"
 
 
@@ -232,11 +232,16 @@ def test_the_language_model_computes_and_keeps_in_the_types_of_the_settings(tmp_
 
 @pytest.mark.parametrize(
     ("mesh", "expected"),
-    [({"fsdp": 2}, (4, 2, 1)), ({"data": 2, "fsdp": -1}, (2, 4, 1)), ({"data": 4, "tensor": 2}, (4, 1, 2))],
+    [
+        ({"fsdp": 2}, (4, 2, 1, 1)),
+        ({"data": 2, "fsdp": -1}, (2, 4, 1, 1)),
+        ({"data": 4, "tensor": 2}, (4, 1, 1, 2)),
+        ({"expert": 2, "tensor": 2}, (2, 1, 2, 2)),
+    ],
 )
 def test_the_mesh_is_that_of_the_settings(tmp_path, mesh, expected):
     made = trainer(tmp_path, mesh=mesh)
-    assert dict(made._mesh.shape) == dict(zip(("data", "fsdp", "tensor"), expected, strict=True))
+    assert dict(made._mesh.shape) == dict(zip(("data", "fsdp", "expert", "tensor"), expected, strict=True))
 
 
 def test_a_step_has_the_examples_and_the_micro_batches_of_the_settings(tmp_path, events):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainers.config import ModelConfig
+from trainers.config.families import FAMILIES
 from trainers.config.model import OF_EXECUTION, RopeScaling
 from trainers.config.section import did_you_mean
 from trainers.errors import UsageError
@@ -21,6 +22,8 @@ FAMILY_OF = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "gpt2": "gpt2",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
 }
 """`model.family` by `model_type`."""
 ARCHITECTURE_OF = {
@@ -31,6 +34,8 @@ ARCHITECTURE_OF = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 DEFAULTS: dict[str, Json] = {
     "llama": {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0},
@@ -77,8 +82,27 @@ DEFAULTS: dict[str, Json] = {
         "activation_function": "gelu_new",
         "tie_word_embeddings": True,
     },
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen3_moe": {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
 }
 """What a file may leave out, for `transformers` leaves out its own defaults."""
+WITH_EXPERTS = tuple(name for name, family in FAMILIES.items() if family.experts)
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh", "gelu_new")}
 
 
@@ -111,7 +135,8 @@ def _decoder(family: str, given: Json) -> ModelConfig:
         num_heads=given["num_attention_heads"],
         num_kv_heads=given.get("num_key_value_heads") or given["num_attention_heads"],
         head_dim=given.get("head_dim"),
-        mlp_width=given["intermediate_size"],
+        mlp_width=given["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
+        **(_experts(given) if family in WITH_EXPERTS else {}),
         rope_theta=theta,
         rope_scaling=scaling,
         local_rope_theta=None if window is None else local_theta,
@@ -123,6 +148,15 @@ def _decoder(family: str, given: Json) -> ModelConfig:
         norm_eps=given["rms_norm_eps"],
         tie_embeddings=given.get("tie_word_embeddings", False),
     )
+
+
+def _experts(given: Json) -> dict[str, Any]:
+    return {
+        # transformers 5 says the first in every family.
+        "num_experts": given.get("num_local_experts") or given["num_experts"],
+        "experts_per_token": given["num_experts_per_tok"],
+        "normalize_routing": given["norm_topk_prob"],
+    }
 
 
 def _gpt2(given: Json) -> ModelConfig:
@@ -142,7 +176,7 @@ def _gpt2(given: Json) -> ModelConfig:
 
 def _problems(family: str, given: Json) -> Iterator[str]:
     """Yields what would make another model of it."""
-    of_family = ModelConfig(family=family, num_positions=1 if family == "gpt2" else None).structure
+    of_family = FAMILIES[family]
     activation = given.get("hidden_activation") or given.get("hidden_act") or given.get("activation_function") or "silu"
     allowed = ACTIVATIONS[of_family.activation]
     if activation not in allowed:
@@ -150,6 +184,8 @@ def _problems(family: str, given: Json) -> Iterator[str]:
     for name in ("attention_bias", "mlp_bias", "scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if given.get(name):
             yield f"{name} = true: expected false in the family {family}"
+    if family in WITH_EXPERTS:
+        yield from _problems_of_experts(given)
     if not given.get("scale_attn_weights", True):
         yield "scale_attn_weights = false: expected true"
     for rope in _ropes(given):
@@ -157,6 +193,16 @@ def _problems(family: str, given: Json) -> Iterator[str]:
             yield f"rope_type = {kind!r}: expected default, linear or llama3"
     if _kinds_of_layers(given) - {"full_attention", "sliding_attention"}:
         yield f"layer_types = {sorted(_kinds_of_layers(given))}: expected full_attention and sliding_attention"
+
+
+def _problems_of_experts(given: Json) -> Iterator[str]:
+    if given.get("mlp_only_layers") or given.get("decoder_sparse_step", 1) != 1:
+        yield (
+            f"mlp_only_layers = {given.get('mlp_only_layers')}, decoder_sparse_step = {given.get('decoder_sparse_step', 1)}: "
+            "expected experts in every layer ([] and 1)"
+        )
+    if given.get("router_jitter_noise"):
+        yield f"router_jitter_noise = {given['router_jitter_noise']}: expected 0"
 
 
 def _kinds_of_layers(given: Json) -> set[str]:
@@ -203,6 +249,8 @@ def _rope(given: Json) -> tuple[float, RopeScaling | None, float | None]:
 def _window(family: str, given: Json) -> tuple[int | None, int | None]:
     """Returns (window, global_every). `layer_types` says which layers have the window; older files say it otherwise."""
     window, layers = given.get("sliding_window"), given["num_hidden_layers"]
+    if family == "qwen3_moe" and not given.get("use_sliding_window"):
+        return None, None
     if kinds := given.get("layer_types"):
         local = tuple(kind == "sliding_attention" for kind in kinds)
     elif family in ("qwen2", "qwen3"):
@@ -279,9 +327,10 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
         "mlp_bias": False,
         "sliding_window": config.window,
     }
-    if config.family in ("qwen2", "qwen3"):
+    if config.family in ("qwen2", "qwen3", "qwen3_moe"):
         about["use_sliding_window"] = config.window is not None
-    if config.family not in ("llama", "mistral") and config.window is not None:
+    about |= _write_experts(config)
+    if config.family not in ("llama", "mistral", *WITH_EXPERTS) and config.window is not None:
         about["layer_types"] = ["sliding_attention" if local else "full_attention" for local in config.local_layers]
     if config.family.startswith("gemma"):
         about |= {
@@ -293,6 +342,21 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
     if config.family == "gemma3":
         about["rope_local_base_freq"] = config.local_rope_theta or config.rope_theta
     return about
+
+
+def _write_experts(config: ModelConfig) -> dict[str, Any]:
+    if config.family == "mixtral":
+        return {"num_local_experts": config.num_experts, "num_experts_per_tok": config.experts_per_token}
+    if config.family != "qwen3_moe":
+        return {}
+    return {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.normalize_routing,
+        "moe_intermediate_size": config.mlp_width,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
 
 
 def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:

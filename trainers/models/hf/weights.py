@@ -21,14 +21,35 @@ class Place(NamedTuple):
     """The matrix is [out, in] there."""
     part: int | None = None
     """It is this third of the last dimension: GPT-2 has queries, keys and values in one matrix."""
+    experts: bool = False
+    """There is one for each expert, whose number stands for `*` in the name."""
 
-    def full(self, prefix: str) -> str:
+    def full(self, prefix: str, expert: int | None = None) -> str:
         """Returns the whole name of the tensor. The table of the logits is outside of the decoder."""
-        return self.name if self.name.startswith("lm_head") else prefix + self.name
+        name = self.name if expert is None else self.name.replace("*", str(expert))
+        return name if name.startswith("lm_head") else prefix + name
+
+    def all_names(self, prefix: str, num_experts: int | None) -> list[str]:
+        """Returns the names of the tensors: one, or those of the experts."""
+        return [self.full(prefix, expert) for expert in range(num_experts or 0)] if self.experts else [self.full(prefix)]
 
 
 ATTENTION = {name: Place(f"self_attn.{name[0]}_proj.weight", turned=True) for name in ("query", "key", "value", "out")}
 GATED_MLP = {name: Place(f"mlp.{name}_proj.weight", turned=True) for name in ("gate", "up", "down")}
+MIXTRAL = {
+    "router": Place("block_sparse_moe.gate.weight", turned=True),
+    "expert_gate": Place("block_sparse_moe.experts.*.w1.weight", turned=True, experts=True),
+    "expert_up": Place("block_sparse_moe.experts.*.w3.weight", turned=True, experts=True),
+    "expert_down": Place("block_sparse_moe.experts.*.w2.weight", turned=True, experts=True),
+}
+QWEN3_MOE = {
+    "router": Place("mlp.gate.weight", turned=True),
+    "expert_gate": Place("mlp.experts.*.gate_proj.weight", turned=True, experts=True),
+    "expert_up": Place("mlp.experts.*.up_proj.weight", turned=True, experts=True),
+    "expert_down": Place("mlp.experts.*.down_proj.weight", turned=True, experts=True),
+}
+MLPS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE}
+"""What is in place of GATED_MLP."""
 QKV_BIAS = {f"{name}_bias": Place(f"self_attn.{name[0]}_proj.bias") for name in ("query", "key", "value")}
 QK_NORM = {f"{name}_norm": Place(f"self_attn.{name[0]}_norm.weight") for name in ("query", "key")}
 NORMS = {"attention_norm": Place("input_layernorm.weight"), "mlp_norm": Place("post_attention_layernorm.weight")}
@@ -72,7 +93,7 @@ def layer_places(config: ModelConfig) -> dict[str, Place]:
         return GPT2_LAYER
     structure = config.structure
     optional = (QKV_BIAS if structure.qkv_bias else {}) | (QK_NORM if structure.qk_norm else {})
-    return ATTENTION | GATED_MLP | optional | (POST_NORMS if structure.post_norms else NORMS)
+    return ATTENTION | MLPS.get(config.family, GATED_MLP) | optional | (POST_NORMS if structure.post_norms else NORMS)
 
 
 def top_places(config: ModelConfig) -> dict[str, Place]:
@@ -103,11 +124,12 @@ def to_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Tensors:
         parts: dict[str, list[np.ndarray]] = {}
         for ours, place in places.items():
             weight = weight_of(ours)
-            full = place.full(name)
-            if place.part is None:
-                tensors[full] = weight.T if place.turned else weight
-            else:
-                parts.setdefault(full, []).append(weight)
+            if place.part is not None:
+                parts.setdefault(place.full(name), []).append(weight)
+                continue
+            weights = weight if place.experts else weight[None]
+            for full, one in zip(place.all_names(name, config.num_experts), weights, strict=True):
+                tensors[full] = one.T if place.turned else one
         tensors.update({full: np.concatenate(found, -1) for full, found in parts.items()})
 
     put(prefix, top, params.__getitem__)
@@ -124,7 +146,10 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict
     used: set[str] = set()
 
     def get(name: str, place: Place) -> np.ndarray:
-        full = place.full(name)
+        found = [one(full, place) for full in place.all_names(name, config.num_experts)]
+        return np.stack(found) if place.experts else found[0]
+
+    def one(full: str, place: Place) -> np.ndarray:
         if full not in tensors:
             raise UsageError(f"the weight {full} is missing: a decoder of the family {config.family} has it")
         used.add(full)

@@ -237,7 +237,7 @@ def test_all_errors_are_told_at_once_in_the_order_of_the_file(write):
         "line 6: optimizer.schedule.warmup_steps = -1: expected at least 0",
         "line 7: data.sequence_length = 1: expected at least 2",
         "line 7: data.eval_fraction = 2.0: expected 0 <= eval_fraction < 1",
-        "line 8: mesh: expected a section with keys among data, fsdp, tensor (found 3)",
+        "line 8: mesh: expected a section with keys among data, fsdp, expert, tensor (found 3)",
         'line 9: hosts.knd: unknown key (found "cpu"); did you mean hosts.kind?',
         "line 10: global_batch_size = 0: expected at least 1",
         "line 11: trakcing: unknown key (found {}); did you mean tracking?",
@@ -259,7 +259,7 @@ def test_the_message_has_a_line_for_each_problem(write):
     [
         ("learning_rate: 1", "learning_rate: unknown key (found 1); did you mean optimizer.learning_rate?"),
         ("max_steps: 1", "max_steps: unknown key (found 1); did you mean max_num_steps?"),
-        ("mesh: {zzz: 1}", "mesh.zzz: unknown key (found 1); known keys of mesh: data, fsdp, tensor"),
+        ("mesh: {zzz: 1}", "mesh.zzz: unknown key (found 1); known keys of mesh: data, fsdp, expert, tensor"),
         ("seed: 1.5", "seed: expected an integer (found 1.5)"),
         ("seed: true", 'seed: expected an integer (found "true")'),
         ("optimizer: {learning_rate: fast}", 'optimizer.learning_rate: expected a number (found "fast")'),
@@ -304,8 +304,8 @@ def test_what_follows_from_another_error_is_not_told(write):
 def test_a_mesh_that_does_not_divide_the_devices(write):
     path = write(SMALL + "mesh: {fsdp: 4}\nhosts: {count: 3, devices_per_host: 2}\n")
     assert problem(path) == (
-        "mesh data -1 x fsdp 4 x tensor 1 does not fit 6 devices: the sizes must multiply to 6 (each a divisor: 1, 2, 3, 6); "
-        "set one axis to -1 to let it take what is left (hosts: 3 x 2 devices)"
+        "mesh data -1 x fsdp 4 x expert 1 x tensor 1 does not fit 6 devices: the sizes must multiply to 6 (each a divisor: "
+        "1, 2, 3, 6); set one axis to -1 to let it take what is left (hosts: 3 x 2 devices)"
     )
 
 
@@ -324,8 +324,8 @@ def test_what_does_not_fit_together_is_told_with_the_rest(write):
 def test_more_replicas_than_sequences(write):
     path = write(SMALL + "global_batch_size: 6\naccumulation_steps: 2\nhosts: {count: 4}\n")
     assert problem(path) == (
-        "global_batch_size 6 / accumulation_steps 2 = 3 sequences for 4 replicas (data 4 x fsdp 1): expected at least one "
-        "sequence for each; set global_batch_size to 8 or more, use fewer accumulation_steps, or fewer devices "
+        "global_batch_size 6 / accumulation_steps 2 = 3 sequences for 4 replicas (data 4 x fsdp 1 x expert 1): expected at "
+        "least one sequence for each; set global_batch_size to 8 or more, use fewer accumulation_steps, or fewer devices "
         "(hosts: 4 x 1 devices)"
     )
     assert load(write(SMALL + "global_batch_size: 6\nhosts: {count: 4}\n"))  # padded

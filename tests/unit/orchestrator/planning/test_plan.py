@@ -161,6 +161,39 @@ def test_sharded_state_takes_less_of_each_device():
     assert whole / 4 < facts["state_bytes_per_device"] < whole / 3
 
 
+MIXTURE = {**SMALL, "family": "mixtral", "num_experts": 6, "experts_per_token": 2}
+
+
+def test_of_a_mixture_of_experts_a_token_uses_a_part():
+    made = arguments(model=MIXTURE, mesh={"data": 1, "expert": -1}, global_batch_size=6)
+    problems, facts = estimate.plan(made, num_devices=3)
+    assert problems == []
+    experts = 2 * 3 * 32 * 48  # two layers
+    assert facts["parameters"] == PARAMETERS + 5 * experts + 2 * 32 * 6  # the routers
+    assert facts["active_parameters"] == facts["parameters"] - 4 * experts
+    assert (facts["num_experts"], facts["experts_per_token"], facts["experts_per_device"]) == (6, 2, 2)
+    # Four of the six experts are on other devices, with the moments of their parameters.
+    one = estimate.plan(arguments(model=MIXTURE), num_devices=1)[1]
+    assert one["state_bytes_per_device"] - facts["state_bytes_per_device"] == 4 * experts * 3 * 4
+    assert facts["flops_per_step"] / facts["tokens_per_step"] == one["flops_per_step"] / one["tokens_per_step"]
+
+
+def test_the_mesh_must_divide_the_experts():
+    problems, _ = estimate.plan(arguments(model=MIXTURE, mesh={"data": 1, "expert": 4}), num_devices=4)
+    assert problems == ["mesh.expert = 4: expected a divisor of the 6 experts of the model (1, 2, 3, 6)"]
+    problems, _ = estimate.plan(arguments(mesh={"data": 1, "expert": 2}), num_devices=2)
+    assert problems == ["mesh.expert = 2: the model has no experts; use mesh.data or mesh.fsdp for these devices"]
+    made = arguments(loss={"load_balancing_weight": 0.01, "router_z_loss_weight": 0.1})
+    assert estimate.plan(made, num_devices=1)[0] == [
+        "loss.load_balancing_weight = 0.01: a model of the family llama has no experts; leave it out",
+        "loss.router_z_loss_weight = 0.1: a model of the family llama has no experts; leave it out",
+    ]
+    problems, _ = estimate.plan(arguments(model={**MIXTURE, "grouped_product": "nowhere:product"}), num_devices=1)
+    assert problems == [
+        "model: 'nowhere:product': no module named 'nowhere' (searched from the working directory and PYTHONPATH)"
+    ]
+
+
 def test_rows_that_pad_a_batch_are_told_if_there_are_any():
     facts = [estimate.plan(arguments(global_batch_size=8), num_devices=n)[1].get("padded_rows_per_step") for n in (1, 3, 4)]
     assert facts == [None, 1, None]
@@ -200,7 +233,7 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first():
         ({"optimizer": {"schedule": {"warmup_steps": 9}}}, "optimizer.schedule.warmup_steps = 9: expected less than the 5 steps"),
         ({"data": {"dataset": f"{__name__}:no_examples"}}, "data.paths: nothing there"),
         ({"data": {"dataset": f"{__name__}:one_dataset"}}, "returned Examples: expected (train, eval)"),
-        ({"data": {"dataset": f"{__name__}:of_two_lengths"}}, "the examples of a batch differ in their leaves or shapes"),
+        ({"data": {"dataset": f"{__name__}:of_two_lengths"}}, "example 1: column tokens is int32[18], and int32[17] in example 0"),
         ({"recorders": ["json:NoRecorder"]}, "recorders: 'json:NoRecorder': module json has no 'NoRecorder'"),
         ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps: there is no held-out data to evaluate on"),
     ],
@@ -316,11 +349,11 @@ def test_the_report_of_a_job(job, child_answers):
     report = job_plan.check(job)
     assert requests[0]["num_devices"] == 2
     assert from_dict(TrainingArguments, requests[0]["arguments"]) == job.training
-    assert (report.num_devices, report.num_replicas, report.mesh) == (2, 2, {"data": 1, "fsdp": 2, "tensor": 1})
+    assert (report.num_devices, report.num_replicas, report.mesh) == (2, 2, {"data": 1, "fsdp": 2, "expert": 1, "tensor": 1})
     assert job_plan.arithmetic(job, report) == {
         "hosts": "2 cpu (CPU 1 each, packed), 1 spare",
         "devices": "2 hosts x 1 = 2",
-        "mesh": "data 1 x fsdp 2 x tensor 1 = 2",
+        "mesh": "data 1 x fsdp 2 x expert 1 x tensor 1 = 2",
         "global batch": "8 micro-batch x 1 accumulation x 2 replicas = 16 sequences",
         "tokens a step": "16 sequences x 256 = 4,096",
         "parameters": "1,475,712 (1.48 M)",
@@ -344,6 +377,17 @@ def test_the_report_of_a_job(job, child_answers):
         "max_steps": 400,
         "unit": "tokens",
     }
+
+
+def test_the_report_of_a_mixture_of_experts(child_answers):
+    about = {"active_parameters": 295_142, "num_experts": 8, "experts_per_token": 2, "experts_per_device": 4}
+    child_answers(stdout=json.dumps({"problems": [], "facts": FACTS | about}))
+    job = build({"name": "job", "max_num_steps": 400, "loss": {"load_balancing_weight": 0.01}})
+    lines = job_plan.arithmetic(job, job_plan.check(job))
+    assert lines["parameters"] == "1,475,712 (1.48 M), of which a token uses 295 k (20%)"
+    assert lines["experts"] == (
+        "8 in each layer, 2 for each token, 4 on a device, loss.load_balancing_weight 0.01, loss.router_z_loss_weight 0"
+    )
 
 
 def test_what_could_not_be_looked_at_is_told_first(job, child_answers):
@@ -379,7 +423,7 @@ def test_a_dry_run_shows_the_resolved_configuration_and_the_arithmetic(job, chil
     text = job_plan.render(job, job_plan.check(job))
     assert text.startswith("name: job\n")
     assert "\n    max_failures: 10\n" in text
-    assert "\n# mesh              data 1 x fsdp 2 x tensor 1 = 2\n" in text
+    assert "\n# mesh              data 1 x fsdp 2 x expert 1 x tensor 1 = 2\n" in text
 
 
 def test_a_job_whose_trainer_decides_its_model(job, child_answers):

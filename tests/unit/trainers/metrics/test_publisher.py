@@ -15,6 +15,7 @@ from tests.unit.training import FIXED, of, trainer
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, count, scalars
 from trainers.metrics.peak_flops import peak_flops_per_s
+from trainers.metrics.publisher import with_perplexity
 from trainers.protocol import Loss
 
 
@@ -92,6 +93,12 @@ def test_the_z_loss_is_a_part_of_the_loss_and_not_of_the_perplexity(tmp_path, ev
     assert "z_loss" not in plain.parts
     assert [float(part) for part in with_z.parts["z_loss"]] == pytest.approx([expected, 5])
     assert float(with_z.loss_sum) == pytest.approx(float(plain.loss_sum) + expected, rel=1e-5)
+
+
+def test_the_losses_of_a_router_are_no_part_of_the_perplexity():
+    layout = Layout(("loss", "load_balancing_loss", "router_z_loss"), (Kind.MEAN,) * 3)
+    metrics = {"loss": 2.0, "z_loss": 0.25, "load_balancing_loss": 0.5, "router_z_loss": 0.125}
+    assert with_perplexity(metrics, layout)["perplexity"] == pytest.approx(np.exp(1.125))
 
 
 def test_a_part_may_not_take_the_name_of_what_the_step_measures():

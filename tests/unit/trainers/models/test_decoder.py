@@ -222,7 +222,8 @@ def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_setting
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family):
-    config = dataclasses.replace(CONFIG, family=family, num_positions=12 if family == "gpt2" else None)
+    of_experts = {"num_experts": 4, "experts_per_token": 2} if FAMILIES[family].experts else {}
+    config = dataclasses.replace(CONFIG, family=family, num_positions=12 if family == "gpt2" else None, **of_experts)
     model = build(config)
     assert np.asarray(logits(model, TOKENS)).std() < 0.3
     for leaf in jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, nnx.Variable)):
@@ -233,6 +234,16 @@ def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family)
     ("settings", "message"),
     [
         ({"family": "lama"}, r"family = 'lama': expected one of llama, .*; did you mean llama\?"),
+        ({"family": "mixtral", "num_experts": 4}, "experts_per_token = null: family mixtral has experts; set how many"),
+        ({"num_experts": 4}, "num_experts = 4: family llama has no experts; leave it out"),
+        (
+            {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 5},
+            r"experts_per_token = 5: expected at most num_experts \(4\)",
+        ),
+        (
+            {"family": "mixtral", "num_experts": 4, "experts_per_token": 2, "grouped_product": "tokamax"},
+            "grouped_product = 'tokamax': expected xla, or package.module:function",
+        ),
         ({"family": "gpt2"}, "num_positions = null: family gpt2 has learned positions; set how many"),
         ({"family": "gpt2", "num_positions": 4, "rope_scaling": RopeScaling()}, "rope_scaling: family gpt2 has no rotary"),
         ({"num_positions": 4}, "num_positions = 4: family llama has rotary positions; leave it out"),

@@ -267,6 +267,14 @@ def test_muon_makes_the_matrices_of_the_layers_orthogonal_and_leaves_the_rest_to
     np.testing.assert_allclose(muon["layers"]["norm"], adamw["layers"]["norm"], rtol=1e-5)
 
 
+def test_muon_treats_each_expert_by_itself():
+    params = {"layers": {"expert_up": jax.random.normal(jax.random.key(3), (2, 3, 8, 6))}}
+    (stacked,) = updates(config("muon"), params, params)
+    alone = {"layers": {"up": params["layers"]["expert_up"][:, 1]}}
+    (one,) = updates(config("muon"), alone, alone)
+    np.testing.assert_allclose(stacked["layers"]["expert_up"][:, 1], one["layers"]["up"], rtol=1e-4, atol=1e-7)
+
+
 def test_muon_treats_each_layer_by_itself():
     params = model()
     (stacked,) = updates(config("muon"), params, params)

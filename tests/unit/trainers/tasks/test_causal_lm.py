@@ -124,6 +124,59 @@ def test_flops_of_a_token_are_those_of_its_matrix_products(task):
     assert CausalLMTask(untied).flops_per_token(weights + 256 * width) == task.flops_per_token(weights)
 
 
+def mixture(task, **loss):
+    about = {"family": "mixtral", "num_experts": 4, "experts_per_token": 2}
+    model = dataclasses.replace(task.arguments.model, **about)
+    return CausalLMTask(dataclasses.replace(task.arguments, model=model, loss=LossConfig(**loss)))
+
+
+def test_a_token_needs_no_flops_of_the_experts_that_it_does_not_go_to(task):
+    """Two of four: those of an MLP of twice the width."""
+    layer = 3 * 32 * 48 * 2
+    wide = dataclasses.replace(task.arguments, model=dataclasses.replace(task.arguments.model, mlp_width=96))
+    assert mixture(task).flops_per_token(10**6 + 4 * layer) == CausalLMTask(wide).flops_per_token(10**6 + 2 * layer)
+
+
+@pytest.fixture(scope="module")
+def mixture_losses(task):
+    """The losses of these rows, with no weights and with weights for the router's."""
+    tasks = {name: mixture(task, **weights) for name, weights in {"plain": {}, "weighted": ROUTER_WEIGHTS}.items()}
+    model = nnx.jit(lambda: tasks["plain"].build_model(nnx.Rngs(rng.key(0, "init", 0))))()
+    jitted = {name: jax.jit(task.loss) for name, task in tasks.items()}
+    return lambda rows: {name: loss(model, rows) for name, loss in jitted.items()}
+
+
+ROUTER_WEIGHTS = {"load_balancing_weight": 0.5, "router_z_loss_weight": 0.25}
+OF_ROUTER = ("load_balancing_loss", "router_z_loss", "busiest_expert", "router_entropy")
+
+
+def test_the_losses_of_the_router_are_parts_of_the_loss_by_their_weights(task, mixture_losses):
+    plain, weighted = mixture_losses(batch(3, [1, 1, 1])).values()
+    assert set(plain.parts) == {"accuracy", "busiest_expert", "router_entropy"}
+    assert set(weighted.parts) == {"accuracy", *OF_ROUTER}
+    added = sum(float(weighted.parts[f"{name}"][0]) for name in OF_ROUTER[:2])
+    assert added > 0.5 * 3 * LENGTH  # of an even load the first is 2, and no load is evener
+    assert float(weighted.loss_sum) == pytest.approx(float(plain.loss_sum) + added, rel=1e-5)
+    value, count = weighted.parts["busiest_expert"]
+    assert 0.25 <= float(value / count) < 1
+
+
+def test_padding_counts_for_nothing_in_the_losses_of_the_router(mixture_losses):
+    """Rows that only fill up a batch, and tokens of weight 0."""
+    rows = {**batch(4, [1, 0, 1, 0]), "token_weight": np.ones((4, LENGTH + 1), np.float32)}
+    rows["token_weight"][2, 5:] = 0
+    found = mixture_losses(rows)["weighted"]
+    other = {**rows, "tokens": rows["tokens"].copy()}
+    other["tokens"][1::2] = 7
+    other["tokens"][2, 6:] = 9
+    same = mixture_losses(other)["weighted"]
+    assert float(found.num_targets) == LENGTH + 4
+    for name in OF_ROUTER:
+        assert [float(part) for part in found.parts[name]] == pytest.approx([float(part) for part in same.parts[name]]), name
+        assert float(found.parts[name][1]) == LENGTH + 4
+    assert float(found.loss_sum) == pytest.approx(float(same.loss_sum), rel=1e-5)
+
+
 def test_a_token_is_a_byte(task):
     assert task.encode("aé") == [97, 0xC3, 0xA9]
     assert task.decode([97, 0xC3, 0xA9]) == "aé"

@@ -69,6 +69,17 @@ def test_what_a_file_leaves_out_is_the_default_of_transformers():
     assert hf_config.read({"model_type": "llama", **SIZES}).channels == 8
 
 
+def test_the_experts_in_the_forms_of_both_versions():
+    about = {"model_type": "qwen3_moe", **SIZES, "moe_intermediate_size": 24, "num_experts_per_tok": 4, "norm_topk_prob": True}
+    for name in ("num_experts", "num_local_experts"):
+        read = hf_config.read({**about, name: 16})
+        assert (read.num_experts, read.experts_per_token, read.mlp_width, read.normalize_routing) == (16, 4, 24, True)
+    default = hf_config.read({"model_type": "qwen3_moe", **SIZES})
+    assert (default.num_experts, default.experts_per_token, default.mlp_width, default.normalize_routing) == (128, 8, 768, False)
+    mixtral = hf_config.read({"model_type": "mixtral", **SIZES})
+    assert (mixtral.num_experts, mixtral.experts_per_token, mixtral.mlp_width, mixtral.normalize_routing) == (8, 2, 48, True)
+
+
 @pytest.mark.parametrize(
     ("given", "window", "global_every"),
     [
@@ -79,6 +90,10 @@ def test_what_a_file_leaves_out_is_the_default_of_transformers():
         ({"model_type": "gemma2", "sliding_window": 8}, 8, 2),
         ({"model_type": "gemma2", "sliding_window": 8, "layer_types": ["full_attention"] * 6}, None, None),
         ({"model_type": "gemma3_text", "sliding_window": 8}, 8, 6),
+        ({"model_type": "mixtral"}, None, None),
+        ({"model_type": "mixtral", "sliding_window": 8}, 8, None),
+        ({"model_type": "qwen3_moe", "sliding_window": 8}, None, None),
+        ({"model_type": "qwen3_moe", "sliding_window": 8, "use_sliding_window": True}, 8, None),
     ],
 )
 def test_which_layers_have_the_window(given, window, global_every):
@@ -100,6 +115,12 @@ def test_which_layers_have_the_window(given, window, global_every):
             "expected a full layer after every so many",
         ),
         ({"num_attention_heads": 3}, "num_heads"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: expected 0"),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+            r"mlp_only_layers = \[0\], decoder_sparse_step = 1: expected experts in every layer",
+        ),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2: expected experts in every layer"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(changes, message):
@@ -122,3 +143,6 @@ def test_a_missing_size_is_named():
 def test_what_a_family_cannot_say_is_not_written():
     with pytest.raises(UsageError, match=r"model\.attention_softcap = 50\.0: models of the family llama cannot say that"):
         hf_config.write(ModelConfig(attention_softcap=50.0), max_length=64, dtype="float32")
+    mixtral = ModelConfig(family="mixtral", num_experts=4, experts_per_token=2, normalize_routing=False)
+    with pytest.raises(UsageError, match=r"model\.normalize_routing = False: models of the family mixtral cannot say that"):
+        hf_config.write(mixtral, max_length=64, dtype="float32")

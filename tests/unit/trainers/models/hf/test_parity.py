@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +14,22 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 from safetensors.numpy import load_file
 
 from tests import ROOT
 from trainers.config import MeshConfig, PreviewConfig
 from trainers.models.decoder import Decoder
 from trainers.models.decoding import decode
+from trainers.models.experts import load_balancing_loss
 from trainers.models.hf import config as hf_config
 from trainers.models.hf.weights import from_tensors, to_tensors
 from trainers.parallel import mesh as meshes
 from trainers.step.state import logical_axes
 
 FOLDERS = sorted((ROOT / "tests" / "unit" / "data" / "parity").iterdir())
+WITH_EXPERTS = [folder for folder in FOLDERS if folder.name in ("mixtral", "qwen3_moe")]
+OF_EXPERTS = pytest.mark.parametrize("family", WITH_EXPERTS, indirect=True, ids=lambda folder: folder.name)
 PROMPT = 5
 
 
@@ -124,6 +129,36 @@ def test_on_a_mesh(family, model, sizes):
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(params))
     nnx.replace_by_pure_dict(state, params)
     assert_near(logits_of(nnx.merge(graph, state), expected["tokens"]), expected["logits"])
+
+
+@OF_EXPERTS
+def test_experts_on_a_mesh(family, model):
+    """As a train step has it: with the axis of the experts, over which the model divides its work by hand."""
+    expected = family[2]
+    mesh = meshes.make_mesh(MeshConfig(data=1, fsdp=2, expert=2, tensor=2))
+    graph, state = nnx.split(model)
+    shardings = jax.tree.map(
+        lambda leaf, axes: meshes.parameter_sharding(mesh, axes, leaf.shape), nnx.to_pure_dict(state), logical_axes(state)
+    )
+    assert shardings["layers"]["expert_up"].spec == PartitionSpec(None, "expert", "fsdp", "tensor")
+    params = jax.device_put(nnx.to_pure_dict(state), shardings)
+    tokens = np.tile(expected["tokens"], (2, 1))  # a row for each replica
+
+    @jax.jit
+    @partial(meshes.tracing_for, mesh)
+    def logits(params, tokens):
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)(tokens)
+
+    assert_near(logits(params, tokens), np.tile(expected["logits"], (2, 1, 1)))
+
+
+@OF_EXPERTS
+def test_the_load_balancing_loss_is_theirs(family, model):
+    expected = family[2]
+    counted = jnp.ones(expected["tokens"].shape)
+    found = jax.jit(lambda model: load_balancing_loss(model.hidden(expected["tokens"], counted_BT=counted).router))(model)
+    assert float(found) == pytest.approx(expected["load_balancing_loss"].item(), rel=1e-5)
 
 
 def test_their_files_come_back_bit_for_bit(family):
