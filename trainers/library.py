@@ -29,6 +29,7 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.frozen import BASE
 from trainers.config.importable import path_of
 from trainers.config.keywords import plain, put, unknown
 from trainers.config.masking import masked
@@ -343,7 +344,9 @@ def named(piece: str, value: Any, problems: list[str]) -> str | None:
 
 def module(trainer: BaseTrainer, state: TrainState) -> nnx.Module:
     """Returns the model with the parameters that are evaluated."""
-    return in_mode(trainer.model.merge(trainer.parameters_to_evaluate(state), state.model_state), training=False)
+    base = trainer.frozen.get(BASE) if trainer.arguments.lora else None
+    model = trainer.model.merge(trainer.parameters_to_evaluate(state), state.model_state, frozen=base)
+    return in_mode(model, training=False)
 
 
 def is_transformation(value: Any) -> bool:

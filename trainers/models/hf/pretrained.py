@@ -19,8 +19,8 @@ Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 def resolved(arguments: Arguments) -> Arguments:
     """Returns the arguments with the numbers of the model in the folder `model.pretrained` in place of that key, and with its
-    weights as `init_from`, unless that names others. Others are returned as they are. Raises ValueError that names what is not
-    understood."""
+    weights as `init_from`, unless that names others; with `lora` they are its base. Others are returned as they are. Raises
+    ValueError that names what is not understood."""
     folder = arguments.model.pretrained
     if folder is None:
         return arguments
@@ -33,6 +33,9 @@ def resolved(arguments: Arguments) -> Arguments:
         model = dataclasses.replace(hf_config.read(found), **execution)
     except (OSError, UsageError, ValueError) as error:
         raise ValueError(f"model.pretrained = {folder!r}: {path}: {_why(error)}") from error
+    if arguments.lora is not None:
+        lora = dataclasses.replace(arguments.lora, base=arguments.lora.base or folder)
+        return dataclasses.replace(arguments, model=model, lora=lora)
     return dataclasses.replace(arguments, model=model, init_from=arguments.init_from or InitConfig(path=folder))
 
 
