@@ -273,7 +273,7 @@ class BaseTrainer(Builder):
             self.callbacks,
             self._saved,
             time_used,
-            {} if self._frozen is None else self._frozen.origins,
+            lambda: {} if self._frozen is None else self._frozen.origins,
         )
 
     def _histogram_names(self) -> list[str]:

@@ -108,8 +108,8 @@ def look(path: Path) -> Folder:
 
 
 def read(folder: Folder, name: str, sharding: Any, dtype: Any = None) -> jax.Array:
-    """Returns a parameter with a sharding, and a type (None: as it is stored). This process reads only what its devices need, and holds no more than that. Raises
-    whatever reading raises."""
+    """Returns a parameter with a sharding, and a type (None: as it is stored). This process reads only what its
+    devices need, and holds no more than that. Raises whatever reading raises."""
     leaf = folder.leaves[name]
     read_before: dict[Any, np.ndarray] = {}
 
@@ -121,6 +121,12 @@ def read(folder: Folder, name: str, sharding: Any, dtype: Any = None) -> jax.Arr
         return read_before[key]
 
     return jax.make_array_from_callback(leaf.shape, sharding, part)
+
+
+def read_whole(folder: Folder, name: str) -> np.ndarray:
+    """Returns a parameter as it is stored, in this process's memory. Raises whatever reading raises."""
+    leaf = folder.leaves[name]
+    return np.ascontiguousarray(_part(folder, leaf, (slice(None),) * len(leaf.shape)))
 
 
 def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:

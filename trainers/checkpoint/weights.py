@@ -127,9 +127,7 @@ def match(
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         choose = "; choose with init_from.include, exclude and rename" if asked_by == "init_from" else ""
         if any(name.endswith(lora.A) for name in theirs) and not any(name.endswith(lora.A) for name in shapes):
-            choose = (
-                "; what is there are the adapters of a run with lora: `python -m trainers.export` merges them with their base"
-            )
+            choose = "; it has the adapters of a run with lora: `python -m trainers.export` merges them with their base"
         raise CheckpointError(f"{asked_by}: {weights.path} does not fit the model: {'; '.join(problems[:SHOWN] + more)}{choose}")
     return pairs
 

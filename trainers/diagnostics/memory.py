@@ -66,13 +66,13 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def usage(state: TrainState, batch: Any, program: jax.stages.Compiled | None, frozen: Any = ()) -> Usage:
-    """Returns the memory in use. `state`, `batch` and the `frozen` weights may be shapes with shardings; `program` is the train step, if it could be
-    compiled."""
+    """Returns the memory in use. `state`, `batch` and the `frozen` weights may be shapes with shardings; `program` is the
+    train step, if it could be compiled."""
     analysis = program.memory_analysis() if program is not None else None
     of_state = {"params": state.params, "model_state": state.model_state, "opt_state": state.opt_state}
     parts = {**of_state, "frozen": frozen, "batch": batch}
     leaves = [(name + jax.tree_util.keystr(path), leaf) for name, part in parts.items() for path, leaf in _leaves(part)]
-    divided = (leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if "fsdp" in _axes(leaf))
+    divided = (leaf for leaf in jax.tree.leaves((state.params, frozen, state.opt_state)) if "fsdp" in _axes(leaf))
     # By what one device holds, not by the whole size: a large array may be divided well.
     leaves.sort(key=lambda named: -bytes_on_a_device(named[1]))
     return Usage(

@@ -17,6 +17,7 @@ import jax
 
 from trainers.checkpoint import layout, weights
 from trainers.checkpoint.array_fingerprints import fingerprints
+from trainers.checkpoint.whole import META
 from trainers.config import InitConfig
 from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.loop.init_from import from_host0, together
@@ -28,8 +29,6 @@ from trainers.storage import durable, sealed
 
 RECORD = "frozen.json"
 """The file in the run's folder that says which weights a start before the first checkpoint takes again."""
-META = "frozen"
-"""The key in the meta of a checkpoint. Under the name of each: `path` (the setting), `checkpoint` (what was read), `digest`."""
 
 Origins = dict[str, dict[str, str]]
 
@@ -61,12 +60,17 @@ class FrozenWeights:
 
     def __init__(self, sources: Mapping[str, Source], run_folder: str, programs: ProgramStore, note: Callable[[str], None]):
         self._sources, self._run_folder, self._programs, self._note = dict(sources), run_folder, programs, note
-        self.origins: Origins = {}
-        """What was read, by name: see META."""
+        self._origins: Origins = {}
         self._expected: Origins = {}
         self._found: dict[str, _Found] = {}
         self._reading: Future[dict[str, dict[str, jax.Array]]] | None = None
         self._arrays: dict[str, Any] | None = None
+
+    @property
+    def origins(self) -> Origins:
+        """What was read, by name: see META. It is read now, if it was not."""
+        _ = self.arrays
+        return self._origins
 
     @property
     def shapes(self) -> tuple[Any, ...]:
@@ -83,7 +87,7 @@ class FrozenWeights:
     def begin(self) -> None:
         """Finds the weights, and begins to read them on a thread. Raises CheckpointError if they do not fit, and
         CheckpointUnavailableError if they cannot be read; on all hosts alike."""
-        self.origins = from_host0(lambda: {name: self._choose(name) for name in self._sources}, "frozen")
+        self._origins = from_host0(lambda: {name: self._choose(name) for name in self._sources}, "frozen")
         self._found = {name: self._look(name, source) for name, source in self._sources.items()}
         self._reading = Future()
         # A daemon: a process that fails meanwhile does not wait for gigabytes.
@@ -93,7 +97,7 @@ class FrozenWeights:
         """Raises CheckpointError if the checkpoint with this meta was trained with other weights. Before `begin`: what was
         recorded there is what will be read."""
         self._expected = meta.get(META) or {}
-        for name, origin in self.origins.items():
+        for name, origin in self._origins.items():
             _check_same(self._sources[name].asked_by, self._expected.get(name), origin)
 
     def finish(self, *, record: bool = False) -> None:
@@ -114,7 +118,7 @@ class FrozenWeights:
         return [
             f"{self._sources[name].asked_by}: {len(self._found[name].pairs)} frozen weights are those of {origin['checkpoint']} "
             f"(digest {origin['digest'][:12]})"
-            for name, origin in self.origins.items()
+            for name, origin in self._origins.items()
         ]
 
     def _choose(self, name: str) -> dict[str, str]:
@@ -136,7 +140,7 @@ class FrozenWeights:
         return origin
 
     def _look(self, name: str, source: Source) -> _Found:
-        found = together(source.asked_by, lambda: weights.look(Path(self.origins[name]["checkpoint"])))
+        found = together(source.asked_by, lambda: weights.look(Path(self._origins[name]["checkpoint"])))
         wanted = source.named
         # The same on all hosts: each has read the same document.
         shapes = {name: leaf.shape for name, leaf in wanted.items()}
@@ -183,9 +187,9 @@ class FrozenWeights:
 
     def _record(self) -> None:
         folder = layout.local(self._run_folder)
-        if self._recorded() != self.origins:
+        if self._recorded() != self._origins:
             folder.mkdir(parents=True, exist_ok=True)
-            durable.write(folder / RECORD, sealed.seal({META: self.origins}))
+            durable.write(folder / RECORD, sealed.seal({META: self._origins}))
 
 
 def _check_same(asked_by: str, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:

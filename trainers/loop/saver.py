@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
+from trainers.checkpoint.whole import META
 from trainers.config.arguments import TrainingArguments
 from trainers.config.masking import masked
 from trainers.errors import SaveFailedError
 from trainers.loop.evaluator import Evaluator
-from trainers.loop.frozen import META
 from trainers.loop.lineage import Lineage
 from trainers.loop.metrics_reporter import MetricsReporter
 from trainers.loop.time_used import TimeUsed
@@ -37,8 +37,8 @@ class Saver:
     complete: collections.deque[tuple[int, str]]
     """(step, path) of each complete checkpoint. The thread that saves appends; `report_saved` empties it."""
     time_used: TimeUsed
-    frozen: Mapping[str, Any] = field(default_factory=dict)
-    """Which weights the state was trained with that it does not have (`trainers.loop.frozen.META`)."""
+    frozen: Callable[[], Mapping[str, Any]] = dict
+    """Returns which weights the state was trained with that it does not have (`trainers.checkpoint.whole.META`)."""
 
     def save(self, state: TrainState, *, patient: bool = False) -> None:
         """Starts a checkpoint of this state; training may continue at once. With `patient` it waits for a storage that hangs."""
@@ -81,7 +81,7 @@ class Saver:
             "metrics": self.reporter.latest,
             **self.evaluator.meta(),
             **self.time_used.meta(),
-            **({META: dict(self.frozen)} if self.frozen else {}),
+            **({META: frozen} if (frozen := self.frozen()) else {}),
             "arguments": masked(dataclasses.asdict(self.arguments)),
         }
 

@@ -53,6 +53,10 @@ class Linear(NamedTuple):
 class LoraLinear(nnx.Linear):
     """A linear layer with an adapter beside its kernel."""
 
+    lora: LoraConfig
+    deterministic: bool
+    lora_stream: Any
+
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         y, config = super().__call__(inputs, out_sharding), self.lora
         a, b = getattr(self, f"kernel{A}")[...], config.scale * getattr(self, f"kernel{B}")[...]
@@ -96,8 +100,8 @@ def linear_weights(model: Any) -> Iterator[Linear]:
                 yield Linear(".".join(map(str, (*path, attribute))), module, attribute, variable)
 
 
-def weights_of(layers: Layers, dtype: Any) -> dict[str, jax.Array]:
-    """Returns the weights of the layers, [L, ...] each, in the type of the computation; with adapters, what `added` needs."""
+def weights_of(layers: Any, dtype: Any) -> dict[str, jax.Array]:
+    """Returns the weights of `Layers`, [L, ...] each, in the type of the computation; with adapters, what `added` needs."""
     variables, _ = nnx.state(layers, (nnx.Param, Frozen), ...)
     weights, config = nnx.to_pure_dict(variables), getattr(layers, "lora", None)
     if config is None:

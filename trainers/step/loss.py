@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -133,7 +133,7 @@ class LossFunction:
     """`data.sources`"""
     training: bool = True
     """Whether it is the loss of the training, or that of an evaluation."""
-    frozen_parts: Mapping[str, ModelParts] = MappingProxyType({})
+    frozen_parts: Mapping[str, ModelParts] = field(default_factory=dict)
     """The models of the frozen weights, by name."""
 
     def __call__(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None, rest: Rest = NO_REST) -> Loss:
