@@ -47,7 +47,7 @@ from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
 from trainers.runtime import multihost
 from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
-from trainers.step.state import TrainState, with_shardings
+from trainers.step.state import TrainState, num_parameters, with_shardings
 
 
 class BaseTrainer(Builder):
@@ -449,7 +449,7 @@ class BaseTrainer(Builder):
         return Flags(self._mesh).array()
 
     def _throughput(self) -> Throughput:
-        flops = self._flops_per_token(self.task)
+        flops = self._flops_per_token(self.task, num_parameters(self._model_state.params))
         peak = self.arguments.metrics.peak_flops_per_s
         kinds = {device.device_kind for device in self._mesh.devices.flat}
         # A mesh of several kinds of devices has no single peak, and so no MFU.

@@ -406,7 +406,8 @@ class Builder(BatchBuilder):
             return self._traced(function, params, rows)
 
         shardings, prepare = self._state_shardings, self._prepare_held_out
-        return UnitBuilder(self._mesh, shardings, self._programs, layout_of, prepare, self._flops_per_token, self._frozen)
+        flops = partial(self._flops_per_token, trained=num_parameters(params))
+        return UnitBuilder(self._mesh, shardings, self._programs, layout_of, prepare, flops, self._frozen)
 
     def _with_adapted_steps(self, functions: TrainerConfigureFunctionOutput) -> TrainerConfigureFunctionOutput:
         """Returns the functions, with steps (state, batch) of a user's own as those that the loop calls."""
@@ -482,9 +483,8 @@ class Builder(BatchBuilder):
         """The shardings of what `_frozen` adds to the arguments of a program."""
         return () if self._frozen is None else jax.tree.map(lambda leaf: leaf.sharding, self._frozen.shapes)
 
-    def _flops_per_token(self, task: Task) -> float:
-        """Returns the floating-point operations for a token, forward and backward."""
-        trained = num_parameters(self._model_state.params)
+    def _flops_per_token(self, task: Task, trained: int) -> float:
+        """Returns the floating-point operations for a token, forward and backward. `trained`: how many parameters are."""
         if self.arguments.lora is None:
             return task.flops_per_token(trained)
         base = num_parameters(self._frozen_models[BASE].shapes)

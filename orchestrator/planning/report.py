@@ -45,6 +45,11 @@ class PlanReport:
     tokens_per_example: int | None = None
     tokens_per_step: int | None = None
     flops_per_step: float | None = None
+    frozen_parameters: Mapping[str, int] | None = None
+    """By the name of the frozen weights, such as the `base` of LoRA."""
+    frozen_bytes_per_device: int | None = None
+    frozen: Mapping[str, str] | None = None
+    """Where they come from; without those that cannot be seen from here."""
     checkpoint_bytes: int | None = None
     state_bytes_per_device: int | None = None
     padded_rows_per_step: int = 0
@@ -151,7 +156,7 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     batch = config.training.global_batch_size
     lines = {
         "tokens a step": f"{batch} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
-        "parameters": f"{report.parameters:,} ({scaled(report.parameters)})",
+        "parameters": _parameters(report.parameters, report.frozen_parameters),
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
     }
@@ -163,6 +168,10 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         lines["attention"] = f"{choice.kernel} ({choice.reason})"
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
+    if report.frozen_bytes_per_device is not None:
+        lines["frozen weights"] = f"{scaled(report.frozen_bytes_per_device)}B per device, read at each start of a process"
+    for name, found in (report.frozen or {}).items():
+        lines[f"  {name}"] = found
     if report.init_from is not None:
         lines["begins with"] = report.init_from
     if report.continues is not None:
@@ -171,6 +180,11 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
         lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens)} tokens, {scaled(flops)}FLOP"
     return lines
+
+
+def _parameters(trained: int, frozen: Mapping[str, int] | None) -> str:
+    beside = [f"{number:,} of {name} ({scaled(number).strip()})" for name, number in (frozen or {}).items()]
+    return f"{trained:,} ({scaled(trained)})" + (f" trained; frozen: {', '.join(beside)}" if beside else "")
 
 
 def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:

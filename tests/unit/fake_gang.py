@@ -395,7 +395,12 @@ class Job:
     def _tell_lost(self) -> None:
         for process in self.processes.values():
             if process.alive and not process.done:
-                exception = {"type": "JaxRuntimeError", "message": "Connection closed by peer", "traceback": "", "user_frame": None}
+                exception = {
+                    "type": "JaxRuntimeError",
+                    "message": "Connection closed by peer",
+                    "traceback": "",
+                    "user_frame": None,
+                }
                 kind = {"kind": "collateral", "deterministic": False}
                 process.agent.tell({"ev": "exception", **exception, **kind, "step": process.step})
 

@@ -98,7 +98,7 @@ class FrozenWeights:
         recorded there is what will be read."""
         self._expected = meta.get(META) or {}
         for name, origin in self._origins.items():
-            _check_same(self._sources[name].asked_by, self._expected.get(name), origin)
+            check_same(self._sources[name].asked_by, self._expected.get(name), origin)
 
     def finish(self, *, record: bool = False) -> None:
         """Waits until the weights are on the devices. With `record` the run's folder says from now on which they are. Raises
@@ -136,7 +136,7 @@ class FrozenWeights:
         except OSError as error:
             raise CheckpointUnavailableError(f"{asked_by}: {source.path} cannot be read: {error.strerror or error}") from error
         # The record counts for the same path alone: without a checkpoint, other settings are another beginning.
-        _check_same(asked_by, expected or again, origin)
+        check_same(asked_by, expected or again, origin)
         return origin
 
     def _look(self, name: str, source: Source) -> _Found:
@@ -192,7 +192,7 @@ class FrozenWeights:
             durable.write(folder / RECORD, sealed.seal({META: self._origins}))
 
 
-def _check_same(asked_by: str, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
+def check_same(asked_by: str, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:
     """Raises CheckpointError, which names both, if the weights are not those of before."""
     if before is None or before["digest"] == now["digest"]:
         return

@@ -130,7 +130,7 @@ def abstract_frozen(build: Callable[[nnx.Rngs], Any]) -> tuple[ModelParts, Any, 
     model = nnx.eval_shape(lambda: build(nnx.Rngs(rng.key(0, "init", 0))))
     rest_of_model.check_attributes(model)
     graph, (streams, template) = nnx.graphdef(model), nnx.state(model, STREAMS, ...)
-    return ModelParts(graph, template, {}, streams), nnx.to_pure_dict(template), logical_axes(template)
+    return ModelParts(graph, template, nnx.State({}), streams), nnx.to_pure_dict(template), logical_axes(template)
 
 
 def _first_model(task: Task, seed: int, adapters: LoraConfig | None = None) -> Any:
