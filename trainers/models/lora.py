@@ -148,9 +148,8 @@ def _names(model: Any) -> dict[str, Any]:
 def _chosen(config: LoraConfig, names: Mapping[str, Any], linear: Mapping[str, Linear]) -> list[str]:
     """Returns the names of the weights to adapt. Raises UsageError with the problems of all targets."""
     there = f"linear weights are {_listed(linear)}"
-    problems = (
-        [] if linear else [f"lora: the model has no linear weights that can be adapted; its parameters are {_listed(names)}"]
-    )
+    nothing = f"lora: the model has no linear weights that can be adapted; its parameters are {_listed(names)}"
+    problems = [] if linear else [nothing]
     for target in config.targets if linear else ():
         matched = [name for name in names if config.matches(target, name)]
         if not matched:
