@@ -172,7 +172,8 @@ class Decoder(nnx.Module):
         return jnp.asarray(local) if any(local) and not all(local) else None
 
     def _layer_weights(self) -> Weights:
-        return lora.weights_of(self.layers, self.dtype)
+        weights = jax.tree.map(lambda weight: weight.astype(self.dtype), lora.scaled(self.layers))
+        return weights | lora.noise(self.layers)
 
     def _embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
         """Returns the embeddings as [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D]."""

@@ -100,20 +100,25 @@ def linear_weights(model: Any) -> Iterator[Linear]:
                 yield Linear(".".join(map(str, (*path, attribute))), module, attribute, variable)
 
 
-def weights_of(layers: Any, dtype: Any) -> dict[str, jax.Array]:
-    """Returns the weights of `Layers`, [L, ...] each, in the type of the computation; with adapters, what `added` needs."""
+def scaled(layers: Any) -> dict[str, jax.Array]:
+    """Returns the weights of `Layers`, [L, ...] each, with the scale of the adapters in their B."""
     variables, _ = nnx.state(layers, (nnx.Param, Frozen), ...)
     weights, config = nnx.to_pure_dict(variables), getattr(layers, "lora", None)
     if config is None:
-        return jax.tree.map(lambda weight: weight.astype(dtype), weights)
-    # Scaled here, where the values are still in float32, and not [N, out] products.
-    scaled = {name: config.scale * weight if name.endswith(B) else weight for name, weight in weights.items()}
-    cast = {name: weight.astype(dtype) for name, weight in scaled.items()}
-    if not config.dropout or layers.deterministic:
-        return cast
-    num_layers = len(next(iter(cast.values())))
+        return weights
+    # Here, where the values are few and not rounded yet, and not in the products [N, out].
+    return {name: config.scale * weight if name.endswith(B) else weight for name, weight in weights.items()}
+
+
+def noise(layers: Any) -> dict[str, jax.Array]:
+    """Returns what `added` needs for dropout, [L, ...] each; nothing without dropout, and in evaluations. Draws from a random
+    stream of the model: called once for each pass."""
+    config = getattr(layers, "lora", None)
+    if config is None or not config.dropout or layers.deterministic:
+        return {}
+    num_layers = len(layers.attention_norm)
     keep = jnp.full(num_layers, 1 - config.dropout, jnp.float32)
-    return cast | {KEY: jax.random.split(layers.lora_stream(), num_layers), KEEP: keep}
+    return {KEY: jax.random.split(layers.lora_stream(), num_layers), KEEP: keep}
 
 
 def added(y_NE: jax.Array, x_ND: jax.Array, weights: Mapping[str, jax.Array], name: str) -> jax.Array:

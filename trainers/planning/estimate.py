@@ -314,7 +314,7 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         check_metrics(trainer, problems)
     parameters = num_parameters(state.params)
     tokens_per_step = arguments.global_batch_size * task.tokens_per_example
-    facts = {
+    facts: Facts = {
         "parameters": parameters,
         "tokens_per_step": tokens_per_step,
         "tokens_per_example": task.tokens_per_example,
