@@ -345,7 +345,11 @@ def another_line(run: Run, folder: Folder) -> None:
     assert -0.5 < run.line["offset"] < 0
 
 
-BEGINS_WITH = {"another_line.yaml": ("line.yaml",)}
+def pupil(run: Run, folder: Folder) -> None:
+    assert run.line == pytest.approx(folder.run("line.yaml").line, abs=0.05)
+
+
+BEGINS_WITH = {"another_line.yaml": ("line.yaml",), "pupil.yaml": ("line.yaml",)}
 """The runs that must have been made before."""
 
 PROMISES: dict[str, Callable[[Run, Folder], None]] = {
@@ -365,6 +369,7 @@ PROMISES: dict[str, Callable[[Run, Folder], None]] = {
         words,
         saves,
         another_line,
+        pupil,
         signs,
         far,
         median,

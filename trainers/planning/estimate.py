@@ -239,10 +239,11 @@ def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
         read[name] = attempt(problems, model.asked_by, functools.partial(looked_at, model.asked_by, config, model.shapes, doubts))
     found = going_on.newest(trainer._run_folder)
     for name, before in ((found[1].get(META) or {}) if found else {}).items():
-        if (model := trainer._frozen_models.get(name)) and read[name] and before["path"] != model.path:
-            path = weights.find(model.path)
-            now = {"path": model.path, "checkpoint": str(path), "digest": weights.look(path).digest()}
-            attempt(problems, model.asked_by, functools.partial(check_same, model.asked_by, before, now))
+        if read.get(name) and before["path"] != (path := trainer._frozen_models[name].path):
+            there = weights.find(path)
+            now = {"path": path, "checkpoint": str(there), "digest": weights.look(there).digest()}
+            asked_by = trainer._frozen_models[name].asked_by
+            attempt(problems, asked_by, functools.partial(check_same, asked_by, before, now))
     if problems:
         raise UsageError("\n".join(problems))
     return {name: line for name, line in read.items() if line is not None}

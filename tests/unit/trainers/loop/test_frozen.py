@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.unit.training import FIXED, assert_equal, flip_a_byte, losses, of, trainer
+from tests.unit.training import FIXED, arguments, assert_equal, flip_a_byte, losses, of, trainer
 from trainers.checkpoint import manifest
+from trainers.config.arguments import load_object
 from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from trainers.export import to_safetensors
 from trainers.loop.frozen import RECORD
@@ -103,7 +104,6 @@ def test_a_damaged_teacher_is_not_trained_with(tmp_path, events, teacher):
 
 
 def test_a_teacher_that_does_not_fit_is_refused_before_a_machine_is_taken(tmp_path, teacher):
-    from tests.unit.training import arguments
     from trainers.planning import estimate
 
     wrong = arguments(tmp_path, **{**DISTILL, "task": f"{__name__}:Wider", "frozen": {"teacher": str(teacher)}})
@@ -114,8 +114,21 @@ def test_a_teacher_that_does_not_fit_is_refused_before_a_machine_is_taken(tmp_pa
     assert problems == [f"frozen.teacher: there is no {teacher}/nothing"]
 
 
+def test_the_teacher_of_a_decoder_may_be_a_folder_of_another_family(tmp_path):
+    from tests import ROOT
+    from trainers.checkpoint import weights
+    from trainers.config import InitConfig
+    from trainers.optim.param_groups import parameter_paths
+    from trainers.step.frozen import frozen_models
+
+    folder = str(ROOT / "tests" / "unit" / "data" / "parity" / "gemma2")
+    made = arguments(tmp_path, task="trainers.tasks.causal_lm:CausalLMTask", frozen={"teacher": folder})
+    model = frozen_models(load_object(made.task)(made), made)["teacher"]
+    shapes = dict(zip(parameter_paths(model.shapes), (leaf.shape for leaf in jax.tree.leaves(model.shapes)), strict=True))
+    assert weights.match(weights.look(weights.find(folder)), shapes, InitConfig(path=folder)).keys() == shapes.keys()
+
+
 def test_a_step_of_ones_own_has_no_frozen_weights(tmp_path, teacher):
-    from tests.unit.training import arguments
     from trainers.step import adapted
 
     with pytest.raises(UsageError, match="frozen: only the built-in step has frozen weights"):
