@@ -184,7 +184,7 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
 
 def _parameters(trained: int, frozen: Mapping[str, int] | None) -> str:
     beside = [f"{number:,} of {name} ({scaled(number).strip()})" for name, number in (frozen or {}).items()]
-    return f"{trained:,} ({scaled(trained)})" + (f" trained; frozen: {', '.join(beside)}" if beside else "")
+    return f"{trained:,} ({scaled(trained).strip()})" + (f" trained; frozen: {', '.join(beside)}" if beside else "")
 
 
 def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
