@@ -29,7 +29,9 @@ DISTILL = {
 def teacher(tmp_path_factory):
     """A run of another seed, with checkpoints of steps 4 and 8, and a file of the first."""
     folder = tmp_path_factory.mktemp("teacher")
-    made = trainer(folder, seed=7, max_num_steps=8, checkpoint={"save_steps": 4, "save_total_limit": None})
+    made = trainer(
+        folder, seed=7, max_num_steps=8, checkpoint={"save_steps": 4, "save_total_limit": None, "model_every_steps": 8}
+    )
     made.train()
     to_safetensors(folder / "run" / "checkpoints" / "4", folder / "run" / "4.safetensors")
     return folder / "run"
@@ -100,7 +102,8 @@ def test_a_damaged_teacher_is_not_trained_with(tmp_path, events, teacher, monkey
     check_files = weights.check_files
     # As for large files, whose digests are not computed.
     monkeypatch.setattr(weights, "check_files", lambda path, digest_up_to=0: check_files(path, digest_up_to=digest_up_to))
-    damaged = shutil.copytree(teacher / "checkpoints" / "8", tmp_path / "damaged")
+    # Of the parameters alone: a whole checkpoint has the damage in a moment as likely.
+    damaged = shutil.copytree(teacher / "models" / "8", tmp_path / "damaged")
     flip_a_byte(damaged / "state")
     with pytest.raises(CheckpointUnavailableError, match=r"the contents of .* \(fingerprints differ\)"):
         distilled(tmp_path, str(damaged))
