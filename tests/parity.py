@@ -1,10 +1,10 @@
 """Makes `tests/unit/data/parity/`: tiny random models of each family with the logits, losses, gradients and greedy tokens that
-`transformers` computes for them.
+`transformers` computes for them; and `tests/unit/data/peft/`: adapters for some of them, as PEFT saves and computes them.
 
     make parity
 
-It needs torch and transformers, which nothing else here does: the Makefile gives it an environment of its own. The folders are
-committed, so that the tests need neither.
+It needs torch, transformers and peft, which nothing else here does: the Makefile gives it an environment of its own. The folders
+are committed, so that the tests need none of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
 import transformers
 from safetensors.numpy import save_file
@@ -80,6 +81,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ROWS, TIME, PROMPT, NEW_TOKENS = 2, 40, 5, 12
+PEFT_OUT = OUT.parent / "peft"
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "llama3": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    # Queries, keys and values are one module: our three adapters of rank 2 are one of rank 6.
+    "gpt2": {
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["c_attn", "mlp.c_proj"],
+        "rank_pattern": {"c_attn": 6},
+        "alpha_pattern": {"c_attn": 18},
+        "fan_in_fan_out": True,
+    },
+}
+"""By the name of the model in CASES."""
 
 
 def main() -> None:
@@ -91,6 +106,8 @@ def main() -> None:
             # Its attention has no setting for the channels of a head.
             del settings["head_dim"]
         make(name, AutoConfig.for_model(kind, **settings))
+        if name in ADAPTERS:
+            adapt(name)
         print(f"{name}: {sum(file.stat().st_size for file in (OUT / name).iterdir()) / 1024:.0f} KiB")
 
 
@@ -123,6 +140,34 @@ def make(name: str, config: Any) -> None:
         json.dumps({"transformers": transformers.__version__, "torch": torch.__version__}) + "\n"
     )
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def adapt(name: str) -> None:
+    """Makes an adapter for a model that `make` has made, with the logits of both."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(OUT / name, attn_implementation="eager", dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[name])).eval()
+    for key, parameter in adapted.named_parameters():
+        if "lora_B" in key:
+            # Larger than 0, with which training begins: so that every number matters.
+            random = 0.3 * torch.randn_like(parameter)
+            parameter.data = random * blocks(parameter) if "c_attn" in key else random
+    folder = PEFT_OUT / name
+    adapted.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)
+    about = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": name}
+    (folder / "adapter_config.json").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
+    tokens = torch.randint(2, 64, (ROWS, TIME))
+    with torch.no_grad():
+        logits = adapted(tokens, use_cache=False).logits
+    expected = {"tokens": tokens.to(torch.int32).numpy(), "logits": logits.numpy()}
+    save_file(expected, folder / "expected.safetensors")
+
+
+def blocks(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns 1 where the outputs of a query, key or value meet their own third of the rank, else 0."""
+    outputs, rank = parameter.shape
+    return torch.block_diag(*[torch.ones(outputs // 3, rank // 3)] * 3)
 
 
 def sample(gradient: np.ndarray) -> np.ndarray:

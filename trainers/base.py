@@ -147,7 +147,9 @@ class BaseTrainer(Builder):
         state is damaged or of another model, and CheckpointUnavailableError if it cannot be read."""
         self.prepare()
         state = self._configured(self._model, "the state", "configure_model").state
-        loaded, _ = load_from(init_from.found(path), with_shardings(state, self._state_shardings))
+        loaded, meta = load_from(init_from.found(path), with_shardings(state, self._state_shardings))
+        if self._frozen is not None:
+            self._frozen.check(meta)
         return loaded
 
     def precompile(self) -> None:
@@ -175,7 +177,10 @@ class BaseTrainer(Builder):
         self._saver = self._build_saver(time_used)
         # Loads on another thread while this one reads the checkpoint.
         self._load_ahead(resume.abstract)
+        if self._frozen is not None:
+            self._frozen.begin()  # on a thread too
         state = resume.newest()
+        self._finish_frozen(resume.meta)
         self._keep_assets()
         self._saver.restore(resume.meta)
         time_used.resume(resume.meta)
@@ -192,6 +197,15 @@ class BaseTrainer(Builder):
         self.callbacks.call(Callback.on_train_end, self.info)
         self._saver.manager.close()  # only now: a callback may have read an old checkpoint until here
         return state
+
+    def _finish_frozen(self, meta: dict[str, Any]) -> None:
+        """Waits for the frozen weights. `meta` is that of the restored checkpoint, which must have been trained with them."""
+        if self._frozen is None:
+            return
+        self._frozen.check(meta)
+        self._frozen.finish(record=True)
+        for line in self._frozen.said() if not meta else ():
+            self._note_from_host0(line)
 
     def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
         """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
@@ -262,6 +276,7 @@ class BaseTrainer(Builder):
             self._saved,
             time_used,
             DataState(self.dataloaders.dataloader_train, self.arguments.global_batch_size, self._note_from_host0),
+            lambda: {} if self._frozen is None else self._frozen.origins,
         )
 
     def _histogram_names(self) -> list[str]:
@@ -376,7 +391,8 @@ class BaseTrainer(Builder):
             return error
         program = getattr(self.functions.train_step_fn, "compiled", None)
         shapes = with_shardings(self._model_state, self._state_shardings)
-        used = memory.usage(shapes, self._step_batch_shapes(), program)
+        frozen = () if self._frozen is None else self._frozen.shapes
+        used = memory.usage(shapes, self._step_batch_shapes(), program, frozen)
         message = memory.advice(error, used, self.arguments, dict(self._mesh.shape))
         return OutOfMemoryError(message, deterministic=self._loop is None or not self._loop.first_step_reported)
 
@@ -387,14 +403,15 @@ class BaseTrainer(Builder):
         if self.has_own_step:
             return "where it began was not looked for: the train step is the user's own"
 
-        def objective(params: Any, micro_batch: Any, number: Any, state: TrainState) -> jax.Array:
-            rest = self.loss_function.rest(state.model_state, micro_batch, state.batch_index, number)
+        def objective(params: Any, micro_batch: Any, number: Any, others: tuple[TrainState, Any]) -> jax.Array:
+            state, frozen = others
+            rest = self.loss_function.rest(state.model_state, micro_batch, state.batch_index, number, frozen)
             seen = parameters_seen(self.pruner, self.param_groups, dataclasses.replace(state, params=params))
             return self.loss_function(seen, micro_batch, state.step, rest=rest).loss_sum
 
         try:
             counters = dataclasses.replace(state, params=None, opt_state=None)
-            origin = nonfinite.find(objective, self._mesh, state.params, batch, counters)
+            origin = nonfinite.find(objective, self._mesh, state.params, batch, (counters, self.frozen))
         except StageError as error:
             return f"where it began was not found: {error}"
         return f"{origin}, with the parameters of step {step}"
@@ -443,7 +460,7 @@ class BaseTrainer(Builder):
         return Flags(self._mesh).array()
 
     def _throughput(self) -> Throughput:
-        flops = self.task.flops_per_token(num_parameters(self._model_state.params))
+        flops = self._flops_per_token(self.task, num_parameters(self._model_state.params))
         peak = self.arguments.metrics.peak_flops_per_s
         kinds = {device.device_kind for device in self._mesh.devices.flat}
         # A mesh of several kinds of devices has no single peak, and so no MFU.

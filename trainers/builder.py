@@ -24,6 +24,7 @@ from trainers.checkpoint import assets, readers
 from trainers.checkpoint.of_run import manager_of
 from trainers.config import ParameterGroup, UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.config.frozen import BASE
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.data.sources.iterable import num_examples, random_access
 from trainers.data.sources.sequence import held_out_examples
@@ -31,6 +32,7 @@ from trainers.errors import NotConfiguredError, UsageError
 from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.unit_builder import UnitBuilder
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
+from trainers.loop.frozen import FrozenWeights, Source
 from trainers.loop.hook_names import check_hook_names
 from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
@@ -52,8 +54,9 @@ from trainers.protocol import (
 )
 from trainers.runtime import distributed
 from trainers.runtime.executables import Program, ProgramStore
-from trainers.step import adapted
-from trainers.step.loss import LossFunction, takes_training
+from trainers.step import adapted, frozen
+from trainers.step.frozen import FrozenModel
+from trainers.step.loss import LossFunction, takes
 from trainers.step.loss_scale import initial_scaler
 from trainers.step.state import (
     ModelParts,
@@ -61,6 +64,7 @@ from trainers.step.state import (
     abstract_model,
     arrays_of_model,
     initial_model,
+    num_parameters,
     state_from_parameters,
     state_shardings,
     with_loaded,
@@ -125,7 +129,8 @@ class Builder(BatchBuilder):
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Returns (the parts of the model, the shapes of the state). Touches no device. May be called by hand: `model` is there
         from then on."""
-        parts, params, self._axes = abstract_model(self.task, self.arguments.seed)
+        parts, params, self._axes = abstract_model(self.task, self.arguments.seed, self.arguments.lora)
+        frozen.check_use(self.task, self.arguments, prepares=self.overrides("prepare_batch"))
         trained = param_groups.trainable(self.param_groups, params)
         if self.pruner is not None:  # before the shapes of a state, of which its own is a part
             pruning.check_pruner(self.pruner, trained)
@@ -157,8 +162,8 @@ class Builder(BatchBuilder):
         )
         eval_step = self._unit_builder.jit(self.eval_loss_function, self.loss_layout)
         self._functions = TrainerConfigureFunctionOutput(
-            Program("train_step", self._jit_train_step(step), self._programs, host.note),
-            Program("eval_step", eval_step, self._programs, host.note),
+            Program("train_step", self._jit_train_step(step), self._programs, host.note, self._frozen),
+            Program("eval_step", eval_step, self._programs, host.note, self._frozen),
             self._mesh,
             self.build_checkpoint_manager(),
         )
@@ -279,6 +284,12 @@ class Builder(BatchBuilder):
         return self._state_shardings
 
     @property
+    def frozen(self) -> Mapping[str, Any]:
+        """The frozen weights on the devices, in nested dicts, by their names: those of `frozen`, and `base` with `lora`. They are
+        read now, if they were not: all hosts must call this alike."""
+        return {} if self._frozen is None else self._frozen.arrays[0]
+
+    @property
     def dtype(self) -> Any:
         return jax.numpy.dtype(self.arguments.dtype)
 
@@ -298,7 +309,7 @@ class Builder(BatchBuilder):
     @cached_property
     def loss_layout(self) -> Layout:
         """The layout of the metrics of the task's loss in an evaluation."""
-        if takes_training(self.task):  # its parts may be others than in training
+        if takes(self.task, "training"):  # its parts may be others than in training
             model = TrainerConfigureModelOutput(self.model, self._model_state)
             return self._traced(self.eval_loss_function, model.state.params, self._rows(model))
         names = len(self.step_layout) - len(step_metrics(self._model_state.params, self.arguments, self.param_groups))
@@ -317,7 +328,8 @@ class Builder(BatchBuilder):
         """The previews; None if there are no prompts, or the task cannot generate."""
         config, task = self.arguments.previews, self.task
         if can_generate(task) and config.prompts:
-            return Previews.of(task, self.model.merge, config, self._mesh, self.arguments.seed, self._programs)
+            programs, seed = self._programs, self.arguments.seed
+            return Previews.of(task, self.model.merge, config, self._mesh, seed, programs, self._frozen)
         if config.prompts and config.every_steps is not None:
             raise UsageError(f"previews.every_steps = {config.every_steps}: {type(task).__name__} has no encode and decode")
         return None
@@ -413,7 +425,9 @@ class Builder(BatchBuilder):
             rows = shapes_of_rows(self._prepared_shapes(shapes, self._configured(self._model, "model", "configure_model")))
             return self._traced(function, params, rows)
 
-        return UnitBuilder(self._mesh, params, self._state_shardings, self._programs, layout_of, self._prepare_held_out)
+        shardings, prepare = self._state_shardings, self._prepare_held_out
+        flops = partial(self._flops_per_token, trained=num_parameters(params))
+        return UnitBuilder(self._mesh, shardings, self._programs, layout_of, prepare, flops, self._frozen)
 
     def _with_adapted_steps(self, functions: TrainerConfigureFunctionOutput) -> TrainerConfigureFunctionOutput:
         """Returns the functions, with steps (state, batch) of a user's own as those that the loop calls."""
@@ -428,12 +442,12 @@ class Builder(BatchBuilder):
             layout = vars(self)["step_layout"] = adapted.train_layout(train, state, shapes)
             self.has_own_step = True
             step = adapted.adapted_train_step(train, layout, self.arguments, self.scheduler, self.task.tokens_per_example)
-            train = Program("train_step", self._jit_train_step(step), self._programs, note)
+            train = Program("train_step", self._jit_train_step(step), self._programs, note, self._frozen)
         if not hasattr(evaluate, "prepare"):
             rows = self._batch_shapes((1, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size)), model)
             layout = vars(self)["loss_layout"] = adapted.eval_layout(evaluate, state, rows)
             step = self._unit_builder.jit_step(adapted.adapted_eval_step(evaluate, layout.with_others(EVALUATION_COUNTS)))
-            evaluate = Program("eval_step", step, self._programs, note)
+            evaluate = Program("eval_step", step, self._programs, note, self._frozen)
         return functions._replace(train_step_fn=train, eval_step_fn=evaluate)
 
     def _jit_train_step(self, step: Any) -> Any:
@@ -441,7 +455,7 @@ class Builder(BatchBuilder):
         batch_sharding = meshes.micro_batches(self._mesh)
         return jax.jit(
             meshes.tracing_for(self._mesh, step),
-            in_shardings=(shardings, replicated, batch_sharding, meshes.one_per_device(self._mesh)),
+            in_shardings=(shardings, replicated, batch_sharding, meshes.one_per_device(self._mesh), *self._frozen_shardings),
             # Pinned: XLA may choose other shardings for outputs, and the next step would be compiled again for them.
             out_shardings=StepOutput(shardings, replicated, replicated, replicated, replicated),  # type: ignore[arg-type]
             # State and sums are donated: so the step needs room for one state and not for two.
@@ -461,7 +475,7 @@ class Builder(BatchBuilder):
 
     def _initial_state(self, loaded: Mapping[str, jax.Array] = MappingProxyType({})) -> TrainState:
         """Returns the state at step 0, with the model's arrays of `loaded`, by name, in place of its own. Traced."""
-        params, model_state = initial_model(self.task, self.arguments.seed)
+        params, model_state = initial_model(self.task, self.arguments.seed, self.arguments.lora)
         return self._fresh_state(with_loaded(params, loaded), with_loaded(model_state, loaded), self.step_layout)
 
     @property
@@ -471,7 +485,35 @@ class Builder(BatchBuilder):
         return arrays_of_model(shapes.params, shapes.model_state)
 
     def _loss_function_of(self, parts: ModelParts) -> LossFunction:
-        return LossFunction(self.task, parts, self.preforward, self.postforward, self.arguments.data.sources)
+        models = {name: model.parts for name, model in self._frozen_models.items()}
+        sources = self.arguments.data.sources
+        return LossFunction(self.task, parts, self.preforward, self.postforward, sources, frozen_parts=models)
+
+    @cached_property
+    def _frozen_models(self) -> dict[str, FrozenModel]:
+        return frozen.frozen_models(self.task, self.arguments)
+
+    @cached_property
+    def _frozen(self) -> FrozenWeights | None:
+        """What reads the frozen weights, and binds them to the compiled programs; None: there are none."""
+        sources = {
+            name: Source(model.path, model.asked_by, model.placed(self._mesh)) for name, model in self._frozen_models.items()
+        }
+        return FrozenWeights(sources, self._run_folder, self._programs, runtime.current().note) if sources else None
+
+    @property
+    def _frozen_shardings(self) -> tuple[Any, ...]:
+        """The shardings of what `_frozen` adds to the arguments of a program."""
+        return () if self._frozen is None else jax.tree.map(lambda leaf: leaf.sharding, self._frozen.shapes)
+
+    def _flops_per_token(self, task: Task, trained: int) -> float:
+        """Returns the floating-point operations for a token, forward and backward. `trained`: how many parameters are."""
+        if self.arguments.lora is None:
+            return task.flops_per_token(trained)
+        base = num_parameters(self._frozen_models[BASE].shapes)
+        # Of three products for each weight, forward and backward, the base has two: no gradient of its weights is computed.
+        of_base = task.flops_per_token(base)
+        return of_base * 2 / 3 + task.flops_per_token(base + trained) - of_base
 
     def _step_layout_of(self, parts: ModelParts, params: Any) -> Layout:
         rows = self._rows(TrainerConfigureModelOutput(parts, self._abstract_state(parts, params, Layout((), ()))))
@@ -488,10 +530,11 @@ class Builder(BatchBuilder):
         """Returns the layout of the metrics of a loss, and of others."""
         step = jax.ShapeDtypeStruct((), np.int32)
 
-        def traced(params: Any, rows: Any, step: Any, model_state: Any) -> Any:
-            return function.with_terms(params, rows, step, None, function.rest(model_state, rows))
+        def traced(params: Any, rows: Any, step: Any, model_state: Any, weights: Any) -> Any:
+            return function.with_terms(params, rows, step, None, function.rest(model_state, rows, frozen=weights))
 
-        loss, terms = jax.eval_shape(traced, params, rows, step, function.parts.state_shapes)
+        weights = frozen.shapes_of(self._frozen_models)
+        loss, terms = jax.eval_shape(traced, params, rows, step, function.parts.state_shapes, weights)
         return dataclasses.replace(
             Layout.of(loss, **others),
             # `postforward` may change the total: then it need not be the sum of the terms.

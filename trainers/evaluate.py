@@ -123,6 +123,8 @@ def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
         # With the state of the optimizer: it may hold the averages that are evaluated, and a hook may want it.
         return str(path), trainer.load_pretrained(str(path)), step
     arrays, _ = load_model(str(path), trainer._model_arrays)
+    if trainer._frozen is not None:
+        trainer._frozen.check(meta)
     state = trainer._beginning(arrays, None).make()
     updates = step - len(meta.get("skipped_batches") or ())
     counters = {"batch_index": jnp.int32(step), "step": jnp.int32(updates)}

@@ -8,6 +8,9 @@ assets go to a folder beside it, which ends in `.assets`.
 `huggingface`: a folder with `config.json`, `model.safetensors` and the assets (a tokenizer), as `transformers` reads
 models of the families of `model.family`.
 RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, or what `save_pretrained` wrote.
+
+Of a run with `lora`, the adapters are merged with their base. `--adapter` writes the adapters alone: as `huggingface`, a folder
+of the library PEFT; as `safetensors`, one file under their own names.
 """
 
 from __future__ import annotations
@@ -24,17 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from trainers.checkpoint import assets, layout, manifest
-from trainers.config import ModelConfig
+from trainers.checkpoint import assets, layout
+from trainers.config import LoraConfig, ModelConfig
 from trainers.config.arguments import from_dict
+from trainers.config.frozen import BASE
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.first_line import say
 from trainers.models.hf import config as hf_config
 from trainers.models.hf.weights import flat, to_tensors
 from trainers.program import program
 
-OPTIMIZER = "opt_state"
-"""The name of the optimizer's state, in a TrainState and in the files."""
 MAX_FILE_BYTES = 5 << 30
 """The largest size of one file in the Hugging Face format: a larger model gets several files, with an index."""
 
@@ -46,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", metavar="OUT", help="a new file (safetensors) or folder (huggingface)")
     parser.add_argument("--format", choices=FORMATS, default="safetensors")
+    parser.add_argument("--adapter", action="store_true", help="the adapters of a run with lora alone, not merged")
+    parser.add_argument("--base", metavar="PATH", help="where the base of a run with lora is now, if it was moved")
     options = parser.parse_args(argv)
     say(f"reading {options.source}", stream=sys.stderr)
     # After the first line: it imports JAX.
@@ -55,18 +59,23 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint = weights.find(options.source)
         if checkpoint.is_file():
             raise CheckpointError(f"{checkpoint} is a file: expected a run or a checkpoint")
-        FORMATS[options.format](checkpoint, options.out)
+        FORMATS[options.format](checkpoint, options.out, adapter=options.adapter, base=options.base)
     except (UsageError, TransientError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{options.out}: {options.format} of {checkpoint}")
+    print(f"{options.out}: {options.format} of {'the adapters of ' if options.adapter else ''}{checkpoint}")
     return 0
 
 
-def to_safetensors(checkpoint: Path | str, out: Path | str) -> None:
+def to_safetensors(checkpoint: Path | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
     """Writes the file `out`, atomically, and before it the model's assets to the folder beside it whose name ends in `.assets`.
-    Raises CheckpointError if the checkpoint is damaged, or `out` exists."""
-    params, meta = read(Path(checkpoint))
+    Of a run with LoRA it has the adapters merged with their base (`base`: where that is now), or with `adapter` the adapters
+    alone. Raises CheckpointError if the checkpoint is damaged, or `out` exists."""
+    from trainers.checkpoint.whole import read, read_merged
+
+    params, meta = read(Path(checkpoint)) if adapter else read_merged(Path(checkpoint), base)
+    if adapter:
+        _adapters(meta, checkpoint)
     about = {"batch_index": str(meta["batch_index"]), "arguments": json.dumps(meta["arguments"])}
     _check_new(Path(out))
     if folder := assets.folder_of(Path(checkpoint)):
@@ -89,11 +98,24 @@ def from_safetensors(path: Path | str) -> dict[str, Any]:
 
 
 def to_hugging_face(
-    checkpoint: Path | str, out: Path | str, *, max_file_bytes: int = MAX_FILE_BYTES, replace: bool = False
+    checkpoint: Path | str,
+    out: Path | str,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    replace: bool = False,
+    adapter: bool = False,
+    base: str | None = None,
 ) -> None:
-    """Writes the folder `out`, atomically; with `replace`, an existing one is replaced. Raises CheckpointError if the
-    checkpoint is damaged or `out` exists, and UsageError if the model is of no family that `transformers` has."""
-    params, meta = read(Path(checkpoint))
+    """Writes the folder `out`, atomically; with `replace`, an existing one is replaced. Of a run with LoRA it has the adapters
+    merged with their base (`base`: where that is now), or with `adapter` the adapters alone, in the form of PEFT. Raises
+    CheckpointError if the checkpoint is damaged or `out` exists, and UsageError if the model is of no family that
+    `transformers` has."""
+    if adapter:
+        _to_peft(Path(checkpoint), Path(out), base, replace=replace)
+        return
+    from trainers.checkpoint.whole import read_merged
+
+    params, meta = read_merged(Path(checkpoint), base)
     config = from_dict(ModelConfig, meta["arguments"]["model"])
     tensors = to_tensors(config, params)
     about = hf_config.write(
@@ -110,31 +132,36 @@ def to_hugging_face(
     _write_atomically(Path(out), write, replace=replace)
 
 
-FORMATS: dict[str, Callable[[Path, str], None]] = {"safetensors": to_safetensors, "huggingface": to_hugging_face}
+def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) -> None:
+    from trainers.checkpoint.whole import META, base_path, read
+    from trainers.models.hf.peft import to_adapter
+
+    params, meta = read(checkpoint)
+    lora = _adapters(meta, checkpoint)
+    # As the run names it, also where this machine does not see it: `base` alone must be found.
+    path = str(base_path(meta, base)) if base else meta[META][BASE]["checkpoint"]
+    about, tensors = to_adapter(from_dict(ModelConfig, meta["arguments"]["model"]), lora, flat(params), path)
+
+    def write(work: Path) -> None:
+        work.mkdir()
+        assets.copy_into(work, checkpoint)
+        (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+        _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt"})
+
+    _write_atomically(out, write, replace=replace)
 
 
-def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (the parameters to evaluate, with the model's other state, as NumPy arrays; meta). Every byte is checked first.
-    Raises CheckpointError that names the damage."""
-    from trainers.checkpoint.array_io import ArrayFiles
-    from trainers.checkpoint.model_only import PART, STATE, parts_in
-    from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
-    from trainers.step.state import arrays_of_model
+def _adapters(meta: Mapping[str, Any], checkpoint: Path | str) -> LoraConfig:
+    """Returns the settings of the adapters. Raises UsageError if there are none."""
+    from trainers.checkpoint.whole import adapters_of
 
-    try:
-        content = manifest.read(checkpoint)
-        if problem := next(content.problems(checkpoint, content.files, digest_up_to=None), ""):
-            raise manifest.DamagedError(problem)
-        meta = manifest.read_meta(checkpoint)
-    except manifest.DamagedError as error:
-        raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
-    arrays, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
-    parts = arrays.read_parts(folder, parts_in(meta["shapes"]))
-    params = parts[PART]
-    # Only then: for other optimizers reading their state would be wasted time and memory.
-    if meta["arguments"]["optimizer"]["name"] == SCHEDULE_FREE:
-        params = parameters_to_evaluate(arrays.read_parts(folder, [OPTIMIZER])[OPTIMIZER], params)
-    return arrays_of_model(params, parts.get(STATE, {})), meta
+    config = adapters_of(meta)
+    if config is None:
+        raise UsageError(f"{checkpoint} has no adapters: it was trained without lora; leave out --adapter")
+    return config
+
+
+FORMATS: dict[str, Callable[..., None]] = {"safetensors": to_safetensors, "huggingface": to_hugging_face}
 
 
 def _write_files(folder: Path, tensors: Tensors, max_file_bytes: int) -> None:

@@ -29,6 +29,7 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.frozen import BASE
 from trainers.config.importable import path_of, why_not_here
 from trainers.config.keywords import NO_END, as_given, plain, put, unknown
 from trainers.config.masking import masked
@@ -49,7 +50,7 @@ from trainers.tasks.pieces import PiecesTask
 
 ARGUMENTS, TASK = "trainers.config.pieces:PiecesArguments", "trainers.tasks.pieces:PiecesTask"
 DATASETS, JSONL = "trainers.data.sources.pieces:datasets", "jsonl"
-BASE, TRAINER = "trainers.base:BaseTrainer", "trainers.library:PiecesTrainer"
+BASE_TRAINER, TRAINER = "trainers.base:BaseTrainer", "trainers.library:PiecesTrainer"
 Row = dict[str, float]
 
 _fitting = threading.Lock()
@@ -250,7 +251,7 @@ class Training:
         optimizer = self._named_optimizer(problems)
         callbacks = [named("callbacks", callback, problems) for callback in self.callbacks]
         settings = {**plain(self._settings), **named_after(run_dir)}
-        if callbacks and settings.setdefault("trainer", BASE) != BASE:
+        if callbacks and settings.setdefault("trainer", BASE_TRAINER) != BASE_TRAINER:
             problems.append(f"callbacks: trainer = {settings['trainer']!r} is your own: add them there (`self.add_callback`)")
         if problems:
             raise UsageError("other processes cannot import what they need:\n  " + "\n  ".join(problems))
@@ -395,7 +396,9 @@ def callback_of(value: Any) -> Callback:
 
 def module(trainer: BaseTrainer, state: TrainState) -> nnx.Module:
     """Returns the model with the parameters that are evaluated."""
-    return in_mode(trainer.model.merge(trainer.parameters_to_evaluate(state), state.model_state), training=False)
+    base = trainer.frozen.get(BASE) if trainer.arguments.lora else None
+    model = trainer.model.merge(trainer.parameters_to_evaluate(state), state.model_state, frozen=base)
+    return in_mode(model, training=False)
 
 
 def is_transformation(value: Any) -> bool:

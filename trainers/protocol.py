@@ -136,6 +136,10 @@ class Task(Protocol):
         dict of such losses, or of parts, whose total drives the update (`trainers.step.loss.as_loss`). If the task has a method
         `set_step_nr(step)`, it is called before each loss with the number of updates, a traced value.
 
+        If the loss has a parameter `frozen`, it gets the models of the frozen weights by their names in the section `frozen`
+        (with `lora` also `base`, the model without its adapters), in evaluation mode. Each is built by the task's method
+        `build_frozen(name, rngs)`, or by `build_model` if there is none.
+
         A task may have a method `predictions(model, batch)`, which returns arrays [rows, ...] in any pytree, for
         `EvaluationMetrics`.
         """

@@ -52,6 +52,11 @@ class PlanReport:
     tokens_per_example: int | None = None
     tokens_per_step: int | None = None
     flops_per_step: float | None = None
+    frozen_parameters: Mapping[str, int] | None = None
+    """By the name of the frozen weights, such as the `base` of LoRA."""
+    frozen_bytes_per_device: int | None = None
+    frozen: Mapping[str, str] | None = None
+    """Where they come from; without those that cannot be seen from here."""
     checkpoint_bytes: int | None = None
     state_bytes_per_device: int | None = None
     padded_rows_per_step: int = 0
@@ -156,7 +161,7 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     batch = config.training.global_batch_size
     lines = {
         "tokens a step": f"{batch} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
-        "parameters": f"{report.parameters:,} ({scaled(report.parameters).strip()}){_active(report)}",
+        "parameters": _parameters(report),
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
     }
@@ -170,6 +175,10 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         lines["attention"] = f"{choice.kernel} ({choice.reason})"
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
+    if report.frozen_bytes_per_device is not None:
+        lines["frozen weights"] = f"{scaled(report.frozen_bytes_per_device)}B per device, read at each start of a process"
+    for name, found in (report.frozen or {}).items():
+        lines[f"  {name}"] = found
     if report.init_from is not None:
         lines["begins with"] = report.init_from
     if report.continues is not None:
@@ -180,11 +189,15 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     return lines
 
 
-def _active(report: PlanReport) -> str:
+def _parameters(report: PlanReport) -> str:
+    number, beside = report.parameters or 0, report.frozen_parameters or {}
+    told = f"{number:,} ({scaled(number).strip()})"
+    if beside:
+        told += f" trained; frozen: {', '.join(f'{each:,} of {name} ({scaled(each).strip()})' for name, each in beside.items())}"
     if report.active_parameters is None:
-        return ""
-    share = report.active_parameters / (report.parameters or 1)
-    return f", of which a token uses {scaled(report.active_parameters).strip()} ({share:.0%})"
+        return told
+    share = report.active_parameters / (number or 1)
+    return f"{told}, of which a token uses {scaled(report.active_parameters).strip()} ({share:.0%})"
 
 
 def _experts(config: JobConfig, report: PlanReport) -> str:

@@ -69,24 +69,27 @@ def test_what_one_host_does_not_see_both_say(source, tmp_path):
     assert (told["type"], told["deterministic"]) == ("CheckpointError", True)
 
 
-class WaitsAt(ShardedTableTask):
+def waiting():
     """The data of a batch does not come: so the test has time to kill the hosts."""
+    import os
+    import time
 
+    from trainers.data.loader import StepAddressedLoader
+
+    real = StepAddressedLoader.batch
+
+    def batch(self, index):
+        if index == int(os.environ["WAIT_AT"]):
+            time.sleep(600)
+        return real(self, index)
+
+    StepAddressedLoader.batch = batch
+
+
+class WaitsAt(ShardedTableTask):
     def __init__(self, arguments):
-        import os
-        import time
-
-        from trainers.data.loader import StepAddressedLoader
-
         super().__init__(arguments)
-        real = StepAddressedLoader.batch
-
-        def batch(self, index):
-            if index == int(os.environ["WAIT_AT"]):
-                time.sleep(600)
-            return real(self, index)
-
-        StepAddressedLoader.batch = batch
+        waiting()
 
 
 class NotSeenByHost1(ShardedTableTask):

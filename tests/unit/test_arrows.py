@@ -75,6 +75,7 @@ LIGHT_MODULES = tuple(
         "config/data",
         "config/evaluation",
         "config/families",
+        "config/frozen",
         "config/importable",
         "config/keywords",
         "config/masking",

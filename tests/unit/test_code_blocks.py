@@ -413,7 +413,11 @@ def flowers(run: Run, folder: Folder) -> None:
     assert "perplexity" not in run.last
 
 
-BEGINS_WITH = {"another_line.yaml": ("line.yaml",)}
+def pupil(run: Run, folder: Folder) -> None:
+    assert run.line == pytest.approx(folder.run("line.yaml").line, abs=0.05)
+
+
+BEGINS_WITH = {"another_line.yaml": ("line.yaml",), "pupil.yaml": ("line.yaml",)}
 """The runs that must have been made before."""
 
 PROMISES: dict[str, Callable[[Run, Folder], None]] = {
@@ -435,6 +439,7 @@ PROMISES: dict[str, Callable[[Run, Folder], None]] = {
         without_offset,
         another_line,
         flowers,
+        pupil,
         signs,
         far,
         median,

@@ -26,8 +26,10 @@ EFFECTS = {
     **dict.fromkeys(("evaluation", "checkpoint", "data.retries", "data.retry_backoff_s", "anomalies.skip_before"), HARMLESS),
     # The run goes on from its checkpoint: where it began no longer counts.
     **dict.fromkeys(("init_from", "model.pretrained"), HARMLESS),
+    # The weights themselves are compared, wherever they are.
+    "lora.base": HARMLESS,
     **dict.fromkeys(("mesh", "model.remat", "model.attention", "model.grouped_product"), ROUNDING),
-    **dict.fromkeys(("accumulation_steps", "hosts", "devices"), ROUNDING),
+    **dict.fromkeys(("lora.base_dtype", "frozen", "accumulation_steps", "hosts", "devices"), ROUNDING),
 }
 """By the longest beginning of a key; all other settings make another experiment of the run."""
 END = ("max_num_steps", "max_num_data_epochs")

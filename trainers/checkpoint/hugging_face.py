@@ -110,9 +110,9 @@ def look(path: Path) -> Folder:
     return Folder(path, config, file_of, leaves)
 
 
-def read(folder: Folder, name: str, sharding: Any) -> jax.Array:
-    """Returns a parameter with a sharding. This process reads only what its devices need, and holds no more than that. Raises
-    whatever reading raises."""
+def read(folder: Folder, name: str, sharding: Any, dtype: Any = None) -> jax.Array:
+    """Returns a parameter with a sharding, and a type (None: as it is stored). This process reads only what its
+    devices need, and holds no more than that. Raises whatever reading raises."""
     leaf = folder.leaves[name]
     read_before: dict[Any, np.ndarray] = {}
 
@@ -120,10 +120,16 @@ def read(folder: Folder, name: str, sharding: Any) -> jax.Array:
         # Once for all devices of this host that have the same part.
         key = tuple((place.start, place.stop) for place in index)
         if key not in read_before:
-            read_before[key] = _part(folder, leaf, index)
+            read_before[key] = _part(folder, leaf, index).astype(dtype or leaf.dtype, copy=False)
         return read_before[key]
 
     return jax.make_array_from_callback(leaf.shape, sharding, part)
+
+
+def read_whole(folder: Folder, name: str) -> np.ndarray:
+    """Returns a parameter as it is stored, in this process's memory. Raises whatever reading raises."""
+    leaf = folder.leaves[name]
+    return np.ascontiguousarray(_part(folder, leaf, (slice(None),) * len(leaf.shape)))
 
 
 def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:

@@ -20,6 +20,7 @@ from trainers.checkpoint.model_only import part_of
 from trainers.checkpoint.validate import check_files
 from trainers.config.weights import InitConfig
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
+from trainers.models import lora
 from trainers.optim.optimizers import SCHEDULE_FREE
 
 FILE_SUFFIX = ".safetensors"
@@ -98,9 +99,11 @@ def look(path: Path) -> Weights:
         raise CheckpointUnavailableError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def match(weights: Weights, shapes: Mapping[str, tuple[int, ...]], config: InitConfig) -> dict[str, str]:
+def match(
+    weights: Weights, shapes: Mapping[str, tuple[int, ...]], config: InitConfig, asked_by: str = "init_from"
+) -> dict[str, str]:
     """Returns the name there of each parameter to load, by its name here. `shapes` are those of the model's parameters. Raises
-    CheckpointError that names every parameter that does not fit."""
+    CheckpointError that names every parameter that does not fit. `asked_by` is the setting that names the weights."""
     theirs: dict[str, str] = {}
     problems = []
     for name in weights.parameters:
@@ -122,42 +125,65 @@ def match(weights: Weights, shapes: Mapping[str, tuple[int, ...]], config: InitC
             problems.append(f"{name} is {list(shape)} there and {list(shapes[name])} here")
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        raise CheckpointError(
-            f"init_from: {weights.path} does not fit the model: {'; '.join(problems[:SHOWN] + more)}; choose with "
-            "init_from.include, exclude and rename"
-        )
+        choose = "; choose with init_from.include, exclude and rename" if asked_by == "init_from" else ""
+        if any(name.endswith(lora.A) for name in theirs) and not any(name.endswith(lora.A) for name in shapes):
+            choose = "; it has the adapters of a run with lora: `python -m trainers.export` merges them with their base"
+        raise CheckpointError(f"{asked_by}: {weights.path} does not fit the model: {'; '.join(problems[:SHOWN] + more)}{choose}")
     return pairs
 
 
-def read(weights: Weights, pairs: Mapping[str, str], shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Returns the parameters `pairs` (here -> there) as they are stored, with these shardings, by their names here. Each process
-    reads what its devices need. Raises whatever reading raises."""
+def read(
+    weights: Weights, pairs: Mapping[str, str], shardings: Mapping[str, Any], dtypes: Mapping[str, Any] | None = None
+) -> dict[str, jax.Array]:
+    """Returns the parameters `pairs` (here -> there) with these shardings, by their names here. Each process reads what its
+    devices need. Files and folders of Hugging Face are cast to `dtypes` while they are read; all else is as it is stored. Raises
+    whatever reading raises."""
+    cast = dtypes or {}
     if weights.folder is not None:
-        return {here: hugging_face.read(weights.folder, there, shardings[here]) for here, there in pairs.items()}
+        return {here: hugging_face.read(weights.folder, there, shardings[here], cast.get(here)) for here, there in pairs.items()}
     if weights.is_file:
-        return {here: _from_file(weights, there, shardings[here]) for here, there in pairs.items()}
+        return {here: _from_file(weights, there, shardings[here], cast.get(here)) for here, there in pairs.items()}
+    folder = weights.path / manifest.STATE_FOLDER
+    found = ArrayFiles().read(folder, _in_state(weights, pairs, shapes_there(weights, pairs, shardings)))
+    return {here: _at(found, weights.parameters[there].key) for here, there in pairs.items()}
+
+
+def shapes_there(weights: Weights, pairs: Mapping[str, str], shardings: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and the types of the parameters as they are stored, with shardings, by their names here."""
+    stored = {here: weights.parameters[there] for here, there in pairs.items()}
+    return {
+        here: jax.ShapeDtypeStruct(each.shape, jnp.dtype(each.dtype), sharding=shardings[here]) for here, each in stored.items()
+    }
+
+
+def _in_state(weights: Weights, pairs: Mapping[str, str], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the leaves as the state there has them, in nested dicts."""
     tree: dict[str, Any] = {}
     for here, there in pairs.items():
-        stored = weights.parameters[there]
-        *folders, last = stored.key
+        *folders, last = weights.parameters[there].key
         within = tree
         for name in folders:
             within = within.setdefault(name, {})
-        within[last] = jax.ShapeDtypeStruct(stored.shape, jnp.dtype(stored.dtype), sharding=shardings[here])
-    folder = weights.path / manifest.STATE_FOLDER
-    found = ArrayFiles().read(folder, tree)
-    return {here: _at(found, weights.parameters[there].key) for here, there in pairs.items()}
+        within[last] = leaves[here]
+    return tree
+
+
+def has_fingerprints(weights: Weights, pairs: Mapping[str, str]) -> bool:
+    """Whether the contents of the parameters can be checked: a file has no fingerprints."""
+    return all(weights.parameters[there].fingerprint is not None for there in pairs.values())
 
 
 def check(weights: Weights, pairs: Mapping[str, str], arrays: Mapping[str, jax.Array], replicated: Any) -> None:
     """Raises CheckpointUnavailableError, on all hosts, if the arrays are not what was saved. All hosts must call this."""
-    expected = {name: weights.parameters[pairs[name]].fingerprint for name in arrays}
-    if any(value is None for value in expected.values()):
-        return  # a file has none
-    # Jitted over the sorted names, as JAX flattens a dict: the rows are in their order.
-    rows = jax.jit(fingerprints, out_shardings=replicated)(dict(arrays))
-    wrong = [name for name, row in zip(sorted(arrays), rows.tolist(), strict=True) if tuple(row) != expected[name]]
-    if wrong:
+    if has_fingerprints(weights, pairs):
+        compare(weights, pairs, jax.jit(fingerprints, out_shardings=replicated)(dict(arrays)).tolist())
+
+
+def compare(weights: Weights, pairs: Mapping[str, str], rows: list[list[int]]) -> None:
+    """Raises CheckpointUnavailableError if fingerprints of the arrays that were read, in the order of their sorted names, as JAX
+    flattens a dict, are not those that were saved."""
+    found = zip(sorted(pairs), rows, strict=True)
+    if wrong := [name for name, row in found if tuple(row) != weights.parameters[pairs[name]].fingerprint]:
         raise CheckpointUnavailableError(
             f"{weights.path}: the contents of {', '.join(wrong[:3])} are not those that were saved (fingerprints differ)"
         )
@@ -216,7 +242,7 @@ def _look_at_file(path: Path) -> Weights:
     return Weights(path, parameters, f"step {about['batch_index']}" if "batch_index" in about else "")
 
 
-def _from_file(weights: Weights, name: str, sharding: Any) -> jax.Array:
+def _from_file(weights: Weights, name: str, sharding: Any, dtype: Any = None) -> jax.Array:
     from safetensors import safe_open
 
     stored = weights.parameters[name]
@@ -228,7 +254,8 @@ def _from_file(weights: Weights, name: str, sharding: Any) -> jax.Array:
             key = tuple((place.start, place.stop) for place in index)
             if key not in read_before:
                 # Without dimensions there is nothing to slice.
-                read_before[key] = file.get_slice(name)[index] if stored.shape else file.get_tensor(name)
+                value = file.get_slice(name)[index] if stored.shape else file.get_tensor(name)
+                read_before[key] = value if dtype is None else value.astype(dtype, copy=False)
             return read_before[key]
 
         return jax.make_array_from_callback(stored.shape, sharding, part)

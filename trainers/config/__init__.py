@@ -2,6 +2,7 @@
 
 from trainers.config.data import DataConfig
 from trainers.config.evaluation import CheckpointConfig, EvaluationConfig, PreviewConfig, ScoreConfig, UnitConfig
+from trainers.config.frozen import FrozenConfig, LoraConfig
 from trainers.config.model import LossConfig, MeshConfig, ModelConfig
 from trainers.config.monitoring import AnomalyConfig, DistributionConfig, MetricsConfig, ProfileConfig
 from trainers.config.optimizer import LossScaleConfig, OptimizerConfig, ParameterGroup, PruningConfig, ScheduleConfig
@@ -13,7 +14,9 @@ __all__ = [
     "DataConfig",
     "DistributionConfig",
     "EvaluationConfig",
+    "FrozenConfig",
     "InitConfig",
+    "LoraConfig",
     "LossConfig",
     "LossScaleConfig",
     "MeshConfig",

@@ -18,7 +18,9 @@ from trainers.config import (
     DataConfig,
     DistributionConfig,
     EvaluationConfig,
+    FrozenConfig,
     InitConfig,
+    LoraConfig,
     LossConfig,
     LossScaleConfig,
     MeshConfig,
@@ -32,6 +34,7 @@ from trainers.config import (
     recorders,
 )
 from trainers.config.conversion import convert_sections, from_dict
+from trainers.config.frozen import BASE
 from trainers.config.model import BATCH_AXES, num_replicas
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
 
@@ -89,6 +92,11 @@ class TrainingArguments(Section):
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     init_from: InitConfig | None = None
     """Parameters to begin with: `PATH`, or a section. A run that has a checkpoint goes on from that."""
+    frozen: dict[str, FrozenConfig] = field(default_factory=dict)
+    """Weights of other models that a task's loss needs, by name: a reference policy, a teacher. They are no part of a
+    checkpoint."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters in place of the model's own weights are trained; null: the weights themselves are."""
     gc_every_steps: int | None = None
     """Python collects its garbage at each step that is a multiple of this, on all hosts alike, and at no other time: hosts that
     collect at different steps wait for each other each time. null: whenever Python wants to."""
@@ -137,6 +145,7 @@ class TrainingArguments(Section):
         if self.dtype == "float16" and self.param_dtype != "float32":
             yield f"param_dtype = {self.param_dtype!r}: expected 'float32' with dtype float16, or updates are lost"
         yield from attention.check(self.model.attention, self.attention_needs)
+        yield from self._problems_of_frozen()
         if self.time_limit is not None:
             try:
                 parse_duration_s(self.time_limit)
@@ -158,6 +167,17 @@ class TrainingArguments(Section):
                 f"distributions.every_steps = {every}: expected a multiple of publish_every_steps "
                 f"({'null' if publish_every is None else publish_every}), which is when they are recorded"
             )
+
+    def _problems_of_frozen(self) -> Iterator[str]:
+        for name in self.frozen:
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+                yield f"frozen.{name}: expected a name of letters, digits and '_', starting with a letter"
+        if self.lora is None:
+            return
+        if self.lora.base is None and self.model.pretrained is None:
+            yield "lora.base = null: nothing names the weights to adapt; set model.pretrained, or lora.base"
+        if BASE in self.frozen:
+            yield f"frozen.{BASE}: with lora this is the name of the weights that it adapts; use another name"
 
     @property
     def attention_needs(self) -> attention.Needs:

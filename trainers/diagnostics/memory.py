@@ -31,17 +31,20 @@ class Usage:
     """Activations, gradients and other arrays that exist only during a step; None if the program could not even be compiled."""
     divided: int = 0
     """The part of parameters and optimizer state that a larger fsdp axis would divide further."""
+    frozen: int = 0
+    """Weights that are not trained."""
     largest: tuple[str, ...] = ()
     """The largest of the arrays that exist between steps, one line each."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.optimizer + self.batch + (self.temporaries or 0)
+        return self.parameters + self.frozen + self.optimizer + self.batch + (self.temporaries or 0)
 
     def __str__(self) -> str:
+        frozen = f"frozen weights {shown(self.frozen)}, " if self.frozen else ""
         temporaries = "of unknown size (not compiled)" if self.temporaries is None else shown(self.temporaries)
         return (
-            f"parameters {shown(self.parameters)}, optimizer {shown(self.optimizer)}, batch {shown(self.batch)}, "
+            f"parameters {shown(self.parameters)}, {frozen}optimizer {shown(self.optimizer)}, batch {shown(self.batch)}, "
             f"activations and other temporaries {temporaries}"
         )
 
@@ -63,18 +66,20 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and any(sign in message for sign in OUT_OF_MEMORY_SIGNS)
 
 
-def usage(state: TrainState, batch: Any, program: jax.stages.Compiled | None) -> Usage:
-    """Returns the memory in use. `state` and `batch` may be shapes with shardings; `program` is the train step, if it could be
-    compiled."""
+def usage(state: TrainState, batch: Any, program: jax.stages.Compiled | None, frozen: Any = ()) -> Usage:
+    """Returns the memory in use. `state`, `batch` and the `frozen` weights may be shapes with shardings; `program` is the
+    train step, if it could be compiled."""
     analysis = program.memory_analysis() if program is not None else None
-    parts = {"params": state.params, "model_state": state.model_state, "opt_state": state.opt_state, "batch": batch}
+    of_state = {"params": state.params, "model_state": state.model_state, "opt_state": state.opt_state}
+    parts = {**of_state, "frozen": frozen, "batch": batch}
     leaves = [(name + jax.tree_util.keystr(path), leaf) for name, part in parts.items() for path, leaf in _leaves(part)]
-    divided = (leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if "fsdp" in _axes(leaf))
+    divided = (leaf for leaf in jax.tree.leaves((state.params, frozen, state.opt_state)) if "fsdp" in _axes(leaf))
     # By what one device holds, not by the whole size: a large array may be divided well.
     leaves.sort(key=lambda named: -bytes_on_a_device(named[1]))
     return Usage(
         parameters=_total((state.params, state.model_state)),
         optimizer=_total(state.opt_state),
+        frozen=_total(frozen),
         batch=_total(batch),
         temporaries=None if analysis is None else int(analysis.temp_size_in_bytes),
         divided=sum(map(bytes_on_a_device, divided)),

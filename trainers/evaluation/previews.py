@@ -16,11 +16,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import PreviewConfig
+from trainers.config.frozen import BASE
 from trainers.errors import UsageError
 from trainers.models.decoding import decode
 from trainers.parallel import mesh as meshes
 from trainers.runtime.device import wait_for_device
-from trainers.runtime.executables import Program, ProgramStore
+from trainers.runtime.executables import Bound, Program, ProgramStore
 from trainers.runtime.multihost import in_stages
 from trainers.step import rng
 from trainers.step.loss import in_mode
@@ -57,19 +58,29 @@ class Previews:
 
     @classmethod
     def of(
-        cls, task: Any, merge: Callable[[Any, Any], Any], config: PreviewConfig, mesh: Mesh, seed: int, programs: ProgramStore
+        cls,
+        task: Any,
+        merge: Callable[..., Any],
+        config: PreviewConfig,
+        mesh: Mesh,
+        seed: int,
+        programs: ProgramStore,
+        frozen: Bound | None = None,
     ) -> Previews:
-        """Builds the previews of a task. `merge` builds the model from its parameters and its other state."""
+        """Builds the previews of a task. `merge` is that of its `ModelParts`. `frozen` are the frozen weights, if there are
+        any."""
         shard_cache = partial(_shard_cache, mesh)
 
-        def continued(params: Any, model_state: Any, tokens_BP: jax.Array, lengths_B: jax.Array, step: jax.Array) -> jax.Array:
+        def continued(
+            params: Any, model_state: Any, tokens_BP: jax.Array, lengths_B: jax.Array, step: jax.Array, frozen: Any = NO_STATE
+        ) -> jax.Array:
             key, window = rng.key(seed, "preview", step), task.tokens_per_example
             # Sampling depends on (seed, step) alone: a replayed step shows the same texts.
-            model = in_mode(merge(params, model_state), training=False)
+            model = in_mode(merge(params, model_state, frozen=frozen.get(BASE)), training=False)
             return decode(model, tokens_BP, lengths_B, key, config=config, window=window, place=shard_cache)
 
         jitted = jax.jit(meshes.tracing_for(mesh, continued), out_shardings=meshes.replicated(mesh))
-        return cls(config, cast(TextTask, task), mesh, seed, Program("preview", jitted, programs, programs.note))
+        return cls(config, cast(TextTask, task), mesh, seed, Program("preview", jitted, programs, programs.note, frozen))
 
     def __call__(self, params: Any, step: int, model_state: Any = NO_STATE) -> list[dict[str, str]]:
         """Returns `prompt` and `text`, what follows it, of each preview. `model_state` is what the model has beside its

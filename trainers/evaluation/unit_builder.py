@@ -16,10 +16,10 @@ from trainers.evaluation.validation import ValidationUnit
 from trainers.metrics.accumulator import Layout
 from trainers.metrics.publisher import with_perplexity
 from trainers.parallel import mesh as meshes
-from trainers.protocol import Batch, EvaluationMetrics
-from trainers.runtime.executables import Program, ProgramStore
+from trainers.protocol import Batch, EvaluationMetrics, Task
+from trainers.runtime.executables import Bound, Program, ProgramStore
 from trainers.step.loss import LossFunction
-from trainers.step.state import TrainState, num_parameters
+from trainers.step.state import TrainState
 from trainers.step.train_step import EVALUATION_COUNTS, make_eval_step
 
 
@@ -28,14 +28,16 @@ class UnitBuilder:
     """What the units of a trainer have in common."""
 
     mesh: Mesh
-    params: Any
-    """The shapes of the parameters."""
     state_shardings: TrainState
     programs: ProgramStore
     layout_of: Callable[[LossFunction, Batch], Layout]
     """(loss, a batch) -> the layout of its metrics."""
     prepare: Callable[[TrainState, Batch], Batch] | None
     """The hook on batches that are on the devices."""
+    flops_per_token: Callable[[Task], float]
+    """Forward and backward."""
+    frozen: Bound | None = None
+    """The frozen weights; None: there are none."""
 
     def jit(self, function: LossFunction, layout: Layout, *, predicts: bool = False) -> Any:
         """Returns `make_eval_step`, jitted."""
@@ -48,11 +50,16 @@ class UnitBuilder:
         rows = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES))
         return jax.jit(
             meshes.tracing_for(self.mesh, step),
-            in_shardings=(self.state_shardings, replicated, meshes.micro_batches(self.mesh)),
+            in_shardings=(self.state_shardings, replicated, meshes.micro_batches(self.mesh), *self._frozen_shardings),
             out_shardings=(replicated, rows) if predicts else replicated,
             # The sums alone: the state is needed again for the next batch.
             donate_argnums=1,
         )
+
+    @property
+    def _frozen_shardings(self) -> tuple[Any, ...]:
+        shapes = () if self.frozen is None else self.frozen.shapes
+        return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
     def unit(
         self,
@@ -73,7 +80,7 @@ class UnitBuilder:
             outputs.check(name, metrics, function.task, with_perplexity(dict.fromkeys(layout.names, 0.0), layout))
         predicts = metrics is not None
         jitted = self.jit(function, layout, predicts=predicts)
-        program = Program(f"eval_step_{name}", jitted, self.programs, runtime.current().note)
+        program = Program(f"eval_step_{name}", jitted, self.programs, runtime.current().note, self.frozen)
         # A new one for each evaluation: it begins with nothing.
         new_metrics: Any = (lambda: build_metrics(name)) if predicts else None
         return self.around(loader, program, layout, function, max_batches, name, new_metrics)
@@ -89,5 +96,5 @@ class UnitBuilder:
         new_metrics: Any = None,
     ) -> ValidationUnit:
         """Returns a unit around a compiled step (`jit`)."""
-        counting, flops = layout.with_others(EVALUATION_COUNTS), function.task.flops_per_token(num_parameters(self.params))
+        counting, flops = layout.with_others(EVALUATION_COUNTS), self.flops_per_token(function.task)
         return ValidationUnit(loader, step, counting, self.mesh, max_batches, name, new_metrics, self.prepare, flops)

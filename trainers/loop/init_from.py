@@ -45,17 +45,15 @@ def load(config: InitConfig, origin: Mapping[str, Any] | None, run_folder: str, 
     on all hosts alike.
     """
     wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    chosen = _of_host0(lambda: _choose(config, origin, run_folder))
-    found = _together("init_from", lambda: weights.look(Path(chosen["checkpoint"])))
+    chosen = from_host0(lambda: _choose(config, origin, run_folder))
+    found = together("init_from", lambda: weights.look(Path(chosen["checkpoint"])))
     # The same on all hosts: each has read the same document.
     pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, config)
-    arrays = _together(
-        "arrays of init_from", lambda: weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()})
-    )
+    arrays = together("init_from", lambda: weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()}))
     weights.check(found, pairs, arrays, replicated(next(iter(arrays.values())).sharding.mesh))
     begun = {**plain(config), **chosen}
     # Before the first step: from here on each start finds the same parameters.
-    _together("record of init_from", lambda: _record(run_folder, begun) if jax.process_index() == 0 else None)
+    together("init_from", lambda: _record(run_folder, begun) if jax.process_index() == 0 else None)
     fresh = [name for name in wanted if name not in pairs]
     about = ", ".join([*([found.about] if found.about else []), f"digest {chosen['digest'][:12]}"])
     said = f"init_from: {len(pairs)} of {len(wanted)} parameters are those of {found.path} ({about})"
@@ -65,7 +63,7 @@ def load(config: InitConfig, origin: Mapping[str, Any] | None, run_folder: str, 
 def found(path: str) -> str:
     """Returns the checkpoint or file that `path` stands for, as host 0 sees it. Raises CheckpointError, or
     CheckpointUnavailableError, on all hosts alike."""
-    return _of_host0(lambda: str(weights.find(path)))
+    return from_host0(lambda: str(weights.find(path)))
 
 
 def _choose(config: InitConfig, origin: Mapping[str, Any] | None, run_folder: str) -> dict[str, str]:
@@ -103,27 +101,29 @@ def _record(run_folder: str, begun: dict[str, Any]) -> None:
     durable.write(folder / RECORD, sealed.seal({"begun": begun}))
 
 
-def _of_host0(work: Callable[[], Any]) -> Any:
-    """Returns what `work` returns on host 0. Raises its error on all hosts."""
+def from_host0(work: Callable[[], Any], what: str = "init_from") -> Any:
+    """Returns what `work` returns on host 0, as JSON has it. Raises its error on all hosts: one of KINDS. All hosts must call
+    this."""
     answer: dict[str, Any] | None = None
     if jax.process_index() == 0:
         try:
             answer = {"value": work()}
         except tuple(KINDS.values()) as error:
             answer = {"problem": str(error), "kind": type(error).__name__}
-    answer = multihost.from_host0("what init_from names", answer)
+    answer = multihost.from_host0(f"what {what} names", answer)
     if "problem" in answer:
         raise KINDS[answer["kind"]](of_host0(answer["problem"]))
     return answer["value"]
 
 
-def _together(topic: str, work: Callable[[], Any]) -> Any:
-    """Returns what `work` returns. If it fails on one host, it has failed on all: CheckpointUnavailableError."""
+def together(what: str, work: Callable[[], Any]) -> Any:
+    """Returns what `work` returns. If it fails on one host, it has failed on all: CheckpointUnavailableError, which begins with
+    the name of the setting, `what`. All hosts must call this."""
     value, problem = None, ""
     try:
         value = work()
     except Exception as error:  # Orbax raises whatever its layers raise; a host that raised alone would leave the others waiting
         problem = str(error) if isinstance(error, tuple(KINDS.values())) else one_line(error)
-    if problem := first_problem(multihost.all_hosts(topic, problem)):
-        raise CheckpointUnavailableError(f"init_from: {problem}")
+    if problem := first_problem(multihost.all_hosts(what, problem)):
+        raise CheckpointUnavailableError(f"{what}: {problem}")
     return value

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
+from trainers.checkpoint.whole import META
 from trainers.config.arguments import TrainingArguments
 from trainers.config.masking import masked
 from trainers.errors import SaveFailedError
@@ -37,6 +39,8 @@ class Saver:
     """(step, path) of each complete checkpoint. The thread that saves appends; `report_saved` empties it."""
     time_used: TimeUsed
     data_state: DataState
+    frozen: Callable[[], Mapping[str, Any]] = dict
+    """Returns which weights the state was trained with that it does not have (`trainers.checkpoint.whole.META`)."""
 
     def save(self, state: TrainState, *, patient: bool = False) -> None:
         """Starts a checkpoint of this state; training may continue at once. With `patient` it waits for a storage that hangs."""
@@ -79,6 +83,7 @@ class Saver:
             "metrics": self.reporter.latest,
             **self.evaluator.meta(),
             **self.time_used.meta(),
+            **({META: frozen} if (frozen := self.frozen()) else {}),
             "arguments": masked(dataclasses.asdict(self.arguments)),
         }
 

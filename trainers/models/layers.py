@@ -15,6 +15,9 @@ from trainers.config import ModelConfig
 class Layers(nnx.Module):
     """The parameters of all layers, each [L, ...]. A matrix is [L, in, out], and of a mixture of experts [L, E, in, out]."""
 
+    LINEAR = ("query", "key", "value", "out", "gate", "up", "down")
+    """The matrices that `trainers.models.decoder.project` multiplies by."""
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
         layers, structure = config.num_layers, config.structure
         # Each layer adds two branches to the residual stream: scaled so that its variance does not grow with depth.

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from trainers.config.attention import SPLASH_BLOCK_TOKENS
-from trainers.parallel.mesh import BATCH_AXES
+from trainers.parallel.mesh import BATCH_AXES, traced_for
 
 LARGEST_BLOCK_TOKENS = 512
 
@@ -28,16 +28,16 @@ def splash(
 
     The compiler cannot divide a kernel over a mesh: each device computes its own rows and heads.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = traced_for()
     kernel = partial(_local, window=window, scale=scale, softcap=softcap, interpret=interpret)
-    if mesh.empty or mesh.size == 1:
+    if mesh is None:
         return kernel(query_BTHC, key_BTKC, value_BTKC, segments_BT)
     # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
     heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
     x_BTHC, rows_BT = PartitionSpec(BATCH_AXES, None, heads, None), PartitionSpec(BATCH_AXES, None)
     arrays = [query_BTHC, key_BTKC, value_BTKC, *([] if segments_BT is None else [segments_BT])]
     specs = (x_BTHC, x_BTHC, x_BTHC, rows_BT)[: len(arrays)]
-    return jax.shard_map(kernel, in_specs=specs, out_specs=x_BTHC, check_vma=False)(*arrays)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=x_BTHC, check_vma=False)(*arrays)
 
 
 def _local(

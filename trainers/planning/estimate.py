@@ -23,16 +23,19 @@ from jax.sharding import AbstractMesh, AxisType
 from trainers.base import BaseTrainer
 from trainers.checkpoint import going_on, weights
 from trainers.checkpoint.validate import check_same_model
-from trainers.config import without_effect
+from trainers.checkpoint.whole import META
+from trainers.config import InitConfig, without_effect
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.recorders import BUILT_IN
 from trainers.data.sources.iterable import num_examples
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
+from trainers.loop.frozen import check_same
 from trainers.optim.param_groups import parameter_paths
 from trainers.planning import evaluations, first_batch, padding
 from trainers.planning.overridden import overrides
 from trainers.planning.problems import attempt
 from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
+from trainers.step.frozen import FrozenModel, shapes_of
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
 from trainers.tasks.causal_lm import CausalLMTask
@@ -148,7 +151,9 @@ def beginning_facts(problems: list[str], trainer: BaseTrainer, num_devices: int,
     """Returns what is known of where the run begins."""
     continued = attempt(problems, "checkpoints", lambda: going_on_from(trainer, num_devices))
     found = attempt(problems, "init_from", lambda: first_parameters(trainer, doubts))
-    return ({} if continued is None else {"continues": continued}) | ({} if found is None else {"init_from": found})
+    read = attempt(problems, "frozen", lambda: frozen_weights(trainer, doubts))
+    known = {"continues": continued, "init_from": found, "frozen": read or None}
+    return {name: fact for name, fact in known.items() if fact is not None}
 
 
 def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | None:
@@ -173,22 +178,47 @@ def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:
     # A run that has a checkpoint goes on from that: what it began with may be gone by now.
     if config is None or os.path.isdir(f"{trainer._run_folder}/checkpoints"):
         return None
-    arrays = arrays_of_model(state.params, state.model_state)
+    return looked_at("init_from", config, arrays_of_model(state.params, state.model_state), doubts)
+
+
+def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
+    """Returns what the frozen weights of each name are, in one line, as far as they can be seen from here. Raises UsageError with
+    all that do not fit their models, or are not those that the run has been trained with."""
+    problems: list[str] = []
+    read = {}
+    for name, model in trainer._frozen_models.items():
+        config = InitConfig(path=model.path)
+        read[name] = attempt(problems, model.asked_by, functools.partial(looked_at, model.asked_by, config, model.shapes, doubts))
+    found = going_on.newest(trainer._run_folder)
+    for name, before in ((found[1].get(META) or {}) if found else {}).items():
+        if read.get(name) and before["path"] != (path := trainer._frozen_models[name].path):
+            there = weights.find(path)
+            now = {"path": path, "checkpoint": str(there), "digest": weights.look(there).digest()}
+            asked_by = trainer._frozen_models[name].asked_by
+            attempt(problems, asked_by, functools.partial(check_same, asked_by, before, now))
+    if problems:
+        raise UsageError("\n".join(problems))
+    return {name: line for name, line in read.items() if line is not None}
+
+
+def looked_at(asked_by: str, config: InitConfig, arrays: Any, doubts: list[str]) -> str | None:
+    """Returns in one line what a path gives for these arrays; None if it cannot be seen from here, which is added to `doubts`.
+    Raises UsageError if it does not fit."""
     shapes = dict(zip(parameter_paths(arrays), (leaf.shape for leaf in jax.tree.leaves(arrays)), strict=True))
     try:
         found = weights.look(weights.find(config.path))
     except CheckpointMissingError as error:
         # Where not even the folder around it is to be seen, the storage may be one that only the hosts have.
         if os.path.isdir(os.path.dirname(os.path.abspath(config.path))):
-            raise UsageError(f"init_from: {error}") from error
-        doubts.append(f"init_from: {error}")
+            raise UsageError(f"{asked_by}: {error}") from error
+        doubts.append(f"{asked_by}: {error}")
         return None
     except CheckpointUnavailableError as error:
-        doubts.append(f"init_from: {error}")
+        doubts.append(f"{asked_by}: {error}")
         return None
     except CheckpointError as error:
-        raise UsageError(f"init_from: {error}") from error
-    pairs = weights.match(found, shapes, config)
+        raise UsageError(f"{asked_by}: {error}") from error
+    pairs = weights.match(found, shapes, config, asked_by)
     return f"{len(pairs)} of {len(shapes)} parameters from {found.path}" + (f" ({found.about})" if found.about else "")
 
 
@@ -198,26 +228,30 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     task, arguments = trainer.task, trainer.arguments
     if trainer.dataset_train is not None:
         rows = trainer._batch_shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
-        check_loss(trainer._loss_function_of(parts), state, rows)
+        check_loss(trainer._loss_function_of(parts), state, rows, shapes_of(trainer._frozen_models))
         evaluations.check_metrics(trainer, problems)
     parameters = num_parameters(state.params)
     tokens_per_step = arguments.global_batch_size * task.tokens_per_example
-    facts = {
+    facts: Facts = {
         "parameters": parameters,
         "tokens_per_step": tokens_per_step,
         "tokens_per_example": task.tokens_per_example,
-        "flops_per_step": task.flops_per_token(parameters) * tokens_per_step,
+        "flops_per_step": trainer._flops_per_token(task, parameters) * tokens_per_step,
         "checkpoint_bytes": sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)),
     }
     if isinstance(task, CausalLMTask) and type(task).build_model is CausalLMTask.build_model:
         facts["num_layers"] = arguments.model.num_layers
         facts |= expert_facts(arguments, parameters, num_devices)
+    if frozen := trainer._frozen_models:
+        facts["frozen_parameters"] = {name: num_parameters(model.shapes) for name, model in frozen.items()}
     if padded := arguments.padded_rows_per_step(num_devices):
         facts["padded_rows_per_step"] = padded
     # A replaced one may have another state, for whose parameters there are no axes here.
     if not overrides(trainer, "configure_model"):
         axes, sizes = (trainer._axes, trainer._state_axes), arguments.check_devices(num_devices)
         facts["state_bytes_per_device"] = state_bytes_per_device(state, axes, sizes)
+        if frozen:
+            facts["frozen_bytes_per_device"] = frozen_bytes_per_device(frozen, sizes)
     return facts
 
 
@@ -234,7 +268,9 @@ def expert_facts(arguments: TrainingArguments, parameters: int, num_devices: int
     }
 
 
-def check_loss(loss: LossFunction, state: TrainState, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def check_loss(
+    loss: LossFunction, state: TrainState, shapes: Mapping[str, jax.ShapeDtypeStruct], frozen: Mapping[str, Any]
+) -> None:
     """Traces the loss on a batch with the data's shapes: raises what the first step would raise."""
     batch = {
         name: jax.ShapeDtypeStruct(leaf.shape[1:], jax.dtypes.canonicalize_dtype(leaf.dtype))
@@ -242,20 +278,29 @@ def check_loss(loss: LossFunction, state: TrainState, shapes: Mapping[str, jax.S
         # As the device will have it: without x64, int64 becomes int32.
     }
 
-    def traced(state: TrainState, batch: Any) -> Loss:
-        return loss(state.params, batch, state.step, rest=loss.rest(state.model_state, batch))
+    def traced(state: TrainState, batch: Any, frozen: Any) -> Loss:
+        return loss(state.params, batch, state.step, rest=loss.rest(state.model_state, batch, frozen=frozen))
 
-    jax.eval_shape(traced, state, batch)
+    jax.eval_shape(traced, state, batch, dict(frozen))
 
 
 def state_bytes_per_device(state: TrainState, axes: tuple[Any, Any], mesh_sizes: Mapping[str, int]) -> int:
     """Returns the bytes of the state on one device; activations and gradients come on top. `axes` are those of the parameters
     and of the model's other state."""
-    # Without devices: the machine that plans may have none of those that the run will use.
-    mesh: Any = AbstractMesh(tuple(mesh_sizes.values()), tuple(mesh_sizes), axis_types=(AxisType.Auto,) * len(mesh_sizes))
-    shardings = jax.tree.leaves(state_shardings(mesh, state, *axes))
+    shardings = jax.tree.leaves(state_shardings(abstract_mesh(mesh_sizes), state, *axes))
     leaves = zip(jax.tree.leaves(state), shardings, strict=True)
     return sum(num_bytes(sharding.shard_shape(leaf.shape), leaf.dtype) for leaf, sharding in leaves)
+
+
+def frozen_bytes_per_device(models: Mapping[str, FrozenModel], mesh_sizes: Mapping[str, int]) -> int:
+    mesh = abstract_mesh(mesh_sizes)
+    leaves = (leaf for model in models.values() for leaf in jax.tree.leaves(model.placed(mesh)))
+    return sum(num_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def abstract_mesh(mesh_sizes: Mapping[str, int]) -> Any:
+    """Returns a mesh without devices: the machine that plans may have none of those that the run will use."""
+    return AbstractMesh(tuple(mesh_sizes.values()), tuple(mesh_sizes), axis_types=(AxisType.Auto,) * len(mesh_sizes))
 
 
 def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:

@@ -88,6 +88,8 @@ def out_of_reach(trainer: BaseTrainer) -> str:
     flops = trainer.task.flops_per_token(parameters) * trainer.task.tokens_per_example * NUM_ROWS * NUM_FILLERS / 3
     if flops > MAX_FLOPS:
         return f"it takes {flops:.1e} FLOP, more than {MAX_FLOPS:.0e}"
+    if trainer._frozen_models:
+        return "frozen weights are read on the hosts"
     if trainer.overrides("prepare_batch"):
         return "prepare_batch needs the devices"
     return ""

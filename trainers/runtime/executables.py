@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -287,12 +287,24 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
+class Bound(Protocol):
+    """Arguments that every call of a program has after its own, such as frozen weights."""
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Their shapes, with shardings; there before the arrays are."""
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All hosts must ask alike: they may have to be read first."""
+
+
 class Program:
     """A jitted function, compiled once ahead of time. If it is called with other shapes it is compiled again, and a note says
-    what changed."""
+    what changed. `bound` are arguments that it adds to those of each call."""
 
-    def __init__(self, name: str, jitted: Any, store: ProgramStore, note: Callable[[str], None]):
-        self.name, self.jitted, self.store, self.note = name, jitted, store, note
+    def __init__(self, name: str, jitted: Any, store: ProgramStore, note: Callable[[str], None], bound: Bound | None = None):
+        self.name, self.jitted, self.store, self.note, self.bound = name, jitted, store, note, bound
         self.compiled: jax.stages.Compiled | None = None
         self._untried_file: str | None = None
         """The file that `compiled` was loaded from, until its first use."""
@@ -300,10 +312,10 @@ class Program:
 
     def load_ahead(self, *args: Any) -> None:
         """Optional, before `prepare`: loads a kept executable in the background."""
-        self.store.load_ahead(self.name, args)
+        self.store.load_ahead(self.name, self._with_shapes(args))
 
     def prepare(self, *args: Any) -> None:
-        self.compiled, self._untried_file = self.store.get(self.name, self.jitted, args)
+        self.compiled, self._untried_file = self.store.get(self.name, self.jitted, self._with_shapes(args))
         self.shapes = _shapes(args)
 
     def __call__(self, *args: Any) -> Any:
@@ -321,8 +333,13 @@ class Program:
                 self.prepare(*args)
             return self._run(args)
 
-    def _run(self, args: Sequence[Any]) -> Any:
+    def _with_shapes(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if self.bound is None else (*args, *self.bound.shapes)
+
+    def _run(self, args: tuple[Any, ...]) -> Any:
         assert self.compiled is not None
+        if self.bound is not None:
+            args = (*args, *self.bound.arrays)
         if self._untried_file is None:
             self.store.still_used()
             return self.compiled(*args)

@@ -40,6 +40,9 @@ def _problems(arguments: TrainingArguments, prunes: bool) -> Iterator[str]:
         yield f"accumulation_steps = {steps}: expected 1, for the step gets the whole global batch and may divide it itself"
     if arguments.dtype == "float16":
         yield "dtype = 'float16': only the built-in step scales the loss; use bfloat16 or float32"
+    for name in ("lora", "frozen"):
+        if getattr(arguments, name):
+            yield f"{name}: only the built-in step has frozen weights among its arguments; leave it out"
     if arguments.pruning.pattern is not None:
         yield f"pruning.pattern = {arguments.pruning.pattern!r}: only the built-in step prunes; leave it out"
     elif prunes:

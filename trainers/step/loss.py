@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from trainers.config.frozen import BASE
 from trainers.data.collate import SKIPPED
 from trainers.errors import UsageError
 from trainers.models.batch_norm import tell_rows
@@ -131,19 +133,28 @@ class LossFunction:
     """`data.sources`"""
     training: bool = True
     """Whether it is the loss of the training, or that of an evaluation."""
+    frozen_parts: Mapping[str, ModelParts] = field(default_factory=dict)
+    """The models of the frozen weights, by name."""
 
     def __call__(self, params: Any, batch: Batch, step: Any, scales: Scales | None = None, rest: Rest = NO_REST) -> Loss:
         """Returns the loss of a batch. `step` is the number of updates; a task with a method `set_step_nr` gets it. `rest` is
         what the method `rest` returns."""
         return self.with_terms(params, batch, step, scales, rest)[0]
 
-    def rest(self, model_state: Any, batch: Batch, batch_index: Any = 0, micro_batch: Any = 0) -> Rest:
+    def rest(
+        self,
+        model_state: Any,
+        batch: Batch,
+        batch_index: Any = 0,
+        micro_batch: Any = 0,
+        frozen: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Rest:
         """Returns what the model needs beside its parameters for micro-batch number `micro_batch` of the global batch
         `batch_index`. In an evaluation random streams depend on the examples alone: the same state gives the same numbers."""
         if self.training:
-            return Rest(model_state, self.parts.streams("training", batch_index, micro_batch))
+            return Rest(model_state, self.parts.streams("training", batch_index, micro_batch), frozen)
         first_example = batch["sample_id"][0] if self.parts.stream_template else 0
-        return Rest(model_state, self.parts.streams("evaluation", first_example, 0))
+        return Rest(model_state, self.parts.streams("evaluation", first_example, 0), frozen)
 
     def term_targets(self, params: Any, batch: Batch, step: Any, rest: Rest = NO_REST) -> tuple[jax.Array, ...]:
         """Returns the number of targets of each term in this batch; empty if the loss is no dict. A tuple in the order of the
@@ -187,33 +198,43 @@ class LossFunction:
     def _call_task(self, params: Any, batch: Batch, step: Any, rest: Rest) -> tuple[Any, Batch, Any]:
         """Returns what the task's loss returned, the batch that was passed to it, and the model."""
         model, inputs = self._inputs(params, batch, step, rest)
-        return weighted(self._of_task(model, inputs), inputs["weight"]), inputs, model
+        return weighted(self._of_task(model, inputs, rest.frozen), inputs["weight"]), inputs, model
 
     def adds_up_itself(self, params: Any, batch: Batch, step: Any, rest: Rest = NO_REST) -> bool:
         """Returns whether the task gives sums over the batch, so that it must itself leave out rows of weight 0. Traces the loss;
         shapes suffice."""
         found: list[bool] = []
-        jax.eval_shape(
-            lambda *given: found.append(_has_sums(self._of_task(*self._inputs(*given)))), params, batch, jnp.asarray(step), rest
-        )
+
+        def traced(params: Any, batch: Batch, step: Any, rest: Rest) -> None:
+            found.append(_has_sums(self._of_task(*self._inputs(params, batch, step, rest), rest.frozen)))
+
+        jax.eval_shape(traced, params, batch, jnp.asarray(step), rest)
         return found[0]
 
-    def _of_task(self, model: Any, inputs: Batch) -> Any:
+    def _of_task(self, model: Any, inputs: Batch, frozen: Mapping[str, Any]) -> Any:
         """Returns what the task's loss returns. An error gets a note with the columns of the batch."""
         # Static, and not traced: a task may choose with a plain `if`.
-        flag = {"training": self.training} if takes_training(self.task) else {}
+        extra: dict[str, Any] = {"training": self.training} if takes(self.task, "training") else {}
+        if takes(self.task, "frozen"):
+            extra["frozen"] = self._frozen_models(frozen)
         try:
-            return self.task.loss(model, inputs, **flag)
+            return self.task.loss(model, inputs, **extra)
         except Exception as error:
             error.add_note(note_on_batch(error, type(self.task).__name__, inputs))
             raise
+
+    def _frozen_models(self, frozen: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the models of the frozen weights, in evaluation mode."""
+        merged = {name: parts.merge(frozen[name]) for name, parts in self.frozen_parts.items()}
+        return {name: in_mode(model, training=False) for name, model in merged.items()}
 
     def _inputs(self, params: Any, batch: Batch, step: Any, rest: Rest) -> tuple[Any, Batch]:
         """Returns the model and the batch that are passed to the task."""
         if (set_step_nr := getattr(self.task, "set_step_nr", None)) is not None:
             set_step_nr(step)
         inputs = self.preforward(batch)
-        model = in_mode(self.parts.merge(params, rest.state, rest.streams), training=self.training)
+        merged = self.parts.merge(params, rest.state, rest.streams, rest.frozen.get(BASE))
+        model = in_mode(merged, training=self.training)
         if self.training:  # an evaluation takes no statistics
             tell_rows(model, inputs["weight"])
         return model, inputs
@@ -245,6 +266,6 @@ def in_mode(model: Any, *, training: bool) -> Any:
     return model
 
 
-def takes_training(task: Task) -> bool:
-    """Whether the loss of a task has a parameter `training`."""
-    return "training" in inspect.signature(task.loss).parameters
+def takes(task: Task, name: str) -> bool:
+    """Whether the loss of a task has a parameter of this name."""
+    return name in inspect.signature(task.loss).parameters

@@ -6,6 +6,7 @@ that is a function of what the micro-batch is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainers.errors import UsageError
+from trainers.models.lora import Frozen
 from trainers.step import rng
 
 STREAMS = (nnx.RngKey, nnx.RngCount)
@@ -26,6 +28,8 @@ class Rest(NamedTuple):
     """Nested dicts, as in `TrainState.model_state`."""
     streams: Any = None
     """The state of the random streams (`streams`); None: there are none, or it does not matter what is drawn."""
+    frozen: Mapping[str, Any] = {}
+    """The weights that are an input of the step, in nested dicts, by their names in the configuration."""
 
 
 def streams(template: Any, seed: int, purpose: str, step: int | jax.Array, micro_batch: int | jax.Array) -> Any:
@@ -63,7 +67,7 @@ def check_attributes(model: Any) -> None:
 def state_after(model: Any, before: Any) -> Any:
     """Returns the state of a model that was called, in the form of `before`, its state until then. Raises UsageError if the call
     made, removed or changed variables in another way than by new values."""
-    _, _, now = nnx.state(model, nnx.Param, STREAMS, ...)
+    _, _, _, now = nnx.state(model, nnx.Param, Frozen, STREAMS, ...)
     # What `sow` has put there is for whoever called the model, and no state.
     kept = [(path, variable) for path, variable in nnx.to_flat_state(now) if not isinstance(variable, nnx.Intermediate)]
     after = nnx.to_pure_dict(nnx.from_flat_state(kept))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from trainers.config import LoraConfig
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
-from trainers.models import batch_norm
+from trainers.models import batch_norm, lora
+from trainers.models.lora import Frozen
 from trainers.optim.param_groups import parameter_path, parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
@@ -75,6 +77,8 @@ class ModelParts:
     """The shapes of the other state."""
     stream_template: Any = field(default_factory=dict)
     """The shapes of the random streams."""
+    frozen_template: Any = field(default_factory=dict)
+    """The shapes of the weights that are an input of the step (`trainers.models.lora.Frozen`)."""
     seed: int = 0
 
     @property
@@ -85,15 +89,21 @@ class ModelParts:
     def state_axes(self) -> Any:
         return logical_axes(self.state_template)
 
-    def merge(self, params: Any, model_state: Any = None, streams: Any = None) -> Any:
-        """Returns the model with these parameters, this other state (`TrainState.model_state`) and these random streams (default:
-        always the same ones)."""
+    def merge(self, params: Any, model_state: Any = None, streams: Any = None, frozen: Any = None) -> Any:
+        """Returns the model with these parameters, this other state (`TrainState.model_state`), these random streams (default:
+        always the same ones) and these frozen weights."""
         if model_state is None and (names := parameter_paths(self.state_shapes)):
             raise UsageError(
                 f"the model has state beside its parameters ({', '.join(names[:5])}): give it too, as in "
                 "merge(state.params, state.model_state)"
             )
+        if self.frozen_template and frozen is None:
+            raise UsageError(
+                'the model has frozen weights (lora): give them too, as in merge(params, frozen=trainer.frozen["base"])'
+            )
         parts = [_with_values(self.template, params)]
+        if self.frozen_template:
+            parts.append(_with_values(self.frozen_template, frozen))
         if self.state_template:
             parts.append(_with_values(self.state_template, model_state))
         if self.stream_template:
@@ -118,17 +128,28 @@ def _copy(state: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf, state)
 
 
-def abstract_model(task: Task, seed: int) -> tuple[ModelParts, Any, Any]:
-    """Returns (parts, parameter shapes, logical axes of the parameters), without touching a device."""
+def abstract_model(task: Task, seed: int, adapters: LoraConfig | None = None) -> tuple[ModelParts, Any, Any]:
+    """Returns (parts, parameter shapes, logical axes of the parameters), without touching a device. Raises UsageError if the
+    model cannot have such adapters."""
     # Shapes alone: a standby does this too, and touches no device.
-    model = batch_norm.with_masks(nnx.eval_shape(lambda: _first_model(task, seed)))
+    model = batch_norm.with_masks(nnx.eval_shape(lambda: _first_model(task, seed, adapters)))
     rest_of_model.check_attributes(model)
-    graph, (template, streams, state) = nnx.graphdef(model), nnx.state(model, nnx.Param, STREAMS, ...)
-    return ModelParts(graph, template, state, streams, seed), nnx.to_pure_dict(template), logical_axes(template)
+    graph, (template, frozen, streams, state) = nnx.graphdef(model), nnx.state(model, nnx.Param, Frozen, STREAMS, ...)
+    return ModelParts(graph, template, state, streams, frozen, seed), nnx.to_pure_dict(template), logical_axes(template)
 
 
-def _first_model(task: Task, seed: int) -> Any:
-    return task.build_model(nnx.Rngs(rng.key(seed, "init", 0)))
+def abstract_frozen(build: Callable[[nnx.Rngs], Any]) -> tuple[ModelParts, Any, Any]:
+    """Returns (parts, shapes, logical axes) of a model of which nothing is trained: all that it has, except random streams, is
+    one tree, as if it were parameters. Touches no device."""
+    model = nnx.eval_shape(lambda: build(nnx.Rngs(rng.key(0, "init", 0))))
+    rest_of_model.check_attributes(model)
+    graph, (streams, template) = nnx.graphdef(model), nnx.state(model, STREAMS, ...)
+    return ModelParts(graph, template, nnx.State({}), streams), nnx.to_pure_dict(template), logical_axes(template)
+
+
+def _first_model(task: Task, seed: int, adapters: LoraConfig | None = None) -> Any:
+    model = task.build_model(nnx.Rngs(rng.key(seed, "init", 0)))
+    return model if adapters is None else lora.adapt(model, adapters, lambda name: rng.key(seed, name, 0))
 
 
 def logical_axes(template: Any) -> Any:
@@ -157,9 +178,9 @@ def initial_parameters(task: Task, seed: int) -> Any:
     return initial_model(task, seed)[0]
 
 
-def initial_model(task: Task, seed: int) -> tuple[Any, Any]:
+def initial_model(task: Task, seed: int, adapters: LoraConfig | None = None) -> tuple[Any, Any]:
     """Returns the parameters and the other state at step 0. Traced."""
-    params, _, state = nnx.state(_first_model(task, seed), nnx.Param, STREAMS, ...)
+    params, _, _, state = nnx.state(_first_model(task, seed, adapters), nnx.Param, Frozen, STREAMS, ...)
     return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,9 @@ all others cover only updates that were."""
 
 ForwardBackward = Callable[[Callable[[Any, Batch], tuple[jax.Array, Loss]], Any, Batch], tuple[tuple[jax.Array, Loss], Any]]
 """(objective, parameters, micro-batch) -> ((value, loss), gradients), like `jax.value_and_grad(objective, has_aux=True)`."""
+
+Frozen = Mapping[str, Any]
+NOTHING: Frozen = MappingProxyType({})
 
 EVALUATION_COUNTS = {"counted/tokens": Kind.SUM, "counted/samples": Kind.SUM}
 """What an evaluation counts beside the metrics of the loss, for its rates."""
@@ -99,9 +103,9 @@ def make_train_step(
     param_groups: Sequence[ParameterGroup] = (),
     forward_backward: ForwardBackward | None = None,
     pruner: Pruner | None = None,
-) -> Callable[[TrainState, MetricSums, Batch, jax.Array], StepOutput]:
-    """Returns the function (state, metric_sums, batch, flags) -> StepOutput. `layout` is that of the loss's metrics and
-    STEP_METRICS.
+) -> Callable[..., StepOutput]:
+    """Returns the function (state, metric_sums, batch, flags, frozen) -> StepOutput. `layout` is that of the loss's metrics and
+    STEP_METRICS. `frozen` are the weights that the step only reads (`Rest.frozen`); it may be left out where there are none.
 
     `batch` leaves are [accumulation_steps, micro_batch, ...]. Gradients are sums over targets, divided once by the number of
     targets of the whole global batch. This is exact for ragged targets, at any accumulation and on any number of hosts.
@@ -121,9 +125,11 @@ def make_train_step(
 
     rates_of_groups = group_rates(arguments.optimizer, schedule, param_groups)
 
-    def train_step(state: TrainState, metric_sums: MetricSums, batch: Batch, flags: jax.Array) -> StepOutput:
+    def train_step(
+        state: TrainState, metric_sums: MetricSums, batch: Batch, flags: jax.Array, frozen: Frozen = NOTHING
+    ) -> StepOutput:
         seen = dataclasses.replace(state, params=parameters_seen(pruner, param_groups, state))
-        sums = accumulate(loss_function, layout, on_micro_step, seen, batch, param_groups, forward_backward)
+        sums = accumulate(loss_function, layout, on_micro_step, seen, batch, param_groups, forward_backward, frozen)
         mean_loss, gradients = means(sums)
         # Before clipping: this is the norm that is published and checked.
         norm = optax.tree.norm(gradients)
@@ -216,17 +222,18 @@ def totals_so_far(totals: Mapping[str, jax.Array]) -> dict[str, tuple[jax.Array,
 
 
 def make_eval_step(loss_function: LossFunction, layout: Layout, *, predicts: bool = False) -> Callable[..., Any]:
-    """Returns the function (state, metric_sums, batch) -> metric_sums, for the loss's metrics alone. It donates only the sums.
+    """Returns the function (state, metric_sums, batch, frozen) -> metric_sums, for the loss's metrics alone. It donates only the
+    sums.
 
     With `predicts` it returns (metric_sums, (predictions, rows)): the task's predictions, and the rows of the batch that they
     are of, with leaves [rows, ...].
     """
 
-    def eval_step(state: TrainState, metric_sums: MetricSums, batch: Batch) -> Any:
+    def eval_step(state: TrainState, metric_sums: MetricSums, batch: Batch, frozen: Frozen = NOTHING) -> Any:
         params = parameters_to_evaluate(state.opt_state, state.params)
         # [accumulation_steps, rows, ...] -> [rows, ...]: without gradients there is nothing to accumulate.
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
-        rest = loss_function.rest(state.model_state, rows)
+        rest = loss_function.rest(state.model_state, rows, frozen=frozen)
         loss = loss_function(params, rows, state.step, rest=rest)
         num_tokens = loss.num_targets if loss.num_tokens is None else loss.num_tokens
         counts = {"counted/tokens": (num_tokens, 1.0), "counted/samples": (jnp.sum(rows["weight"] > 0), 1.0)}
@@ -248,6 +255,7 @@ def accumulate(
     batch: Batch,
     param_groups: Sequence[ParameterGroup] = (),
     forward_backward: ForwardBackward | None = None,
+    frozen: Frozen = NOTHING,
 ) -> Sums:
     """Returns the sums over the micro-batches (the first dimension of every leaf). Frozen parameters have None in place of a
     gradient."""
@@ -255,7 +263,7 @@ def accumulate(
     scales = None
 
     def rest_of(model_state: Any, micro_batch: Batch, number: Any) -> Rest:
-        return loss_function.rest(model_state, micro_batch, state.batch_index, number)
+        return loss_function.rest(model_state, micro_batch, state.batch_index, number, frozen)
 
     def targets(model_state: Any, micro_batch: Batch, number: Any) -> tuple[Any, Any]:
         rest = rest_of(model_state, micro_batch, number)

@@ -13,6 +13,7 @@ from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.models.decoder import Decoder, Hidden
 from trainers.models.experts import RouterLosses, router_losses
+from trainers.models.hf.pretrained import decoder_in, is_there
 from trainers.protocol import Batch, Loss
 from trainers.tasks.cross_entropy import TokenLosses, from_hidden, from_logits
 
@@ -56,6 +57,15 @@ class CausalLMTask:
 
     def build_model(self, rngs: nnx.Rngs) -> nnx.Module:
         return Decoder(self.arguments.model, rngs=rngs, dtype=self.arguments.dtype, param_dtype=self.arguments.param_dtype)
+
+    def build_frozen(self, name: str, rngs: nnx.Rngs) -> nnx.Module:
+        """Returns the decoder of the folder of Hugging Face that `frozen.NAME.path` names; else one like that which is
+        trained."""
+        arguments, path = self.arguments, self.arguments.frozen[name].path
+        model = arguments.model
+        if is_there(path):
+            model = decoder_in(path, model, f"frozen.{name}")
+        return Decoder(model, rngs=rngs, dtype=arguments.dtype, param_dtype=arguments.param_dtype)
 
     def loss(self, model: nnx.Module, batch: Batch) -> Loss:
         # [B, T] each: the targets are the inputs, one place further on.

@@ -7,33 +7,48 @@ import json
 import os
 from typing import TypeVar
 
-from trainers.config import InitConfig
+from trainers.config import InitConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.model import OF_EXECUTION
 from trainers.config.section import require
 from trainers.errors import UsageError
 from trainers.models.hf import config as hf_config
 
+CONFIG_FILE = "config.json"
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 def resolved(arguments: Arguments) -> Arguments:
     """Returns the arguments with the numbers of the model in the folder `model.pretrained` in place of that key, and with its
-    weights as `init_from`, unless that names others. Others are returned as they are. Raises ValueError that names what is not
-    understood."""
+    weights as `init_from`, unless that names others; with `lora` they are its base. Others are returned as they are. Raises
+    ValueError that names what is not understood."""
     folder = arguments.model.pretrained
     if folder is None:
         return arguments
-    path = os.path.join(os.path.expanduser(folder), "config.json")
+    model = decoder_in(folder, arguments.model, "model.pretrained")
+    if arguments.lora is not None:
+        lora = dataclasses.replace(arguments.lora, base=arguments.lora.base or folder)
+        return dataclasses.replace(arguments, model=model, lora=lora)
+    return dataclasses.replace(arguments, model=model, init_from=arguments.init_from or InitConfig(path=folder))
+
+
+def decoder_in(folder: str, like: ModelConfig, asked_by: str) -> ModelConfig:
+    """Returns the configuration of the decoder in a folder, computed as the settings of `like` say. Raises ValueError, which
+    names the setting `asked_by`."""
+    path = os.path.join(os.path.expanduser(folder), CONFIG_FILE)
     try:
         with open(path) as file:
             found = json.load(file)
         require(isinstance(found, dict), "expected a mapping of keys and values")
-        execution = {name: getattr(arguments.model, name) for name in OF_EXECUTION}
-        model = dataclasses.replace(hf_config.read(found), **execution)
+        execution = {name: getattr(like, name) for name in OF_EXECUTION}
+        return dataclasses.replace(hf_config.read(found), **execution)
     except (OSError, UsageError, ValueError) as error:
-        raise ValueError(f"model.pretrained = {folder!r}: {path}: {_why(error)}") from error
-    return dataclasses.replace(arguments, model=model, init_from=arguments.init_from or InitConfig(path=folder))
+        raise ValueError(f"{asked_by} = {folder!r}: {path}: {_why(error)}") from error
+
+
+def is_there(folder: str) -> bool:
+    """Whether the path is a folder that describes a model."""
+    return os.path.isfile(os.path.join(os.path.expanduser(folder), CONFIG_FILE))
 
 
 def _why(error: Exception) -> str:

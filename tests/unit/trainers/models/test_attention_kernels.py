@@ -19,7 +19,7 @@ from trainers.models.attention import attend, causal_mask
 from trainers.models.blockwise import blockwise
 from trainers.models.decoder import Decoder
 from trainers.models.splash import splash
-from trainers.parallel.mesh import BATCH_AXES, make_mesh
+from trainers.parallel.mesh import BATCH_AXES, make_mesh, tracing_for
 
 BATCH, TIME, HEADS, KV_HEADS, CHANNELS = 2, 128, 4, 2, 16
 WINDOW, SOFTCAP = 31, 20.0
@@ -86,10 +86,7 @@ def test_the_kernel_of_tpus_divides_rows_and_heads_over_a_mesh():
     settings = {"segments_BT": SEGMENTS, "window": None, "scale": 0.25, "softcap": None}
     rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
-    def on_the_mesh(arrays):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return splash(*arrays, **settings, interpret=True)
-
+    on_the_mesh = tracing_for(mesh, lambda arrays: splash(*arrays, **settings, interpret=True))
     mixed = jax.jit(on_the_mesh, in_shardings=rows)(inputs())
     assert mixed.sharding.shard_shape(mixed.shape) == (1, TIME, HEADS // 2, CHANNELS)
     assert_same([mixed], [by_definition(*inputs(), **settings)])

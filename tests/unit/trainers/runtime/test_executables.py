@@ -102,6 +102,37 @@ def test_a_damaged_pointer_is_not_followed(made, tmp_path, damage):
     assert (traces, notes) == ([], [])
 
 
+def test_bound_arguments_follow_those_of_a_call_and_their_shapes_suffice_to_load(tmp_path):
+    class Bound:
+        shapes, asked = (jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.ones(3).sharding),), 0
+
+        @property
+        def arrays(self):
+            self.asked += 1
+            return (jnp.full(3, 10.0),)
+
+    def process(notes):
+        bound, traces = Bound(), []
+
+        def total(x, more):
+            traces.append(1)
+            return x + more
+
+        return Program("sum", jax.jit(total), ProgramStore(tmp_path, "launch", notes.append), notes.append, bound), bound, traces
+
+    notes: list[str] = []
+    for number_of_traces in (1, 0):  # the second process loads what the first has kept
+        program, bound, traces = process(notes)
+        x = jax.ShapeDtypeStruct((3,), jnp.float32, sharding=jnp.ones(3).sharding)
+        program.load_ahead(x)
+        program.prepare(x)
+        # Nothing was read so far: a precompilation never needs it.
+        assert (bound.asked, len(traces)) == (0, number_of_traces)
+        assert program(jnp.ones(3)).tolist() == [11, 11, 11]
+        assert len(traces) == number_of_traces
+    assert notes == []
+
+
 class Moving(NamedTuple):
     leaf: jax.Array
 

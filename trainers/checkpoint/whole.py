@@ -1,0 +1,103 @@
+"""The whole model of a checkpoint as NumPy arrays in this process: of a run with LoRA, its base with the adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.checkpoint import hugging_face, manifest, weights
+from trainers.checkpoint.array_io import ArrayFiles
+from trainers.checkpoint.model_only import PART, STATE, parts_in
+from trainers.config import LoraConfig
+from trainers.config.arguments import from_dict
+from trainers.config.frozen import BASE
+from trainers.errors import CheckpointError
+from trainers.models.hf.weights import flat
+from trainers.models.lora import A, merged
+from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
+from trainers.step.state import arrays_of_model
+
+META = "frozen"
+"""The key in the meta of a checkpoint: which weights it was trained with that it does not have. Under the name of each: `path`
+(the setting), `checkpoint` (what was read), `digest`."""
+OPTIMIZER = "opt_state"
+"""The name of the optimizer's state, in a TrainState and in the files."""
+
+
+def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (the parameters to evaluate, with the model's other state; meta); of a run with LoRA the adapters alone. Every
+    byte is checked first. Raises CheckpointError that names the damage."""
+    try:
+        content = manifest.read(checkpoint)
+        if problem := next(content.problems(checkpoint, content.files, digest_up_to=None), ""):
+            raise manifest.DamagedError(problem)
+        meta = manifest.read_meta(checkpoint)
+    except manifest.DamagedError as error:
+        raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
+    arrays, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
+    parts = arrays.read_parts(folder, parts_in(meta["shapes"]))
+    params = parts[PART]
+    # Only then: for other optimizers reading their state would be wasted time and memory.
+    if meta["arguments"]["optimizer"]["name"] == SCHEDULE_FREE:
+        params = parameters_to_evaluate(arrays.read_parts(folder, [OPTIMIZER])[OPTIMIZER], params)
+    return arrays_of_model(params, parts.get(STATE, {})), meta
+
+
+def read_merged(checkpoint: Path, base: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what `read` returns, with the adapters of a run with LoRA merged with its base, each weight in the type that it is
+    stored with there. `base` says where the base is now. Raises like `read` and `base_path`."""
+    params, meta = read(checkpoint)
+    config = adapters_of(meta)
+    return (params if config is None else _with_base(params, config, base_path(meta, base))), meta
+
+
+def adapters_of(meta: Mapping[str, Any]) -> LoraConfig | None:
+    """Returns the settings of the adapters that a checkpoint has in place of a model; None if it has the model itself."""
+    lora = meta["arguments"].get("lora")
+    return None if lora is None else from_dict(LoraConfig, lora)
+
+
+def base_path(meta: Mapping[str, Any], instead: str | None = None) -> Path:
+    """Returns where the base is; `instead` says where it has gone. Raises CheckpointError if it is not what the adapters were
+    trained on, and CheckpointUnavailableError if it cannot be read."""
+    origin = meta[META][BASE]
+    path = weights.find(instead or origin["checkpoint"])
+    digest = weights.look(path).digest()
+    if digest != origin["digest"]:
+        raise CheckpointError(
+            f"the adapters were trained on {origin['checkpoint']} (digest {origin['digest'][:12]}), and {path} is not that "
+            f"(digest {digest[:12]}): give what they were trained on, with --base PATH"
+        )
+    return path
+
+
+def _with_base(adapters: Any, config: LoraConfig, base: Path) -> dict[str, Any]:
+    named, params = flat(adapters), dict[str, Any]()
+    targets = {name.removesuffix(A) for name in named if name.endswith(A)}
+    for name, weight in _weights(base):
+        targets.discard(name)
+        *folders, last = name.split(".")
+        within = params
+        for folder in folders:
+            within = within.setdefault(folder, {})
+        within[last] = merged(name, weight, named, config)
+    if targets:
+        raise CheckpointError(f"{base} has no {', '.join(sorted(targets)[:5])}, for which there are adapters")
+    return params
+
+
+def _weights(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the weights at `path`, one of `weights.find`, by name."""
+    found = weights.look(path)
+    if found.folder is not None:
+        for name in found.parameters:
+            yield name, hugging_face.read_whole(found.folder, name)
+    elif found.is_file:
+        from safetensors.numpy import load_file
+
+        yield from load_file(path).items()
+    else:
+        yield from flat(read(path)[0]).items()

@@ -1,0 +1,89 @@
+"""The adapters of a decoder in the form of the library PEFT: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trainers.config import LoraConfig, ModelConfig
+from trainers.errors import UsageError
+from trainers.models.hf.weights import PREFIXES, Place, Tensors, layer_places, layers_name
+from trainers.models.lora import A, B
+
+WRAPPER = "base_model.model."
+"""PEFT puts the model into two others."""
+
+
+def to_adapter(
+    config: ModelConfig, lora: LoraConfig, adapters: Mapping[str, np.ndarray], base: str
+) -> tuple[dict[str, Any], Tensors]:
+    """Returns (the configuration, the tensors) of PEFT. `adapters` are [L, ...] by our names, such as `layers.query_lora_a`.
+    Raises UsageError if they are not those of a `trainers.models.decoder.Decoder`."""
+    modules = _modules(config, adapters)
+    fused = {module: len(parts) for module, parts in modules.items() if len(parts) > 1}
+    prefix = PREFIXES[1] if config.family == "gpt2" else PREFIXES[0]
+    tensors: Tensors = {}
+    for module, parts in modules.items():
+        for number in range(config.num_layers):
+            of_layer = {place: (adapters[f"{name}{A}"][number], adapters[f"{name}{B}"][number]) for name, place in parts.items()}
+            name = f"{WRAPPER}{prefix}{layers_name(config)}.{number}.{module}"
+            tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = _pair(of_layer)
+    names = {module: _shortest(module, config) for module in modules}
+    about = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(names.values()),
+        # A module that holds several of our weights has their adapters side by side: the rank and alpha of all, one scale.
+        "rank_pattern": {names[module]: lora.rank * number for module, number in fused.items()},
+        "alpha_pattern": {names[module]: lora.alpha * number for module, number in fused.items()},
+        "bias": "none",
+        "fan_in_fan_out": config.family == "gpt2",
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    return about, tensors
+
+
+def _modules(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str, dict[str, Place]]:
+    """Returns the places of the adapted weights, by our name, for each module of `transformers` that has some."""
+    places = {f"layers.{name}": place for name, place in layer_places(config).items()}
+    modules: dict[str, dict[str, Place]] = {}
+    for name in (each.removesuffix(A) for each in adapters if each.endswith(A)):
+        if name not in places:
+            raise UsageError(f"{name} has an adapter: PEFT has no name for it in a decoder of the family {config.family}")
+        modules.setdefault(_module(places[name]), {})[name] = places[name]
+    return modules
+
+
+def _module(place: Place) -> str:
+    return place.name.removesuffix(".weight")
+
+
+def _shortest(module: str, config: ModelConfig) -> str:
+    """Returns the end of a module's name that PEFT finds no other module by."""
+    last = module.rpartition(".")[2]
+    same = {_module(place) for place in layer_places(config).values() if _module(place).rpartition(".")[2] == last}
+    return last if len(same) == 1 else module
+
+
+def _pair(of_layer: Mapping[Place, tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns A [rank, in] and B [out, rank] of one module. In a module with several weights each has rows of its own in B."""
+    firsts = [a.T for a, _ in of_layer.values()]
+    if all(place.part is None for place in of_layer):
+        [(_, b)] = of_layer.values()
+        return np.ascontiguousarray(firsts[0]), np.ascontiguousarray(b.T)
+    rank, width = next(iter(of_layer.values()))[1].shape
+    whole = np.zeros((3 * width, rank * len(of_layer)), firsts[0].dtype)
+    for number, (place, (_, b)) in enumerate(of_layer.items()):
+        assert place.part is not None
+        whole[place.part * width : (place.part + 1) * width, number * rank : (number + 1) * rank] = b.T
+    return np.concatenate(firsts), whole

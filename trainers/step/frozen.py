@@ -1,0 +1,75 @@
+"""The models whose weights a step reads and does not change: the base of LoRA, and those of `frozen`. Shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from trainers.config.arguments import TrainingArguments
+from trainers.config.frozen import BASE
+from trainers.errors import UsageError
+from trainers.parallel import mesh as meshes
+from trainers.protocol import Task
+from trainers.step.loss import takes
+from trainers.step.state import ModelParts, abstract_frozen
+
+
+class FrozenModel(NamedTuple):
+    parts: ModelParts
+    shapes: Any
+    """The shapes and types of its weights, as one tree."""
+    axes: Any
+    """Their logical axes."""
+    path: str
+    asked_by: str
+    """The setting that names the path."""
+
+    def placed(self, mesh: Mesh) -> Any:
+        """Returns the shapes with shardings, by the rules for parameters."""
+
+        def with_sharding(leaf: Any, names: Any) -> jax.ShapeDtypeStruct:
+            sharding = meshes.parameter_sharding(mesh, names, leaf.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return jax.tree.map(with_sharding, self.shapes, self.axes)
+
+
+def frozen_models(task: Task, arguments: TrainingArguments) -> dict[str, FrozenModel]:
+    """Returns the models by their names in the configuration; the base of LoRA is `base`. Touches no device."""
+    models = {}
+    for name, config in arguments.frozen.items():
+        build_frozen = getattr(task, "build_frozen", None)
+        build = task.build_model if build_frozen is None else partial(build_frozen, name)
+        models[name] = _model(build, config.dtype, config.path, f"frozen.{name}")
+    if arguments.lora is not None:
+        assert arguments.lora.base is not None  # checked, or put there by `model.pretrained`
+        models[BASE] = _model(task.build_model, arguments.lora.base_dtype, arguments.lora.base, "lora.base")
+    return models
+
+
+def check_use(task: Task, arguments: TrainingArguments, *, prepares: bool) -> None:
+    """Raises UsageError if nothing reads the weights of `frozen`. `prepares`: the trainer has a hook that may."""
+    if arguments.frozen and not takes(task, "frozen") and not prepares:
+        raise UsageError(
+            f"frozen: the loss of {type(task).__name__} has no parameter `frozen`, which would get {', '.join(arguments.frozen)} "
+            "as models by name: add it, or leave the section out"
+        )
+
+
+def _model(build: Callable[[Any], Any], dtype: str | None, path: str, asked_by: str) -> FrozenModel:
+    parts, shapes, axes = abstract_frozen(build)
+
+    def cast(leaf: Any) -> jax.ShapeDtypeStruct:
+        kept = dtype is None or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if kept else jnp.dtype(dtype))
+
+    return FrozenModel(parts, jax.tree.map(cast, shapes), axes, path, asked_by)
+
+
+def shapes_of(models: Mapping[str, FrozenModel]) -> dict[str, Any]:
+    return {name: model.shapes for name, model in models.items()}
