@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from trainers.config import InitConfig
 from trainers.config.arguments import TrainingArguments
+from trainers.config.hf_files import has_tokenizer
 from trainers.config.model import OF_EXECUTION
 from trainers.config.section import require
 from trainers.errors import UsageError
@@ -19,8 +20,8 @@ Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 def resolved(arguments: Arguments) -> Arguments:
     """Returns the arguments with the numbers of the model in the folder `model.pretrained` in place of that key, and with its
-    weights as `init_from`, unless that names others. Others are returned as they are. Raises ValueError that names what is not
-    understood."""
+    weights as `init_from` and its tokenizer as `data.tokenizer`, unless these name others. Others are returned as they are.
+    Raises ValueError that names what is not understood."""
     folder = arguments.model.pretrained
     if folder is None:
         return arguments
@@ -33,7 +34,11 @@ def resolved(arguments: Arguments) -> Arguments:
         model = dataclasses.replace(hf_config.read(found), **execution)
     except (OSError, UsageError, ValueError) as error:
         raise ValueError(f"model.pretrained = {folder!r}: {path}: {_why(error)}") from error
-    return dataclasses.replace(arguments, model=model, init_from=arguments.init_from or InitConfig(path=folder))
+    data = arguments.data
+    if data.tokenizer is None and has_tokenizer(os.path.expanduser(folder)):
+        data = dataclasses.replace(data, tokenizer=folder)
+    init_from = arguments.init_from or InitConfig(path=folder)
+    return dataclasses.replace(arguments, model=model, data=data, init_from=init_from)
 
 
 def _why(error: Exception) -> str:
