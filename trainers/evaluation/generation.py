@@ -111,8 +111,8 @@ class Generator:
 
     def _on_host(self, progress: Progress) -> Progress:
         # Copies: what is on the device is donated to the next step.
-        tokens_BN, num_B, done_B, at = (np.array(leaf) for leaf in progress[:4])
-        return progress._replace(tokens_BN=tokens_BN, num_B=num_B, done_B=done_B, at=at)
+        copied: Any = [np.array(leaf) for leaf in progress[:4]]
+        return Progress(*copied, progress.logits_BV, progress.cache)
 
     def _continuation(self, progress: Progress, row: int) -> Continuation:
         tokens = progress.tokens_BN[row, : progress.num_B[row]].tolist()
