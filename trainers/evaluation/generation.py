@@ -111,8 +111,8 @@ class Generator:
 
     def _on_host(self, progress: Progress) -> Progress:
         # Copies: what is on the device is donated to the next step.
-        copied: Any = [np.array(leaf) for leaf in progress[:4]]
-        return Progress(*copied, progress.logits_BV, progress.cache)
+        copied: dict[str, Any] = {name: np.array(getattr(progress, name)) for name in ("tokens_BN", "num_B", "done_B", "at")}
+        return progress._replace(**copied)
 
     def _continuation(self, progress: Progress, row: int) -> Continuation:
         tokens = progress.tokens_BN[row, : progress.num_B[row]].tolist()
