@@ -63,8 +63,8 @@ def text_windows(arguments: TrainingArguments) -> tuple[EpochOrder, Windows]:
         if len(windows) == 0 and (name == "training" or config.eval_fraction > 0):
             raise DataMissingError(
                 f"data.paths {', '.join(config.paths)}: the {name} text has {len(windows.text):,} {unit}; expected at least "
-                f"{config.sequence_length + 1}: data.sequence_length = {config.sequence_length} and one {unit[:-1]} more to predict; "
-                f"give more text, a smaller sequence_length, or another data.eval_fraction (now {config.eval_fraction})"
+                f"{config.sequence_length + 1}: data.sequence_length = {config.sequence_length} and one {unit[:-1]} more to "
+                f"predict; give more text, a smaller sequence_length, or another data.eval_fraction (now {config.eval_fraction})"
             )
     return EpochOrder(train, arguments.seed, shuffle=config.shuffle), held
 
