@@ -20,7 +20,7 @@ from trainers import runtime
 from trainers.batches import BatchBuilder
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
-from trainers.checkpoint import assets, readers
+from trainers.checkpoint import assets, carried, readers
 from trainers.checkpoint.of_run import manager_of
 from trainers.config import ParameterGroup, UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
@@ -108,8 +108,9 @@ class Builder(BatchBuilder):
             distributed.let_cpus_run_one_program_at_a_time()
         # Before the datasets are wrapped: a subclass sets here what its transforms need.
         self.post_init()
-        self.model_assets = assets.named(self.build_model_assets())
-        """What `build_model_assets` has returned, by name."""
+        own = assets.named(self.build_model_assets())
+        self.model_assets = {**carried.of(arguments, self._run_folder), **own}
+        """The files of Hugging Face that the run began with, and what `build_model_assets` has returned, by name."""
         if dataset_train is not None:
             self.dataset_train = self.collated(random_access(dataset_train, arguments, self._note_from_host0))
         if dataset_eval is not None:

@@ -1,11 +1,13 @@
 """Evaluates checkpoints in this one process, on all its devices, without Ray.
 
     python -m trainers.evaluate CONFIG --checkpoint RUN_OR_CHECKPOINT [--checkpoint ...] [--unit NAME] [--json] [key=value ...]
+    python -m trainers.evaluate RUN_OR_CHECKPOINT CONFIG [...]
 
 CONFIG is the file that was trained with; key=value changes a setting of it, such as `evaluation.max_batches=100`. The hooks and
 callbacks of the trainer are called as in training, so the numbers are those that training published. Nothing is written.
-RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, or a file of
-`python -m trainers.export`.
+RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a file of
+`python -m trainers.export`, or a folder of Hugging Face.
+The second form evaluates any model on the held-out data of CONFIG: the model and its tokenizer are those of RUN_OR_CHECKPOINT.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.config.model import OF_EXECUTION
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import program
@@ -43,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     say(f"evaluating {', '.join(options.checkpoint)}", stream=sys.stderr)
     try:
         # No run begins here: what one would begin with does not matter.
-        trainer = build(dataclasses.replace(read(options.config, options.overrides), init_from=None))
+        arguments = dataclasses.replace(read(options.config, options.overrides), init_from=None)
+        trainer = build(arguments if options.source is None else with_model_of(options.source, arguments))
         results = [result for checkpoint in options.checkpoint for result in evaluate(trainer, checkpoint, options.unit)]
     except (UsageError, TransientError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,12 +60,40 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     about, _, details = str(__doc__).replace("python -m trainers.evaluate", program("trainers.evaluate")).partition("\n\n")
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(program("trainers.evaluate"), description=about, epilog=details, formatter_class=form)
-    parser.add_argument("config", metavar="CONFIG")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--checkpoint", action="append", required=True, metavar="PATH", help="may be given several times")
+    parser.add_argument("config", nargs="+", action=_Places, metavar="[RUN_OR_CHECKPOINT] CONFIG [key=value ...]")
+    parser.add_argument("--checkpoint", action="append", default=[], metavar="PATH", help="may be given several times")
     parser.add_argument("--unit", metavar="NAME", help="default: all validation units")
     parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the table")
-    return parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
+    if options.source is not None and options.checkpoint:  # the first form: what comes after CONFIG is a setting
+        options.overrides.insert(0, options.config)
+        options.config, options.source = options.source, None
+    if options.source is not None:
+        options.checkpoint.append(options.source)
+    if not options.checkpoint:
+        parser.error("nothing to evaluate: give --checkpoint PATH, or RUN_OR_CHECKPOINT before CONFIG")
+    return options
+
+
+class _Places(argparse.Action):
+    """Tells by their form what the arguments without a name are."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
+        paths = [value for value in values if "=" not in value]
+        if not 1 <= len(paths) <= 2:
+            parser.error(f"{' '.join(paths) or 'no CONFIG'}: expected CONFIG, or RUN_OR_CHECKPOINT and CONFIG")
+        namespace.config, namespace.source = paths[-1], paths[0] if len(paths) == 2 else None
+        namespace.overrides = [value for value in values if "=" in value]
+
+
+def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArguments:
+    """Returns the arguments with the model and the tokenizer that `source` has, in place of those of the configuration."""
+    from trainers.generate import arguments_of, look
+
+    theirs = arguments_of(look(source))
+    data = dataclasses.replace(arguments.data, tokenizer=theirs.data.tokenizer)
+    execution = {name: getattr(arguments.model, name) for name in OF_EXECUTION}
+    return dataclasses.replace(arguments, model=dataclasses.replace(theirs.model, **execution), data=data)
 
 
 def build(arguments: TrainingArguments) -> Any:
@@ -106,12 +138,14 @@ def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     """Returns the path, the state and the step of a checkpoint. A model alone becomes a state with a new optimizer state."""
     import jax.numpy as jnp
 
-    from trainers.checkpoint import manifest, model_only, weights
+    from trainers.checkpoint import hugging_face, manifest, model_only, weights
     from trainers.checkpoint.standalone import load_model
     from trainers.export import from_safetensors
 
     path = weights.find(source)
     trainer.prepare()
+    if hugging_face.is_folder(path):
+        return str(path), trainer._beginning(_of_folder(trainer, path), None).make(), None
     if path.is_file():
         return str(path), trainer._beginning(from_safetensors(path), None).make(), None
     try:
@@ -129,6 +163,21 @@ def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     updates = step - len(meta.get("skipped_batches") or ())
     counters = {"batch_index": jnp.int32(step), "step": jnp.int32(updates)}
     return str(path), dataclasses.replace(state, **counters), step
+
+
+def _of_folder(trainer: Any, path: Path) -> dict[str, Any]:
+    """Returns the parameters in a folder of Hugging Face, in nested dicts. Raises CheckpointError if they do not fit."""
+    import jax
+
+    from trainers.checkpoint import weights
+    from trainers.config import InitConfig
+    from trainers.optim.param_groups import parameter_path
+
+    wanted = {parameter_path(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(trainer._model_arrays)}
+    found = weights.look(path)
+    pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, InitConfig(path=str(path)))
+    arrays = weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()})
+    return jax.tree_util.tree_map_with_path(lambda key, _: arrays[parameter_path(key)], trainer._model_arrays)
 
 
 def as_json(results: Sequence[Result]) -> str:

@@ -5,8 +5,9 @@
 `safetensors`: all parameters, and the model's other state such as batch statistics, in one file, under their own names
 (`layers.query`), with the arguments of the run; the model's
 assets go to a folder beside it, which ends in `.assets`.
-`huggingface`: a folder with `config.json`, `model.safetensors` and the assets (a tokenizer), as `transformers` reads
-models of the families of `model.family`.
+`huggingface`: a folder with `config.json`, files of weights and the assets (a tokenizer), as `transformers` reads models of the
+families of `model.family`. One parameter is in memory at a time. A run that began with a folder of Hugging Face gives its
+`config.json` back.
 RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, or what `save_pretrained` wrote.
 
 Of a run with `lora`, the adapters are merged with their base. `--adapter` writes the adapters alone: as `huggingface`, a folder
@@ -18,26 +19,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainers.checkpoint import assets, layout
+from trainers.checkpoint import assets, layout, manifest
 from trainers.config import LoraConfig, ModelConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
+from trainers.config.hf_files import CONFIG_FILE
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.first_line import say
 from trainers.models.hf import config as hf_config
-from trainers.models.hf.weights import flat, to_tensors
+from trainers.models.hf.weights import flat
 from trainers.program import program
 
-MAX_FILE_BYTES = 5 << 30
+MAX_FILE_BYTES = 5 * 10**9
 """The largest size of one file in the Hugging Face format: a larger model gets several files, with an index."""
 
 Tensors = Mapping[str, np.ndarray]
@@ -50,6 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=FORMATS, default="safetensors")
     parser.add_argument("--adapter", action="store_true", help="the adapters of a run with lora alone, not merged")
     parser.add_argument("--base", metavar="PATH", help="where the base of a run with lora is now, if it was moved")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", type=size, help="of one file of huggingface, such as 500MB; default: 5GB"
+    )
     options = parser.parse_args(argv)
     say(f"reading {options.source}", stream=sys.stderr)
     # After the first line: it imports JAX.
@@ -59,12 +65,26 @@ def main(argv: list[str] | None = None) -> int:
         checkpoint = weights.find(options.source)
         if checkpoint.is_file():
             raise CheckpointError(f"{checkpoint} is a file: expected a run or a checkpoint")
-        FORMATS[options.format](checkpoint, options.out, adapter=options.adapter, base=options.base)
+        more: dict[str, Any] = {"adapter": options.adapter, "base": options.base}
+        if options.max_shard_size is not None:
+            if options.format != "huggingface":
+                raise UsageError("--max-shard-size: the format safetensors is one file; leave it out, or add --format huggingface")
+            more["max_file_bytes"] = options.max_shard_size
+        FORMATS[options.format](checkpoint, options.out, **more)
     except (UsageError, TransientError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{options.out}: {options.format} of {'the adapters of ' if options.adapter else ''}{checkpoint}")
     return 0
+
+
+def size(text: str) -> int:
+    """Returns the number of bytes that `500MB` or `5GB` stands for. Raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    num_bytes = int(float(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")) if found else 0
+    if num_bytes < 1:
+        raise ValueError(text)  # argparse says: invalid size value
+    return num_bytes
 
 
 def to_safetensors(checkpoint: Path | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
@@ -105,31 +125,83 @@ def to_hugging_face(
     replace: bool = False,
     adapter: bool = False,
     base: str | None = None,
+    host: int = 0,
+    num_hosts: int = 1,
 ) -> None:
     """Writes the folder `out`, atomically; with `replace`, an existing one is replaced. Of a run with LoRA it has the adapters
-    merged with their base (`base`: where that is now), or with `adapter` the adapters alone, in the form of PEFT. Raises
-    CheckpointError if the checkpoint is damaged or `out` exists, and UsageError if the model is of no family that
-    `transformers` has."""
-    if adapter:
-        _to_peft(Path(checkpoint), Path(out), base, replace=replace)
-        return
-    from trainers.checkpoint.whole import read_merged
+    merged with their base (`base`: where that is now), or with `adapter` the adapters alone, in the form of PEFT.
 
-    params, meta = read_merged(Path(checkpoint), base)
+    Several hosts that call this with their number write it together, to storage that all of them see: file i is written by host
+    i mod `num_hosts`. They do not wait for each other: the folder is there when the last of them is done, or when all have been
+    called again after a failure. Raises CheckpointError if the checkpoint is damaged or `out` exists, and UsageError if the
+    model is of no family that `transformers` has."""
+    from trainers.checkpoint import hugging_face_out
+    from trainers.checkpoint.whole import open_parameters
+
+    checkpoint, out = Path(checkpoint), Path(out)
+    if adapter:
+        _to_peft(checkpoint, out, base, replace=replace)
+        return
+    parameters, read_one, meta = open_parameters(checkpoint, base, host, num_hosts)
     config = from_dict(ModelConfig, meta["arguments"]["model"])
-    tensors = to_tensors(config, params)
-    about = hf_config.write(
-        config, max_length=meta["arguments"]["data"]["sequence_length"], dtype=next(iter(tensors.values())).dtype.name
-    )
+    tensors = hugging_face_out.plan(config, parameters)
+    about = hf_config.write(config, max_length=meta["arguments"]["data"]["sequence_length"], dtype=tensors[0].dtype)
+    files = hugging_face_out.files_of(tensors, max_file_bytes)
+
+    def write_others(work: Path) -> None:
+        assets.copy_into(work, checkpoint)
+        # After the assets: none of their files takes the place of the model's own.
+        (work / CONFIG_FILE).write_text(json.dumps(_original(work, config, about) or about, indent=2) + "\n")
+        hugging_face_out.write_index(work, files)
 
     def write(work: Path) -> None:
         work.mkdir()
-        assets.copy_into(work, Path(checkpoint))
-        # After the assets: none of their files takes the place of the model's own.
-        (work / "config.json").write_text(json.dumps(about, indent=2) + "\n")
-        _write_files(work, tensors, max_file_bytes)
+        hugging_face_out.write(work, files, read_one)
+        write_others(work)
 
-    _write_atomically(Path(out), write, replace=replace)
+    if num_hosts == 1:
+        _write_atomically(out, write, replace=replace)
+        return
+    if host >= len(files):
+        return  # it has no share
+    if not replace:
+        _check_new(out)
+    work = on_the_way(checkpoint, out)
+    work.mkdir(parents=True, exist_ok=True)
+    hugging_face_out.write(work, files, read_one, lambda number: number % num_hosts == host)
+    if all(hugging_face_out.is_whole(work, file) for file in files):
+        _publish(work, out, write_others, replace=replace)
+
+
+def on_the_way(checkpoint: Path, out: Path) -> Path:
+    """Returns the folder that several hosts write together: the same on all of them, for this checkpoint alone. It is there until
+    all files of weights are."""
+    return out.with_name(f"{out.name}.saving-{manifest.digest(checkpoint / manifest.MANIFEST_FILE).sha256[:8]}")
+
+
+def _publish(work: Path, out: Path, write_others: Callable[[Path], None], *, replace: bool) -> None:
+    """Gives a folder whose files of weights are whole its other files and its name. Two hosts may find that at once."""
+    mine = work.with_name(f"{work.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        # Whoever renames it first goes on; the other has nothing to do.
+        os.rename(work, mine)
+    except FileNotFoundError:
+        return
+    write_others(mine)
+    layout.put_in_place(mine, out, replace=replace)
+
+
+def _original(folder: Path, config: ModelConfig, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the `config.json` that the run began with, with the type of the weights now; None if there is none, or it is of
+    another model."""
+    try:
+        original = json.loads((folder / CONFIG_FILE).read_text())
+        if hf_config.meaning(hf_config.read(original)) != hf_config.meaning(config):
+            return None
+    except (OSError, ValueError, UsageError):
+        return None
+    name = "dtype" if "dtype" in original else "torch_dtype"
+    return original | {name: about["torch_dtype"]}
 
 
 def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) -> None:
@@ -164,18 +236,6 @@ def _adapters(meta: Mapping[str, Any], checkpoint: Path | str) -> LoraConfig:
 FORMATS: dict[str, Callable[..., None]] = {"safetensors": to_safetensors, "huggingface": to_hugging_face}
 
 
-def _write_files(folder: Path, tensors: Tensors, max_file_bytes: int) -> None:
-    files = list(_in_files(tensors, max_file_bytes))
-    names = ["model.safetensors"]
-    if len(files) > 1:
-        names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        file_of = {tensor: name for name, file in zip(names, files, strict=True) for tensor in file}
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    for name, file in zip(names, files, strict=True):
-        # Copied to their new layout here, file by file: there may be no memory for the whole model twice.
-        _save_file({key: np.ascontiguousarray(value) for key, value in file.items()}, folder / name, {"format": "pt"})
 
 
 def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
@@ -186,17 +246,6 @@ def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(mode)
-
-
-def _in_files(tensors: Tensors, max_file_bytes: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields the tensors in order, as files of at most `max_file_bytes`; a larger tensor is a file by itself."""
-    file: dict[str, np.ndarray] = {}
-    for name, tensor in tensors.items():
-        if file and sum(value.nbytes for value in file.values()) + tensor.nbytes > max_file_bytes:
-            yield file
-            file = {}
-        file[name] = tensor
-    yield file
 
 
 def _check_new(out: Path) -> None:

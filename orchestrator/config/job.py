@@ -30,6 +30,7 @@ from orchestrator.tracking.config import TrackingConfig
 from trainers.config import attention
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.conversion import convert_sections
+from trainers.config.hf_files import BYTES
 from trainers.config.masking import MASK, masked
 from trainers.config.section import Section, require_none
 from trainers.models.hf import pretrained
@@ -176,6 +177,9 @@ def _split(cls: type[TrainingArguments], value: Any) -> JobConfig:
     if training.model.pretrained is not None:
         model = dataclasses.replace(training.model, pretrained=_absolute(training.model.pretrained))
         training = pretrained.resolved(dataclasses.replace(training, model=model))
+    if training.data.tokenizer not in (None, BYTES):
+        data = dataclasses.replace(training.data, tokenizer=_absolute(training.data.tokenizer))
+        training = dataclasses.replace(training, data=data)
     if training.init_from is not None:
         init_from = dataclasses.replace(training.init_from, path=_absolute(training.init_from.path))
         training = dataclasses.replace(training, init_from=init_from)

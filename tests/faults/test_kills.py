@@ -89,11 +89,11 @@ def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
 def undisturbed_digest(steps):
     """Which samples an undisturbed run trains on, worked out without training."""
     from orchestrator.config.job import load
-    from trainers.data.sources.text import byte_text
+    from trainers.data.sources.text import text_windows
     from trainers.step.sample_digest import sample_hash
 
     arguments = load(TINY).training
-    train, _ = byte_text(arguments)
+    train, _ = text_windows(arguments)
     size, total = arguments.global_batch_size, [0, 0]
     for k in range(steps):
         import numpy as np

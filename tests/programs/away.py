@@ -23,4 +23,4 @@ def byte_text(arguments: TrainingArguments):
         except FileExistsError:
             continue
         raise ConnectionRefusedError(errno.ECONNREFUSED, "the data server is away")
-    return text.byte_text(arguments)
+    return text.text_windows(arguments)

@@ -14,10 +14,13 @@ MAY_IMPORT = {"trainers": set(), "cluster": set(), "orchestrator": {"trainers", 
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "chex"}
 NEVER = {
     "trainers": {"ray", "mlflow", "pydantic"},
-    "cluster": JAX | {"mlflow", "pydantic"},
-    "orchestrator": JAX,
+    "cluster": JAX | {"mlflow", "pydantic", "transformers", "tokenizers"},
+    "orchestrator": JAX | {"transformers", "tokenizers"},
 }
-ONLY_WHERE_USED = {"trainers": {"grain", "fsspec", "psutil", "rich"}, "orchestrator": {"mlflow"}}
+ONLY_WHERE_USED = {
+    "trainers": {"grain", "fsspec", "psutil", "rich", "transformers", "tokenizers"},
+    "orchestrator": {"mlflow"},
+}
 """Heavy, or absent where a package is used alone: imported inside the functions that need them."""
 
 ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
@@ -26,7 +29,7 @@ FLOORS = {
     "trainers": (
         ("config", "storage", "foreign_errors", "first_line", "program"),
         ("errors", "parallel", "recorders", "console"),
-        ("runtime", "models", "optim"),
+        ("runtime", "models", "optim", "tokenizers"),
         ("protocol",),
         ("metrics", "data", "tasks"),
         ("step",),
@@ -38,7 +41,8 @@ FLOORS = {
         ("builder",),
         ("base",),
         ("planning", "run", "worker"),
-        ("evaluate", "library"),
+        ("generate", "library"),
+        ("evaluate",),
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
@@ -76,6 +80,7 @@ LIGHT_MODULES = tuple(
         "config/evaluation",
         "config/families",
         "config/frozen",
+        "config/hf_files",
         "config/importable",
         "config/keywords",
         "config/masking",

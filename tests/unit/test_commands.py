@@ -27,6 +27,8 @@ from tests.unit.test_code_blocks import FILES, signals_kept
 MAKEFILE = (ROOT / "Makefile").read_text()
 PLACEHOLDER = re.compile(r"[A-Z_]+|key=value")
 """What a reader replaces: CONFIG, RUN_DIR."""
+MADE = {"models/smollm2": ROOT / "tests" / "unit" / "data" / "parity" / "llama3"}
+"""Folders of Hugging Face that a command of the documents makes, and one that stands for them here."""
 NOT_OURS = {"cd", "source", "git", "kill", "pkill", "export", "pip", "pytest"}
 """Programs of every machine."""
 
@@ -98,7 +100,8 @@ def check_configuration(config: str, overrides: list[str], tmp_path: Path) -> No
     paths = (ROOT / config, ROOT / "configs" / config, ROOT / "examples" / "project" / config)
     path = next((path for path in paths if path.is_file()), None)
     assert path is not None, f"{config}: there is no {name}"
-    load(path, [*(text for text in overrides if not PLACEHOLDER.fullmatch(text)), f"storage={tmp_path}"])
+    made = [f"model.pretrained={folder}" for name, folder in MADE.items() if f"pretrained: {name}" in path.read_text()]
+    load(path, [*(text for text in overrides if not PLACEHOLDER.fullmatch(text)), *made, f"storage={tmp_path}"])
 
 
 def parse(module: str, arguments: list[str]) -> argparse.Namespace:

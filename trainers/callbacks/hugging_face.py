@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import shutil
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +14,14 @@ import jax
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
 from trainers.checkpoint import readers
-from trainers.export import to_hugging_face
+from trainers.errors import CheckpointError
+from trainers.export import on_the_way, to_hugging_face
+
+FAILED = "failed"
+"""The file that a host leaves in the folder on the way when it cannot write its part."""
+WAIT_S = 1800.0
+"""How long host 0 waits for the files of the others."""
+POLL_S = 0.2
 
 
 class HuggingFaceExport(Callback):
@@ -19,10 +29,12 @@ class HuggingFaceExport(Callback):
 
     Host 0 makes the export from the checkpoint's files, which all hosts have written, in a thread of its own: no step waits, no
     device computes. A checkpoint is not deleted before its export is made. A failure is reported, and ends nothing.
+
+    With `all_hosts`, each host writes its share of the files of weights. All hosts must see `folder`.
     """
 
-    def __init__(self, folder: str, every_steps: int | None = None):
-        self.folder, self.every_steps = folder, every_steps
+    def __init__(self, folder: str, every_steps: int | None = None, *, all_hosts: bool = False):
+        self.folder, self.every_steps, self.all_hosts = folder, every_steps, all_hosts
         self._thread = ThreadPoolExecutor(1, "hugging-face")
         self._exports: dict[int, Future[None]] = {}
         self._last: tuple[int, str] | None = None
@@ -44,15 +56,36 @@ class HuggingFaceExport(Callback):
         self._exports = {}
 
     def _start(self, step: int, path: str) -> None:
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 or self.all_hosts:
             readers.begin(path)
             self._exports[step] = self._thread.submit(self._export, step, path)
 
     def _export(self, step: int, path: str) -> None:
+        out = Path(self.folder, str(step))
         try:
             # An existing export may come from before a rollback: it was trained on batches that are left out now.
-            to_hugging_face(path, os.path.join(self.folder, str(step)), replace=True)
+            if self.all_hosts:
+                self._together(Path(path), out)
+            else:
+                to_hugging_face(path, out, replace=True)
         except Exception as error:  # a thread's boundary: reported, training goes on
             runtime.current().note(f"no export of step {step} for Hugging Face: {type(error).__name__}: {error}")
         finally:
             readers.end(path)
+
+    def _together(self, path: Path, out: Path) -> None:
+        work, host = on_the_way(path, out), jax.process_index()
+        try:
+            to_hugging_face(path, out, replace=True, host=host, num_hosts=jax.process_count())
+        except Exception:
+            # For host 0, which waits for this one's files.
+            with suppress(OSError):
+                (work / FAILED).touch()
+            raise
+        # Host 0 deletes checkpoints: this one is needed until the others are done with it.
+        deadline_s = time.monotonic() + WAIT_S
+        while host == 0 and work.exists():
+            if (work / FAILED).exists() or time.monotonic() > deadline_s:
+                shutil.rmtree(work, ignore_errors=True)
+                raise CheckpointError(f"another host did not write its part of {out}: do all hosts see {self.folder}?")
+            time.sleep(POLL_S)

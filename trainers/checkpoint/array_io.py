@@ -75,6 +75,18 @@ class ArrayFiles:
         args = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, parts), restore_args=as_numpy, partial_restore=True)
         return self._handler.restore(epath.Path(folder), args=args)
 
+    def read_one(self, folder: Path, key: Sequence[str]) -> np.ndarray:
+        """Returns one array of the tree in `folder`, whose names are `key`, in this host's memory."""
+        item: Any = 0
+        as_numpy: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+        for name in reversed(key):
+            item, as_numpy = {name: item}, {name: as_numpy}
+        args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
+        found = self._handler.restore(epath.Path(folder), args=args)
+        for name in key:
+            found = found[name]
+        return found
+
     def copy_parts(self, source: Path, target: Path, names: Sequence[str]) -> None:
         """Writes to `target` what the tree in `source` has below `names`."""
         values = self.read_parts(source, names)

@@ -97,9 +97,12 @@ def copy_into(folder: Path, checkpoint: Path) -> None:
     for name, asset in read(str(checkpoint)).items():
         if isinstance(asset, Path):
             # Several objects may bring files: all go to the same folder.
-            shutil.copytree(asset, folder, dirs_exist_ok=True)
+            for file in manifest.names_below(asset):
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                # Not `copytree`: the export has the permissions that new files have, not those of the run's folder.
+                shutil.copyfile(asset / file, folder / file)
         else:
-            shutil.copy((folder_of(checkpoint) or checkpoint) / name, folder / name)
+            shutil.copyfile((folder_of(checkpoint) or checkpoint) / name, folder / name)
 
 
 def _contents(folder: Path) -> dict[str, manifest.Entry]:

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from trainers.config import ModelConfig
+from trainers.config.hf_files import CONFIG_FILE
 from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import config as hf_config
 from trainers.models.hf.weights import PREFIXES, Place, is_derived, layer_places, layers_name, top_places
 
-CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 SAMPLED_BYTES = 1 << 20
@@ -81,7 +81,7 @@ def look(path: Path) -> Folder:
     prefix = next((each for each in PREFIXES if each + top_places(config)["embed"].name in headers), PREFIXES[0])
     problems: list[str] = []
     leaves = {}
-    for name, place, tensors in _expected(config, prefix):
+    for name, place, tensors in expected_tensors(config, prefix):
         if missing := [tensor for tensor in tensors if tensor not in headers]:
             problems += [f"{tensor} is missing" for tensor in missing]
             continue
@@ -99,7 +99,7 @@ def look(path: Path) -> Folder:
         if place.experts:
             stacked = (config.num_layers, len(tensors) // config.num_layers)
         leaves[name] = Leaf(place, tensors, stacked, (*stacked, *shape), DTYPES[dtype])
-    used = {tensor for _, _, tensors in _expected(config, prefix) for tensor in tensors}
+    used = {tensor for _, _, tensors in expected_tensors(config, prefix) for tensor in tensors}
     problems += [f"{name} is left over" for name in sorted(headers) if name not in used and not is_derived(config, name)]
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
@@ -141,9 +141,18 @@ def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
         start = leaf.place.part * sizes[-1]
         spans[-1] = range(spans[-1].start + start, spans[-1].stop + start)
     wanted = tuple(slice(span.start, span.stop) for span in (spans[::-1] if leaf.place.turned else spans))
-    parts = [_slice(folder.file_of[tensor], tensor, wanted) for tensor in np.ravel(tensors)]
-    parts = [part.T for part in parts] if leaf.place.turned else parts
-    return np.stack(parts).reshape(*np.shape(tensors), *parts[0].shape)
+
+    def part_of(tensor: str) -> np.ndarray:
+        part = _slice(folder.file_of[tensor], tensor, wanted)
+        return part.T if leaf.place.turned else part
+
+    if not leaf.stacked:
+        return part_of(leaf.tensors[0])
+    # One tensor after the other: a list of all of them would be the parameter once more.
+    whole = np.empty((tensors.size, *map(len, spans)), np.dtype(leaf.dtype))
+    for number, tensor in enumerate(np.ravel(tensors)):
+        whole[number] = part_of(tensor)
+    return whole.reshape(*tensors.shape, *whole.shape[1:])
 
 
 def _slice(path: Path, tensor: str, wanted: tuple[slice, ...]) -> np.ndarray:
@@ -153,7 +162,7 @@ def _slice(path: Path, tensor: str, wanted: tuple[slice, ...]) -> np.ndarray:
         return file.get_slice(tensor)[wanted]
 
 
-def _expected(config: ModelConfig, prefix: str) -> Iterator[tuple[str, Place, tuple[str, ...]]]:
+def expected_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str, Place, tuple[str, ...]]]:
     """Yields (our name, its place, the tensors that it is made of)."""
     for name, place in top_places(config).items():
         yield name, place, (place.full(prefix),)

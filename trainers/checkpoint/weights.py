@@ -192,8 +192,7 @@ def compare(weights: Weights, pairs: Mapping[str, str], rows: list[list[int]]) -
 def _look_at_checkpoint(path: Path) -> Weights:
     try:
         meta = check_files(path)
-        fingerprints_there = meta.get("fingerprints")
-        if fingerprints_there is None:  # what `save_pretrained` wrote: here the digests of the arrays' files must do
+        if meta.get("fingerprints") is None:  # what `save_pretrained` wrote: here the digests of the arrays' files must do
             check_files(path, digest_up_to=None)
     except manifest.UnfinishedError as error:
         if not path.is_dir():
@@ -206,7 +205,14 @@ def _look_at_checkpoint(path: Path) -> Weights:
             f"{path} is of {SCHEDULE_FREE}, whose averages are in the optimizer's state: give the file that "
             "`python -m trainers.export` makes of it"
         )
-    parameters = {}
+    parameters = stored(meta)
+    step = meta.get("batch_index")
+    return Weights(path, parameters, "" if step is None else f"step {step}")
+
+
+def stored(meta: Mapping[str, Any]) -> dict[str, Stored]:
+    """Returns the parameters of a checkpoint with this meta, by name."""
+    fingerprints_there, parameters = meta.get("fingerprints"), {}
     for name, shown in meta["shapes"].items():
         if not (part := part_of(name)):
             continue
@@ -215,8 +221,7 @@ def _look_at_checkpoint(path: Path) -> Weights:
         shape = tuple(int(number) for number in numbers.split(",") if number.strip())
         fingerprint = tuple(fingerprints_there[name]) if fingerprints_there else None
         parameters[".".join(names)] = Stored((part, *names), shape, dtype, fingerprint)
-    step = meta.get("batch_index")
-    return Weights(path, parameters, "" if step is None else f"step {step}")
+    return parameters
 
 
 def _look_at_folder(path: Path) -> Weights:

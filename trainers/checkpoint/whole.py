@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainers.step.state import arrays_of_model
 META = "frozen"
 """The key in the meta of a checkpoint: which weights it was trained with that it does not have. Under the name of each: `path`
 (the setting), `checkpoint` (what was read), `digest`."""
+Shape = tuple[int, ...]
 OPTIMIZER = "opt_state"
 """The name of the optimizer's state, in a TrainState and in the files."""
 
@@ -30,20 +31,47 @@ OPTIMIZER = "opt_state"
 def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (the parameters to evaluate, with the model's other state; meta); of a run with LoRA the adapters alone. Every
     byte is checked first. Raises CheckpointError that names the damage."""
+    meta = _checked(checkpoint)
+    return _arrays(checkpoint, meta), meta
+
+
+def open_parameters(
+    checkpoint: Path, base: str | None = None, host: int = 0, num_hosts: int = 1
+) -> tuple[dict[str, tuple[Shape, str]], Callable[[str], np.ndarray], dict[str, Any]]:
+    """Returns (shape and type of each array that `read_merged` returns, by name; a function that reads one; meta). One array is
+    in memory at a time, but for a run with LoRA or with averages that are computed from two trees. Every byte is checked first,
+    by the hosts together. Raises like `read_merged`."""
+    meta = _checked(checkpoint, host, num_hosts)
+    config = adapters_of(meta)
+    if config is not None or meta["arguments"]["optimizer"]["name"] == SCHEDULE_FREE:
+        params = _arrays(checkpoint, meta)
+        arrays = flat(params if config is None else _with_base(params, config, base_path(meta, base)))
+        return {name: (array.shape, array.dtype.name) for name, array in arrays.items()}, arrays.__getitem__, meta
+    found = weights.stored(meta)
+    files, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
+    shapes = {name: (stored.shape, stored.dtype) for name, stored in found.items()}
+    return shapes, lambda name: files.read_one(folder, found[name].key), meta
+
+
+def _checked(checkpoint: Path, host: int = 0, num_hosts: int = 1) -> dict[str, Any]:
+    """Returns the meta. The files are checked, of several hosts each its share."""
     try:
         content = manifest.read(checkpoint)
-        if problem := next(content.problems(checkpoint, content.files, digest_up_to=None), ""):
+        if problem := next(content.problems(checkpoint, sorted(content.files)[host::num_hosts], digest_up_to=None), ""):
             raise manifest.DamagedError(problem)
-        meta = manifest.read_meta(checkpoint)
+        return manifest.read_meta(checkpoint)
     except manifest.DamagedError as error:
         raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
+
+
+def _arrays(checkpoint: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     arrays, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
     parts = arrays.read_parts(folder, parts_in(meta["shapes"]))
     params = parts[PART]
     # Only then: for other optimizers reading their state would be wasted time and memory.
     if meta["arguments"]["optimizer"]["name"] == SCHEDULE_FREE:
         params = parameters_to_evaluate(arrays.read_parts(folder, [OPTIMIZER])[OPTIMIZER], params)
-    return arrays_of_model(params, parts.get(STATE, {})), meta
+    return arrays_of_model(params, parts.get(STATE, {}))
 
 
 def read_merged(checkpoint: Path, base: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -11,15 +11,19 @@ from trainers.config.section import Section, not_paths, require_none, too_small
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """The data: text as bytes, from files and folders. `dataset` names a function (arguments) -> (train, eval) for another
+    """The data: text from files and folders. `dataset` names a function (arguments) -> (train, eval) for another
     source."""
 
-    dataset: str = "trainers.data.sources.text:byte_text"
+    dataset: str = "trainers.data.sources.text:text_windows"
     paths: tuple[str, ...] = ("python-stdlib",)
     """Files or folders; `python-stdlib` stands for the sources of the running Python's standard library."""
     pattern: str = "*.py"
     """Which files of a folder to read (a file named in `paths` is always read)."""
+    tokenizer: str | None = None
+    """A folder of Hugging Face, a file `tokenizer.json`, or `bytes`. null: that of `model.pretrained` if the folder has one, or
+    else bytes. The run keeps a copy."""
     sequence_length: int = 256
+    """The tokens of an example."""
     eval_fraction: float = 0.05
     """The fraction of the text that is held out; it is the tail."""
     shuffle: bool = True

@@ -69,7 +69,7 @@ class Previews:
     ) -> Previews:
         """Builds the previews of a task. `merge` is that of its `ModelParts`. `frozen` are the frozen weights, if there are
         any."""
-        shard_cache = partial(_shard_cache, mesh)
+        place = partial(shard_cache, mesh)
 
         def continued(
             params: Any, model_state: Any, tokens_BP: jax.Array, lengths_B: jax.Array, step: jax.Array, frozen: Any = NO_STATE
@@ -77,7 +77,7 @@ class Previews:
             key, window = rng.key(seed, "preview", step), task.tokens_per_example
             # Sampling depends on (seed, step) alone: a replayed step shows the same texts.
             model = in_mode(merge(params, model_state, frozen=frozen.get(BASE)), training=False)
-            return decode(model, tokens_BP, lengths_B, key, config=config, window=window, place=shard_cache)
+            return decode(model, tokens_BP, lengths_B, key, config=config, window=window, place=place)
 
         jitted = jax.jit(meshes.tracing_for(mesh, continued), out_shardings=meshes.replicated(mesh))
         return cls(config, cast(TextTask, task), mesh, seed, Program("preview", jitted, programs, programs.note, frozen))
@@ -120,11 +120,11 @@ class Previews:
         return [{"prompt": prompt, "text": text} for prompt, text in zip(self.config.prompts, texts, strict=True)]
 
 
-def _shard_cache(mesh: Mesh, cache: Any) -> Any:
+def shard_cache(mesh: Mesh, cache: Any) -> Any:
     def put(leaf: jax.Array) -> jax.Array:
-        # leaf: [layers, B, S, heads, channels]. Heads that the tensor axis does not divide stay whole.
-        heads = "tensor" if leaf.shape[3] % mesh.shape["tensor"] == 0 else None
-        spec = PartitionSpec(None, meshes.BATCH_AXES, None, heads, None)
+        # leaf: [..., B, S, heads, channels]. Heads that the tensor axis does not divide stay whole.
+        heads = "tensor" if leaf.shape[-2] % mesh.shape["tensor"] == 0 else None
+        spec = PartitionSpec(*[None] * (leaf.ndim - 4), meshes.BATCH_AXES, None, heads, None)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
     return jax.tree.map(put, cache)

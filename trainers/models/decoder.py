@@ -19,16 +19,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainers.config import ModelConfig
-from trainers.models import lora, remat
-from trainers.models.attention import attend, soft_capped, within
+from trainers.models import kv_cache, lora, remat
+from trainers.models.attention import attend, soft_capped
 from trainers.models.attention_kernels import attention
 from trainers.models.experts import RouterSums, mixture
+from trainers.models.kv_cache import Cache, Slots
 from trainers.models.layers import Layers, parameter
 from trainers.models.positions import Angles, rotary_angles, rotate
 from trainers.parallel.platform import platform
 
-Cache = dict[str, jax.Array]
-"""`key` and `value` of the tokens so far: [L, B, S, K, C], with S slots of one token each."""
 Weights = dict[str, jax.Array]
 
 TABLE_SCALE = 0.02
@@ -112,38 +111,36 @@ class Decoder(nnx.Module):
         return Hidden(x_BTD, self._table(), config.logit_softcap, sums)
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens: [L, B, S, K, C] each."""
-        config = self.config
-        shape = (config.num_layers, batch, length, config.num_kv_heads, config.channels)
-        return {name: jnp.zeros(shape, self.dtype) for name in ("key", "value")}
+        """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens."""
+        return kv_cache.empty(self.config, batch, length, self.dtype)
 
     def decode_step(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, mask_BTS: jax.Array, cache: Cache, slot: jax.Array | int
     ) -> tuple[jax.Array, Cache]:
         """Returns (float32 logits [B, V] for the token after the last of the T tokens, the cache with these tokens).
 
-        The keys and values of the tokens go to the slots from `slot` on. `mask_BTS` is true where token t attends to slot s,
-        including its own; layers with a window see the last slots of these.
+        The keys and values of the tokens go to the slots from `slot` on; several at once must be the first ones, from slot 0 on,
+        for layers with a window keep no more than that. `mask_BTS` is true where token t attends to slot s, including its own;
+        layers with a window see the last slots of these.
         """
         config, (batch, time) = self.config, tokens_BT.shape
         slots = jnp.arange(mask_BTS.shape[-1])
         near_TS = None if config.window is None else slot + jnp.arange(time)[:, None] - slots < config.window
         turned = self._angles(positions_BT)
 
-        def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None, Cache]) -> tuple[jax.Array, Cache]:
-            weights, local, old = xs
-            new: Cache = {}
+        def layer(x_ND: jax.Array, weights: Weights, local: bool, old: Slots) -> tuple[jax.Array, Slots]:
+            mask = mask_BTS & near_TS if local and near_TS is not None else mask_BTS
+            new: Slots = {}
 
             def mix(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-                for name, added in (("key", key), ("value", value)):
-                    # old: [B, S, K, C], so the slots are dimension 1.
-                    new[name] = jax.lax.dynamic_update_slice_in_dim(old[name], added, slot, 1)
-                return self._attend(query, new["key"], new["value"], within(mask_BTS, near_TS, local))
+                kept, seen, seen_mask = kv_cache.added(old, {"key": key, "value": value}, mask, slot)
+                new.update(kept)
+                return self._attend(query, seen["key"], seen["value"], seen_mask)
 
-            return self._layer(x_ND, weights, batch, turned(local), mix)[0], new
+            return self._layer(x_ND, weights, batch, turned(jnp.asarray(local)), mix)[0], new
 
         # Never unrolled: previews are rare, and training waits while this program is compiled.
-        x_ND, cache = jax.lax.scan(layer, self._embedded(tokens_BT, positions_BT), (self._layer_weights(), self._local(), cache))
+        x_ND, cache = kv_cache.over_layers(layer, self._embedded(tokens_BT, positions_BT), self._layer_weights(), cache)
         # Of the last token alone: logits of a whole prompt would be [B, T, V], for nothing.
         last_BD = self._final_normed(x_ND.reshape(batch, -1, config.width)[:, -1])
         return Hidden(last_BD[:, None], self._table(), config.logit_softcap).logits(last_BD), cache

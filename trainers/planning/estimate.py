@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
+from trainers import tokenizers
 from trainers.base import BaseTrainer
 from trainers.checkpoint import going_on, weights
 from trainers.checkpoint.validate import check_same_model
@@ -62,6 +63,9 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
     trainer = None
     with without_effect.watched(arguments) as read:
         trainer_class = attempt(problems, "trainer", lambda: load_trainer(arguments.trainer))
+        if arguments.data.tokenizer is not None:
+            # Data of one's own need not look at it.
+            attempt(problems, "data.tokenizer", lambda: tokenizers.check(tokenizers.of(arguments), arguments))
         datasets = attempt(problems, "data", lambda: load_datasets(arguments), doubts)
         # Without data the model can still be checked.
         train, held_out = datasets or (None, None)

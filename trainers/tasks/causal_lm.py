@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from trainers import tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.models.decoder import Decoder, Hidden
@@ -16,8 +18,7 @@ from trainers.models.experts import RouterLosses, router_losses
 from trainers.models.hf.pretrained import decoder_in, is_there
 from trainers.protocol import Batch, Loss
 from trainers.tasks.cross_entropy import TokenLosses, from_hidden, from_logits
-
-BYTES = 256
+from trainers.tokenizers import Tokenizer
 
 
 @runtime_checkable
@@ -122,9 +123,13 @@ class CausalLMTask:
         return 6.0 * used + 12.0 * sum(attended) * model.num_heads * model.channels
 
     def encode(self, text: str) -> list[int]:
-        """Returns the bytes of the text: a token is a byte."""
-        return list(text.encode())
+        return self.tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        # The vocabulary may be larger than the bytes: such tokens have no text.
-        return bytes(token for token in tokens if token < BYTES).decode(errors="replace")
+        return self.tokenizer.decode(tokens)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        tokenizer = tokenizers.of(self.arguments)
+        tokenizers.check(tokenizer, self.arguments)
+        return tokenizer

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import weakref
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,6 +24,7 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, hugging_face
 from trainers.callbacks.hugging_face import HuggingFaceExport
 from trainers.checkpoint import weights
+from trainers.checkpoint.array_io import ArrayFiles
 from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_hugging_face, to_safetensors
 
@@ -155,6 +159,76 @@ def test_a_large_model_is_several_files_with_an_index(trained, tmp_path):
     np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf", TOKENS), own_logits(trained), atol=2e-5)
 
 
+def size_of(path):
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def test_several_hosts_write_a_folder_together_and_it_is_there_when_the_last_is_done(trained, tmp_path):
+    checkpoint, alone, out = trained.output.checkpoint_path, tmp_path / "alone", tmp_path / "out"
+    to_hugging_face(checkpoint, alone, max_file_bytes=40_000)
+    together = partial(to_hugging_face, checkpoint, out, max_file_bytes=40_000, num_hosts=2)
+    together(host=1)
+    (work,) = tmp_path.glob("out.saving-*")
+    names = sorted(path.name for path in alone.glob("*.safetensors"))
+    assert sorted(path.name for path in work.iterdir()) == names[1::2]
+    assert not out.exists()
+    assert not weights.hugging_face.is_folder(work)
+    # A host that was killed is called again: what is whole is not written again, what was cut off is.
+    (work / names[1]).write_bytes(b"")
+    before = (work / names[3]).stat().st_mtime_ns
+    together(host=1)
+    assert (work / names[3]).stat().st_mtime_ns == before
+    together(host=0)
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+    for path in alone.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+    assert size_of(out) == size_of(alone)
+    # One file is the share of one host: the other has nothing to do, however late it is.
+    for host in (0, 1):
+        to_hugging_face(checkpoint, tmp_path / "small", num_hosts=2, host=host)
+    assert [path.name for path in tmp_path.glob("small*")] == ["small"]
+
+
+def test_one_parameter_is_read_at_a_time(trained, tmp_path, monkeypatch):
+    """However many files they are in; each is read once."""
+    alive, most, read = weakref.WeakSet(), [], []
+    original = ArrayFiles.read_one
+
+    class Watched(np.ndarray):
+        """NumPy's own arrays are not hashable."""
+
+        __hash__ = object.__hash__
+
+    def watched(self, folder, key):
+        gc.collect()
+        most.append(len(alive))
+        read.append(key)
+        array = original(self, folder, key).view(Watched)
+        alive.add(array)
+        return array
+
+    monkeypatch.setattr(ArrayFiles, "read_one", watched)
+    to_hugging_face(trained.output.checkpoint_path, tmp_path / "hf", max_file_bytes=10_000)
+    assert len(read) == len(set(read)) == len(jax.tree.leaves(trained.output.state.params))
+    assert max(most) == 0
+
+
+@pytest.mark.parametrize(("text", "num_bytes"), [("5GB", 5 * 10**9), ("500 mb", 500 * 10**6), ("1.5K", 1500), ("7", 7)])
+def test_sizes_of_files_are_given_with_their_units(text, num_bytes):
+    assert export.size(text) == num_bytes
+
+
+def test_the_size_of_the_files_is_an_option(trained, tmp_path, capsys):
+    given = [str(run_folder(trained)), str(tmp_path / "hf"), "--max-shard-size", "40KB"]
+    assert export.main([*given, "--format", "huggingface"]) == 0
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    assert export.main(given) == 2
+    assert "--max-shard-size: the format safetensors is one file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export.main([*given[:-1], "0GB"])
+    assert "invalid size value: '0GB'" in capsys.readouterr().err
+
+
 class WithTokenizer(BaseTrainer):
     def build_model_assets(self):
         return {"tokenizer": Tokenizer(["a"]), "note": "text"}
@@ -247,3 +321,38 @@ def test_an_export_that_fails_is_told_and_ends_nothing(tmp_path, events):
     made.train()
     notes = [event["message"] for event in of(events, "note")]
     assert any(note.startswith("no export of step 2 for Hugging Face: UsageError: the model has") for note in notes), notes
+
+
+def test_a_callback_of_all_hosts_writes_its_share_and_host_0_waits_for_the_others(trained, tmp_path, events, monkeypatch):
+    """Host 1 is a thread here, which writes its part late, and then cannot."""
+    checkpoint, out = trained.output.checkpoint_path, tmp_path / "hf" / "2"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    callback = HuggingFaceExport(str(tmp_path / "hf"), all_hosts=True)
+    callback._last = (2, checkpoint)
+    waited = threading.Event()
+    monkeypatch.setattr(hugging_face.time, "sleep", lambda seconds: waited.set())
+
+    in_parts = partial(to_hugging_face, max_file_bytes=40_000)
+    monkeypatch.setattr(hugging_face, "to_hugging_face", in_parts)
+
+    def late():
+        assert waited.wait(60)
+        in_parts(checkpoint, out, replace=True, host=1, num_hosts=2)
+
+    other = threading.Thread(target=late)
+    other.start()
+    callback.on_train_end(None)
+    other.join()
+    np.testing.assert_allclose(hugging_face_logits(out, TOKENS), own_logits(trained), atol=2e-5)
+    assert of(events, "note") == []
+
+    monkeypatch.setattr(hugging_face.time, "sleep", lambda seconds: (on_its_way() / "failed").touch())
+
+    def on_its_way():
+        return next((tmp_path / "hf").glob("2.saving-*"))
+
+    callback = HuggingFaceExport(str(tmp_path / "hf"), all_hosts=True)
+    callback._start(2, checkpoint)
+    callback.on_train_end(None)
+    assert "another host did not write its part" in of(events, "note")[-1]["message"]
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["2"]

@@ -1,4 +1,4 @@
-"""Text as bytes: files and folders, cut into windows."""
+"""Text from files and folders, as bytes or tokens, cut into windows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from trainers import tokenizers
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
+from trainers.config.hf_files import BYTES
 from trainers.data.epoch_order import EpochOrder
-from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
+from trainers.data.sources.tokenized import tokens_of
+from trainers.errors import DataError, DataMissingError, DataUnavailableError
 
-NUM_BYTES = 256
 PYTHON_STDLIB = "python-stdlib"
 LEFT_OUT = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
@@ -27,31 +29,32 @@ ADVICE = "name a function of your own in data.dataset that returns its examples 
 
 
 class Windows:
-    """Cuts the text into examples. Example i is {"tokens": int32[T + 1], "sample_id": int32}: T + 1 bytes from byte i * T on."""
+    """Cuts the text into examples. Example i is {"tokens": int32[T + 1], "sample_id": int32}: T + 1 tokens from token i * T."""
 
     def __init__(self, text: np.ndarray, sequence_length: int, first_sample_id: int = 0):
         self.text, self.sequence_length, self.first_sample_id = text, sequence_length, first_sample_id
 
     def __len__(self) -> int:
-        # One byte less: the last window needs a target after its last input, too.
+        # One token less: the last window needs a target after its last input, too.
         return max(0, (len(self.text) - 1) // self.sequence_length)
 
     def __getitem__(self, index: int) -> Mapping[str, np.ndarray]:
         start = index * self.sequence_length
-        # Windows overlap by one byte: the last target of one is the first input of the next.
+        # Windows overlap by one token: the last target of one is the first input of the next.
         tokens = self.text[start : start + self.sequence_length + 1].astype(np.int32)
         return {"tokens": tokens, "sample_id": np.asarray(self.first_sample_id + index, np.int32)}
 
 
-def byte_text(arguments: TrainingArguments) -> tuple[EpochOrder, Windows]:
+def text_windows(arguments: TrainingArguments) -> tuple[EpochOrder, Windows]:
     """Returns (training examples, held-out examples) of `arguments.data`. Raises DataUnavailableError, or DataMissingError if
     there is no text, or too little."""
-    config = arguments.data
-    if arguments.model.vocab_size < NUM_BYTES:
-        raise UsageError(
-            f"model.vocab_size = {arguments.model.vocab_size}: expected at least {NUM_BYTES}, for the data are bytes"
-        )
-    text = read(config)
+    config, tokenizer = arguments.data, tokenizers.of(arguments)
+    if tokenizer.source == BYTES:
+        tokenizers.check(tokenizer, arguments)
+        text, unit = read(config), "bytes"
+    else:
+        (text, num_ids), unit = tokens_of(documents(config), tokenizer), "tokens"
+        tokenizers.check(tokenizer, arguments, num_ids)
     held_out = int(len(text) * config.eval_fraction)
     train = Windows(text[: len(text) - held_out], config.sequence_length)
     # The held-out samples have ids of their own: in a digest of samples they cannot be taken for training samples.
@@ -59,23 +62,28 @@ def byte_text(arguments: TrainingArguments) -> tuple[EpochOrder, Windows]:
     for name, windows in (("training", train), ("held-out", held)):
         if len(windows) == 0 and (name == "training" or config.eval_fraction > 0):
             raise DataMissingError(
-                f"data.paths {', '.join(config.paths)}: the {name} text has {len(windows.text):,} bytes; expected at least "
-                f"{config.sequence_length + 1}: data.sequence_length = {config.sequence_length} and one byte more to predict; "
-                f"give more text, a smaller sequence_length, or another data.eval_fraction (now {config.eval_fraction})"
+                f"data.paths {', '.join(config.paths)}: the {name} text has {len(windows.text):,} {unit}; expected at least "
+                f"{config.sequence_length + 1}: data.sequence_length = {config.sequence_length} and one {unit[:-1]} more to "
+                f"predict; give more text, a smaller sequence_length, or another data.eval_fraction (now {config.eval_fraction})"
             )
     return EpochOrder(train, arguments.seed, shuffle=config.shuffle), held
 
 
 def read(config: DataConfig) -> np.ndarray:
-    """Returns all files as uint8, with one newline between them.
+    """Returns all files as uint8, with one newline between them."""
+    # A view of the bytes, one for each token: only windows become int32.
+    return np.frombuffer(b"\n".join(documents(config)), np.uint8)
+
+
+def documents(config: DataConfig) -> list[bytes]:
+    """Returns the contents of all files.
 
     The files are in the order of a digest of their relative paths. So the held-out tail is a random choice of files, and the
     same on every machine.
     """
     files = [file for path in config.paths for file in _files(path, config.pattern)]
     files.sort(key=lambda file: hashlib.sha256(file[0].encode()).digest())
-    # A view of the bytes, one for each token: only windows become int32.
-    return np.frombuffer(b"\n".join(_read_file(path) for _, path in files), np.uint8)
+    return [_read_file(path) for _, path in files]
 
 
 def _files(path: str, pattern: str) -> list[tuple[str, str]]:

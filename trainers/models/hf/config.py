@@ -283,13 +283,13 @@ def write(config: ModelConfig, *, max_length: int, dtype: str) -> dict[str, Any]
         "torch_dtype": dtype,
     }
     about |= _write_gpt2(config) if config.family == "gpt2" else _write_decoder(config, max_length)
-    meant, kept = _meaning(config), _meaning(read(about))
+    meant, kept = meaning(config), meaning(read(about))
     if lost := [f"model.{name} = {meant[name]}" for name in meant if meant[name] != kept[name]]:
         raise UsageError(f"{', '.join(lost)}: models of the family {config.family} cannot say that in the form of Hugging Face")
     return about
 
 
-def _meaning(config: ModelConfig) -> dict[str, Any]:
+def meaning(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that make a difference, with what null stands for."""
     about = dataclasses.asdict(config) | {"head_dim": config.channels, "query_scalar": config.query_scalar or config.channels}
     about["local_rope_theta"] = config.local_rope_theta or config.rope_theta if config.window is not None else None

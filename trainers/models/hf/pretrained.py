@@ -9,27 +9,30 @@ from typing import TypeVar
 
 from trainers.config import InitConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
+from trainers.config.hf_files import CONFIG_FILE, has_tokenizer
 from trainers.config.model import OF_EXECUTION
 from trainers.config.section import require
 from trainers.errors import UsageError
 from trainers.models.hf import config as hf_config
 
-CONFIG_FILE = "config.json"
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 def resolved(arguments: Arguments) -> Arguments:
     """Returns the arguments with the numbers of the model in the folder `model.pretrained` in place of that key, and with its
-    weights as `init_from`, unless that names others; with `lora` they are its base. Others are returned as they are. Raises
-    ValueError that names what is not understood."""
+    weights as `init_from` (with `lora` they are its base) and its tokenizer as `data.tokenizer`, unless these name others. Others
+    are returned as they are. Raises ValueError that names what is not understood."""
     folder = arguments.model.pretrained
     if folder is None:
         return arguments
-    model = decoder_in(folder, arguments.model, "model.pretrained")
+    model, data = decoder_in(folder, arguments.model, "model.pretrained"), arguments.data
+    if data.tokenizer is None and has_tokenizer(os.path.expanduser(folder)):
+        data = dataclasses.replace(data, tokenizer=folder)
     if arguments.lora is not None:
         lora = dataclasses.replace(arguments.lora, base=arguments.lora.base or folder)
-        return dataclasses.replace(arguments, model=model, lora=lora)
-    return dataclasses.replace(arguments, model=model, init_from=arguments.init_from or InitConfig(path=folder))
+        return dataclasses.replace(arguments, model=model, data=data, lora=lora)
+    init_from = arguments.init_from or InitConfig(path=folder)
+    return dataclasses.replace(arguments, model=model, data=data, init_from=init_from)
 
 
 def decoder_in(folder: str, like: ModelConfig, asked_by: str) -> ModelConfig:

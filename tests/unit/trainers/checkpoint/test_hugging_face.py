@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 
 import jax
 import numpy as np
@@ -159,17 +160,59 @@ def test_a_pretrained_model_is_the_one_of_the_folder(tmp_path, events, name):
     assert any(f"parameters are those of {PARITY / name}" in note for note in notes), notes
 
 
-def test_import_and_export_change_no_bit(tmp_path):
+@pytest.mark.parametrize(("name", "max_bytes"), [("qwen3", 1 << 30), ("gpt2", 20_000)])
+def test_import_export_and_import_change_no_bit(tmp_path, name, max_bytes):
     from trainers.export import to_hugging_face
 
-    made = trainer(tmp_path, **SETTINGS, model={"pretrained": str(PARITY / "qwen3")})
+    made = trainer(tmp_path, **SETTINGS, model={"pretrained": str(PARITY / name)})
     made.train()
-    to_hugging_face(made.output.checkpoint_path, tmp_path / "out")
-    expected, found = load_file(PARITY / "qwen3" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    out = tmp_path / "out"
+    to_hugging_face(made.output.checkpoint_path, out, max_file_bytes=max_bytes)
+    files = sorted(out.glob("*.safetensors"))
+    assert (len(files) > 3) == (name == "gpt2")
+    expected = load_file(PARITY / name / "model.safetensors")
+    found = {tensor: value for file in files for tensor, value in load_file(file).items()}
     assert found.keys() == expected.keys()
-    for name in found:
-        np.testing.assert_array_equal(found[name], expected[name])
-    assert hugging_face.read_config(tmp_path / "out") == hugging_face.read_config(PARITY / "qwen3")
+    for tensor, value in found.items():
+        np.testing.assert_array_equal(value, expected[tensor])
+    # As it was, with names that no setting of ours has.
+    assert json.loads((out / "config.json").read_text()) == json.loads((PARITY / name / "config.json").read_text())
+    again = weights.look(weights.find(str(out)))
+    arrays = weights.read(again, {leaf: leaf for leaf in again.parameters}, shardings(again.parameters))
+    assert_equal(from_tensors(again.folder.config, expected), nested(arrays))
+
+
+def nested(arrays):
+    tree = {}
+    for name, value in arrays.items():
+        *above, last = name.split(".")
+        within = tree
+        for part in above:
+            within = within.setdefault(part, {})
+        within[last] = value
+    return tree
+
+
+def test_a_parameter_is_in_memory_once_while_it_is_read(monkeypatch):
+    """A list of the tensors of all layers would be the parameter once more."""
+    found, alive, most = weights.look(PARITY / "llama3"), weakref.WeakSet(), []
+    original = hugging_face._slice
+
+    class Part(np.ndarray):
+        __hash__ = object.__hash__
+
+    def watched(*given):
+        most.append(len(alive))
+        part = original(*given).view(Part)
+        alive.add(part)
+        return part
+
+    monkeypatch.setattr(hugging_face, "_slice", watched)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    weights.read(found, {"layers.up": "layers.up"}, {"layers.up": one})
+    # Not more than the one that is being replaced, whatever the number of layers.
+    assert len(most) == found.parameters["layers.up"].shape[0] == 2
+    assert len(alive) <= 1
 
 
 def test_what_the_folder_says_is_not_said_again():

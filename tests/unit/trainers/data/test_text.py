@@ -14,7 +14,7 @@ import pytest
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data.sources import text
-from trainers.data.sources.text import PYTHON_STDLIB, byte_text, read
+from trainers.data.sources.text import PYTHON_STDLIB, read, text_windows
 from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
 LENGTH = 16
@@ -70,7 +70,7 @@ def test_only_matching_files_of_a_folder_are_read_and_a_named_file_always_is(tmp
 
 def test_windows_overlap_by_the_one_byte_that_is_only_predicted(tmp_path):
     text = bytes(range(100))
-    train, held = byte_text(arguments(config(write(tmp_path, {"a.txt": text}) / "a.txt", shuffle=False)))
+    train, held = text_windows(arguments(config(write(tmp_path, {"a.txt": text}) / "a.txt", shuffle=False)))
     assert len(train) == 4  # 79 pairs of a byte and its successor, in sixteens
     assert len(held) == 1
     for index in range(4):
@@ -92,7 +92,7 @@ def ids(dataset, indices):
 
 
 def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(folder):
-    train, _ = byte_text(arguments(config(folder)))
+    train, _ = text_windows(arguments(config(folder)))
     size = len(train)
     epochs = [ids(train, range(k * size, (k + 1) * size)) for k in range(3)]
     assert all(collections.Counter(epoch) == collections.Counter(range(size)) for epoch in epochs)
@@ -101,7 +101,7 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_its_own(folder):
 
 
 def test_an_example_is_a_function_of_the_seed_and_its_index(folder):
-    train, again, other = (byte_text(arguments(config(folder), seed=seed))[0] for seed in (1, 1, 2))
+    train, again, other = (text_windows(arguments(config(folder), seed=seed))[0] for seed in (1, 1, 2))
     indices = [0, 500, 3, 499, 1, 10**6]
     first = ids(train, indices)
     assert ids(again, reversed(indices)) == first[::-1]
@@ -110,14 +110,14 @@ def test_an_example_is_a_function_of_the_seed_and_its_index(folder):
 
 
 def test_the_held_out_text_is_never_trained_on(folder):
-    train, held = byte_text(arguments(config(folder, eval_fraction=0.25)))
+    train, held = text_windows(arguments(config(folder, eval_fraction=0.25)))
     assert not set(ids(train, range(len(train)))) & set(ids(held, range(len(held))))
     seen = {bytes(train[i]["tokens"].astype(np.uint8)) for i in range(len(train))}
     assert not seen & {bytes(held[i]["tokens"].astype(np.uint8)) for i in range(len(held))}
 
 
 def test_without_a_held_out_fraction_there_is_no_held_out_text(folder):
-    assert len(byte_text(arguments(config(folder, eval_fraction=0)))[1]) == 0
+    assert len(text_windows(arguments(config(folder, eval_fraction=0)))[1]) == 0
 
 
 def test_the_standard_library_is_read_without_what_is_installed_or_tests_it():
@@ -130,7 +130,7 @@ def test_the_standard_library_is_read_without_what_is_installed_or_tests_it():
 
 def error_of(data):
     with pytest.raises(DataMissingError) as error:
-        byte_text(arguments(data))
+        text_windows(arguments(data))
     return str(error.value)
 
 
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", stale)
     with pytest.raises(DataUnavailableError, match=r"data.paths: .*/deep cannot be read: Stale file handle"):
-        byte_text(arguments(config(tmp_path)))
+        text_windows(arguments(config(tmp_path)))
 
 
 @pytest.mark.parametrize(("number", "error"), [(errno.EIO, DataUnavailableError), (errno.EACCES, DataMissingError)])
@@ -179,7 +179,7 @@ def test_a_file_that_cannot_be_read_just_now(tmp_path, monkeypatch, number, erro
 
     monkeypatch.setattr(text, "open", refuse, raising=False)
     with pytest.raises(error, match=f"data.paths: {tmp_path}/a.txt cannot be read: {os.strerror(number)}") as caught:
-        byte_text(arguments(config(tmp_path)))
+        text_windows(arguments(config(tmp_path)))
     assert type(caught.value) is error
 
 
@@ -202,7 +202,7 @@ def test_held_out_text_shorter_than_one_sequence(tmp_path):
 
 def test_a_vocabulary_that_has_not_every_byte(folder):
     with pytest.raises(UsageError, match=r"model\.vocab_size = 128: expected at least 256, for the data are bytes"):
-        byte_text(arguments(config(folder), model=ModelConfig(vocab_size=128)))
+        text_windows(arguments(config(folder), model=ModelConfig(vocab_size=128)))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.PARQUET", "a.csv", "a.npz"])

@@ -138,9 +138,13 @@ def test_past_the_window_the_oldest_tokens_are_forgotten():
         text.append(token)
 
 
+def keys(seed, step, rows):
+    return jax.random.split(rng.key(seed, "preview", step), rows)
+
+
 def draws(logits, seed=0, rows=4000, **config):
     logits = jnp.broadcast_to(jnp.log(jnp.array(logits)), (rows, len(logits)))
-    tokens = np.asarray(jax.jit(partial(pick, config=PreviewConfig(**config)))(logits, rng.key(seed, "preview", 0)))
+    tokens = np.asarray(jax.jit(partial(pick, config=PreviewConfig(**config)))(logits, keys(seed, 0, rows)))
     return np.bincount(tokens, minlength=logits.shape[1]) / rows
 
 
@@ -170,14 +174,14 @@ def test_tokens_are_drawn_by_the_probabilities_asked_for(config, expected):
     np.testing.assert_allclose(draws(P, **config), expected, atol=0.03)
 
 
-def test_a_draw_depends_on_key_and_row_and_on_no_other_row():
+def test_a_draw_depends_on_its_own_key_and_on_no_other_row():
     logits = np.random.default_rng(0).standard_normal((50, 9), np.float32)
     draw = jax.jit(partial(pick, config=PreviewConfig(temperature=1.0)))
-    first, again, other = (np.asarray(draw(logits, rng.key(0, "preview", step))) for step in (0, 0, 1))
+    first, again, other = (np.asarray(draw(logits, keys(0, step, 50))) for step in (0, 0, 1))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
-    np.testing.assert_array_equal(draw(logits[:20], rng.key(0, "preview", 0)), first[:20])
-    assert len(set(np.asarray(draw(np.broadcast_to(logits[0], (50, 9)), rng.key(0, "preview", 0))).tolist())) > 3
+    np.testing.assert_array_equal(draw(logits[:20], keys(0, 0, 50)[:20]), first[:20])
+    assert len(set(np.asarray(draw(np.broadcast_to(logits[0], (50, 9)), keys(0, 0, 50))).tolist())) > 3
 
 
 def test_the_mesh_does_not_change_what_is_drawn():

@@ -172,6 +172,4 @@ def test_their_files_come_back_bit_for_bit(family):
 
 def test_the_configuration_comes_back(family):
     config = family[0]
-    assert hf_config._meaning(hf_config.read(hf_config.write(config, max_length=64, dtype="float32"))) == hf_config._meaning(
-        config
-    )
+    assert hf_config.meaning(hf_config.read(hf_config.write(config, max_length=64, dtype="float32"))) == hf_config.meaning(config)

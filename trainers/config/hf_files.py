@@ -1,0 +1,26 @@
+"""The files of a folder of Hugging Face beside its weights. Free of JAX."""
+
+from __future__ import annotations
+
+import os
+
+BYTES = "bytes"
+"""The value of `data.tokenizer` for which a token is a byte."""
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+"""A folder with one of them has a tokenizer."""
+TOKENIZER_FILES = (
+    *VOCABULARIES,
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+CONFIG_FILE = "config.json"
+MODEL_FILES = (CONFIG_FILE, "generation_config.json")
+"""They describe the model, and how it is to generate."""
+
+
+def has_tokenizer(folder: str | os.PathLike[str]) -> bool:
+    return any(os.path.isfile(os.path.join(folder, name)) for name in VOCABULARIES)

@@ -1,0 +1,301 @@
+"""Continues texts with a trained model, in this one process, on its devices.
+
+    python -m trainers.generate RUN_OR_FOLDER --prompt "Once upon" [--prompt ...] [--max-new-tokens N] [--temperature T] ...
+
+RUN_OR_FOLDER is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, or a folder of Hugging
+Face. One prompt is shown as a stream. Without a temperature the likeliest token is taken each time. Standard output has the texts
+alone. A text ends at a token that `generation_config.json` or the tokenizer says, at a `--stop`, or when it is long enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.errors import TransientError, UsageError
+
+if TYPE_CHECKING:  # they import JAX: the first line is there before that
+    from trainers.checkpoint.weights import Weights
+    from trainers.config.arguments import TrainingArguments
+    from trainers.evaluation.generation import Continuation, Generator
+    from trainers.tokenizers import Tokenizer
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model on storage, and how to speak with it."""
+
+    found: Weights
+    arguments: TrainingArguments
+    task: Any
+    tokenizer: Tokenizer
+    window: int
+    """The longest text that the model was made for, in tokens."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    try:
+        texts = prompts_of(options)
+        say(f"reading {options.source}")
+        return run(options, texts)
+    except (UsageError, TransientError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    about, _, details = str(__doc__).partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m trainers.generate", description=about, epilog=details, formatter_class=form)
+    parser.add_argument("source", metavar="RUN_OR_FOLDER")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step; default: the newest")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    parser.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; -: standard input")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a message to the model, by its chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest token")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that together have this probability")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: 0")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once; default: 16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the computation; default: the run's")
+    parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the texts")
+    return parser.parse_args(argv)
+
+
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """Returns the prompts. Raises UsageError for options that contradict each other."""
+    texts = list(options.prompt)
+    if options.prompts_file is not None:
+        lines = sys.stdin if options.prompts_file == "-" else Path(options.prompts_file).read_text().splitlines()
+        texts += [line.rstrip("\n") for line in lines if line.strip()]
+    problems = []
+    if not texts:
+        problems.append("there is no prompt: give --prompt TEXT, or --prompts-file FILE with one a line")
+    if options.system is not None and not options.chat:
+        problems.append("--system is a part of a chat: add --chat")
+    if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
+        problems.append("--top-k and --top-p draw tokens, and --temperature 0 draws none: give a --temperature, such as 0.7")
+    problems += [f"--{name.replace('_', '-')} {getattr(options, name)}: expected 1 or more" for name in _too_small(options)]
+    if "" in options.stop:
+        problems.append("--stop '': expected at least one character")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return texts
+
+
+def _too_small(options: argparse.Namespace) -> list[str]:
+    return [name for name in ("max_new_tokens", "batch_size") if getattr(options, name) < 1]
+
+
+def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
+    from trainers.config import PreviewConfig
+
+    begun_s = time.perf_counter()
+    sampling = PreviewConfig(
+        prompts=(),
+        num_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    opened = open_model(options.source, options.step, options.dtype)
+    # Before the weights are read, which may take minutes: a prompt may be wrong.
+    prompts = [encoded(opened, text, options) for text in texts]
+    generator = load(opened, sampling, options, rows=min(options.batch_size, len(prompts)))
+    say(f"{opened.found.path}: read in {time.perf_counter() - begun_s:.1f} s; the first token comes after compiling")
+    begun_s = time.perf_counter()
+    if len(prompts) == 1 and not options.json:
+        results = [stream(generator, prompts[0])]
+    else:
+        results = list(generator.all(prompts))
+        print(as_json(texts, results) if options.json else as_text(texts, results))
+    total, seconds = sum(len(result.tokens) for result in results), time.perf_counter() - begun_s
+    say(f"{total} tokens in {seconds:.1f} s, compiling included")
+    return 0
+
+
+def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opened:
+    """Returns what is at `source`, without its weights. Raises UsageError, CheckpointError or CheckpointUnavailableError."""
+    from trainers import tokenizers
+    from trainers.config.arguments import load_object
+    from trainers.evaluation.previews import can_generate
+
+    found = look(source, step)
+    arguments = arguments_of(found)
+    arguments = dataclasses.replace(arguments, dtype=dtype or _dtype(found, arguments))
+    task = load_object(arguments.task)(arguments)
+    if not can_generate(task):
+        raise UsageError(f"the task {arguments.task} has no encode and decode: it cannot generate")
+    window = _context(arguments.data.tokenizer or "", found.path) or arguments.data.sequence_length
+    return Opened(found, arguments, task, tokenizers.of(arguments), window)
+
+
+def look(source: str, step: int | None = None) -> Weights:
+    """Returns what is at `source`, or in the checkpoint of a step of this run."""
+    from trainers.checkpoint import weights
+
+    return weights.look(weights.find(source if step is None else str(Path(source, "checkpoints", str(step)))))
+
+
+def arguments_of(found: Weights) -> TrainingArguments:
+    """Returns the arguments that say the model and the tokenizer of a run or a folder. Raises UsageError for a file."""
+    if found.is_file:
+        raise UsageError(
+            f"{found.path} is a file of weights alone: give the run, or what `python -m trainers.export RUN OUT --format "
+            "huggingface` writes"
+        )
+    return _of_folder(found) if found.folder is not None else _of_run(found.path)
+
+
+def _of_folder(found: Weights) -> TrainingArguments:
+    from trainers.config import DataConfig
+    from trainers.config.arguments import TrainingArguments
+    from trainers.config.hf_files import BYTES, has_tokenizer
+
+    assert found.folder is not None
+    tokenizer = str(found.path) if has_tokenizer(found.path) else BYTES
+    if tokenizer == BYTES:
+        say(f"{found.path} has no tokenizer: a token is a byte")
+    return TrainingArguments(name="generate", max_num_steps=1, model=found.folder.config, data=DataConfig(tokenizer=tokenizer))
+
+
+def _of_run(path: Path) -> TrainingArguments:
+    """Returns the arguments of a checkpoint, with the tokenizer that the run has kept."""
+    from trainers.checkpoint import carried, manifest
+    from trainers.config.arguments import TrainingArguments, from_dict
+    from trainers.config.hf_files import has_tokenizer
+
+    known = {item.name for item in dataclasses.fields(TrainingArguments)}
+    recorded = manifest.read_meta(path)["arguments"]
+    arguments = from_dict(TrainingArguments, {name: value for name, value in recorded.items() if name in known})
+    folder = carried.folder_of(path)
+    if folder is not None and has_tokenizer(folder):
+        return dataclasses.replace(arguments, data=dataclasses.replace(arguments.data, tokenizer=str(folder)))
+    return arguments
+
+
+def _dtype(found: Weights, arguments: TrainingArguments) -> Any:
+    import jax
+
+    if found.folder is None or jax.default_backend() == "cpu":  # where bfloat16 is slow
+        return arguments.dtype
+    return next(iter(found.parameters.values())).dtype
+
+
+def _context(tokenizer: str, path: Path) -> int | None:
+    """Returns the length of the texts that a `config.json` says; None if there is none."""
+    for folder in (path, Path(tokenizer)):
+        try:
+            config = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError):
+            continue
+        if length := config.get("max_position_embeddings") or config.get("n_positions"):
+            return int(length)
+    return None
+
+
+def encoded(opened: Opened, text: str, options: argparse.Namespace) -> list[int]:
+    """Returns the tokens of a prompt. Raises UsageError if it has none, or more than there is room for."""
+    if options.chat:
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        tokens = opened.tokenizer.chat([*system, {"role": "user", "content": text}])
+    else:
+        tokens = list(opened.task.encode(text))
+    if not tokens:
+        raise UsageError(f"the prompt {text!r} has no tokens: expected at least one to continue from")
+    room, total = opened.arguments.model.num_positions, len(tokens) + options.max_new_tokens
+    if room is not None and total > room:
+        raise UsageError(
+            f"the prompt has {len(tokens)} tokens, and --max-new-tokens is {options.max_new_tokens}: expected at most {room} "
+            "together, for the model has no more positions"
+        )
+    if total > opened.window:
+        say(f"past {opened.window} tokens, which the model was made for, each token sees the last {opened.window} alone")
+    return tokens
+
+
+def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) -> Generator:
+    """Reads the weights. Raises CheckpointError if they do not fit the model."""
+    import jax
+
+    from trainers.checkpoint import weights
+    from trainers.config import InitConfig, MeshConfig
+    from trainers.evaluation.generation import Generator
+    from trainers.optim.param_groups import parameter_path
+    from trainers.parallel import mesh as meshes
+    from trainers.step.loss import in_mode
+    from trainers.step.state import abstract_model
+
+    arguments, task = opened.arguments, opened.task
+    parts, shapes, axes = abstract_model(task, arguments.seed)
+    mesh = meshes.make_mesh(MeshConfig(data=1, tensor=-1))
+    places = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), shapes, axes)
+    wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
+    shardings = {parameter_path(path): place for path, place in jax.tree_util.tree_leaves_with_path(places)}
+    found = opened.found
+    pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, InitConfig(path=str(found.path)))
+    arrays = weights.read(found, pairs, shardings)
+    weights.check(found, pairs, arrays, meshes.replicated(mesh))
+    for name in arrays:
+        if not name.endswith("router"):  # it computes in float32
+            arrays[name] = arrays[name].astype(arguments.dtype)
+    return Generator(
+        merge=lambda params: in_mode(parts.merge(params), training=False),
+        params=jax.tree_util.tree_map_with_path(lambda path, _: arrays[parameter_path(path)], shapes),
+        mesh=mesh,
+        decode=task.decode,
+        sampling=sampling,
+        window=opened.window,
+        stop_ids=opened.tokenizer.stop_ids(),
+        stop=tuple(options.stop),
+        seed=options.seed,
+        rows=rows,
+    )
+
+
+def stream(generator: Generator, prompt: Sequence[int]) -> Continuation:
+    """Shows the text as it comes."""
+    parts: Iterator[Any] = generator.stream(prompt)
+    for part in parts:
+        if not isinstance(part, str):
+            print(flush=True)
+            return part
+        print(part, end="", flush=True)
+    raise AssertionError("a stream ends with its continuation")
+
+
+def as_text(prompts: Sequence[str], results: Sequence[Continuation]) -> str:
+    return "\n\n".join(f"> {prompt}\n{result.text}" for prompt, result in zip(prompts, results, strict=True))
+
+
+def as_json(prompts: Sequence[str], results: Sequence[Continuation]) -> str:
+    rows = [
+        {"prompt": prompt, "text": result.text, "finish": result.finish, "num_tokens": len(result.tokens)}
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    return json.dumps(rows, indent=2, ensure_ascii=False)
+
+
+def say(line: str) -> None:
+    # Standard output carries the texts alone.
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
