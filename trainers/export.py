@@ -68,7 +68,9 @@ def main(argv: list[str] | None = None) -> int:
         more: dict[str, Any] = {"adapter": options.adapter, "base": options.base}
         if options.max_shard_size is not None:
             if options.format != "huggingface":
-                raise UsageError("--max-shard-size: the format safetensors is one file; leave it out, or add --format huggingface")
+                raise UsageError(
+                    "--max-shard-size: the format safetensors is one file; leave it out, or give --format huggingface"
+                )
             more["max_file_bytes"] = options.max_shard_size
         FORMATS[options.format](checkpoint, options.out, **more)
     except (UsageError, TransientError, OSError) as error:
@@ -234,8 +236,6 @@ def _adapters(meta: Mapping[str, Any], checkpoint: Path | str) -> LoraConfig:
 
 
 FORMATS: dict[str, Callable[..., None]] = {"safetensors": to_safetensors, "huggingface": to_hugging_face}
-
-
 
 
 def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
