@@ -16,12 +16,14 @@ from trainers.config.section import Section, require, require_none
 
 CLASSES = [getattr(config, name) for name in config.__all__] + [TrainingArguments, PiecesArguments, DriverConfig]
 NEEDED = {TrainingArguments: {"name": "run", "max_num_steps": 1}, PiecesArguments: {"name": "run", "max_num_steps": 1}}
+WITHOUT = (config.InitConfig, config.FrozenConfig, config.ParameterGroup, config.ScoreConfig)
+"""Classes that have no sections, and keys that must be given."""
 
 
 def sections():
     """(class, field): each section that has a default."""
     for cls in CLASSES:
-        made = cls(**NEEDED.get(cls, {})) if cls not in (config.InitConfig, config.ParameterGroup, config.ScoreConfig) else None
+        made = cls(**NEEDED.get(cls, {})) if cls not in WITHOUT else None
         for item in dataclasses.fields(cls) if made else ():
             if dataclasses.is_dataclass(getattr(made, item.name)):
                 yield cls, item.name, type(getattr(made, item.name))

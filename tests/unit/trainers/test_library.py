@@ -164,7 +164,11 @@ def test_a_model_that_needs_more_is_refused():
         training(lambda: 3).fit()
 
 
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), sgd, {"name": "sgd", "betas": (0.0, 0.9), "weight_decay": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.sgd(0.1), sgd, {"name": "sgd", "betas": (0.0, 0.9), "weight_decay": 0.0}],
+    ids=["transformation", "function", "section"],
+)
 def test_an_optimizer_may_be_a_transformation_a_function_or_a_section(optimizer):
     settings = {} if isinstance(optimizer, optax.GradientTransformation) else {"optimizer.learning_rate": 0.1}
     settings |= {} if isinstance(optimizer, optax.GradientTransformation) else {"optimizer.schedule": {"name": "constant"}}
