@@ -30,6 +30,7 @@ COMMANDS = {
     "init": Command("orchestrator.init", "write a small project of your own, which runs at once"),
     "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
     "train": Command("trainers.run", "the same training in one process, without Ray"),
+    "generate": Command("trainers.generate", "continue prompts with the model of a run, or of a folder of Hugging Face"),
     "evaluate": Command("trainers.evaluate", "the metrics of checkpoints, on held-out data"),
     "export": Command("trainers.export", "the model of a run as files for other programs"),
     "checkpoints": Command("orchestrator.checkpoints", "list and check the checkpoints of a run"),

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainers.errors import TransientError, UsageError
+from trainers.first_line import say
+from trainers.program import program
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.checkpoint.weights import Weights
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     try:
         texts = prompts_of(options)
-        say(f"reading {options.source}")
+        tell(f"reading {options.source}")
         return run(options, texts)
     except (UsageError, TransientError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -57,9 +59,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    about, _, details = str(__doc__).partition("\n\n")
+    about, _, details = str(__doc__).replace("python -m trainers.generate", program("trainers.generate")).partition("\n\n")
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m trainers.generate", description=about, epilog=details, formatter_class=form)
+    parser = argparse.ArgumentParser(program("trainers.generate"), description=about, epilog=details, formatter_class=form)
     parser.add_argument("source", metavar="RUN_OR_FOLDER")
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step; default: the newest")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
@@ -118,7 +120,7 @@ def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
     # Before the weights are read, which may take minutes: a prompt may be wrong.
     prompts = [encoded(opened, text, options) for text in texts]
     generator = load(opened, sampling, options, rows=min(options.batch_size, len(prompts)))
-    say(f"{opened.found.path}: read in {time.perf_counter() - begun_s:.1f} s; the first token comes after compiling")
+    tell(f"{opened.found.path}: read in {time.perf_counter() - begun_s:.1f} s; the first token comes after compiling")
     begun_s = time.perf_counter()
     if len(prompts) == 1 and not options.json:
         results = [stream(generator, prompts[0])]
@@ -126,7 +128,7 @@ def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
         results = list(generator.all(prompts))
         print(as_json(texts, results) if options.json else as_text(texts, results))
     total, seconds = sum(len(result.tokens) for result in results), time.perf_counter() - begun_s
-    say(f"{total} tokens in {seconds:.1f} s, compiling included")
+    tell(f"{total} tokens in {seconds:.1f} s, compiling included")
     return 0
 
 
@@ -171,7 +173,7 @@ def _of_folder(found: Weights) -> TrainingArguments:
     assert found.folder is not None
     tokenizer = str(found.path) if has_tokenizer(found.path) else BYTES
     if tokenizer == BYTES:
-        say(f"{found.path} has no tokenizer: a token is a byte")
+        tell(f"{found.path} has no tokenizer: a token is a byte")
     return TrainingArguments(name="generate", max_num_steps=1, model=found.folder.config, data=DataConfig(tokenizer=tokenizer))
 
 
@@ -226,7 +228,7 @@ def encoded(opened: Opened, text: str, options: argparse.Namespace) -> list[int]
             "together, for the model has no more positions"
         )
     if total > opened.window:
-        say(f"past {opened.window} tokens, which the model was made for, each token sees the last {opened.window} alone")
+        tell(f"past {opened.window} tokens, which the model was made for, each token sees the last {opened.window} alone")
     return tokens
 
 
@@ -292,9 +294,9 @@ def as_json(prompts: Sequence[str], results: Sequence[Continuation]) -> str:
     return json.dumps(rows, indent=2, ensure_ascii=False)
 
 
-def say(line: str) -> None:
-    # Standard output carries the texts alone.
-    print(line, file=sys.stderr, flush=True)
+def tell(line: str) -> None:
+    """Standard output carries the texts alone."""
+    say(line, stream=sys.stderr)
 
 
 if __name__ == "__main__":

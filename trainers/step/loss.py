@@ -152,9 +152,9 @@ class LossFunction:
         """Returns what the model needs beside its parameters for micro-batch number `micro_batch` of the global batch
         `batch_index`. In an evaluation random streams depend on the examples alone: the same state gives the same numbers."""
         if self.training:
-            return Rest(model_state, self.parts.streams("training", batch_index, micro_batch), frozen)
+            return Rest(model_state, self.parts.streams("training", batch_index, micro_batch), dict(frozen))
         first_example = batch["sample_id"][0] if self.parts.stream_template else 0
-        return Rest(model_state, self.parts.streams("evaluation", first_example, 0), frozen)
+        return Rest(model_state, self.parts.streams("evaluation", first_example, 0), dict(frozen))
 
     def term_targets(self, params: Any, batch: Batch, step: Any, rest: Rest = NO_REST) -> tuple[jax.Array, ...]:
         """Returns the number of targets of each term in this batch; empty if the loss is no dict. A tuple in the order of the

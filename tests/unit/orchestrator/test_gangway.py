@@ -18,7 +18,7 @@ from orchestrator.shipped import files
 from tests import ROOT
 from trainers.program import program
 
-NO_COMMANDS = {"trainers.worker", "trainers.planning.estimate", "orchestrator.gangway"}
+NO_COMMANDS = {"trainers.worker", "trainers.planning.estimate", "orchestrator.gangway", "orchestrator.launched"}
 """Modules that are programs, and that no person calls through `gangway`."""
 
 
