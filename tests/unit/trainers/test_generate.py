@@ -191,7 +191,7 @@ from trainers import generate
 def told(line):
     print(line, sorted({"jax", "numpy", "transformers"} & sys.modules.keys()))
     sys.exit(0)
-generate.say = told
+generate.tell = told
 generate.main(["nowhere", "--prompt", "a"])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT, timeout=100)
