@@ -236,9 +236,10 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
     """Reads the weights. Raises CheckpointError if they do not fit the model."""
     import jax
 
-    from trainers.checkpoint import weights
+    from trainers.checkpoint import weights, whole
     from trainers.config import InitConfig, MeshConfig
     from trainers.evaluation.generation import Generator
+    from trainers.models.hf.weights import flat
     from trainers.optim.param_groups import parameter_path
     from trainers.parallel import mesh as meshes
     from trainers.step.loss import in_mode
@@ -250,10 +251,15 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
     places = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), shapes, axes)
     wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
     shardings = {parameter_path(path): place for path, place in jax.tree_util.tree_leaves_with_path(places)}
-    found = opened.found
-    pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, InitConfig(path=str(found.path)))
-    arrays = weights.read(found, pairs, shardings)
-    weights.check(found, pairs, arrays, meshes.replicated(mesh))
+    if arguments.lora is not None:
+        # The adapters are merged: a cache computes each of its products once for each token.
+        merged, _ = whole.read_merged(opened.found.path)
+        arrays = {name: jax.device_put(value, shardings[name]) for name, value in flat(merged).items()}
+    else:
+        found = opened.found
+        pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, InitConfig(path=str(found.path)))
+        arrays = weights.read(found, pairs, shardings)
+        weights.check(found, pairs, arrays, meshes.replicated(mesh))
     for name in arrays:
         if not name.endswith("router"):  # it computes in float32
             arrays[name] = arrays[name].astype(arguments.dtype)

@@ -13,7 +13,7 @@ from tests.multihost.test_hosts import arguments
 
 
 def stretch(batch_index, hosts):
-    mesh = {"data": hosts, "fsdp": 1, "tensor": 1}
+    mesh = {"data": hosts, "fsdp": 1, "expert": 1, "tensor": 1}
     return {"batch_index": batch_index, "num_hosts": hosts, "num_devices": hosts, "mesh": mesh}
 
 

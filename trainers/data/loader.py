@@ -64,7 +64,7 @@ class StepAddressedLoader:
         self._threads = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="loader")
         self._ahead: collections.deque[concurrent.futures.Future] = collections.deque()
         self._next: int | None = None
-        self._shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]] | None = None
+        self._shapes: Mapping[str, tuple[np.dtype, tuple[int, ...] | None]] | None = None
         slices = self.sharding.addressable_devices_indices_map(self.shape)
         # Once, for they are the same in every batch.
         self._rows = {device: self._row_numbers(index) for device, index in slices.items() if index}
@@ -148,22 +148,22 @@ class StepAddressedLoader:
         return {name: leaf.reshape(len(rows), len(rows[0]), *leaf.shape[1:]) for name, leaf in batch.items()}
 
     def _check_shapes(self, batch: Mapping[str, np.ndarray], first_row: int) -> None:
-        """Raises DataError if the rows have other shapes or types than earlier ones: the step is compiled for one."""
-        shapes = {name: (leaf.shape[1:], leaf.dtype) for name, leaf in batch.items()}
+        """Raises DataError if the rows have other columns or types than earlier ones, or, of a collator, other shapes: the step
+        is compiled for one. Examples of another length, all of a batch alike, are trained on: the step is compiled again."""
+        own = self.collator is not None
+        shapes = {name: (leaf.dtype, leaf.shape[1:] if own else None) for name, leaf in batch.items()}
         if self._shapes is None:
             self._shapes = shapes
-        if wrong := [name for name in shapes.keys() | self._shapes.keys() if shapes.get(name) != self._shapes.get(name)]:
-            told = ", ".join(
-                f"{name} {_told(shapes.get(name))}, before {_told(self._shapes.get(name))}" for name in sorted(wrong)
-            )
-            if self.collator is not None:
-                raise DataError(
-                    f"the collator returned leaves of other shapes or types than before: {told}; pad to a fixed length"
-                )
-            raise DataError(
-                f"the examples from index {first_row} on have other shapes or types than those before: {told}; give all of them "
-                "one type, and override build_data_collate_info for what varies in length"
-            )
+        wrong = sorted(name for name in shapes.keys() | self._shapes.keys() if shapes.get(name) != self._shapes.get(name))
+        if not wrong:
+            return
+        told = ", ".join(f"{name} {_told(shapes.get(name))}, before {_told(self._shapes.get(name))}" for name in wrong)
+        if own:
+            raise DataError(f"the collator returned leaves of other shapes or types than before: {told}; pad to a fixed length")
+        raise DataError(
+            f"the examples from index {first_row} on have other columns or types than those before: {told}; give all of them the "
+            "same ones, such as np.float32(value)"
+        )
 
     def _end(self, start: int) -> int:
         """Returns the index after the last example that counts."""
@@ -172,5 +172,8 @@ class StepAddressedLoader:
         return self.num_examples or (end if available is None else available(end))
 
 
-def _told(leaf: tuple[tuple[int, ...], np.dtype] | None) -> str:
-    return "absent" if leaf is None else f"{leaf[1]}{list(leaf[0])}"
+def _told(leaf: tuple[np.dtype, tuple[int, ...] | None] | None) -> str:
+    if leaf is None:
+        return "absent"
+    dtype, shape = leaf
+    return str(dtype) if shape is None else f"{dtype}{list(shape)}"

@@ -168,6 +168,29 @@ def test_sources_that_cannot_generate_are_named(capsys, tmp_path):
     assert "model.vocab_size = 64: expected at least 256, for the data are bytes" in printed.err
 
 
+def test_of_a_run_with_lora_the_adapters_are_merged_with_their_base(exported, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT[::-1])
+    settings = arguments(
+        tmp_path,
+        task="trainers.tasks.causal_lm:CausalLMTask",
+        model={"pretrained": str(exported)},
+        lora={"rank": 4, "alpha": 16},
+        data={"sequence_length": 32, "paths": [str(tmp_path / "text.txt")]},
+        optimizer={"learning_rate": 0.05, "schedule": {"name": "constant"}},
+        previews={"prompts": []},
+        evaluation={"max_batches": 1},
+        max_num_steps=6,
+    )
+    made = BaseTrainer(settings, *text_windows(settings))
+    made.train()
+    checkpoint = Path(made.output.checkpoint_path)
+    to_hugging_face(checkpoint, tmp_path / "merged")
+    options = ["--prompt", "the gang", "--max-new-tokens", 8]
+    found = rows(capsys, checkpoint.parents[1], *options)
+    assert found == rows(capsys, tmp_path / "merged", *options)
+    assert found != rows(capsys, exported, *options)
+
+
 def test_learned_positions_have_an_end(capsys, tmp_path):
     made = trainer(
         tmp_path,

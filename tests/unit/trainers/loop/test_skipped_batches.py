@@ -247,7 +247,7 @@ def test_a_run_stops_where_it_is_to_be_resized_and_goes_on_bit_for_bit(tmp_path,
     assert_equal(resumed.train(), state)
     assert same(resumed.output.metrics, whole.output.metrics)
     assert whole.output.metrics["lineage"] == [
-        {"batch_index": 0, "num_hosts": 1, "num_devices": 8, "mesh": {"data": 8, "fsdp": 1, "tensor": 1}}
+        {"batch_index": 0, "num_hosts": 1, "num_devices": 8, "mesh": {"data": 8, "fsdp": 1, "expert": 1, "tensor": 1}}
     ]
 
 

@@ -143,6 +143,8 @@ OTHERS = {
     "eval_samples_per_s": "examples/s",
     "eval_tokens_per_s": "tokens/s",
     "eval_tflops_per_s_per_device": "TFLOP/s",
+    "busiest_expert": "1",
+    "router_entropy": "1",
     "grad_norm/NAME": "1",
     "mean_NAME": "as NAME",
     "learning_rate/PATTERN": "1",
@@ -179,7 +181,8 @@ def test_a_run_publishes_all_of_it_and_nothing_else(run):
         "loss_scale",
         "device_memory_bytes",
         "device_memory_peak_bytes",
-    }  # of float16, and not of CPUs
+        *("busiest_expert", "router_entropy"),
+    }  # of float16, of mixtures of experts, and not of CPUs
     assert published == {name for name, _, _ in ROWS} - elsewhere
 
 
