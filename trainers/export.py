@@ -68,9 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         more: dict[str, Any] = {"adapter": options.adapter, "base": options.base}
         if options.max_shard_size is not None:
             if options.format != "huggingface":
-                raise UsageError(
-                    "--max-shard-size: the format safetensors is one file; leave it out, or give --format huggingface"
-                )
+                raise UsageError("--max-shard-size: safetensors is one file; leave it out, or add --format huggingface")
             more["max_file_bytes"] = options.max_shard_size
         FORMATS[options.format](checkpoint, options.out, **more)
     except (UsageError, TransientError, OSError) as error:
