@@ -48,6 +48,8 @@ REFUSALS = frozenset(
     }
 )
 """Error codes of MLflow for a wrong entry. All other codes are problems of the server."""
+OF_MACHINES = ("host_", "process_memory", "device_memory")
+"""How the names of metrics of machines begin."""
 
 
 class Line(NamedTuple):
@@ -95,6 +97,12 @@ def next_batch(lines: Sequence[Line]) -> Sequence[Line]:
         if metrics is None or num_values > MAX_VALUES:
             return lines[: max(1, index)]
     return lines
+
+
+def shown(name: str) -> str:
+    """Returns the name of a metric in MLflow. What machines need is on the page of system metrics, away from the loss and
+    the throughput."""
+    return f"system/{name}" if name.startswith(OF_MACHINES) else name
 
 
 def fresh_values(batch: Sequence[Line], last_step: dict[str, int]) -> list[Value]:
@@ -151,7 +159,7 @@ class MlflowRun:
     def send_values(self, values: Sequence[Value]) -> None:
         from mlflow.entities import Metric
 
-        self.client.log_batch(self.run_id, metrics=[Metric(v.name, v.value, v.time_ms, v.step) for v in values])
+        self.client.log_batch(self.run_id, metrics=[Metric(shown(v.name), v.value, v.time_ms, v.step) for v in values])
 
     def send_record(self, record: dict[str, Any]) -> None:
         """Sends a line that holds no metrics."""

@@ -99,6 +99,7 @@ def test_everything_reaches_mlflow_and_the_driver_never_imports_it(run_dir, stor
     with tracker(run_dir) as it:
         log_steps(it, range(2000))
         it.log_metrics(5, {"eval_loss": float("nan"), "note": "no number"})
+        it.log_metrics(6, {"host_cpu_percent": 12.5, "process_memory_bytes": 3.0})
         it.set_tags({"digest": 12})
         it.log_artifact(tmp_path / "page.html", "report")
         it.register_model("tiny", str(tmp_path / "checkpoints" / "10"))
@@ -107,6 +108,9 @@ def test_everything_reaches_mlflow_and_the_driver_never_imports_it(run_dir, stor
         assert it.where()["command"] == f"mlflow ui --backend-store-uri sqlite:///{store}"
         assert it.where()["run_id"] == query(store, "select run_uuid from runs where name = 'a'")[0][0]
     assert shipped(store) == expected(range(2000))
+    # Away from the loss, on MLflow's page for the system.
+    assert shipped(store, "system/host_cpu_percent") == [(6, 12.5)]
+    assert shipped(store, "system/process_memory_bytes") == [(6, 3.0)]
     assert query(store, "select is_nan from metrics where key = 'eval_loss'") == [(1,)]
     assert query(store, "select key, value from params") == [("model.width", "3")]
     assert ("digest", "12") in query(store, "select key, value from tags")
