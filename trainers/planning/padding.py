@@ -52,10 +52,14 @@ def check(trainer: BaseTrainer) -> str | None:
     layout = trainer.loss_layout.with_others({TOKENS: Kind.SUM})
     try:
         found = sums(trainer, loss, layout, batches)
+        # Read and compiled once more: what differs between two tries says nothing of the row.
+        (again,) = map(layout.read, sums(trainer, loss, layout, batches_of(trainer)[:1]))
     except Exception as error:  # a kernel that this machine's CPU lacks, say: the machines that train may have it
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return f"{LEFT_OUT}: the loss cannot be computed on this machine ({why})"
     without, *padded = map(layout.read, found)
+    if not all(_same(value, again[name], SAME_PROGRAM) for name, value in without.items()):
+        return f"{LEFT_OUT}: the loss of the same examples is another each time (`python -m orchestrator.verify` says why)"
     if told := differences(without, padded):
         raise UsageError(
             f"the loss of {type(loss.task).__name__} counts rows that only fill up a batch (batch['weight'] is 0): one such row "

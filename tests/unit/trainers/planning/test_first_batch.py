@@ -244,6 +244,18 @@ def test_what_cannot_be_tried_here_is_said(task, why):
     assert why in facts["padding"]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"task": "tests.programs.faulty:Moody"}, {"data": {"sequence_length": 8, "dataset": "tests.programs.faulty:unseeded"}}],
+    ids=["compiled", "read"],
+)
+def test_of_a_loss_that_is_another_each_time_nothing_is_said(changes):
+    base = {"task": "tests.programs.tiny:TableTask", "data": {"sequence_length": 8, "dataset": "tests.programs.tiny:numbers"}}
+    problems, facts = plan(**base | changes)
+    assert problems == []
+    assert "the loss of the same examples is another each time" in facts["padding"]
+
+
 def test_the_projects_own_task_passes_the_trial_that_it_is_spared(monkeypatch):
     model = {"vocab_size": 256, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
     data = {"paths": [__file__], "sequence_length": 8, "eval_fraction": 0.0}
