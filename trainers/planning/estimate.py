@@ -70,7 +70,7 @@ def plan(arguments: TrainingArguments, num_devices: int) -> tuple[list[str], Fac
         # Without data the model can still be checked.
         train, held_out = datasets or (None, None)
         facts |= data_facts(arguments, train, held_out)
-        evaluations.check(problems, arguments, has_held_out=bool(held_out) or not datasets)
+        evaluations.check(problems, arguments, has_held_out=not datasets or (held_out is not None and len(held_out) > 0))
         for name in arguments.recorders:
             attempt(problems, "recorders", functools.partial(load_object, BUILT_IN.get(name, name)))
         # A trainer that only implements the protocol may touch devices when it is built: it is built on the machines only.

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from orchestrator.config.job import ConfigError, build
+from cluster.hosts import config as hosts_config
+from orchestrator.config.job import ConfigError, build, load
 from orchestrator.planning import report as job_plan
+from tests import ROOT
 from tests.programs.mistaken import mistake
 from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
@@ -265,6 +267,16 @@ def test_the_examples_of_columns_are_their_rows():
     )
     assert problems == []
     assert (facts["train_examples"], facts["eval_examples"], facts["max_steps"]) == (12, 3, 3)
+
+
+SHIPPED = sorted(path for folder in ("configs", "examples", "examples/migrated") for path in (ROOT / folder).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_configuration_that_is_shipped_can_run(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load(path, [f"storage={tmp_path}"])
+    assert estimate.plan(config.training, hosts_config.num_devices(config.hosts))[0] == []
 
 
 def test_a_data_server_that_is_away_refuses_no_run():
