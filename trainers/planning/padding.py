@@ -6,7 +6,7 @@ The loss of a real small batch is computed on the CPU of this machine, with para
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ def check(trainer: BaseTrainer) -> str | None:
         return None
     if why := out_of_reach(trainer):
         return f"{LEFT_OUT}: {why}"
-    batches = batches_of(trainer)
+    batches = list(batches_of(trainer))
     first = _on_device(batches[0])
     state_shapes, shapes = trainer.model.state_shapes, trainer._model_state.params
     if not loss.adds_up_itself(shapes, first, np.int32(0), loss.rest(state_shapes, first)):
@@ -53,7 +53,7 @@ def check(trainer: BaseTrainer) -> str | None:
     try:
         found = sums(trainer, loss, layout, batches)
         # Read and compiled once more: what differs between two tries says nothing of the row.
-        (again,) = map(layout.read, sums(trainer, loss, layout, batches_of(trainer)[:1]))
+        (again,) = map(layout.read, sums(trainer, loss, layout, [next(batches_of(trainer))]))
     except Exception as error:  # a kernel that this machine's CPU lacks, say: the machines that train may have it
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return f"{LEFT_OUT}: the loss cannot be computed on this machine ({why})"
@@ -69,13 +69,15 @@ def check(trainer: BaseTrainer) -> str | None:
     return CHECKED
 
 
-def batches_of(trainer: BaseTrainer) -> list[dict[str, np.ndarray]]:
-    """Returns a batch of NUM_ROWS examples, and others with one row more, of weight 0: first a repeated one, as the loader fills
+def batches_of(trainer: BaseTrainer) -> Iterator[dict[str, np.ndarray]]:
+    """Yields a batch of NUM_ROWS examples, and others with one row more, of weight 0: first a repeated one, as the loader fills
     up, then other examples. These may not count either, and show more: the largest value among them changes a maximum."""
     dataset, num_examples = trainer.dataset_train, NUM_ROWS + NUM_FILLERS
     available = getattr(dataset, "available", lambda stop: stop)(num_examples)
     rows, fillers = tuple(range(min(NUM_ROWS, available))), range(min(NUM_ROWS, available), available)
-    return [trainer.rows_of(dataset, rows)] + [trainer.rows_of(dataset, (*rows, filler), 1) for filler in (0, *fillers)]  # type: ignore[arg-type]
+    yield trainer.rows_of(dataset, rows)  # type: ignore[arg-type]
+    for filler in (0, *fillers):
+        yield trainer.rows_of(dataset, (*rows, filler), 1)  # type: ignore[arg-type]
 
 
 def is_own(task: Any) -> bool:
