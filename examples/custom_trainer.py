@@ -25,8 +25,8 @@ class LineTrainer:
         self.arguments, self.dataset_train, self.dataset_eval, self.output = arguments, dataset_train, dataset_eval, None
 
     def train(self, model_parameters=None, state=None):
-        path, fresh = runtime.restore_from(), (model_parameters or {"slope": 0.0, "offset": 0.0}, 0)
-        line, step = json.loads(Path(path).read_text()) if path else fresh
+        path = runtime.restore_from()
+        line, step = json.loads(Path(path).read_text()) if path else (model_parameters or {"slope": 0.0, "offset": 0.0}, 0)
         train_step, mesh = jax.jit(jax.value_and_grad(loss)), jax.make_mesh((jax.device_count(),), ("data",))
         place, stop = jax.NamedSharding(mesh, jax.P("data")), False
         # A signal may come to one host alone: all must hear of it before one of them stops.
@@ -37,8 +37,8 @@ class LineTrainer:
             runtime.progress(step, {"loss": float(value)})
             if step % self.arguments.checkpoint.save_steps == 0:
                 path = self.save_pretrained(f"{self.arguments.storage}/{self.arguments.name}/{step}.json", (line, step))
-        reason, metrics = "terminated" if stop else "max_steps", {"steps": step, **line, **self.evaluate((line, step))}
-        self.output = protocol.TrainerOutput((line, step), mesh, path, None, protocol.StopReason(reason), metrics)
+        reason = protocol.StopReason("terminated" if stop else "max_steps")
+        self.output = protocol.TrainerOutput((line, step), mesh, path, None, reason, {"steps": step, **line, **self.evaluate((line, step))})
         return line, step
 
     def evaluate(self, state, metric_calculator=None):
