@@ -11,8 +11,7 @@ from trainers.runtime import multihost
 
 
 def points(arguments):
-    x = np.random.default_rng(arguments.seed).normal(size=320).astype(np.float32)
-    rows = np.stack([x, 3 * x - 1], axis=1)
+    rows = np.float32(np.random.default_rng(arguments.seed).normal(size=(320, 1)) @ [[1, 3]] + [[0, -1]])
     return rows[:256], rows[256:]  # (training data, held-out data)
 
 
@@ -25,8 +24,8 @@ class LineTrainer:
         self.arguments, self.dataset_train, self.dataset_eval, self.output = arguments, dataset_train, dataset_eval, None
 
     def train(self, model_parameters=None, state=None):
-        path = runtime.restore_from()
-        line, step = json.loads(Path(path).read_text()) if path else (model_parameters or {"slope": 0.0, "offset": 0.0}, 0)
+        path, fresh = runtime.restore_from(), (model_parameters or {"slope": 0.0, "offset": 0.0}, 0)
+        line, step = json.loads(Path(path).read_text()) if path else fresh
         train_step, mesh = jax.jit(jax.value_and_grad(loss)), jax.make_mesh((jax.device_count(),), ("data",))
         place, stop = jax.NamedSharding(mesh, jax.P("data")), False
         # A signal may come to one host alone: all must hear of it before one of them stops.
@@ -37,8 +36,8 @@ class LineTrainer:
             runtime.progress(step, {"loss": float(value)})
             if step % self.arguments.checkpoint.save_steps == 0:
                 path = self.save_pretrained(f"{self.arguments.storage}/{self.arguments.name}/{step}.json", (line, step))
-        reason = protocol.StopReason("terminated" if stop else "max_steps")
-        self.output = protocol.TrainerOutput((line, step), mesh, path, None, reason, {"steps": step, **line, **self.evaluate((line, step))})
+        reason, metrics = "terminated" if stop else "max_steps", {"steps": step, **line, **self.evaluate((line, step))}
+        self.output = protocol.TrainerOutput((line, step), mesh, path, None, protocol.StopReason(reason), metrics)
         return line, step
 
     def evaluate(self, state, metric_calculator=None):
