@@ -29,6 +29,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "init": Command("orchestrator.init", "write a small project of your own, which runs at once"),
     "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
+    "compile": Command("orchestrator.compile", "compile a run for its hosts, which need not be there: memory, exchanges"),
     "train": Command("trainers.run", "the same training in one process, without Ray"),
     "generate": Command("trainers.generate", "continue prompts with the model of a run, or of a folder of Hugging Face"),
     "evaluate": Command("trainers.evaluate", "the metrics of checkpoints, on held-out data"),

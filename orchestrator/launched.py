@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import head
 from orchestrator.launching import Interrupted, run_job, why_no_outcome
-from orchestrator.planning import report
+from orchestrator.planning.child import PlanError
 from orchestrator.run_state.lease import RunInUse
 from trainers.config.masking import masked
 from trainers.storage import documents
@@ -39,7 +39,7 @@ def end_of(configuration: dict[str, Any]) -> dict[str, Any]:
         outcome, error, lost = run_job(build(configuration, name="launch"), began_s=time.monotonic())
     except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as refused:
         return {"status": "refused", "error": masked(str(refused)), "stop_reason": None}
-    except report.PlanError as failed:
+    except PlanError as failed:
         return {"status": "failed", "error": masked(str(failed)), "stop_reason": None}
     except Interrupted:
         raise KeyboardInterrupt from None

@@ -22,6 +22,7 @@ from orchestrator.driver.ray_train import fit, import_ray_train
 from orchestrator.events import Status
 from orchestrator.failures import missing_code
 from orchestrator.planning import report
+from orchestrator.planning.child import PlanError
 from orchestrator.reporting.console import Console, make_console, watch
 from orchestrator.run_state.lease import RunInUse, check_free
 from orchestrator.run_state.outcome import read_outcome
@@ -51,7 +52,7 @@ def run(path: str, overrides: Sequence[str], *, dry_run: bool, began_s: float) -
     except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
-    except report.PlanError as error:
+    except PlanError as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_FAILED
     except Interrupted:
@@ -108,11 +109,11 @@ def plan_and_connect(config: JobConfig, console: Console) -> tuple[report.PlanRe
     """Returns what the run will be, and whether Ray Train supervises the driver. The child that works out the plan runs while Ray
     starts and is imported: no machine is asked for before the plan is known to be good."""
     console.show(Status(ev="status", state="checking"))
-    with report.Child(config) as child:
+    with report.Plan(config) as plan:
         supervised = connect(config)
         try:
             import_ray_train()
-            return child.report(), supervised
+            return plan.report(), supervised
         except BaseException:
             disconnect()
             raise

@@ -296,9 +296,8 @@ class BaseTrainer(Builder):
         return state, self._no_sums(), self._step_batch_shapes(), self._no_requests()
 
     def _step_batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        shape = (self.arguments.accumulation_steps, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size))
         model = TrainerConfigureModelOutput(self.model, self._model_state)
-        return self._batch_shapes(shape, model, meshes.micro_batches(self._mesh))
+        return self._batch_shapes(self._micro_batches_shape, model, meshes.micro_batches(self._mesh))
 
     def _build_loop(self, resume: Resume, saver: Saver, step: int) -> Loop:
         arguments, time_used = self.arguments, saver.time_used

@@ -149,21 +149,9 @@ class Builder(BatchBuilder):
         manager. May be called by hand: `functions` is there from then on, and `model`."""
         self.prepare()
         host = runtime.current()
-        on_micro_step = self.on_micro_step if self.overrides("on_micro_step") else None
-        step = make_train_step(
-            self.loss_function,
-            self.step_layout,
-            self._update_rule,
-            self.scheduler,
-            self.arguments,
-            on_micro_step,
-            self.param_groups,
-            self.forward_backward if self.overrides("forward_backward") else None,
-            self.pruner,
-        )
         eval_step = self._unit_builder.jit(self.eval_loss_function, self.loss_layout)
         self._functions = TrainerConfigureFunctionOutput(
-            Program("train_step", self._jit_train_step(step), self._programs, host.note, self._frozen),
+            Program("train_step", self._jit_train_step(self._train_step()), self._programs, host.note, self._frozen),
             Program("eval_step", eval_step, self._programs, host.note, self._frozen),
             self._mesh,
             self.build_checkpoint_manager(),
@@ -450,6 +438,24 @@ class Builder(BatchBuilder):
             step = self._unit_builder.jit_step(adapted.adapted_eval_step(evaluate, layout.with_others(EVALUATION_COUNTS)))
             evaluate = Program("eval_step", step, self._programs, note, self._frozen)
         return functions._replace(train_step_fn=train, eval_step_fn=evaluate)
+
+    def _train_step(self) -> Any:
+        return make_train_step(
+            self.loss_function,
+            self.step_layout,
+            self._update_rule,
+            self.scheduler,
+            self.arguments,
+            self.on_micro_step if self.overrides("on_micro_step") else None,
+            self.param_groups,
+            self.forward_backward if self.overrides("forward_backward") else None,
+            self.pruner,
+        )
+
+    @property
+    def _micro_batches_shape(self) -> tuple[int, int]:
+        """The micro-batches of a step, and the rows of each."""
+        return self.arguments.accumulation_steps, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size)
 
     def _jit_train_step(self, step: Any) -> Any:
         shardings, replicated = self._state_shardings, meshes.replicated(self._mesh)

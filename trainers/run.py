@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,8 @@ STATES = {
 }
 """The state that the console shows in each phase of this process."""
 WARNINGS = ("save_failed", "anomaly")
+CACHE = "~/.cache/gangway/single"
+"""Where compiled programs are kept for the next launch."""
 
 
 def main() -> int:
@@ -63,12 +66,24 @@ def main() -> int:
         return 2
     began_s = time.monotonic()
     say(f"reading {given[0]}", clock=True)
+    keep_programs()
     try:
         output = train(read(given[0], given[1:]), began_s)
     except Exception as error:  # the command's boundary: told, with where it arose in the user's code
         return failed(error)
     print(result(output))
     return 0
+
+
+def keep_programs() -> None:
+    """Lets the next launch load what this one compiles, as the processes of a job do. Must be called before JAX is imported. What
+    the environment says comes first."""
+    cache = os.path.expanduser(CACHE)
+    os.environ.setdefault("GANGWAY_PROGRAMS", f"{cache}/programs")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+    # Without these two JAX keeps only what is large or slow to compile.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def usage() -> str:
@@ -169,7 +184,8 @@ def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) ->
 def build(arguments: TrainingArguments, recorders: Recorders, console: Console) -> Any:
     from trainers import runtime
 
-    host = runtime.Runtime(lambda event: show(event, recorders, console))
+    # A key of this launch alone: a later one may have other code, and finds a program by what it is traced to.
+    host = runtime.Runtime(lambda event: show(event, recorders, console), program_key=uuid.uuid4().hex)
     runtime.install(host)
     # The loop then stops between two steps, with the state saved.
     signal.signal(signal.SIGINT, lambda number, frame: host.request_stop("interrupted"))

@@ -12,6 +12,8 @@ DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "v7x": 2}
 """JAX devices of one chip where that is not 1: generations whose cores are programmed one by one."""
 CORES_PER_CHIP = {"v5litepod": 1, "v6e": 1}
 """Cores of one chip where that is not 2: cloud names count cores (`v4-16` has 8 chips)."""
+TOPOLOGY_NAMES = {"v5litepod": "v5e"}
+"""Where JAX names a topology otherwise than Ray does."""
 ALIASES = {"v5e": "v5litepod", "v5lite": "v5litepod", "tpu7x": "v7x", "v7": "v7x"}
 
 
@@ -35,3 +37,9 @@ def topology_dims(topology: str) -> tuple[int, ...]:
     if not is_shape:
         raise ValueError(f"topology = {topology!r}: expected two or three sizes such as 4x4 or 2x2x2")
     return tuple(int(part) for part in parts)
+
+
+def topology_name(accelerator: str, topology: str) -> str:
+    """Returns how JAX names the topology of a slice: `v5e:4x4`."""
+    name = generation(accelerator)
+    return f"{TOPOLOGY_NAMES.get(name, name)}:{'x'.join(map(str, topology_dims(topology)))}"

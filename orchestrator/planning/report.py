@@ -7,28 +7,18 @@ What needs JAX or the user's code (shapes, data) is worked out in a child proces
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from cluster.agent.child_process import child_env
 from cluster.hosts import config as hosts_config
-from orchestrator.config.job import ConfigError, JobConfig, shown, to_yaml
+from orchestrator.config.job import JobConfig, shown, to_yaml
 from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
+from orchestrator.planning.child import Child
 from trainers.config.attention import choose
 from trainers.config.model import num_replicas
 
-CHILD_TIMEOUT_S = 600.0
-"""Reading the data may take long; a child that hangs must not."""
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
-class PlanError(Exception):
-    """The child that works out the plan failed by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +98,8 @@ class PlanReport:
 
 def check(config: JobConfig) -> PlanReport:
     """Raises ConfigError with everything that a look at the code and the data shows to be wrong."""
-    with Child(config) as child:
-        return child.report()
+    with Plan(config) as plan:
+        return plan.report()
 
 
 def render(config: JobConfig, report: PlanReport) -> str:
@@ -235,68 +225,29 @@ def scaled(number: float) -> str:
     return f"{number:g} "
 
 
-class Child:
-    """The process that works out the plan. It starts at once, and is killed at the end of the `with` if it is still there."""
+class Plan:
+    """The plan while a child process works it out. The process is killed at the end of the `with` if it is still there."""
 
     def __init__(self, config: JobConfig):
         self._config = config
-        # Not pipes: a child that prints much would wait for somebody to read, and nobody does while Ray starts.
-        self._given, self._answer, self._errors = (tempfile.TemporaryFile("w+") for _ in range(3))  # noqa: SIM115 - closed by __exit__
-        json.dump(
-            {
-                "arguments_class": config.arguments_class,
-                "arguments": asdict(config.training),
-                "num_devices": hosts_config.num_devices(config.hosts),
-            },
-            self._given,
-        )
-        self._given.seek(0)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainers.planning.estimate"],
-            stdin=self._given,
-            stdout=self._answer,
-            stderr=self._errors,
-            # On CPU: the estimate must not take a device from the processes that will train.
-            env=child_env(os.environ, {"JAX_PLATFORMS": "cpu"}),
-        )
+        self._child = Child("trainers.planning.estimate", config, {"num_devices": hosts_config.num_devices(config.hosts)}, {})
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Plan:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        for file in (self._given, self._answer, self._errors):
-            file.close()
+        self._child.__exit__(*error)
 
     def report(self) -> PlanReport:
         """Waits for the answer. Raises ConfigError with everything that is wrong, and PlanError if the child itself failed."""
-        answer = self._read()
         config = self._config
-        if answer["problems"]:
-            raise ConfigError(config.training.name, answer["problems"])
+        facts = self._child.facts()
         return PlanReport(
             num_hosts=hosts_config.num_hosts(config.hosts),
             devices_per_host=hosts_config.devices_per_host(config.hosts),
             mesh=config.training.check_devices(hosts_config.num_devices(config.hosts)),
-            **answer["facts"],
+            **facts,
         )
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            status = self._process.wait(CHILD_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise PlanError(
-                f"python -m trainers.planning.estimate has not answered within {CHILD_TIMEOUT_S:.0f} s: does data.dataset or the "
-                "model wait for something?"
-            ) from error
-        if status != 0:
-            self._errors.seek(0)
-            raise PlanError(
-                f"python -m trainers.planning.estimate failed with exit status {status}:\n{self._errors.read()[-4000:]}"
-            )
-        self._answer.seek(0)
-        return json.loads(self._answer.read())
 
 
 def _flat(data: Mapping[str, Any], prefix: str) -> Any:

@@ -26,6 +26,7 @@ from trainers.models.experts import RouterSums, mixture
 from trainers.models.kv_cache import Cache, Slots
 from trainers.models.layers import Layers, parameter
 from trainers.models.positions import Angles, rotary_angles, rotate
+from trainers.parallel.mesh import by_rows
 from trainers.parallel.platform import platform
 
 Weights = dict[str, jax.Array]
@@ -66,9 +67,9 @@ class Decoder(nnx.Module):
             self.positions = parameter(rngs, (None, "embed"), (config.num_positions, config.width), TABLE_SCALE, param_dtype)
         self.layers = Layers(config, rngs=rngs, param_dtype=param_dtype)
         scale = jnp.zeros if config.structure.norm_offset else jnp.ones
-        self.final_norm = nnx.Param(scale(config.width, param_dtype), logical_axes=("embed",))
+        self.final_norm = nnx.Param(scale(config.width, param_dtype), logical_axes=("norm",))
         if config.structure.norm == "layer":
-            self.final_norm_bias = nnx.Param(jnp.zeros(config.width, param_dtype), logical_axes=("embed",))
+            self.final_norm_bias = nnx.Param(jnp.zeros(config.width, param_dtype), logical_axes=("norm",))
         if not config.tie_embeddings:
             self.unembed = parameter(rngs, ("embed", "vocab"), shape[::-1], TABLE_SCALE, param_dtype)
 
@@ -100,13 +101,14 @@ class Decoder(nnx.Module):
         def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, RouterSums | None]:
             weights, local = xs
             mix = partial(attend_all, local)
-            return self._layer(x_ND, weights, batch, turned(local), mix, counted_N)
+            x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N)
+            return by_rows(x_ND), sums
 
         with jax.named_scope("layers"):
             unroll = config.unrolled(platform())
             body = remat.wrap(layer, config.remat, in_loop=True)
             xs = (self._layer_weights(), self._local())
-            x_ND, sums = jax.lax.scan(body, self._embedded(tokens_BT, positions_BT), xs, unroll=unroll)
+            x_ND, sums = jax.lax.scan(body, by_rows(self._embedded(tokens_BT, positions_BT)), xs, unroll=unroll)
         x_BTD = self._final_normed(x_ND).reshape(batch, time, config.width)
         return Hidden(x_BTD, self._table(), config.logit_softcap, sums)
 

@@ -22,7 +22,7 @@ class Layers(nnx.Module):
         layers, structure = config.num_layers, config.structure
         # Each layer adds two branches to the residual stream: scaled so that its variance does not grow with depth.
         branch = 1 / math.sqrt(2 * layers)
-        embed, mlp = ("embed", config.width), ("mlp", config.mlp_width)
+        embed, mlp, whole = ("embed", config.width), ("mlp", config.mlp_width), ("norm", config.width)
         heads = ("heads", config.num_heads * config.channels)
         kv_heads = ("kv_heads", config.num_kv_heads * config.channels)
 
@@ -35,7 +35,7 @@ class Layers(nnx.Module):
         def zeros(axis: tuple[str, int]) -> nnx.Param:
             return nnx.Param(jnp.zeros((layers, axis[1]), param_dtype), logical_axes=("layers", axis[0]))
 
-        def norm(name: str, axis: tuple[str, int] = embed) -> None:
+        def norm(name: str, axis: tuple[str, int] = whole) -> None:
             scale = jnp.zeros if structure.norm_offset else jnp.ones
             setattr(self, name, nnx.Param(scale((layers, axis[1]), param_dtype), logical_axes=("layers", axis[0])))
             if structure.norm == "layer":
@@ -65,7 +65,7 @@ class Layers(nnx.Module):
             self.up = matrix(embed, mlp)
             self.down = matrix(mlp, embed, scale=branch)
         if structure.bias:
-            self.out_bias, self.up_bias, self.down_bias = zeros(embed), zeros(mlp), zeros(embed)
+            self.out_bias, self.up_bias, self.down_bias = zeros(whole), zeros(mlp), zeros(whole)
         if structure.post_norms:
             norm("attention_post_norm")
             norm("mlp_post_norm")

@@ -17,6 +17,8 @@ from trainers.config.model import BATCH_AXES, num_replicas
 LOGICAL_AXIS_RULES: Mapping[str, str | None] = {
     "vocab": "tensor",
     "embed": "fsdp",
+    # Of scales and biases: to gather so few numbers in each layer would take longer than to add up their gradients once.
+    "norm": None,
     "mlp": "tensor",
     "experts": "expert",
     "heads": "tensor",
@@ -59,6 +61,47 @@ def traced_for() -> Mesh | None:
     return None if mesh is None or mesh.size == 1 else mesh
 
 
+def traced_device() -> jax.Device | None:
+    """Returns a device of the program that is traced, which need not be one of this machine; None if only shapes are asked
+    for."""
+    mesh = _traced_for.get()
+    return None if mesh is None else mesh.devices.flat[0]
+
+
+def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: jax.Array, targets: jax.Array) -> Any:
+    """Returns `function(rows, weights, targets)`, an array or a tree of arrays of one value or more for each row. Traced.
+
+    Each replica computes it for its rows, with weights that are gathered once, and of whose gradient there is one sum: in a loop
+    over parts of the rows the compiler might gather, and add up, in each part.
+    """
+    mesh = traced_for()
+    if mesh is None or rows.shape[0] % num_replicas(mesh.shape):
+        return function(rows, weights, targets)
+
+    def of_replica(rows: jax.Array, weights: jax.Array, targets: jax.Array) -> Any:
+        # Said before the loop: here, and not in each part, is then the sum of the gradients, which float32 keeps exact enough for
+        # any number of replicas.
+        varying = jax.lax.pcast(weights.astype(np.float32), BATCH_AXES, to="varying")
+        return function(rows, varying.astype(weights.dtype), targets)
+
+    of_rows, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
+    mapped = jax.shard_map(
+        of_replica, mesh=mesh, in_specs=(of_rows, whole, of_rows), out_specs=of_rows, axis_names=set(BATCH_AXES)
+    )
+    return mapped(rows, weights, targets)
+
+
+def by_rows(x: jax.Array) -> jax.Array:
+    """Returns `x`, whose first dimension is one of examples, with that divided over the replicas and the others whole. Traced.
+
+    Said of activations: the compiler might else divide them as the weights are, and add up the products of all examples on all
+    devices."""
+    mesh = traced_for()
+    if mesh is None or x.shape[0] % num_replicas(mesh.shape):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
@@ -88,12 +131,12 @@ def one_per_device(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding by the logical axis rules. A dimension that its mesh axis does not divide stays whole on every
-    device."""
+    """Returns the sharding by the logical axis rules; an axis of the mesh stands for itself. A dimension that its mesh axis does
+    not divide stays whole on every device."""
 
     def mesh_axis(name: str | None, size: int) -> str | None:
         # Whole, and not padded: an odd vocabulary, say, costs memory and no error.
-        axis = LOGICAL_AXIS_RULES.get(name) if name else None
+        axis = LOGICAL_AXIS_RULES.get(name, name if name in mesh.shape else None) if name else None
         return axis if axis and size % mesh.shape[axis] == 0 else None
 
     return NamedSharding(mesh, PartitionSpec(*map(mesh_axis, logical_axes, shape)))

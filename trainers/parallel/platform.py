@@ -5,9 +5,13 @@ from __future__ import annotations
 import jax
 from jax._src import xla_bridge
 
+from trainers.parallel import mesh as meshes
+
 
 def platform() -> str | None:
     """Returns the platform of the computation, such as `cpu` or `cuda`; None if it is not known yet."""
+    if (device := meshes.traced_device()) is not None:
+        return device.platform
     if xla_bridge.backends_are_initialized():
         return jax.default_backend()
     # Set by the orchestrator for each kind of host, such as `cuda,cpu`.
@@ -16,8 +20,8 @@ def platform() -> str | None:
 
 
 def is_known() -> bool:
-    """Returns whether this process has started its devices. To ask JAX itself would start them."""
-    return xla_bridge.backends_are_initialized()
+    """Returns whether the devices are known: the process has started them. To ask JAX itself would start them."""
+    return meshes.traced_device() is not None or xla_bridge.backends_are_initialized()
 
 
 def kind_of_host() -> str | None:
@@ -28,4 +32,6 @@ def kind_of_host() -> str | None:
 
 def num_devices() -> int:
     """Returns the number of devices of the run; 1 if they are not known yet."""
+    if (mesh := meshes.traced_for()) is not None:
+        return mesh.size
     return jax.device_count() if xla_bridge.backends_are_initialized() else 1

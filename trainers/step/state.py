@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from trainers.config import LoraConfig
+from trainers.config import LoraConfig, MeshConfig
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
@@ -80,6 +82,8 @@ class ModelParts:
     frozen_template: Any = field(default_factory=dict)
     """The shapes of the weights that are an input of the step (`trainers.models.lora.Frozen`)."""
     seed: int = 0
+    axis_rules: Mapping[str, str | None] = field(default_factory=dict)
+    """The model's own `logical_axis_rules`."""
 
     @property
     def state_shapes(self) -> Any:
@@ -87,7 +91,7 @@ class ModelParts:
 
     @property
     def state_axes(self) -> Any:
-        return logical_axes(self.state_template)
+        return logical_axes(self.state_template, self.axis_rules)
 
     def merge(self, params: Any, model_state: Any = None, streams: Any = None, frozen: Any = None) -> Any:
         """Returns the model with these parameters, this other state (`TrainState.model_state`), these random streams (default:
@@ -135,7 +139,9 @@ def abstract_model(task: Task, seed: int, adapters: LoraConfig | None = None) ->
     model = batch_norm.with_masks(nnx.eval_shape(lambda: _first_model(task, seed, adapters)))
     rest_of_model.check_attributes(model)
     graph, (template, frozen, streams, state) = nnx.graphdef(model), nnx.state(model, nnx.Param, Frozen, STREAMS, ...)
-    return ModelParts(graph, template, state, streams, frozen, seed), nnx.to_pure_dict(template), logical_axes(template)
+    rules = own_axis_rules(model)
+    parts = ModelParts(graph, template, state, streams, frozen, seed, rules)
+    return parts, nnx.to_pure_dict(template), logical_axes(template, rules)
 
 
 def abstract_frozen(build: Callable[[nnx.Rngs], Any]) -> tuple[ModelParts, Any, Any]:
@@ -144,7 +150,8 @@ def abstract_frozen(build: Callable[[nnx.Rngs], Any]) -> tuple[ModelParts, Any, 
     model = nnx.eval_shape(lambda: build(nnx.Rngs(rng.key(0, "init", 0))))
     rest_of_model.check_attributes(model)
     graph, (streams, template) = nnx.graphdef(model), nnx.state(model, STREAMS, ...)
-    return ModelParts(graph, template, nnx.State({}), streams), nnx.to_pure_dict(template), logical_axes(template)
+    axes = logical_axes(template, own_axis_rules(model))
+    return ModelParts(graph, template, nnx.State({}), streams), nnx.to_pure_dict(template), axes
 
 
 def _first_model(task: Task, seed: int, adapters: LoraConfig | None = None) -> Any:
@@ -152,14 +159,26 @@ def _first_model(task: Task, seed: int, adapters: LoraConfig | None = None) -> A
     return model if adapters is None else lora.adapt(model, adapters, lambda name: rng.key(seed, name, 0))
 
 
-def logical_axes(template: Any) -> Any:
-    """Returns the logical axis names of each variable, from its NNX metadata `logical_axes`; a variable without them is
-    replicated."""
+def own_axis_rules(model: Any) -> Mapping[str, str | None]:
+    """Returns a model's `logical_axis_rules`: axes of the mesh, or None, for some names of `logical_axes`. They come before
+    those of `trainers.parallel.mesh`. Raises UsageError for an axis that no mesh has."""
+    rules = getattr(model, "logical_axis_rules", {})
+    known = [item.name for item in dataclasses.fields(MeshConfig)]
+    if wrong := {name: axis for name, axis in rules.items() if axis is not None and axis not in known}:
+        raise UsageError(
+            f"{type(model).__name__}.logical_axis_rules {wrong}: expected axes of the mesh ({', '.join(known)}), or None"
+        )
+    return rules
+
+
+def logical_axes(template: Any, rules: Mapping[str, str | None] = MappingProxyType({})) -> Any:
+    """Returns the logical axis names of each variable, from its NNX metadata `logical_axes`, or what `rules` say for a name; a
+    variable without them is replicated."""
 
     def names(variable: Any) -> tuple[str | None, ...]:
         # A module may also hold plain arrays.
         metadata = variable.get_metadata() if _is_variable(variable) else {}
-        return tuple(metadata.get("logical_axes", (None,) * variable.ndim))
+        return tuple(rules.get(name, name) for name in metadata.get("logical_axes", (None,) * variable.ndim))
 
     # A variable is a leaf here: the arrays inside it no longer have its metadata.
     return jax.tree.map(names, nnx.to_pure_dict(template, extract_fn=lambda variable: variable), is_leaf=_is_variable)

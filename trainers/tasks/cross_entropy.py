@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 
 from trainers.config import LossConfig
 from trainers.models.decoder import Hidden
+from trainers.parallel.mesh import on_each_replica
 from trainers.parallel.platform import num_devices
 
 MAX_LOGITS = 1 << 26
@@ -48,13 +51,21 @@ def from_hidden(hidden: Hidden, targets_BT: jax.Array, config: LossConfig, max_l
     once (default: MAX_LOGITS), and at least those of one position of each row, also in the backward pass, which computes them
     again. With all logits at once the result is the same up to rounding."""
 
-    def part(hidden_BCD: jax.Array, targets_BC: jax.Array) -> TokenLosses:
-        logits = hidden.logits(hidden_BCD.reshape(-1, hidden_BCD.shape[-1]))
+    def part(hidden_BCD: jax.Array, table_DV: jax.Array, targets_BC: jax.Array) -> TokenLosses:
+        logits = hidden._replace(table_DV=table_DV).logits(hidden_BCD.reshape(-1, hidden_BCD.shape[-1]))
         return from_logits(logits.reshape(*targets_BC.shape, -1), targets_BC, config)
 
     num_parts = parts_of(targets_BT.shape, hidden.table_DV.shape[1], max_logits or MAX_LOGITS)
     if num_parts == 1:
-        return part(hidden.x_BTD, targets_BT)
+        return part(hidden.x_BTD, hidden.table_DV, targets_BT)
+    with jax.named_scope("unembed"):
+        return on_each_replica(partial(_in_parts, part, num_parts), hidden.x_BTD, hidden.table_DV, targets_BT)
+
+
+def _in_parts(
+    part: Callable[..., TokenLosses], num_parts: int, x_BTD: jax.Array, table_DV: jax.Array, targets_BT: jax.Array
+) -> TokenLosses:
+    """Returns what `part` gives for the positions, a part of them at a time."""
     time = targets_BT.shape[1]
     length = math.ceil(time / num_parts)
 
@@ -64,8 +75,8 @@ def from_hidden(hidden: Hidden, targets_BT: jax.Array, config: LossConfig, max_l
         return jnp.moveaxis(filled.reshape(leaf.shape[0], num_parts, length, *leaf.shape[2:]), 1, 0)
 
     # In a loop, and checkpointed: the logits of one part make room for those of the next, forward and backward.
-    compute = jax.checkpoint(lambda piece: part(*piece), prevent_cse=False)
-    pieces = jax.lax.map(compute, (split(hidden.x_BTD), split(targets_BT)))
+    compute = jax.checkpoint(lambda piece: part(piece[0], table_DV, piece[1]), prevent_cse=False)
+    pieces = jax.lax.map(compute, (split(x_BTD), split(targets_BT)))
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(-1, num_parts * length)[:, :time], pieces)
 
 

@@ -28,7 +28,7 @@ def happened(monkeypatch):
     """What happened, in order. Ray and the child process are stood in for: both take seconds."""
     happened = []
 
-    class Child:
+    class Plan:
         answer: object = "the plan"
 
         def __init__(self, config):
@@ -46,7 +46,7 @@ def happened(monkeypatch):
                 raise self.answer
             return self.answer
 
-    monkeypatch.setattr(report, "Child", Child)
+    monkeypatch.setattr(report, "Plan", Plan)
     monkeypatch.setattr(launching, "connect", lambda config: happened.append("Ray is started") or True)
     monkeypatch.setattr(launching, "import_ray_train", lambda: happened.append("Ray Train is imported"))
     monkeypatch.setattr(launching, "disconnect", lambda: happened.append("Ray is ended"))
@@ -64,7 +64,7 @@ def test_the_plan_is_worked_out_while_ray_starts(job, happened):
 
 
 def test_what_is_wrong_ends_ray_and_the_console_before_it_is_told(job, happened, monkeypatch, capsys):
-    monkeypatch.setattr(report.Child, "answer", ConfigError("x", ["no such column"]))
+    monkeypatch.setattr(report.Plan, "answer", ConfigError("x", ["no such column"]))
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
@@ -75,7 +75,7 @@ def test_what_is_wrong_ends_ray_and_the_console_before_it_is_told(job, happened,
 
 
 def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, happened, monkeypatch, capsys):
-    monkeypatch.setattr(report.Child, "answer", KeyboardInterrupt())
+    monkeypatch.setattr(report.Plan, "answer", KeyboardInterrupt())
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ import trainers.run
 from tests.programs.mistaken import mistake
 from trainers.protocol import StopReason, TrainerOutput
 from trainers.runtime.events import Event
+from trainers.runtime.executables import ProgramStore
 
 CONFIG = """
 name: alone
@@ -27,6 +29,7 @@ checkpoint: {save_steps: 4}
 def run(tmp_path, monkeypatch, capsys):
     (tmp_path / "alone.yaml").write_text(CONFIG)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setenv("GANGWAY_PROGRAMS", str(tmp_path / "programs"))
 
     def run(*overrides):
         arguments = [str(tmp_path / "alone.yaml"), f"storage={tmp_path}", *overrides]
@@ -57,6 +60,32 @@ def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run):
     assert second == "changed, and harmless: max_num_steps 4 -> 6"
     assert third.startswith("changed, and no longer the same experiment: seed 0 -> 1")
     assert "the state of step 4 is restored" in printed.out
+
+
+def test_a_later_launch_loads_what_an_earlier_one_has_compiled(run, monkeypatch):
+    compile_one, compiled = ProgramStore._compile, []
+
+    def counted(store, lowered):
+        compiled.append(lowered)
+        return compile_one(store, lowered)
+
+    monkeypatch.setattr(ProgramStore, "_compile", counted)
+    assert run("name=first")[0] == 0
+    num_programs = len(compiled)
+    assert num_programs > 0
+    assert run("name=second")[0] == 0
+    assert len(compiled) == num_programs
+
+
+def test_programs_are_kept_on_this_machine_unless_the_environment_says_where(monkeypatch):
+    monkeypatch.setenv("GANGWAY_PROGRAMS", "")  # so that it is put back
+    monkeypatch.delenv("GANGWAY_PROGRAMS")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    for name in ("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"):
+        monkeypatch.setenv(name, "")
+    trainers.run.keep_programs()
+    assert os.environ["GANGWAY_PROGRAMS"] == os.path.expanduser("~/.cache/gangway/single/programs")
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "elsewhere"
 
 
 @pytest.mark.parametrize("override", ["max_num_step=4", "optimizer.learning_rate=fast"])

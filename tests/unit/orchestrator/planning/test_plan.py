@@ -12,6 +12,7 @@ import pytest
 from cluster.hosts import config as hosts_config
 from orchestrator.config.job import ConfigError, build, load
 from orchestrator.planning import report as job_plan
+from orchestrator.planning.child import PlanError
 from tests import ROOT
 from tests.programs.mistaken import mistake
 from trainers.base import BaseTrainer
@@ -457,7 +458,7 @@ def test_problems_of_the_child_are_errors_of_the_configuration(job, child_answer
 
 def test_a_child_that_fails_shows_why(job, child_answers):
     child_answers(returncode=1, stderr="Traceback ...\nImportError: no jax")
-    with pytest.raises(job_plan.PlanError, match=r"(?s)exit status 1.*ImportError: no jax"):
+    with pytest.raises(PlanError, match=r"(?s)exit status 1.*ImportError: no jax"):
         job_plan.check(job)
 
 

@@ -1,0 +1,93 @@
+"""Compiles the train step of a job for its hosts, which need not be there:
+`python -m orchestrator.compile CONFIG [key=value ...]`.
+
+It tells what a device needs of its memory, what the devices exchange in a step, and which large arrays each of them has whole.
+Nothing is started, and no machine is taken. TPUs need the package `libtpu`, which has their compiler; of GPUs the exchanges are
+those that they will have, and the memory is an upper bound.
+Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainers.first_line import say
+from trainers.program import program
+
+EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=program("orchestrator.compile"), description=__doc__.split("\n\n")[1])
+    parser.add_argument("config", help="a YAML file, such as configs/llama3_8b_v5e.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 hosts.topology=8x8")
+    options = parser.parse_intermixed_args(argv)
+    say(f"compiling {options.config}: nothing is started", stream=sys.stderr)
+    # After the first line: this imports much.
+    from orchestrator.config.job import ConfigError, load
+    from orchestrator.planning.child import PlanError
+    from trainers.config.masking import masked
+
+    try:
+        config = load(options.config, options.overrides)
+        print("\n".join(lines(config.training.name, facts(config))))
+    except ConfigError as error:
+        print(f"error: {masked(str(error))}", file=sys.stderr)
+        return EXIT_REFUSED
+    except PlanError as error:
+        print(f"error: {masked(str(error))}", file=sys.stderr)
+        return EXIT_FAILED
+    return EXIT_FITS
+
+
+def facts(config: Any) -> dict[str, Any]:
+    """Returns the numbers of the compiled step. Raises ConfigError with what is wrong, and PlanError if the compiler failed."""
+    from cluster.hosts import config as hosts_config
+    from cluster.hosts.tpu import topology_name
+    from orchestrator.planning.child import Child
+
+    hosts = config.hosts
+    devices: dict[str, Any] = {"kind": hosts.kind, "count": hosts_config.num_devices(hosts)}
+    # The compiler alone needs no TPU: it does not ask which one this machine has, and may run twice at once.
+    env = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    if hosts.kind == "tpu":
+        devices |= {"topology": topology_name(hosts.accelerator, hosts.topology), "slices": hosts_config.max_slices(hosts)}
+    else:
+        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices['count']}"
+    with Child("trainers.planning.program", config, {"devices": devices}, env) as child:
+        return child.facts()
+
+
+def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what a person reads."""
+    from orchestrator.planning.report import scaled
+
+    mesh, memory = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items()), found["memory"]
+    yield f"{name}: {found['devices']} devices ({found['device_kind']}), mesh {mesh}"
+    if "stand_in" in found:
+        yield f"data             rows of 0 stand for them: {found['stand_in']}"
+    yield (
+        f"memory           {scaled(memory['peak'])}B of a device at the peak: {scaled(memory['arguments'])}B for state and batch,"
+        " the rest for gradients and activations"
+    )
+    whole = ", ".join(f"{leaf} ({scaled(size)}B)" for leaf, size in found["whole"].items())
+    yield f"not divided      {whole or 'no large array'}"
+    yield "exchanged        by one device in a step:"
+    for kind, total in _by_kind(found["exchanged"]).items():
+        where = ", ".join(f"{scope} {scaled(size)}B" for scope, size in list(total.items())[:4])
+        yield f"  {kind:<18} {scaled(sum(total.values())):>7}B   {where}"
+
+
+def _by_kind(exchanged: list[Any]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for kind, scope, _, size in exchanged:
+        found[kind][scope] = size
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

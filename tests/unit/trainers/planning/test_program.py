@@ -1,0 +1,148 @@
+"""`trainers.planning.program` and `collectives`: the step compiled for devices that need not be there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from trainers.config import DataConfig, LossConfig, MeshConfig, ModelConfig
+from trainers.config.arguments import TrainingArguments
+from trainers.errors import UsageError
+from trainers.planning import collectives, program
+
+LAYERS, DEVICES = 3, 4
+MODEL = ModelConfig(vocab_size=256, width=64, num_layers=LAYERS, num_heads=4, num_kv_heads=2, mlp_width=128, remat="full")
+
+
+def arguments(**changed) -> TrainingArguments:
+    data = DataConfig(paths=("nowhere",), sequence_length=32)
+    settings = {"name": "t", "max_num_steps": 10, "global_batch_size": 8, "model": MODEL, "data": data, **changed}
+    return TrainingArguments(**settings)
+
+
+def test_a_divided_state_is_told_with_its_memory_and_its_exchanges():
+    divided, whole = (
+        program.compiled(arguments(mesh=MeshConfig(data=1, fsdp=size), global_batch_size=8), jax.devices()[:size])
+        for size in (DEVICES, 1)
+    )
+    assert divided[0] == whole[0] == []
+    memory, alone = divided[1]["memory"], whole[1]["memory"]
+    # A quarter of parameters and moments, and scales and counters whole.
+    assert memory["arguments"] < 0.4 * alone["arguments"]
+    assert divided[1]["mesh"]["fsdp"] == DEVICES
+    assert divided[1]["whole"] == {}
+    assert whole[1]["exchanged"] == []
+    gathered = [exchange for exchange in divided[1]["exchanged"] if exchange.kind == "all-gather" and "mlp" in exchange.scope]
+    assert gathered
+    assert all(exchange.times % LAYERS == 0 for exchange in gathered)
+    # The weights go around, and not the products of all examples.
+    largest = MODEL.width * MODEL.mlp_width * 4
+    assert all(each.bytes <= each.times * 3 * largest for each in divided[1]["exchanged"] if "layers/mlp" in each.scope)
+
+
+def test_the_examples_are_divided_in_all_layers():
+    few, many = (
+        program.compiled(arguments(mesh=MeshConfig(data=1, fsdp=DEVICES), data=data), jax.devices()[:DEVICES])[1]
+        for data in (DataConfig(paths=("nowhere",), sequence_length=length) for length in (32, 512))
+    )
+
+    def of_layers(facts):
+        return sum(each.bytes for each in facts["exchanged"] if each.scope in ("layers/mlp", "layers/attention"))
+
+    assert of_layers(many) == of_layers(few) > 0
+
+
+def test_the_data_need_not_be_there():
+    facts = program.compiled(arguments(), jax.devices()[:2])[1]
+    assert "'nowhere' does not exist" in facts["stand_in"]
+
+
+def test_an_array_that_each_device_has_whole_is_named(monkeypatch):
+    monkeypatch.setattr(program, "LARGE_BYTES", 1024)
+    facts = program.compiled(arguments(mesh=MeshConfig(data=2, fsdp=1)), jax.devices()[:2])[1]
+    assert facts["whole"]["params.embed"] == 256 * 64 * 4
+
+
+def test_the_logits_of_a_batch_in_parts_gather_the_table_once(monkeypatch):
+    monkeypatch.setattr("trainers.tasks.cross_entropy.MAX_LOGITS", 1024)
+    made = arguments(mesh=MeshConfig(data=1, fsdp=DEVICES), loss=LossConfig(), model=MODEL)
+    exchanged = program.compiled(made, jax.devices()[:DEVICES])[1]["exchanged"]
+    of_table = [(each.kind, each.times, each.bytes) for each in exchanged if each.scope == "unembed"]
+    table = MODEL.width * MODEL.vocab_size * 4
+    assert of_table == [("all-gather", 1, table)]
+    summed = [each.bytes for each in exchanged if each.kind == "all-reduce" and not each.scope.startswith("layers")]
+    assert table < sum(summed) < 2 * table
+
+
+def test_a_loop_counts_as_often_as_it_is_run():
+    mesh = jax.make_mesh((DEVICES,), ("x",), devices=jax.devices()[:DEVICES])
+    parts, whole = NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P())
+
+    def repeated(x):
+        def body(carry, row):
+            return carry + jax.lax.with_sharding_constraint(row * carry[0], whole), None
+
+        return jax.lax.scan(body, jnp.zeros(64), x)[0]
+
+    text = jax.jit(repeated, in_shardings=parts, out_shardings=whole).lower(jnp.ones((7, 64))).compile().as_text()
+    found = [(each.kind, each.times, each.bytes) for each in collectives.of(text) if each.kind == "all-gather"]
+    assert found == [("all-gather", 7, 7 * 64 * 4)]
+
+
+TPU_PROGRAM = """
+%all-reduce-scatter.1 (param: bf16[64]) -> bf16[16] {
+  %reduced = bf16[64]{0} all-reduce(%param), to_apply=%add
+  ROOT %part = bf16[16]{0} dynamic-slice(%reduced)
+}
+
+%condition (param: (s32[], bf16[64])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(5)
+  ROOT %less = pred[] compare(%counter, %limit), direction=LT
+}
+
+%body (param: (s32[], bf16[64])) -> (s32[], bf16[64]) {
+  %scattered = bf16[16]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="SCOPE"}
+}
+
+ENTRY %main (param: bf16[64]) -> bf16[64] {
+  %loop = (s32[], bf16[64]) while(%start), condition=%condition, body=%body
+}
+"""
+
+
+def test_what_the_compiler_for_tpus_has_fused_counts_as_a_reduce_scatter():
+    text = TPU_PROGRAM.replace("SCOPE", "jit(train_step)/transpose(jvp(layers))/while/body/mlp/dot_general")
+    assert collectives.of(text) == [("reduce-scatter", "layers/mlp", 5, 5 * 64 * 2)]
+
+
+def test_a_tpu_needs_its_compiler(monkeypatch):
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install 'libtpu=="):
+        program.devices_of("tpu", 16, "v5e:4x4")
+
+
+def test_the_child_answers_with_the_problems(tmp_path):
+    request = {
+        "arguments_class": "trainers.config.arguments:TrainingArguments",
+        "arguments": {"name": "t", "max_num_steps": 1, "mesh": {"tensor": 3}},
+        "devices": {"kind": "cpu", "count": 2},
+    }
+    ran = subprocess.run(
+        [sys.executable, "-m", "trainers.planning.program"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"},
+    )
+    answer = json.loads(ran.stdout)
+    assert answer["facts"] == {}
+    assert "does not fit 2 devices" in answer["problems"][0]

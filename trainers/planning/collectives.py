@@ -1,0 +1,104 @@
+"""What the devices of a compiled program exchange, read from the program's text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from typing import NamedTuple
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+FUSED = "all-reduce-scatter"
+"""The compiler for TPUs makes one operation of an all-reduce and the choice of a device's part: a reduce-scatter."""
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
+INSTRUCTION = re.compile(rf"= (?P<shape>.+?) (?P<kind>{'|'.join(KINDS)})(?:-start)?\(")
+CALLED = re.compile(r"(?:body|calls|to_apply|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.-]+)")
+CONDITION = re.compile(r"condition=%?([\w.-]+)")
+KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+CONSTANT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
+BITS = re.compile(r"\d+")
+SCOPE = re.compile(r'op_name="([^"]*)"')
+NO_SCOPE = re.compile(r"^(jit|jvp|transpose|vmap|checkpoint|rematted_computation|closed_call|while|body|cond|shard_map)\b|^\W|^$")
+
+
+class Exchange(NamedTuple):
+    kind: str
+    scope: str
+    """Where in the model, such as `layers/mlp`."""
+    times: int
+    """How often in a step."""
+    bytes: int
+    """Of the largest array that a device has of them, times how often."""
+
+
+def of(text: str) -> list[Exchange]:
+    """Returns what one device exchanges in a run of a program, the largest first. A loop counts as often as it is run, if that
+    can be seen, else once."""
+    lines = _computations(text)
+    calls = {name: [call for line in body for call in _calls(line, lines)] for name, body in lines.items()}
+    callers = {called: line for body in lines.values() for line in body for called, _ in _calls(line, lines)}
+    times = _times(lines, calls)
+    found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for name, body in lines.items():
+        fused = name.startswith(FUSED)  # where it belongs is told by what calls it
+        for line in body:
+            if (match := INSTRUCTION.search(line)) is not None and times[name]:
+                kind = "reduce-scatter" if fused else match["kind"]
+                total = found[kind, _scope(callers.get(name, line) if fused else line)]
+                total[0] += times[name]
+                total[1] += times[name] * max(map(_bytes, SHAPE.findall(match["shape"])), default=0)
+    exchanges = (Exchange(*key, *total) for key, total in found.items())
+    return sorted(exchanges, key=lambda exchange: -exchange.bytes)
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """Returns the lines of each computation, by its name."""
+    lines: dict[str, list[str]] = {}
+    name = ""
+    for line in text.splitlines():
+        if not line.startswith(" ") and (match := COMPUTATION.match(line)):
+            name = "ENTRY" if line.startswith("ENTRY") else match[1]
+            lines[name] = []
+        elif name and line.startswith(" "):
+            lines[name].append(line)
+    return lines
+
+
+def _calls(line: str, lines: dict[str, list[str]]) -> list[tuple[str, int]]:
+    """Returns what a line calls, and how often."""
+    names = [name.strip(" %{}") for names in CALLED.findall(line) for name in names.split(",")]
+    return [(name, _trips(line, lines)) for name in names]
+
+
+def _trips(line: str, lines: dict[str, list[str]]) -> int:
+    """Returns how often a loop is run: the compiler for CPUs writes it down; else a loop over layers or parts of a batch compares
+    its counter with a constant."""
+    if known := KNOWN_TRIPS.search(line):
+        return int(known[1])
+    condition = CONDITION.search(line)
+    limits = {int(limit) for text in lines.get(condition[1], ()) for limit in CONSTANT.findall(text)} if condition else set()
+    return limits.pop() if len(limits) == 1 else 1
+
+
+def _times(lines: dict[str, list[str]], calls: dict[str, list[tuple[str, int]]]) -> dict[str, int]:
+    """Returns how often each computation is run. Callers come after what they call, as XLA writes them."""
+    times = dict.fromkeys(lines, 0) | {"ENTRY": 1}
+    for name in reversed(lines):
+        for called, trips in calls[name]:
+            if called in times:
+                times[called] += times[name] * trips
+    return times
+
+
+def _scope(line: str) -> str:
+    match = SCOPE.search(line)
+    # The first of several that became one.
+    parts = re.sub(r"\w+\(|\)", "/", match[1].split(":")[0]).split("/")[:-1] if match else []
+    return "/".join(dict.fromkeys(part for part in parts if not NO_SCOPE.match(part) and part != "train_step")) or "step"
+
+
+def _bytes(shape: tuple[str, str]) -> int:
+    dtype, sizes = shape
+    bits = int(found[0]) if (found := BITS.search(dtype)) else 8
+    return math.prod(int(size) for size in sizes.split(",") if size) * bits // 8

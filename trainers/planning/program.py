@@ -1,0 +1,150 @@
+"""Compiles the train step of a run for devices that need not be there: what it needs of their memory, and what they exchange.
+
+`python -m trainers.planning.program` reads JSON and writes JSON.
+
+In: {"arguments_class", "arguments", "devices": {"kind", "count", "topology", "slices"}}. Out: {"problems": [one line each, empty
+if it compiles and fits], "facts": {...}}.
+
+For TPUs XLA's own compiler for them is used, which the package `libtpu` brings. It knows the memory of a chip, and the topology.
+For GPUs and CPUs as many CPU devices are made as the run has: sharding and exchanges are those of any platform; the compiler for
+a GPU would need less memory for what is temporary, since it fuses more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from trainers.base import BaseTrainer
+from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
+from trainers.parallel import mesh as meshes
+from trainers.planning import collectives
+from trainers.planning.estimate import load_datasets, load_trainer
+from trainers.planning.stand_in import StandIn
+from trainers.protocol import TrainerConfigureModelOutput
+from trainers.step.host_flags import FLAGS
+from trainers.step.state import with_shardings
+
+Facts = dict[str, Any]
+LIBTPU = "libtpu==0.0.42.*"
+"""The release that belongs to the pinned JAX."""
+NO_MEMORY = "RESOURCE_EXHAUSTED"
+LARGE_BYTES = 64 << 20
+"""An array of the state from this size on should not be whole on every device."""
+EXPLAINED = re.compile(r"Used [\d.]+\w? of [\d.]+\w? \w+\.|Exceeded \w+ capacity by [\d.]+\w?")
+"""What the compiler says of the memory, in many lines of which these tell the sizes."""
+
+
+def main() -> None:
+    # What the compilers print goes to standard error: standard output carries the answer alone.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        request = json.load(sys.stdin)
+        arguments = from_dict(load_object(request["arguments_class"]), request["arguments"])
+        try:
+            problems, facts = compiled(arguments, devices_of(**request["devices"]))
+        except (ValueError, UsageError, TransientError) as error:  # of the settings, the code or the data
+            problems, facts = [str(error)], {}
+        json.dump({"problems": problems, "facts": facts}, answer)
+
+
+def devices_of(kind: str, count: int, topology: str = "", slices: int = 1) -> list[Any]:
+    """Returns the devices of a run. On TPU `topology` is JAX's name of that of a slice, such as `v5e:4x4`. Elsewhere this process
+    must have been started with as many devices (`XLA_FLAGS=--xla_force_host_platform_device_count=COUNT`). Raises ValueError, or
+    UsageError if there is no compiler."""
+    if kind != "tpu":
+        if jax.device_count() != count:
+            raise ValueError(f"this process has {jax.device_count()} devices: expected {count}")
+        return jax.devices()
+    if "TPU_LIBRARY_PATH" not in os.environ and importlib.util.find_spec("libtpu") is None:
+        raise UsageError(f"the compiler for TPUs is not installed: pip install '{LIBTPU}'; no TPU is needed for it")
+    from jax.experimental import topologies
+
+    several = {"num_slices": slices} if slices > 1 else {}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **several).devices)
+
+
+def compiled(arguments: TrainingArguments, devices: list[Any]) -> tuple[list[str], Facts]:
+    """Returns every problem that compiling shows, and the numbers of the program."""
+    trainer, facts = trainer_for(arguments)
+    arguments.check_devices(len(devices))
+    mesh = meshes.make_mesh(arguments.mesh, devices)
+    lowered = lower(trainer, mesh)
+    facts |= {
+        "devices": len(devices),
+        "device_kind": devices[0].device_kind,
+        "mesh": dict(mesh.shape),
+        "whole": whole_arrays(trainer),
+    }
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if NO_MEMORY not in str(error):
+            raise
+        return [f"the step does not fit in the memory of a device: {' '.join(EXPLAINED.findall(str(error)))}"], facts
+    return [], facts | {"memory": memory(program, devices[0].platform), "exchanged": collectives.of(program.as_text() or "")}
+
+
+def trainer_for(arguments: TrainingArguments) -> tuple[BaseTrainer, Facts]:
+    """Returns the trainer of a run, and what is to be told of its data: where they cannot be read from here, rows of the same
+    shapes stand for them. Raises ValueError for a trainer that only implements the protocol."""
+    cls = load_trainer(arguments.trainer)
+    if not issubclass(cls, BaseTrainer):
+        raise ValueError(f"trainer = {arguments.trainer!r}: only what inherits trainers.base:BaseTrainer can be compiled here")
+    try:
+        return cls(arguments, *load_datasets(arguments)), {}
+    except (DataMissingError, DataUnavailableError) as error:
+        return cls(arguments, StandIn(arguments)), {"stand_in": str(error)}
+
+
+def lower(trainer: BaseTrainer, mesh: Mesh) -> jax.stages.Lowered:
+    """Returns the train step for a mesh whose devices need not be there. Raises what tracing raises."""
+    vars(trainer)["_mesh"] = mesh
+    trainer.prepare()
+    replicated, model = meshes.replicated(mesh), TrainerConfigureModelOutput(trainer.model, trainer._model_state)
+    sums = trainer.step_layout.zeros()
+    return trainer._jit_train_step(trainer._train_step()).lower(
+        with_shardings(model.state, trainer._state_shardings),
+        jax.ShapeDtypeStruct(sums.shape, sums.dtype, sharding=replicated),
+        trainer._batch_shapes(trainer._micro_batches_shape, model, meshes.micro_batches(mesh)),
+        jax.ShapeDtypeStruct((mesh.size, len(FLAGS)), np.int32, sharding=meshes.one_per_device(mesh)),
+        *(() if trainer._frozen is None else trainer._frozen.shapes),
+    )
+
+
+def whole_arrays(trainer: BaseTrainer) -> dict[str, int]:
+    """Returns the bytes of the large arrays of the state, and of the frozen weights, that every device has whole, by name."""
+    state = with_shardings(trainer._model_state, trainer._state_shardings)
+    frozen = () if trainer._frozen is None else trainer._frozen.shapes
+    return {
+        jax.tree_util.keystr(path[1:], simple=True, separator="."): size
+        for path, leaf in jax.tree_util.tree_leaves_with_path((state, *frozen))
+        if leaf.sharding.is_fully_replicated and (size := num_bytes(leaf)) >= LARGE_BYTES
+    }
+
+
+def num_bytes(leaf: Any) -> int:
+    return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
+
+
+def memory(program: jax.stages.Compiled, platform: str) -> Mapping[str, int]:
+    """Returns the bytes of a device that the program needs: at its peak, for its arguments, and for what is temporary."""
+    found: Any = program.memory_analysis()
+    arguments, temporary = found.argument_size_in_bytes, found.temp_size_in_bytes
+    # The compiler for CPUs does not count what is temporary.
+    peak = found.peak_memory_in_bytes if platform == "tpu" else arguments + temporary
+    return {"peak": peak, "arguments": arguments, "temporary": temporary}
+
+
+if __name__ == "__main__":
+    main()
