@@ -45,7 +45,7 @@ quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=...
 
 # Tests with Ray run one by one: several Rays at once take longer than one after the other.
 # 5: ARGS has chosen no test of this part, which is fine if it has chosen one of the other.
-test: env  ## Run all tests, those without Ray first and two files at a time (WORKERS=0: one by one; ARGS="-k name ...")
+test: env build/tpu  ## Run all tests, those without Ray first and two files at a time (WORKERS=0: one by one; ARGS="-k name ...")
 	@status=0; ran=0; \
 	for part in "--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder tests/unit tests/multihost" \
 			"tests/ray tests/faults"; do \
@@ -53,6 +53,12 @@ test: env  ## Run all tests, those without Ray first and two files at a time (WO
 		case $$code in 0) ran=1;; 5) ;; *) status=$$code;; esac; \
 	done; \
 	test $$status -ne 0 -o $$ran -eq 1 || status=5; exit $$status
+
+# The compiler for TPUs, for the tests of configurations of real sizes. Those are skipped where it cannot be had.
+build/tpu: tests/tpu.txt | env
+	@rm -rf $@ $@.tmp
+	@if $(IN_VENV) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.tmp -r tests/tpu.txt; then mv $@.tmp $@; touch $@; \
+		else echo 'The compiler for TPUs cannot be installed: the tests that need it are skipped' >&2; fi
 
 soak: env  ## Every kind of fault at a real job, one run for each of SEEDS (ARGS="key=value ...")
 	@rm -rf build/soak

@@ -1,0 +1,108 @@
+"""`python -m orchestrator.compile`, and the configurations of real sizes, compiled for the devices that they are for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from orchestrator import compile as command
+from orchestrator.config.job import load
+from tests import ROOT
+
+COMPILER = ROOT / "build" / "tpu" / "libtpu" / "libtpu.so"
+GB = 10**9
+MEMORY_BYTES = {"v5e": 16 * 2**30, "v6e": 32 * 2**30, "v5p": 95 * 2**30, None: 80 * GB}
+"""Of a chip; None: an H100."""
+LLAMA3_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LARGE = {
+    "llama3_8b_v5e": (8.03e9, 1),
+    "llama3_70b_v5p": (70.6e9, 4),
+    "llama3_8b_finetune_v6e": (8.03e9, 1),
+    "llama3_8b_lora_v5e": (8.03e9, 1),
+    "qwen3_30b_a3b_v6e": (30.5e9, 8),
+    "llama3_8b_h100": (8.03e9, 1),
+}
+"""The weights of each, and over how many devices a layer's weights stay divided while they are used."""
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    if COMPILER.exists():
+        monkeypatch.setenv("TPU_LIBRARY_PATH", str(COMPILER))
+    elif importlib.util.find_spec("libtpu") is None:
+        pytest.skip("the compiler for TPUs is not installed: `make build/tpu`")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
+    return tmp_path
+
+
+def test_each_configuration_of_a_real_size_is_compiled():
+    assert {path.stem for path in (ROOT / "configs" / "large").glob("*.yaml")} == LARGE.keys()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", LARGE)
+def test_it_fits_and_exchanges_its_weights_alone(name, compiler, folder):
+    path = ROOT / "configs" / "large" / f"{name}.yaml"
+    config = load(str(path), [f"model.pretrained={folder}"] if "pretrained:" in path.read_text() else [])
+    facts = command.facts(config)
+    num_weights, divided_over = LARGE[name]
+    weights, steps = 2 * num_weights / divided_over, config.training.accumulation_steps  # bfloat16
+    assert facts["whole"] == {}, "large arrays that every device has whole"
+    assert facts["memory"]["peak"] < 0.9 * MEMORY_BYTES[config.hosts.accelerator]
+    gathered, summed = (
+        sum(size for kind, _, _, size in facts["exchanged"] if kind in kinds)
+        for kinds in (("all-gather", "collective-permute"), ("all-reduce", "reduce-scatter"))
+    )
+    # Forward, again for what is not kept, and backward; without a few that the compiler keeps, or with those of activations.
+    assert 0.3 * steps * weights < gathered < 4.5 * steps * weights
+    assert summed < SUMS.get(name, 1.5) * steps * weights
+
+
+SUMS = {"llama3_70b_v5p": 6.0, "llama3_8b_lora_v5e": 0.2}
+"""What is summed, by the weights: gradients; of a tensor axis, activations too; of LoRA, next to nothing."""
+
+
+def test_a_step_that_does_not_fit_is_refused_with_its_size(compiler, capsys):
+    status = command.main([
+        str(ROOT / "configs" / "large" / "llama3_8b_v5e.yaml"),
+        *("hosts.topology=2x2", "global_batch_size=4", "model.num_layers=4", "data.sequence_length=2048", "model.mlp_width=65536"),
+    ])
+    assert status == command.EXIT_REFUSED
+    assert "does not fit in the memory of a device: Used" in capsys.readouterr().err
+
+
+def test_what_a_person_reads(capsys):
+    status = command.main([str(ROOT / "configs" / "tiny.yaml"), "hosts.count=4", "mesh.data=1", "mesh.fsdp=4"])
+    told = capsys.readouterr().out.splitlines()
+    assert status == command.EXIT_FITS
+    assert told[0] == "tiny: 4 devices (cpu), mesh data 1 x fsdp 4 x expert 1 x tensor 1"
+    assert told[1].startswith("memory           ")
+    assert "not divided      no large array" in told
+    assert any(line.startswith("  all-gather") and "layers" in line for line in told)
+
+
+def test_a_wrong_configuration_is_told(capsys):
+    status = command.main([str(ROOT / "configs" / "tiny.yaml"), "mesh.tensor=3"])
+    assert status == command.EXIT_REFUSED
+    assert "does not fit" in capsys.readouterr().err
