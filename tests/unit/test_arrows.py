@@ -91,6 +91,7 @@ LIGHT_MODULES = tuple(
         "program",
         "config/recorders",
         "config/section",
+        "config/source",
         "config/weights",
         "config/without_effect",
         "console/__init__",
