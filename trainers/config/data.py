@@ -16,6 +16,9 @@ class DataConfig(SourceConfig):
     source."""
 
     dataset: str = "trainers.data.sources.text:text_windows"
+    prepared: str | None = None
+    """A folder of `python -m trainers.prepare`, which has the tokens of the sources of this section. null: they are made when
+    training begins, and kept on each machine."""
     tokenizer: str | None = None
     """A folder of Hugging Face, a file `tokenizer.json`, or `bytes`. null: that of `model.pretrained` if the folder has one, or
     else bytes. The run keeps a copy."""

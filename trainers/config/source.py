@@ -14,8 +14,8 @@ class SourceConfig(Section):
     """Records of files: lines of JSON, rows of tables, whole texts (`trainers/data/sources/records.py`)."""
 
     paths: tuple[str, ...] = ("python-stdlib",)
-    """Files, folders, patterns such as `data/*.jsonl`, or URLs; `python-stdlib` stands for the sources of the running Python's
-    standard library. Also a folder that `datasets` has saved, or one of `python -m trainers.prepare`."""
+    """Files, folders (also one that `datasets` has saved), patterns such as `data/*.jsonl`, or URLs; `python-stdlib` stands for
+    the sources of the running Python's standard library."""
     pattern: str = "*.py"
     """Which files of a folder to read (a file named in `paths` is always read)."""
     format: Literal["auto", "text", "jsonl", "csv", "parquet", "arrow", "arrayrecord"] = "auto"
