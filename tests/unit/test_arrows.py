@@ -42,7 +42,7 @@ FLOORS = {
         ("base",),
         ("planning", "run", "worker"),
         ("generate", "library"),
-        ("evaluate",),
+        ("evaluate", "prepare"),
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (

@@ -8,11 +8,12 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,7 +101,7 @@ def documents_of(config: SourceConfig, arguments: TrainingArguments, encoder: En
     folder = prepared_folder(config, arguments)
     if folder is not None:
         found = PreparedDocuments(folder)
-        _check(found, source, note)
+        check(found, source, note)
         return found
     place = kept.folder(kept.TOKENS) / source.digest()
     try:
@@ -142,7 +143,7 @@ def _other_settings(wanted: Mapping[str, Any], folders: Sequence[Path]) -> str:
     return f"data.prepared has not this source: {'; '.join(lines)}; {AGAIN}"
 
 
-def _check(found: PreparedDocuments, source: Source, note: Note) -> None:
+def check(found: PreparedDocuments, source: Source, note: Note) -> None:
     """Raises DataError if the documents were made with another tokenizer or encoder, or from files that have changed since."""
     about, tokenizer = found.about, source.tokenizer
     if about["tokenizer_digest"] != tokenizer.digest():
@@ -188,8 +189,10 @@ def make(
     work.mkdir(parents=True, exist_ok=True)
     parts = parts_of(len(source.records))
     try:
-        _write_parts(source, work, parts, num_workers, progress or (lambda done, tokens, before: None))
-        files = [{**file, "sha256": _checksum(file) if with_checksums else None} for file in source.files]
+        with ThreadPoolExecutor(1) as beside:
+            checksums = [beside.submit(_checksum, file if with_checksums else None) for file in source.files]
+            _write_parts(source, work, parts, num_workers, progress or (lambda done, tokens, before: None))
+            files = [{**file, "sha256": sha256.result()} for file, sha256 in zip(source.files, checksums, strict=True)]
         if stamps(files_of(source.config)) != source.files:
             raise DataError(f"data.paths {', '.join(source.config.paths)}: files have changed while they were read; start again")
         _publish(source, work, parts, folder, files)
@@ -199,8 +202,8 @@ def make(
     shutil.rmtree(work, ignore_errors=True)
 
 
-def _checksum(file: Mapping[str, Any]) -> str | None:
-    return None if is_url(file["path"]) else prepared.kept_checksum(file)
+def _checksum(file: Mapping[str, Any] | None) -> str | None:
+    return None if file is None or is_url(file["path"]) else prepared.checksum(Path(file["path"]))
 
 
 def _write_parts(source: Source, work: Path, parts: Sequence[Part], num_workers: int, progress: Progress) -> None:
@@ -243,6 +246,8 @@ def _worker() -> dict[str, Source]:
 def _begin(config: SourceConfig, arguments: TrainingArguments, columns: Sequence[str]) -> None:
     # One worker a core: the tokenizer's own threads would be too many.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Of a terminal, Ctrl-C reaches all processes: the first one ends the others, between two parts.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker()["source"] = Source(config, arguments, encoder_of(config, arguments, columns))
 
