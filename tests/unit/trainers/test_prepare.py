@@ -73,6 +73,10 @@ def test_a_run_reads_what_was_prepared_with_a_tokenizer_of_its_own(config, tmp_p
     out = capsys.readouterr().out
     assert f"{folder}/tokenizer: it is there already" in out
     assert f"data: {folder}/data is there already, and whole" in out
+    tokens = folder / "data" / "tokens.bin"
+    tokens.write_bytes(b"x" + tokens.read_bytes()[1:])
+    assert prepare.main([str(config), "--train-bpe", "280"]) == 2
+    assert "data is damaged: tokens.bin do not have the checksums" in capsys.readouterr().err
     assert prepare.main([str(config), "--train-bpe", "290"]) == 2
     assert "has a tokenizer of other files or another size: give a new --output" in capsys.readouterr().err
 

@@ -149,8 +149,6 @@ def _kept(file: LinesFile, *, skip: bool) -> Lines:
 def _load(path: Path) -> Lines:
     about = sealed.unseal(path.with_suffix(".json").read_text())
     bounds = np.load(path.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
-    if len(bounds) != about["num_bounds"]:
-        raise ValueError("cut")
     return Lines(bounds, about["numbers_are_indices"], about["num_malformed"])
 
 
@@ -163,8 +161,7 @@ def _save(path: Path, lines: Lines) -> None:
         os.replace(temporary, path.with_suffix(".npy"))
     finally:
         temporary.unlink(missing_ok=True)
-    about = {"num_bounds": len(lines.bounds), **lines._asdict()}
-    del about["bounds"]
+    about = {"numbers_are_indices": lines.numbers_are_indices, "num_malformed": lines.num_malformed}
     durable.write_shared(path.with_suffix(".json"), sealed.seal(about).encode(), 0o600)
     kept.tidy(path.parent)
 

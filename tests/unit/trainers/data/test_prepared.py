@@ -229,8 +229,17 @@ def test_of_two_that_make_one_folder_both_end_well(lines, tmp_path, monkeypatch)
 
     monkeypatch.setattr(preparing, "join", then_another)
     make(source(lines), tmp_path / "late")
-    assert contents(tmp_path / "made") == contents(tmp_path / "late")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "made", "texts.jsonl"]
+    write = parts.write_part
+
+    def after_another(*given):
+        monkeypatch.setattr(preparing, "write_part", write)
+        make(source(lines), tmp_path / "slow")
+        return write(*given)
+
+    monkeypatch.setattr(preparing, "write_part", after_another)
+    make(source(lines), tmp_path / "slow")
+    assert contents(tmp_path / "made") == contents(tmp_path / "late") == contents(tmp_path / "slow")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["late", "made", "slow", "texts.jsonl"]
 
 
 def test_a_file_that_changes_meanwhile(lines, tmp_path, monkeypatch):
@@ -263,6 +272,7 @@ def test_a_prepared_folder_is_used_and_nothing_is_made(lines, prepared, cache, m
     assert use(lines, prepared).folder == prepared / "data"
     assert use(lines, prepared / "data").folder == prepared / "data"
     assert not cache.exists()
+    assert not (cache.parent / kept.CHECKED).exists()  # the source is not read again
 
 
 def test_a_prepared_folder_says_what_has_changed_since(lines, prepared, tmp_path):
