@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FOLDER = "~/.cache/gangway"
-TOKENS, INDICES, CHECKED = "tokens", "records", "checked"
+TOKENS, INDICES, CHECKED, LOCKS = "tokens", "records", "checked", "locks"
 KEPT_BYTES = 20 << 30
 """How much of each is kept: what was used last."""
 
@@ -31,6 +34,17 @@ def tidy(place: Path) -> None:
         kept += _num_bytes(path)
         if kept > KEPT_BYTES:
             delete(path)
+
+
+@contextmanager
+def one_at_a_time(name: str) -> Iterator[None]:
+    """Lets the processes of this machine in one after the other, for one `name`. A process that is killed makes room."""
+    path = folder(LOCKS) / hashlib.sha256(name.encode()).hexdigest()[:2]  # few files: two names may share one
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        with suppress(OSError):  # a file system without locks: then all of them do the work
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def delete(path: Path) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -36,6 +37,8 @@ from trainers.errors import DataError, DataMissingError, TransientError
 from trainers.storage import durable, sealed
 from trainers.storage.documents import is_url
 
+SLOW_S = 10.0
+"""After this time a note says that tokens are made, and how it goes."""
 Note = Callable[[str], None]
 Progress = Callable[[int, int, int], None]
 """(records done, tokens of them, records that earlier processes had done)"""
@@ -104,12 +107,7 @@ def documents_of(config: SourceConfig, arguments: TrainingArguments, encoder: En
         check(found, source, note)
         return found
     place = kept.folder(kept.TOKENS) / source.digest()
-    try:
-        found = PreparedDocuments(place)
-        kept.used(place)
-    except (DataError, TransientError):  # there are none, or they are damaged
-        kept.delete(place)
-        found = _make_and_keep(source, place, note)
+    found = _kept(place) or _make_and_keep(source, place, note)
     if left_out := found.about["num_malformed"]:
         note(f"data.paths {', '.join(config.paths)}: {left_out} malformed lines are left out (data.on_malformed: skip)")
     return found
@@ -162,18 +160,51 @@ def check(found: PreparedDocuments, source: Source, note: Note) -> None:
     prepared.check_files(about, now, found.folder)
 
 
-def _make_and_keep(source: Source, place: Path, note: Note) -> PreparedDocuments:
+def _kept(place: Path) -> PreparedDocuments | None:
+    """Returns the documents that are kept there; None if there are none, or if they are damaged."""
     try:
-        make(source, place)
         found = PreparedDocuments(place)
-        # Mapped files stay readable when they are deleted, here and below.
-        kept.tidy(place.parent)
-        return found
+    except (DataError, TransientError):
+        return None
+    kept.used(place)
+    return found
+
+
+def _make_and_keep(source: Source, place: Path, note: Note) -> PreparedDocuments:
+    progress = _told_when_slow(source, note, time.monotonic)
+    try:
+        with kept.one_at_a_time(str(place)):
+            # Made by another process, while this one has waited.
+            if (found := _kept(place)) is not None:
+                return found
+            kept.delete(place)
+            make(source, place, progress=progress)
+            found = PreparedDocuments(place)
+            # Mapped files stay readable when they are deleted, here and below.
+            kept.tidy(place.parent)
+            return found
     except OSError as error:
         note(f"the tokens cannot be kept in {place.parent} ({error}): each start makes them again")
     with tempfile.TemporaryDirectory() as folder:
-        make(source, Path(folder, "made"))
+        make(source, Path(folder, "made"), progress=progress)
         return PreparedDocuments(Path(folder, "made"))
+
+
+def _told_when_slow(source: Source, note: Note, clock: Callable[[], float]) -> Progress:
+    """Returns a progress that tells once that the tokens take long."""
+    begun_s, is_told = clock(), False
+
+    def progress(done: int, num_tokens: int, before: int) -> None:
+        nonlocal is_told
+        took_s, total = clock() - begun_s, len(source.records)
+        if took_s >= SLOW_S and done < total and not is_told:
+            is_told = True
+            note(
+                f"the tokens of the data are made for the first time on this machine: {done:,} of {total:,} records after "
+                f"{took_s:.0f} s; `python -m trainers.prepare` makes them once for all hosts, in several processes"
+            )
+
+    return progress
 
 
 def make(

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -161,6 +163,36 @@ def test_tokens_are_made_once_and_again_when_something_changed(lines, cache, mon
     assert told == []
     assert tokens() == first
     assert "the tokens cannot be kept in" in told[0]
+
+
+def test_a_process_waits_for_another_one_that_makes_the_same_tokens(lines, cache, monkeypatch):
+    write, started, may_go_on, made_by = parts.write_part, threading.Event(), threading.Event(), []
+
+    def slowly(*given):
+        made_by.append(threading.current_thread().name)
+        started.set()
+        assert may_go_on.wait(20)
+        return write(*given)
+
+    monkeypatch.setattr(preparing, "write_part", slowly)
+    made = arguments(lines)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(of_source, made.data, made, no_note)
+        assert started.wait(20)
+        second = pool.submit(of_source, made.data, made, no_note)
+        assert not wait([second], timeout=0.3).done
+        may_go_on.set()
+        assert bytes(first.result().tokens) == bytes(second.result().tokens)
+    assert len(made_by) == NUM_PARTS
+
+
+def test_tokens_that_take_long_are_told_once(lines, monkeypatch):
+    monkeypatch.setattr(preparing, "SLOW_S", 0.0)
+    made, told = arguments(lines), []
+    of_source(made.data, made, told.append)
+    of_source(made.data, made, told.append)
+    (line,) = told
+    assert "made for the first time on this machine: 0 of 150 records after 0 s; `python -m trainers.prepare` makes them" in line
 
 
 def test_malformed_lines_that_are_left_out_are_told(lines):
