@@ -31,6 +31,7 @@ COMMANDS = {
     "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
     "compile": Command("orchestrator.compile", "compile a run for its hosts, which need not be there: memory, exchanges"),
     "train": Command("trainers.run", "the same training in one process, without Ray"),
+    "prepare": Command("trainers.prepare", "make the tokens of the data once, for all hosts; trains a tokenizer, too"),
     "generate": Command("trainers.generate", "continue prompts with the model of a run, or of a folder of Hugging Face"),
     "evaluate": Command("trainers.evaluate", "the metrics of checkpoints, on held-out data"),
     "export": Command("trainers.export", "the model of a run as files for other programs"),

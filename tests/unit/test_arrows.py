@@ -42,7 +42,7 @@ FLOORS = {
         ("base",),
         ("planning", "run", "worker"),
         ("generate", "library"),
-        ("evaluate",),
+        ("evaluate", "prepare"),
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
@@ -91,6 +91,7 @@ LIGHT_MODULES = tuple(
         "program",
         "config/recorders",
         "config/section",
+        "config/source",
         "config/weights",
         "config/without_effect",
         "console/__init__",

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trainers.config.section import Section, not_paths, require_none, too_small
+from trainers.config.section import not_paths, too_small
+from trainers.config.source import SourceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig(Section):
+class DataConfig(SourceConfig):
     """The data: text from files and folders. `dataset` names a function (arguments) -> (train, eval) for another
     source."""
 
     dataset: str = "trainers.data.sources.text:text_windows"
-    paths: tuple[str, ...] = ("python-stdlib",)
-    """Files or folders; `python-stdlib` stands for the sources of the running Python's standard library."""
-    pattern: str = "*.py"
-    """Which files of a folder to read (a file named in `paths` is always read)."""
+    prepared: str | None = None
+    """A folder of `python -m trainers.prepare`, which has the tokens of the sources of this section. null: they are made when
+    training begins, and kept on each machine."""
     tokenizer: str | None = None
     """A folder of Hugging Face, a file `tokenizer.json`, or `bytes`. null: that of `model.pretrained` if the folder has one, or
     else bytes. The run keeps a copy."""
@@ -44,10 +44,8 @@ class DataConfig(Section):
     """The names of the sources of the examples, if each example has a leaf `source` with an index into this list. Loss and
     tokens are then published for each source."""
 
-    def __post_init__(self):
-        require_none(self._problems())
-
     def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         yield from not_paths(self, "dataset")
         if self.collator is not None:
             yield from not_paths(self, "collator")
@@ -55,8 +53,6 @@ class DataConfig(Section):
             yield f"ignore_columns = {list(self.ignore_columns)}: {', '.join(sorted(needed))} cannot be left out"
         yield from too_small(self, 2, "sequence_length")
         yield from too_small(self, 0, "retries", "retry_backoff_s")
-        if not self.paths:
-            yield "paths = []: expected at least one file or folder"
         if len(set(self.sources)) < len(self.sources):
             yield f"sources = {list(self.sources)}: expected each name once"
         if not 0 <= self.eval_fraction < 1:

@@ -18,7 +18,6 @@ from trainers.base import BaseTrainer
 from trainers.checkpoint import assets
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.data.sources import tokenized
 from trainers.data.sources.text import text_windows
 from trainers.errors import DataMissingError, UsageError
 from trainers.export import to_hugging_face
@@ -116,26 +115,6 @@ def test_training_text_has_a_separator_after_each_document_and_is_cut_into_windo
     assert len(found & expected) >= 2
     np.testing.assert_array_equal(train[0]["tokens"], whole[:17])
     np.testing.assert_array_equal(train[1]["tokens"], whole[16:33])
-
-
-def test_tokens_are_kept_for_the_next_process_and_made_again_when_something_changed(folder, tmp_path, cache, monkeypatch):
-    tokenizer, documents = tokenizers.load(str(folder)), [b"the gang", b"one model"]
-    first, num_ids = tokenized.tokens_of(documents, tokenizer)
-    assert num_ids == SIZE
-    monkeypatch.setattr(tokenizers.FolderTokenizer, "encode_documents", None)  # it is not asked again
-    np.testing.assert_array_equal(tokenized.tokens_of(documents, tokenizer)[0], first)
-    (file,) = cache.iterdir()
-    with pytest.raises(TypeError):  # the same bytes, but other documents
-        tokenized.tokens_of([b"the gang one", b" model"], tokenizer)
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(TypeError):
-        tokenized.tokens_of(documents, tokenizer)
-    monkeypatch.undo()
-    monkeypatch.setattr(tokenized, "KEPT_BYTES", 10)
-    tokenized.tokens_of(documents, tokenizer, str(tmp_path / "small"))
-    assert list((tmp_path / "small").iterdir()) == []
-    (tmp_path / "file").write_text("")
-    np.testing.assert_array_equal(tokenized.tokens_of(documents, tokenizer, str(tmp_path / "file" / "none"))[0], first)
 
 
 def test_what_does_not_fit_is_an_error_before_a_machine_is_taken(folder, tmp_path, cache):

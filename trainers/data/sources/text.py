@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import fnmatch
-import hashlib
-import os
-import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from trainers import tokenizers
+from trainers import runtime, tokenizers
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES
+from trainers.data import preparing
 from trainers.data.epoch_order import EpochOrder
-from trainers.data.sources.tokenized import tokens_of
-from trainers.errors import DataError, DataMissingError, DataUnavailableError
-
-PYTHON_STDLIB = "python-stdlib"
-LEFT_OUT = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
-)
-"""Folders of the standard library to leave out: they are large, generated, or differ between distributions."""
-RECORDS = frozenset({".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".arrayrecord", ".tfrecord", ".npy", ".npz"})
-"""The endings of files of records: as plain bytes, a model would learn their quotes and commas."""
-ADVICE = "name a function of your own in data.dataset that returns its examples (docs/extending.md, 'A task and its data')"
+from trainers.data.sources import access
+from trainers.data.sources.files import files_of
+from trainers.errors import DataMissingError, UsageError
 
 
 class Windows:
@@ -48,13 +37,8 @@ class Windows:
 def text_windows(arguments: TrainingArguments) -> tuple[EpochOrder, Windows]:
     """Returns (training examples, held-out examples) of `arguments.data`. Raises DataUnavailableError, or DataMissingError if
     there is no text, or too little."""
-    config, tokenizer = arguments.data, tokenizers.of(arguments)
-    if tokenizer.source == BYTES:
-        tokenizers.check(tokenizer, arguments)
-        text, unit = read(config), "bytes"
-    else:
-        (text, num_ids), unit = tokens_of(documents(config), tokenizer), "tokens"
-        tokenizers.check(tokenizer, arguments, num_ids)
+    config = arguments.data
+    text, unit = _text(arguments)
     held_out = int(len(text) * config.eval_fraction)
     train = Windows(text[: len(text) - held_out], config.sequence_length)
     # The held-out samples have ids of their own: in a digest of samples they cannot be taken for training samples.
@@ -69,62 +53,23 @@ def text_windows(arguments: TrainingArguments) -> tuple[EpochOrder, Windows]:
     return EpochOrder(train, arguments.seed, shuffle=config.shuffle), held
 
 
+def _text(arguments: TrainingArguments) -> tuple[np.ndarray, str]:
+    """Returns (all of the text, what each number of it is)."""
+    config, tokenizer = arguments.data, tokenizers.of(arguments)
+    if tokenizer.source == BYTES and config.prepared is None and all(file.format == "text" for file in files_of(config)):
+        tokenizers.check(tokenizer, arguments)
+        return read(config), "bytes"
+    documents = preparing.of_source(config, arguments, runtime.current().note)
+    tokenizers.check(tokenizer, arguments, documents.num_ids)
+    if documents.weights is not None:
+        raise UsageError(
+            f"data.dataset = {config.dataset!r} trains on each token, and the records (data.examples = {config.examples!r}) say "
+            "which tokens count; choose a dataset that reads such weights"
+        )
+    return documents.tokens, "bytes" if tokenizer.source == BYTES else "tokens"
+
+
 def read(config: DataConfig) -> np.ndarray:
-    """Returns all files as uint8, with one newline between them."""
+    """Returns all text files as uint8, with one newline between them."""
     # A view of the bytes, one for each token: only windows become int32.
-    return np.frombuffer(b"\n".join(documents(config)), np.uint8)
-
-
-def documents(config: DataConfig) -> list[bytes]:
-    """Returns the contents of all files.
-
-    The files are in the order of a digest of their relative paths. So the held-out tail is a random choice of files, and the
-    same on every machine.
-    """
-    files = [file for path in config.paths for file in _files(path, config.pattern)]
-    files.sort(key=lambda file: hashlib.sha256(file[0].encode()).digest())
-    return [_read_file(path) for _, path in files]
-
-
-def _files(path: str, pattern: str) -> list[tuple[str, str]]:
-    """Returns (path relative to the given folder, path to open) of every file that `path` names."""
-    location = sysconfig.get_paths()["stdlib"] if path == PYTHON_STDLIB else os.path.expanduser(path)
-    if os.path.isfile(location):
-        return [(os.path.basename(location), location)]
-    if not os.path.isdir(location):
-        raise DataMissingError(
-            f"data.paths: {path!r} does not exist (looked for {os.path.abspath(location)}); expected a file or a folder"
-        )
-    names = list(_matching(location, pattern, LEFT_OUT if path == PYTHON_STDLIB else frozenset()))
-    if not names:
-        raise DataMissingError(
-            f"data.paths: no file in {path!r} matches data.pattern {pattern!r}; files are matched by name, as in '*.txt'"
-        )
-    return [(name, os.path.join(location, name)) for name in names]
-
-
-def _matching(folder: str, pattern: str, left_out: frozenset[str]) -> Iterator[str]:
-    for parent, folders, files in os.walk(folder, onerror=_raise_unreadable):
-        # In place: `os.walk` goes only into the folders that are left in this list.
-        folders[:] = [name for name in folders if name not in left_out]
-        yield from (os.path.relpath(os.path.join(parent, name), folder) for name in files if fnmatch.fnmatch(name, pattern))
-
-
-def _read_file(path: str) -> bytes:
-    if os.path.splitext(path)[1].lower() in RECORDS:
-        raise DataError(f"data.paths: {path} is a file of records, and would be read as plain bytes; {ADVICE}")
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _raise_unreadable(error: OSError) -> None:
-    """Raises for a folder that cannot be listed: leaving it out would train on other data."""
-    raise _unreadable(error.filename, error) from error
-
-
-def _unreadable(path: str, error: OSError) -> DataUnavailableError:
-    kind = DataMissingError if isinstance(error, FileNotFoundError | PermissionError) else DataUnavailableError
-    return kind(f"data.paths: {path} cannot be read: {error.strerror}; is it there, and yours to read?")
+    return np.frombuffer(b"\n".join(access.read_bytes(file.path) for file in files_of(config)), np.uint8)

@@ -13,8 +13,9 @@ import pytest
 
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.data.sources import text
-from trainers.data.sources.text import PYTHON_STDLIB, read, text_windows
+from trainers.data.sources import access
+from trainers.data.sources.files import PYTHON_STDLIB
+from trainers.data.sources.text import read, text_windows
 from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
 LENGTH = 16
@@ -144,7 +145,8 @@ def test_a_path_that_does_not_exist(tmp_path):
 def test_a_folder_without_matching_files(tmp_path):
     write(tmp_path, {"a.py": b"x"})
     assert error_of(config(tmp_path)) == (
-        f"data.paths: no file in '{tmp_path}' matches data.pattern '*.txt'; files are matched by name, as in '*.txt'"
+        f"data.paths: no file in '{tmp_path}' matches data.pattern '*.txt'; files are matched by name, as in '*.txt'; "
+        "it has files that end in .py"
     )
 
 
@@ -177,7 +179,7 @@ def test_a_file_that_cannot_be_read_just_now(tmp_path, monkeypatch, number, erro
     def refuse(*args):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(text, "open", refuse, raising=False)
+    monkeypatch.setattr(access, "open", refuse, raising=False)
     with pytest.raises(error, match=f"data.paths: {tmp_path}/a.txt cannot be read: {os.strerror(number)}") as caught:
         text_windows(arguments(config(tmp_path)))
     assert type(caught.value) is error
@@ -205,10 +207,11 @@ def test_a_vocabulary_that_has_not_every_byte(folder):
         text_windows(arguments(config(folder), model=ModelConfig(vocab_size=128)))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.PARQUET", "a.csv", "a.npz"])
-def test_files_of_records_are_refused_with_what_to_do(tmp_path, name):
-    path = write(tmp_path, {name: b'{"text": "a"}\n' * 100}) / name
-    with pytest.raises(DataError, match=rf"{name} is a file of records.*data\.dataset.*extending\.md"):
-        read(config(path))
-    with pytest.raises(DataError, match="is a file of records"):
-        read(config(tmp_path, pattern="a.*"))
+def test_the_texts_of_records_are_read_and_files_of_other_kinds_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = write(tmp_path / "data", {"a.jsonl": b'{"text": "one \\u00e9"}\n{"text": "two"}\n' * 20, "b.npz": b"x"})
+    train, _ = text_windows(arguments(config(folder / "a.jsonl", shuffle=False)))
+    expected = ("one \u00e9\ntwo\n".encode() * 2)[:17]
+    assert bytes(train[0]["tokens"].astype(np.uint8)) == expected
+    with pytest.raises(DataError, match=r"b\.npz: files that end in \.npz are not read"):
+        text_windows(arguments(config(folder, pattern="*")))

@@ -1,0 +1,327 @@
+"""Records of files of every format: which there are, in which order, and what is said of those that cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+
+import numpy as np
+import pyarrow
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import ipc, parquet
+
+from trainers.config.source import SourceConfig
+from trainers.data import kept
+from trainers.data.sources import access, lines, tables
+from trainers.data.sources.files import files_of
+from trainers.data.sources.records import READERS, open_records
+from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
+
+ROWS = [{"text": f'row {number} \u00e9 \U0001f600, "quoted"\nand more', "number": number} for number in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """Indices are kept where nobody else keeps some."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
+    return home / ".cache" / "gangway" / "records"
+
+
+def source(*paths, **changes):
+    return SourceConfig(paths=tuple(map(str, paths)), **changes)
+
+
+def write_jsonl(path, rows=ROWS):
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def write_csv(path, delimiter=","):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["text", "number"], delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_parquet(path):
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=7)
+
+
+def write_stream(path):
+    table = pyarrow.Table.from_pylist(ROWS)
+    with ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=6)
+
+
+def write_arrow_file(path):
+    table = pyarrow.Table.from_pylist(ROWS)
+    with ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=6)
+
+
+def write_array_record(path):
+    writer = ArrayRecordWriter(str(path), "group_size:4")
+    for row in ROWS:
+        writer.write(json.dumps(row).encode())
+    writer.close()
+
+
+FORMATS = {
+    "a.jsonl": (write_jsonl, "line 8"),
+    "a.csv": (write_csv, "line 16"),
+    "a.tsv": (lambda path: write_csv(path, "\t"), "line 16"),
+    "a.parquet": (write_parquet, "row 8"),
+    "stream.arrow": (write_stream, "row 8"),
+    "file.arrow": (write_arrow_file, "row 8"),
+    "a.arrayrecord": (write_array_record, "record 8"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_gives_its_records_by_index(tmp_path, name):
+    write, place = FORMATS[name]
+    write(tmp_path / name)
+    records = open_records(source(tmp_path / name))
+    expected = [row | {"number": str(row["number"])} for row in ROWS] if name.endswith("sv") else ROWS
+    assert len(records) == 20
+    assert [records[index] for index in (19, 0, 7, 8, 6)] == [expected[index] for index in (19, 0, 7, 8, 6)]
+    assert list(records) == expected
+    assert records.columns == ("text", "number")
+    assert records.where(7) == f"{tmp_path / name}, {place}"
+    with pytest.raises(IndexError):
+        records[20]
+
+
+def test_a_format_that_is_named_counts_more_than_the_ending(tmp_path):
+    write_jsonl(tmp_path / "chats.txt")
+    assert open_records(source(tmp_path / "chats.txt", format="jsonl"))[3] == ROWS[3]
+    assert open_records(source(tmp_path / "chats.txt"))[0] == {"text": (tmp_path / "chats.txt").read_text()}
+
+
+def test_a_folder_that_datasets_has_saved_is_one_sequence(tmp_path):
+    import datasets
+
+    made = datasets.Dataset.from_list(ROWS)
+    made.save_to_disk(tmp_path / "saved", num_shards=3)
+    records = open_records(source(tmp_path / "saved"))
+    assert list(records) == ROWS
+    assert records.where(19) == f"{tmp_path / 'saved'}, row 20"
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match=rf"splits has several splits: name one, such as {tmp_path}/splits/train"):
+        open_records(source(tmp_path / "splits"))
+    assert list(open_records(source(tmp_path / "splits" / "test"))) == ROWS
+
+
+def test_files_are_one_sequence_in_an_order_of_their_names_alone(tmp_path):
+    for folder in ("here", "there"):
+        for number in range(6):
+            path = tmp_path / folder / f"part{number % 2}" / f"{number}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_jsonl(path, [{"text": f"{number} {line}"} for line in range(3)])
+    here, there = (list(open_records(source(tmp_path / folder, pattern="*.jsonl"))) for folder in ("here", "there"))
+    assert here == there
+    assert sorted(row["text"] for row in here) == [f"{number} {line}" for number in range(6) for line in range(3)]
+    assert [row["text"][-1] for row in here] == ["0", "1", "2"] * 6
+    globbed = open_records(source(tmp_path / "here" / "*" / "*.jsonl"))
+    assert list(globbed) == here
+    assert list(open_records(source(tmp_path / "**" / "[01].jsonl"))) != here
+
+
+def test_a_source_at_a_url_is_read_as_from_a_disk(tmp_path):
+    import fsspec
+
+    for name in ("a.jsonl", "a.csv", "a.parquet", "stream.arrow"):
+        FORMATS[name][0](tmp_path / name)
+        fsspec.filesystem("memory").pipe_file(f"/bucket/{name}", (tmp_path / name).read_bytes())
+        expected = list(open_records(source(tmp_path / name)))
+        assert list(open_records(source(f"memory://bucket/{name}"))) == expected
+    fsspec.filesystem("memory").pipe_file("/bucket/deep/a.txt", b"a text")
+    assert list(open_records(source("memory://bucket", pattern="*.txt"))) == [{"text": "a text"}]
+    assert len(open_records(source("memory://bucket/*.jsonl"))) == 20
+    with pytest.raises(DataMissingError, match=r"memory://bucket/none\.jsonl does not exist"):
+        open_records(source("memory://bucket/none.jsonl"))
+    fsspec.filesystem("memory").pipe_file("/bucket/a.arrayrecord", b"")
+    with pytest.raises(UsageError, match="ArrayRecord is read from a disk or a mount only"):
+        open_records(source("memory://bucket/a.arrayrecord"))
+
+
+def test_urls_that_cannot_be_read_here():
+    with pytest.raises(UsageError, match="hf://datasets/a/b is not read over the network: download it, as with `hf download"):
+        open_records(source("hf://datasets/a/b"))
+    with pytest.raises(UsageError, match=r"nowhere://bucket/a cannot be read here: .*; pip install 'gangway\[cloud\]'"):
+        open_records(source("nowhere://bucket/a"))
+
+
+def refuse(*args, **kwargs):
+    raise RuntimeError("Unable to locate credentials")
+
+
+def test_a_url_without_credentials(monkeypatch):
+    import fsspec
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "isdir", refuse)
+    with pytest.raises(DataUnavailableError, match=r"memory://b/a cannot be read: RuntimeError: Unable .*; has this mach"):
+        open_records(source("memory://b/a"))
+
+
+def lines_of(path, text, **changes):
+    path.write_bytes(text)
+    return open_records(source(path, **changes))
+
+
+def test_blank_lines_and_windows_endings_are_no_records(tmp_path):
+    records = lines_of(tmp_path / "a.jsonl", b'\n{"a": 1}\r\n\r\n\n{"a": 2}\n{"a": 3}')
+    assert list(records) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    assert [records.where(index).rpartition(" ")[2] for index in range(3)] == ["2", "5", "6"]
+    rows = lines_of(tmp_path / "a.csv", b'\xef\xbb\xbfa,b\r\n1,"x\r\ny"\r\n\r\n"2 ""q""",z')
+    assert list(rows) == [{"a": "1", "b": "x\r\ny"}, {"a": '2 "q"', "b": "z"}]
+
+
+@given(
+    texts=st.lists(st.text(st.characters(codec="utf-8"), max_size=6), min_size=1, max_size=30),
+    chunk=st.integers(1, 9),
+    end=st.sampled_from(["\n", "\r\n"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_lines_do_not_depend_on_the_chunks_that_are_read(texts, chunk, end):
+    jsonl = "".join(json.dumps({"t": text}) + end * (1 + len(text) % 2) for text in texts).encode()
+    rows = io.StringIO(newline="")
+    csv.writer(rows, lineterminator=end, quoting=csv.QUOTE_ALL).writerows([["t"], *([text] for text in texts)])
+    before, lines.CHUNK_BYTES = lines.CHUNK_BYTES, chunk
+    try:
+        bounds, is_blank = lines._bounds(io.BytesIO(jsonl), "a", quoted=False)
+        found = [json.loads(jsonl[a:b]) for a, b in zip(bounds[:-1][~is_blank], bounds[1:][~is_blank], strict=True)]
+        assert [row["t"] for row in found] == texts
+        bounds, is_blank = lines._bounds(io.BytesIO(rows.getvalue().encode()), "a", quoted=True)
+        assert (len(bounds) - 2, is_blank.any()) == (len(texts), False)
+    finally:
+        lines.CHUNK_BYTES = before
+
+
+BAD = b'{"text": "a"}\n{"text": "b"\n\n["c"]\n{"text": "d"}\n\xff\n{"text": "e"}\n'
+
+
+def test_a_malformed_line_is_an_error_with_file_and_line_or_left_out_and_counted(tmp_path):
+    records = lines_of(tmp_path / "a.jsonl", BAD)
+    assert (len(records), records[0], records[5]) == (6, {"text": "a"}, {"text": "e"})
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2 is malformed: Expecting .*; correct it, or .*on_malformed=skip"):
+        records[1]
+    with pytest.raises(DataError, match=r"a\.jsonl, line 4 is malformed: expected an object, \{\.\.\.\}, and found list"):
+        records[2]
+    with pytest.raises(DataError, match=r"a\.jsonl, line 6 is malformed: 'utf-8' codec"):
+        records[4]
+    for _ in range(2):  # made, and kept
+        skipped = open_records(source(tmp_path / "a.jsonl", on_malformed="skip"))
+        assert (list(skipped), skipped.num_malformed) == ([{"text": "a"}, {"text": "d"}, {"text": "e"}], 3)
+        assert skipped.where(1) == f"{tmp_path}/a.jsonl, line 5"
+    for empty in (b"", b"a,b\n"):
+        with pytest.raises(DataMissingError, match="no records in these files"):
+            lines_of(tmp_path / "empty.csv", empty)
+    with pytest.raises(DataMissingError, match=r"no records in these files: all 1 lines are malformed"):
+        lines_of(tmp_path / "b.jsonl", b"x\n", on_malformed="skip")
+
+
+def test_a_malformed_row(tmp_path):
+    text = b'a,b\n1,2\n3\n4,5,6\n7,8\n9,"1"0\n'
+    records = lines_of(tmp_path / "a.csv", text)
+    with pytest.raises(DataError, match=r"a\.csv, line 3 is malformed: it has 1 values for 2 columns \(a, b\)"):
+        records[1]
+    with pytest.raises(DataError, match=r"a\.csv, line 6 is malformed: ',' expected after '\"'"):
+        records[4]
+    skipped = open_records(source(tmp_path / "a.csv", on_malformed="skip"))
+    assert (list(skipped), skipped.num_malformed) == ([{"a": "1", "b": "2"}, {"a": "7", "b": "8"}], 3)
+    with pytest.raises(DataError, match=r"b\.csv has an odd number of quotes"):
+        lines_of(tmp_path / "b.csv", b'a\n5" disk\n')
+
+
+def test_an_index_is_made_once_for_a_file_as_it_is(tmp_path, cache, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path)
+    assert len(open_records(source(path))) == 20
+    assert {file.suffix for file in cache.iterdir()} == {".npy", ".json"}
+    monkeypatch.setattr(lines, "_find", None)  # it is not made again
+    assert list(open_records(source(path))) == ROWS
+    with pytest.raises(TypeError):
+        open_records(source(path, on_malformed="skip"))
+    os.utime(path, (1, 1))
+    with pytest.raises(TypeError):
+        open_records(source(path))
+    monkeypatch.undo()
+    os.environ["HOME"] = str(cache.parents[2])
+    for file in cache.glob("*.npy"):
+        file.write_bytes(file.read_bytes()[:-8])
+    assert list(open_records(source(path))) == ROWS
+    shutil.rmtree(cache)
+    cache.write_text("no folder")
+    assert list(open_records(source(path))) == ROWS
+    cache.unlink()
+    monkeypatch.setenv("HOME", str(cache.parents[2]))
+    monkeypatch.setattr(kept, "KEPT_BYTES", 10)
+    assert list(open_records(source(path))) == ROWS
+    assert list(cache.iterdir()) == []
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(DataMissingError, match=r"no file matches '.*/\*\.jsonl' \(looked in /"):
+        open_records(source(tmp_path / "*.jsonl"))
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    with pytest.raises(DataMissingError, match=r"a\.jsonl: there are no records in these files$"):
+        open_records(source(tmp_path / "a.jsonl"))
+    with pytest.raises(DataMissingError, match=r"matches data\.pattern '\*\.py'; .*; it has files that end in \.jsonl$"):
+        open_records(source(tmp_path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_that_has_vanished(tmp_path, name):
+    FORMATS[name][0](tmp_path / name)
+    (file,) = files_of(source(tmp_path / name))
+    (tmp_path / name).unlink()
+    with pytest.raises(DataMissingError, match=rf"{name} cannot be read: No such file.*is it there"):
+        READERS[file.format](file, source(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow", "a.arrayrecord"])
+def test_a_file_that_is_cut(tmp_path, name):
+    FORMATS[name][0](tmp_path / name)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:700])
+    with pytest.raises(DataError, match=rf"{name} is damaged, or of another format"):
+        open_records(source(tmp_path / name))
+
+
+def test_a_file_that_no_reader_knows(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"files that end in \.gz are not read; expected text, or \.jsonl, .*; unpack it"):
+        open_records(source(tmp_path / "a.jsonl.gz"))
+
+
+def test_more_files_than_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(access, "MAX_OPEN_FILES", 2)
+    for number in range(5):
+        write_jsonl(tmp_path / f"{number}.jsonl", [{"text": str(number)}])
+    records = open_records(source(tmp_path, pattern="*.jsonl"))
+    for _ in range(2):
+        assert sorted(row["text"] for row in records) == ["0", "1", "2", "3", "4"]
+    assert len([file for file in records.files if file.ranges._file]) <= 2
+
+
+def test_row_groups_are_read_once_while_they_are_kept(tmp_path, monkeypatch):
+    write_parquet(tmp_path / "a.parquet")
+    records = open_records(source(tmp_path / "a.parquet"))
+    tables._row_group.cache_clear()
+    assert [records[index]["number"] for index in (0, 1, 8, 2, 15, 9)] == [0, 1, 8, 2, 15, 9]
+    assert tables._row_group.cache_info().misses == 3
+
+
+def test_files_of_one_name_in_two_folders_keep_the_order_of_the_paths(tmp_path):
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        write_jsonl(tmp_path / folder / "x.jsonl", [{"text": folder}])
+    paths = [tmp_path / folder / "x.jsonl" for folder in "ba"]
+    assert [file.path for file in files_of(source(*paths))] == [str(path) for path in paths]
+    assert np.array_equal([row["text"] for row in open_records(source(*paths))], ["b", "a"])

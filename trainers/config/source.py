@@ -1,0 +1,37 @@
+"""Where the records of one source come from, and what becomes of them. Free of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trainers.config.section import Section, require_none
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig(Section):
+    """Records of files: lines of JSON, rows of tables, whole texts (`trainers/data/sources/records.py`)."""
+
+    paths: tuple[str, ...] = ("python-stdlib",)
+    """Files, folders (also one that `datasets` has saved), patterns such as `data/*.jsonl`, or URLs; `python-stdlib` stands for
+    the sources of the running Python's standard library."""
+    pattern: str = "*.py"
+    """Which files of a folder to read (a file named in `paths` is always read)."""
+    format: Literal["auto", "text", "jsonl", "csv", "parquet", "arrow", "arrayrecord"] = "auto"
+    """What the files are. `auto`: by the ending of each; an unknown ending is text, one record for each file."""
+    text_column: str = "text"
+    """The column of the records that has the text."""
+    examples: str = "auto"
+    """What a record becomes (`trainers/data/encoders.py`): `text`. `auto`: by the columns of the first record."""
+    on_malformed: Literal["raise", "skip"] = "raise"
+    """What becomes of a line of JSON or CSV that cannot be read. `skip`: it is left out and counted."""
+
+    def __post_init__(self):
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if not self.paths:
+            yield "paths = []: expected at least one file or folder"
+        if not self.text_column:
+            yield "text_column = '': expected the name of a column"

@@ -1,0 +1,91 @@
+"""What makes documents of records (`trainers.data.documents.Encoder`): a table by the kind of the examples (`data.examples`)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from trainers import tokenizers
+from trainers.config.arguments import TrainingArguments
+from trainers.config.hf_files import BYTES
+from trainers.config.section import did_you_mean
+from trainers.config.source import SourceConfig
+from trainers.data.documents import Document, Encoder, Record
+from trainers.errors import DataError, UsageError
+from trainers.tokenizers import Tokenizer
+
+AUTO = "auto"
+
+
+class TextEncoder:
+    """The tokens of a text, and the token that ends a text, if the tokenizer has one. Bytes end with a newline."""
+
+    def __init__(self, tokenizer: Tokenizer, column: str):
+        self.tokenizer, self.column = tokenizer, column
+
+    def encode(self, records: Sequence[Record]) -> list[Document]:
+        texts = [self._text(record) for record in records]
+        end = self._end()
+        return [Document(np.array([*tokens, *end], np.int32)) for tokens in self.tokenizer.encode_documents(texts)]
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"text {self.column} {self.tokenizer.digest()}".encode()).hexdigest()
+
+    def _end(self) -> list[int]:
+        if self.tokenizer.source == BYTES:
+            return list(b"\n")
+        return [] if self.tokenizer.separator is None else [self.tokenizer.separator]
+
+    def _text(self, record: Record) -> str:
+        text = record.get(self.column)
+        if not isinstance(text, str):
+            found = f"it is {type(text).__name__}" if self.column in record else f"there are {', '.join(record) or 'none'}"
+            raise DataError(f"expected a text in the column {self.column!r}: {found}")
+        return text
+
+
+class EncoderKind(NamedTuple):
+    fits: Callable[[SourceConfig, Sequence[str]], bool]
+    """Whether records of these columns are of this kind."""
+    expects: Callable[[SourceConfig], str]
+    """Says for errors which columns it needs, and what to set."""
+    make: Callable[[SourceConfig, TrainingArguments, Sequence[str]], Encoder]
+    """Must not read the tokenizer: a process that finds its documents prepared needs none."""
+
+
+def _text(source: SourceConfig, arguments: TrainingArguments, columns: Sequence[str]) -> Encoder:
+    # A text file has one column, whatever the source calls that of its tables.
+    column = source.text_column if source.text_column in columns else "text"
+    return TextEncoder(tokenizers.of(arguments), column)
+
+
+ENCODERS: dict[str, EncoderKind] = {
+    "text": EncoderKind(
+        fits=lambda source, columns: source.text_column in columns or list(columns) == ["text"],
+        expects=lambda source: f"{source.text_column!r} (data.text_column)",
+        make=_text,
+    ),
+}
+"""The kinds by name. `auto`: the first that fits."""
+
+
+def encoder_of(source: SourceConfig, arguments: TrainingArguments, columns: Sequence[str]) -> Encoder:
+    """Returns the encoder for records with these columns. Raises UsageError for an unknown kind, and DataError if the columns do
+    not fit."""
+    if source.examples not in (AUTO, *ENCODERS):
+        known = (AUTO, *ENCODERS)
+        raise UsageError(
+            f"data.examples = {source.examples!r}: expected one of {', '.join(known)}{did_you_mean(source.examples, known)}"
+        )
+    kinds = ENCODERS if source.examples == AUTO else {source.examples: ENCODERS[source.examples]}
+    for kind in kinds.values():
+        if kind.fits(source, columns):
+            return kind.make(source, arguments, columns)
+    wanted = "; or ".join(f"{name}: {kind.expects(source)}" for name, kind in kinds.items())
+    raise DataError(
+        f"data.paths {', '.join(source.paths)}: the records have the columns {', '.join(columns) or 'none'}; expected for "
+        f"{wanted}"
+    )

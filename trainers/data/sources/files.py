@@ -1,0 +1,181 @@
+"""Which files a source has, what each of them is, and in which order they come."""
+
+from __future__ import annotations
+
+import fnmatch
+import glob
+import hashlib
+import itertools
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from trainers.config.source import SourceConfig
+from trainers.data.sources.access import reading, remote, stamp, unreadable
+from trainers.errors import DataError, DataMissingError
+from trainers.storage.documents import is_url
+
+PYTHON_STDLIB = "python-stdlib"
+LEFT_OUT = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
+)
+"""Folders of the standard library to leave out: they are large, generated, or differ between distributions."""
+FORMATS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".arrayrecord": "arrayrecord",
+    ".array_record": "arrayrecord",
+}
+"""What a file is, by its ending; any other file is text."""
+NOT_READ = frozenset({".tfrecord", ".npy", ".npz", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar"})
+"""Endings of files that are no text, and that no reader here knows: as plain bytes a model would learn to write such files."""
+SAVED_DATASET = "state.json"
+SAVED_SPLITS = "dataset_dict.json"
+"""The files by which a folder of `datasets.save_to_disk` is known."""
+PREPARED = "prepared.json"
+"""The file by which a folder of `python -m trainers.prepare` is known."""
+
+
+class SourceFile(NamedTuple):
+    name: str
+    """Its path relative to what `paths` names: the same on every machine."""
+    path: str
+    """A path, or a URL. Of a saved dataset: its folder."""
+    format: str
+    parts: tuple[str, ...] = ()
+    """The files of a saved dataset, in its order."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return self.parts or (self.path,)
+
+
+def files_of(source: SourceConfig) -> list[SourceFile]:
+    """Returns the files of a source.
+
+    They are in the order of a digest of their relative paths. So a held-out tail is a random choice of files, and the same on
+    every machine. Raises DataError, DataMissingError or DataUnavailableError.
+    """
+    files = [file for path in source.paths for file in _files(path, source)]
+    return sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
+
+
+def stamps(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
+    """Returns what tells that the files are the same as before: name, path, size and time of the last change of each."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for part in file.files:
+            name = file.name if part == file.path else f"{file.name}/{os.path.basename(part)}"
+            # Files of several folders may have one name: their order tells them apart.
+            name = next(
+                free for number in itertools.count(1) if (free := f"{name}#{number}" if number > 1 else name) not in found
+            )
+            found[name] = {"name": name, "path": part if is_url(part) else os.path.abspath(part), **stamp(part)._asdict()}
+    return list(found.values())
+
+
+def _files(path: str, source: SourceConfig) -> list[SourceFile]:
+    if is_url(path):
+        return _remote_files(path, source)
+    location = sysconfig.get_paths()["stdlib"] if path == PYTHON_STDLIB else os.path.expanduser(path)
+    if os.path.isfile(location):
+        return [_file(os.path.basename(location), location, source)]
+    if os.path.isdir(location):
+        return _files_of_folder(path, location, source)
+    if not glob.has_magic(location):
+        raise DataMissingError(
+            f"data.paths: {path!r} does not exist (looked for {os.path.abspath(location)}); expected a file or a folder"
+        )
+    found = [file for file in sorted(glob.glob(location, recursive=True)) if os.path.isfile(file)]
+    if not found:
+        raise DataMissingError(f"data.paths: no file matches {path!r} (looked in {os.path.abspath(_fixed(location))})")
+    return [_file(os.path.relpath(file, _fixed(location)), file, source) for file in found]
+
+
+def _fixed(location: str) -> str:
+    """Returns the folder in front of the first pattern of a path."""
+    parts = location.split(os.sep)
+    number = next(number for number, part in enumerate(parts) if glob.has_magic(part))
+    return os.sep.join(parts[:number]) or (os.sep if location.startswith(os.sep) else os.curdir)
+
+
+def _files_of_folder(path: str, location: str, source: SourceConfig) -> list[SourceFile]:
+    if os.path.isfile(os.path.join(location, PREPARED)):
+        raise DataError(
+            f"data.paths: {path} has prepared tokens, and no records: set data.prepared={path}, and leave data.paths as they were"
+        )
+    if os.path.isfile(os.path.join(location, SAVED_SPLITS)):
+        raise DataError(f"data.paths: {path} has several splits: name one, such as {os.path.join(path, _splits(location)[0])}")
+    if os.path.isfile(os.path.join(location, SAVED_DATASET)):
+        return [_saved(location)]
+    names = list(_matching(location, source.pattern, LEFT_OUT if path == PYTHON_STDLIB else frozenset()))
+    if not names:
+        raise DataMissingError(
+            f"data.paths: no file in {path!r} matches data.pattern {source.pattern!r}; files are matched by name, as in '*.txt'"
+            + _endings(location)
+        )
+    return [_file(name, os.path.join(location, name), source) for name in names]
+
+
+def _endings(location: str) -> str:
+    endings = sorted({os.path.splitext(name)[1] for name in _matching(location, "*.*", frozenset())} - {""})
+    return f"; it has files that end in {', '.join(endings[:8])}" if endings else ""
+
+
+def _matching(folder: str, pattern: str, left_out: frozenset[str]) -> Iterator[str]:
+    for parent, folders, files in os.walk(folder, onerror=_raise_unreadable):
+        # In place: `os.walk` goes only into the folders that are left in this list.
+        folders[:] = [name for name in folders if name not in left_out]
+        yield from (os.path.relpath(os.path.join(parent, name), folder) for name in files if fnmatch.fnmatch(name, pattern))
+
+
+def _raise_unreadable(error: OSError) -> None:
+    """Raises for a folder that cannot be listed: leaving it out would train on other data."""
+    raise unreadable(error.filename, error) from error
+
+
+def _remote_files(url: str, source: SourceConfig) -> list[SourceFile]:
+    filesystem, name = remote(url)
+    with reading(url):
+        if glob.has_magic(name):
+            root, found = _fixed(name), filesystem.glob(name)
+        elif filesystem.isdir(name):
+            root = name
+            found = [file for file in filesystem.find(name) if fnmatch.fnmatch(os.path.basename(file), source.pattern)]
+        else:
+            filesystem.info(name)
+            root, found = os.path.dirname(name), [name]
+    if not found:
+        raise DataMissingError(f"data.paths: no file in {url} matches (data.pattern {source.pattern!r})")
+    return [_file(os.path.relpath(file, root), filesystem.unstrip_protocol(file), source) for file in sorted(found)]
+
+
+def _file(name: str, path: str, source: SourceConfig) -> SourceFile:
+    ending = os.path.splitext(name)[1].lower()
+    if source.format != "auto":
+        return SourceFile(name, path, source.format)
+    if ending in NOT_READ:
+        raise DataError(
+            f"data.paths: {path}: files that end in {ending} are not read; expected text, or {', '.join(FORMATS)}; unpack it, "
+            "or say with data.format what it is"
+        )
+    return SourceFile(name, path, FORMATS.get(ending, "text"))
+
+
+def _splits(location: str) -> list[str]:
+    with reading(location), open(os.path.join(location, SAVED_SPLITS), encoding="utf-8") as file:
+        return json.load(file)["splits"]
+
+
+def _saved(location: str) -> SourceFile:
+    """Returns a folder of `datasets.save_to_disk` as one file: the order of its parts is that of the dataset."""
+    with reading(location), open(os.path.join(location, SAVED_DATASET), encoding="utf-8") as file:
+        parts = tuple(os.path.join(location, part["filename"]) for part in json.load(file)["_data_files"])
+    return SourceFile(os.path.basename(os.path.abspath(location)), location, "arrow", parts)

@@ -1,0 +1,106 @@
+"""The records of a source: those of its files, one after the other."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Protocol
+
+from trainers.config.source import SourceConfig
+from trainers.data.documents import Record
+from trainers.data.sources import access
+from trainers.data.sources.files import SourceFile, files_of
+from trainers.data.sources.lines import Csv, JsonLines
+from trainers.data.sources.tables import ArrayRecord, Arrow, Parquet
+from trainers.errors import DataMissingError
+
+
+class FileRecords(Protocol):
+    """The records of one file."""
+
+    @property
+    def num_malformed(self) -> int:
+        """How many lines were left out because they are malformed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Record: ...
+
+    def where(self, index: int) -> str: ...
+
+
+class TextFile:
+    """A text file is one record."""
+
+    num_malformed = 0
+
+    def __init__(self, file: SourceFile):
+        self.path = file.path
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Record:
+        return {"text": access.read_bytes(self.path).decode(errors="replace")}
+
+    def where(self, index: int) -> str:
+        return self.path
+
+
+class FilesRecords:
+    """The records of several files as one sequence: `trainers.data.documents.Records`."""
+
+    def __init__(self, files: list[FileRecords]):
+        self.files = files
+        self._starts = [0, *itertools.accumulate(len(file) for file in files)]
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self[0])
+
+    @property
+    def num_malformed(self) -> int:
+        return sum(file.num_malformed for file in self.files)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Record:
+        file, within = self._find(index)
+        return file[within]
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[index] for index in range(len(self)))
+
+    def where(self, index: int) -> str:
+        file, within = self._find(index)
+        return file.where(within)
+
+    def _find(self, index: int) -> tuple[FileRecords, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        number = bisect.bisect_right(self._starts, index) - 1
+        return self.files[number], index - self._starts[number]
+
+
+def open_records(source: SourceConfig) -> FilesRecords:
+    """Returns the records of a source. Raises UsageError, DataError, DataUnavailableError, and DataMissingError if there are
+    none."""
+    records = FilesRecords([READERS[file.format](file, source) for file in files_of(source)])
+    if len(records) == 0:
+        malformed = f": all {records.num_malformed} lines are malformed" if records.num_malformed else ""
+        raise DataMissingError(f"data.paths {', '.join(source.paths)}: there are no records in these files{malformed}")
+    return records
+
+
+READERS: dict[str, Callable[[SourceFile, SourceConfig], FileRecords]] = {
+    "text": lambda file, source: TextFile(file),
+    "jsonl": lambda file, source: JsonLines(file, source.on_malformed),
+    "csv": lambda file, source: Csv(file, source.on_malformed),
+    "parquet": lambda file, source: Parquet(file),
+    "arrow": lambda file, source: Arrow(file),
+    "arrayrecord": lambda file, source: ArrayRecord(file),
+}
+"""What reads the files of each format (`data.format`)."""

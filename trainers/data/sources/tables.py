@@ -1,0 +1,145 @@
+"""Rows of Parquet and Arrow, and records of ArrayRecord, by index."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from trainers.data.documents import Record
+from trainers.data.sources.access import open_binary, reading, unreadable
+from trainers.data.sources.files import SourceFile
+from trainers.errors import DataError, UsageError
+from trainers.storage.documents import is_url
+
+KEPT_ROW_GROUPS = 4
+"""How many row groups of Parquet are in the memory of a process."""
+_READING = threading.Lock()
+
+
+class Parquet:
+    """Reads a row group when a row of it is needed, and keeps the last ones."""
+
+    num_malformed = 0
+
+    def __init__(self, file: SourceFile):
+        self.path = file.path
+        with _of_library(self.path):
+            about = _parquet(self.path).metadata
+            sizes = (about.row_group(number).num_rows for number in range(about.num_row_groups))
+            self._starts = [0, *itertools.accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Record:
+        number = bisect.bisect_right(self._starts, index) - 1
+        # One thread reads at a time: others would read the same row group once more.
+        with _READING, _of_library(self.path):
+            table = _row_group(self.path, number)
+        return table.slice(index - self._starts[number], 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
+
+
+@lru_cache(maxsize=KEPT_ROW_GROUPS)
+def _row_group(path: str, number: int) -> Any:
+    return _parquet(path).read_row_group(number)
+
+
+def _parquet(path: str) -> Any:
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(open_binary(path) if is_url(path) else path)
+
+
+class Arrow:
+    """Record batches of Arrow files, which stay on the disk until they are used: streams, as `datasets` writes them, or files."""
+
+    num_malformed = 0
+
+    def __init__(self, file: SourceFile):
+        self.path = file.path
+        self._batches = [batch for part in file.files for batch in _batches(part) if batch.num_rows]
+        self._starts = [0, *itertools.accumulate(batch.num_rows for batch in self._batches)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Record:
+        number = bisect.bisect_right(self._starts, index) - 1
+        return self._batches[number].slice(index - self._starts[number], 1).to_pylist()[0]
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
+
+
+def _batches(path: str) -> list[Any]:
+    import pyarrow
+
+    with _of_library(path):
+        opened = pyarrow.PythonFile(open_binary(path), mode="r") if is_url(path) else pyarrow.memory_map(path)
+        is_file = opened.read(6) == b"ARROW1"
+        opened.seek(0)
+        reader = pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
+        return reader.read_all().to_batches()
+
+
+class ArrayRecord:
+    """Records of JSON in a file of ArrayRecord."""
+
+    num_malformed = 0
+
+    def __init__(self, file: SourceFile):
+        self.path = file.path
+        if is_url(self.path):
+            raise UsageError(
+                f"data.paths: {self.path}: ArrayRecord is read from a disk or a mount only: copy it, or mount the bucket"
+            )
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+        with _of_library(self.path):
+            self._records = ArrayRecordDataSource([self.path])
+            self._num_records = len(self._records)
+
+    def __len__(self) -> int:
+        return self._num_records
+
+    def __getitem__(self, index: int) -> Record:
+        with _of_library(self.path):
+            contents = self._records[index]
+        try:
+            record = json.loads(contents)
+        except ValueError as error:
+            raise DataError(f"{self.where(index)} is no JSON: {error}; expected an object in each record") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{self.where(index)} is {type(record).__name__}: expected an object, {{...}}")
+        return record
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, record {index + 1}"
+
+
+@contextmanager
+def _of_library(path: str) -> Iterator[None]:
+    """Turns the errors of a library about a file that is damaged, or of another format, into DataError."""
+    with reading(path):
+        try:
+            yield
+        except OSError as error:
+            # Arrow raises it without a number for a file that is cut.
+            if error.errno is None:
+                raise DataError(f"data.paths: {path} is damaged, or of another format: {error}") from error
+            raise
+        except (ValueError, RuntimeError) as error:
+            try:
+                open_binary(path).close()
+            except OSError as missing:
+                raise unreadable(path, missing) from error
+            raise DataError(f"data.paths: {path} is damaged, or of another format: {error}") from error

@@ -1,0 +1,202 @@
+"""Makes the tokens of a configuration's data once, before training, for all hosts.
+
+    python -m trainers.prepare CONFIG [--output FOLDER] [--workers N] [--train-bpe N] [key=value ...]
+
+FOLDER is on storage that every host sees; by default it is `data.prepared` of CONFIG, or else STORAGE/NAME.prepared. Set
+`data.prepared` to it, and a run reads the tokens from there. A command that was killed goes on where it stopped when it is
+called again. The folder knows the files, the tokenizer and the settings that it was made of, and a run that has others says so.
+`--train-bpe N` first trains a tokenizer of N tokens on the data, and writes it to FOLDER/tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trainers.config.source import SourceConfig
+from trainers.errors import TransientError, UsageError
+from trainers.first_line import say
+from trainers.program import program
+from trainers.storage.documents import is_url
+
+if TYPE_CHECKING:  # the first line is there before it is imported
+    from trainers.config.arguments import TrainingArguments
+    from trainers.data.prepared import PreparedDocuments
+    from trainers.data.preparing import Progress
+
+INTERRUPTED = 130
+PLAIN_EVERY_S = 5.0
+"""The time between two lines where there is no terminal."""
+TOKENIZER = "tokenizer"
+"""The folder of a tokenizer that was trained here."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    say(f"reading {options.config}")
+    try:
+        prepare(options)
+    except (UsageError, TransientError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: what is finished stays, and the same command goes on from there", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    about, _, details = str(__doc__).replace("python -m trainers.prepare", program("trainers.prepare")).partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(program("trainers.prepare"), description=about, epilog=details, formatter_class=form)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
+    parser.add_argument("--output", metavar="FOLDER", help="default: data.prepared, or STORAGE/NAME.prepared")
+    parser.add_argument("--workers", type=int, default=num_cpus(), metavar="N", help="processes; 0: this one; default: the CPUs")
+    parser.add_argument("--train-bpe", type=int, metavar="N", help="train a tokenizer of N tokens first")
+    options = parser.parse_intermixed_args(argv)
+    if options.workers < 0:
+        parser.error(f"--workers {options.workers}: expected 0 or more")
+    return options
+
+
+def num_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Raises UsageError, TransientError, ValueError or OSError."""
+    from trainers import tokenizers
+    from trainers.run import read
+
+    arguments = read(options.config, options.overrides)
+    output = output_of(options, arguments)
+    sources = sources_of(arguments)
+    if options.train_bpe is not None:
+        arguments = with_tokenizer(arguments, list(sources.values()), options.train_bpe, output / TOKENIZER)
+    tokenizers.check(tokenizers.of(arguments), arguments)
+    for name, config in sources.items():
+        report(name, prepare_source(name, config, arguments, output / name, options.workers))
+    print(how_to_use(output, arguments, trained=options.train_bpe is not None))
+
+
+def output_of(options: argparse.Namespace, arguments: TrainingArguments) -> Path:
+    """Returns the folder to write. Raises UsageError if it is none."""
+    given = options.output or arguments.data.prepared or os.path.join(arguments.storage, f"{arguments.name}.prepared")
+    if is_url(given):
+        raise UsageError(
+            f"{given} is no folder: tokens are mapped from files; give --output FOLDER, on a mount that all hosts have"
+        )
+    return Path(os.path.expanduser(given))
+
+
+def sources_of(arguments: TrainingArguments) -> dict[str, SourceConfig]:
+    """Returns the sources of a configuration by the name of their folder."""
+    return {"data": arguments.data}
+
+
+def with_tokenizer(arguments: TrainingArguments, sources: list[SourceConfig], vocab_size: int, folder: Path) -> TrainingArguments:
+    """Returns the arguments with a tokenizer that is trained on the sources, or was so before."""
+    from trainers.data import bpe
+
+    print(f"training a tokenizer of {vocab_size:,} tokens", flush=True)
+    begun_s = time.monotonic()
+    is_new = bpe.train(sources, vocab_size, folder)
+    print(f"{folder}: trained in {time.monotonic() - begun_s:.1f} s" if is_new else f"{folder}: it is there already")
+    return dataclasses.replace(arguments, data=dataclasses.replace(arguments.data, tokenizer=str(folder)))
+
+
+def prepare_source(
+    name: str, config: SourceConfig, arguments: TrainingArguments, folder: Path, num_workers: int
+) -> PreparedDocuments:
+    """Returns the documents of a source in `folder`: made now, or found there and checked, each byte of them."""
+    from trainers.data.encoders import encoder_of
+    from trainers.data.prepared import PREPARED, PreparedDocuments
+    from trainers.data.preparing import Source, check, make
+    from trainers.data.sources.records import open_records
+
+    records = open_records(config)
+    source = Source(config, arguments, encoder_of(config, arguments, records.columns))
+    if (folder / PREPARED).is_file():
+        found = PreparedDocuments(folder)
+        check(found, source, print)
+        found.check()
+        print(f"{name}: {folder} is there already, and whole")
+        return found
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with progress_on(sys.stdout, name, len(records)) as progress:
+        make(source, folder, num_workers=num_workers, with_checksums=True, progress=progress)
+    return PreparedDocuments(folder)
+
+
+def report(name: str, documents: PreparedDocuments) -> None:
+    about, lengths = documents.about, documents.lengths
+    left_out = f"; {about['num_malformed']:,} malformed lines left out" if about["num_malformed"] else ""
+    print(
+        f"{name}: {len(documents):,} documents, {about['num_tokens']:,} tokens, in the mean {float(lengths.mean()):,.1f} each, "
+        f"{int(lengths.max(initial=0)):,} in the longest{left_out}"
+    )
+
+
+def how_to_use(folder: Path, arguments: TrainingArguments, *, trained: bool) -> str:
+    settings = [f"data.prepared={folder.absolute()}"]
+    if trained:
+        settings.append(f"data.tokenizer={(folder / TOKENIZER).absolute()}")
+    return "\n".join(["to train on it, give the run these settings, or write them into the configuration:", *settings])
+
+
+def progress_on(stream: TextIO, name: str, total: int) -> AbstractContextManager[Progress]:
+    """Returns what shows the progress: a bar on a terminal, or else lines."""
+    return Bar(stream, name, total) if stream.isatty() else nullcontext(plain_lines(stream, name, total, time.monotonic))
+
+
+def plain_lines(stream: TextIO, name: str, total: int, clock: Callable[[], float]) -> Progress:
+    begun_s, last_s = clock(), float("-inf")
+
+    def progress(done: int, num_tokens: int, before: int) -> None:
+        nonlocal last_s
+        now_s = clock()
+        if now_s - last_s < PLAIN_EVERY_S and done < total:
+            return
+        last_s = now_s
+        per_s = num_tokens / max(now_s - begun_s, 1e-3)
+        kept = f" ({before:,} of them from before)" if before else ""
+        print(f"{name}: {done:,} of {total:,} records{kept}, {per_s:,.0f} tokens/s", file=stream, flush=True)
+
+    return progress
+
+
+class Bar:
+    """A bar on a terminal, as long as it is open."""
+
+    def __init__(self, stream: TextIO, name: str, total: int):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Screen
+
+        self._begun_s = time.monotonic()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+        self._screen = Screen(*columns, TimeRemainingColumn(), console=Console(file=stream, highlight=False))
+        self._task = self._screen.add_task(name, total=total, rate="")
+
+    def __enter__(self) -> Progress:
+        self._screen.start()
+        return self._show
+
+    def __exit__(self, *error: Any) -> None:
+        self._screen.stop()
+
+    def _show(self, done: int, num_tokens: int, before: int) -> None:
+        per_s = num_tokens / max(time.monotonic() - self._begun_s, 1e-3)
+        self._screen.update(self._task, completed=done, rate=f"{per_s:,.0f} tokens/s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
