@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainers import runtime, tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.mixture import MixtureSource
+from trainers.data import preparing
 from trainers.data.documents import Documents
 from trainers.data.mixture import Mixture, Share
 from trainers.data.packed_rows import HeldOutRows, PackedSource, Subset, TrainingRows, first_ids, split
@@ -14,6 +16,16 @@ from trainers.errors import DataMissingError
 
 ALONE = "the data"
 """The name of a source that is no part of a mixture."""
+
+
+def packed(arguments: TrainingArguments) -> tuple[TrainingRows, HeldOutRows]:
+    """Returns (training rows, held-out rows) of `arguments.data`. Raises what reading its sources raises, and DataMissingError
+    for a source without a row."""
+    config, tokenizer, note = arguments.data, tokenizers.of(arguments), runtime.current().note
+    documents = [preparing.of_source(source, arguments, note) for source in config.mixture or (config,)]
+    for each in documents:
+        tokenizers.check(tokenizer, arguments, each.num_ids)
+    return rows_of(documents, arguments)
 
 
 def rows_of(documents: Sequence[Documents], arguments: TrainingArguments) -> tuple[TrainingRows, HeldOutRows]:
