@@ -14,25 +14,7 @@ from tests.multihost import harness
 from trainers.config.arguments import TrainingArguments, from_dict
 
 STEPS = 40
-WORDS = [
-    "the",
-    "gang",
-    "trains",
-    "on",
-    "hosts",
-    "that",
-    "come",
-    "and",
-    "go",
-    "and",
-    "no",
-    "token",
-    "is",
-    "lost",
-    "or",
-    "seen",
-    "twice",
-]
+WORDS = ("the", "gang", "trains", "on", "hosts", "that", "come", "and", "go", "no", "token", "is", "lost", "or", "seen", "twice")
 
 
 def texts(seed, number):
@@ -71,10 +53,15 @@ def arguments(folder, sources, packing="fit"):
     return from_dict(TrainingArguments, settings)
 
 
+def home(folder):
+    """Where the tokens are kept."""
+    return {"HOME": str(folder)}
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, sources):
     folder = tmp_path_factory.mktemp("undisturbed")
-    (host,) = harness.run(arguments(folder, sources), folder / "logs", hosts=1, devices_per_host=2)
+    (host,) = harness.run(arguments(folder, sources), folder / "logs", hosts=1, devices_per_host=2, env=home(folder))
     return host
 
 
@@ -89,21 +76,18 @@ def metrics(hosts):
 
 
 def test_killed_at_random_and_resized_it_trains_on_the_samples_of_an_undisturbed_run(tmp_path, sources, undisturbed):
-    made = arguments(tmp_path, sources)
+    made, env = arguments(tmp_path, sources), home(tmp_path)
     killed_at, stopped_at = random.randint(5, 15), random.randint(22, 32)
-    two = harness.start(made, tmp_path / "two", hosts=2, devices_per_host=1)
+    two = harness.start(made, tmp_path / "two", hosts=2, devices_per_host=1, env=env)
     wait_for_step(two[0], killed_at)
     harness.kill(two)
-    one = harness.run(made, tmp_path / "one", hosts=1, devices_per_host=2, stop_at=stopped_at)
-    again = harness.run(made, tmp_path / "again", hosts=2, devices_per_host=1)
+    one = harness.run(made, tmp_path / "one", hosts=1, devices_per_host=2, stop_at=stopped_at, env=env)
+    again = harness.run(made, tmp_path / "again", hosts=2, devices_per_host=1, env=env)
     assert one[0].of("restored")[0]["step"] in range(4, stopped_at)
     assert again[0].of("restored")[0]["step"] == stopped_at
     result, expected = harness.result(again[0]), harness.result(undisturbed)
-    assert (
-        (result["samples"], result["samples_digest"])
-        == (expected["samples"], expected["samples_digest"])
-        == (6 * STEPS, result["samples_digest"])
-    )
+    assert result["samples"] == expected["samples"] == 6 * STEPS
+    assert result["samples_digest"] == expected["samples_digest"]
     found, wanted = metrics([two[0], one[0], again[0]]), metrics([undisturbed])
     assert sorted(found) == sorted(wanted) == list(range(1, STEPS + 1)), (killed_at, stopped_at)
     names = [name for name in wanted[STEPS] if name.startswith(("loss", "total_tokens/", "epoch"))]
