@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.training import of
+from trainers import prepare
 from trainers.base import BaseTrainer
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, from_dict
@@ -17,6 +18,7 @@ from trainers.config.mixture import MixtureSource
 from trainers.data.sources.text import Windows, text_windows
 from trainers.errors import DataError
 from trainers.planning.estimate import plan
+from trainers.run import read
 
 LENGTH = 16
 
@@ -154,3 +156,20 @@ def test_the_dry_run_tells_how_full_the_rows_are(tmp_path):
     assert problems == []
     assert facts["data_told"] == ["the data: 20 documents in 20 rows of 16 tokens, 58.82 % full"]
     assert plan(arguments(tmp_path, paths=(path,)), 1)[1]["data_told"] == []
+
+
+def test_the_sources_of_a_mixture_may_be_prepared(tmp_path):
+    mixture = [{"name": name, "paths": [lines(tmp_path / f"{name}.jsonl", [f"{name} {name}"] * 3)]} for name in ("one", "two")]
+    data = {
+        "packing": "fit",
+        "sequence_length": LENGTH,
+        "mixture": mixture,
+        "prepared": str(tmp_path / "prepared"),
+        "eval_fraction": 0,
+    }
+    path = tmp_path / "mix.json"  # which is YAML too
+    path.write_text(json.dumps({"max_num_steps": 1, "storage": str(tmp_path), "data": data}))
+    assert prepare.main([str(path), "--workers", "0"]) == 0
+    assert sorted(folder.name for folder in (tmp_path / "prepared").iterdir()) == ["one", "two"]
+    rows, _ = text_windows(read(str(path)))
+    assert sorted(texts(rows)) == ["one one\n"] * 3 + ["two two\n"] * 3
