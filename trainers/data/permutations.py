@@ -12,6 +12,9 @@ ROUNDS = 4
 FEW = 1024
 """Grain's shuffle of fewer indices takes longer than sorting them: of two indices it takes 6 ms."""
 
+KEPT = 1 << 15
+"""How many orders of few indices are kept: one for each length of the documents of each source. 64 MB at most."""
+
 
 def shuffled(index: int, size: int, *key: int) -> int:
     """Returns the place of `index` in a permutation of `size` numbers."""
@@ -23,7 +26,7 @@ def shuffled(index: int, size: int, *key: int) -> int:
     return int(index_shuffle(index, max_index=size - 1, seed=_number(*key), rounds=ROUNDS))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=KEPT)
 def _order_of_few(size: int, *key: int) -> np.ndarray:
     return order(size, *key).astype(np.int16)
 

@@ -103,6 +103,12 @@ def test_held_out_documents_do_not_depend_on_seed_or_packing_and_are_none_of_the
             assert firsts >= {7 * int(index) % 256 for index in held_out.indices}
 
 
+@pytest.mark.parametrize("packing", ["fit", "concat"])
+def test_the_held_out_rows_are_the_same_with_any_seed(packing):
+    one, other = (three(seed, packing=packing, eval_fraction=0.5)[1] for seed in (1, 2))
+    assert [row_lists(one[index]) for index in range(len(one))] == [row_lists(other[index]) for index in range(len(other))]
+
+
 def test_one_document_of_few_is_held_out_and_one_is_left():
     assert [len(part) for part in split(InMemory([5, 5]), 0.01)] == [1, 1]
     assert [len(part) for part in split(InMemory([5]), 0.5)] == [1, 0]

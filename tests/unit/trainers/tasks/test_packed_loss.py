@@ -92,6 +92,13 @@ def test_a_row_of_padding_and_a_token_of_a_prompt_are_no_targets():
     assert float(loss_and_gradients(task, half)[0].num_targets) == float(np.sum(loss.rows[1][1::2]))
 
 
+def test_filling_is_no_target_whatever_the_weights_of_its_tokens():
+    task, batch = task_of(), batch_of(rows(LENGTHS["fit"], "fit"))
+    batch["token_weight"] = np.ones_like(batch["token_weight"])
+    loss, _ = loss_and_gradients(task, batch)
+    assert float(loss.num_targets) == sum(length - 1 for length in LENGTHS["fit"])
+
+
 class Logits(nnx.Module):
     def __init__(self, rngs):
         self.table = nnx.Param(jax.numpy.zeros((256, 256)))
