@@ -32,6 +32,7 @@ COMMANDS = {
     "compile": Command("orchestrator.compile", "compile a run for its hosts, which need not be there: memory, exchanges"),
     "train": Command("trainers.run", "the same training in one process, without Ray"),
     "prepare": Command("trainers.prepare", "make the tokens of the data once, for all hosts; trains a tokenizer, too"),
+    "data": Command("trainers.data.__main__", "look at the data of a configuration as training will see it"),
     "generate": Command("trainers.generate", "continue prompts with the model of a run, or of a folder of Hugging Face"),
     "evaluate": Command("trainers.evaluate", "the metrics of checkpoints, on held-out data"),
     "export": Command("trainers.export", "the model of a run as files for other programs"),

@@ -19,6 +19,7 @@ from trainers.callbacks import Callback
 from trainers.checkpoint import assets
 from trainers.checkpoint.standalone import load_from, save_to
 from trainers.config.section import parse_duration_s
+from trainers.data.loader import Tells, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
 from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
@@ -182,6 +183,9 @@ class BaseTrainer(Builder):
         state = resume.newest()
         self._finish_frozen(resume.meta)
         self._keep_assets()
+        if isinstance(self.dataset_train, Tells) and not resume.meta:
+            for line in self.dataset_train.told():
+                self._note_from_host0(line)
         self._saver.restore(resume.meta)
         time_used.resume(resume.meta)
         host.phase("compile")
@@ -264,7 +268,7 @@ class BaseTrainer(Builder):
             self.arguments,
             self.info,
             self.lineage,
-            MetricsReporter(self.callbacks, self.info, self._epochs, self._mesh.local_devices, self._histogram_names()),
+            self._build_reporter(),
             Evaluator(
                 self.evaluate,
                 tuple(self.validation_units),
@@ -278,6 +282,13 @@ class BaseTrainer(Builder):
             DataState(self.dataloaders.dataloader_train, self.arguments.global_batch_size, self._note_from_host0),
             lambda: {} if self._frozen is None else self._frozen.origins,
         )
+
+    def _build_reporter(self) -> MetricsReporter:
+        data, size = self.dataset_train, self.arguments.global_batch_size
+        made = MetricsReporter(self.callbacks, self.info, self._epochs, self._mesh.local_devices, self._histogram_names())
+        if isinstance(data, TellsNumbers):
+            made.once, made.data_numbers = data.numbers(), lambda step: data.numbers_at(step * size)
+        return made
 
     def _histogram_names(self) -> list[str]:
         return histograms.chosen(self._model_state.params, self.arguments.distributions)

@@ -493,7 +493,7 @@ class Builder(BatchBuilder):
 
     def _loss_function_of(self, parts: ModelParts) -> LossFunction:
         models = {name: model.parts for name, model in self._frozen_models.items()}
-        sources = self.arguments.data.sources
+        sources = self.arguments.data.source_names
         return LossFunction(self.task, parts, self.preforward, self.postforward, sources, frozen_parts=models)
 
     @cached_property

@@ -99,7 +99,7 @@ def output_of(options: argparse.Namespace, arguments: TrainingArguments) -> Path
 
 def sources_of(arguments: TrainingArguments) -> dict[str, SourceConfig]:
     """Returns the sources of a configuration by the name of their folder."""
-    return {"data": arguments.data}
+    return {source.name: source for source in arguments.data.mixture} or {"data": arguments.data}
 
 
 def with_tokenizer(arguments: TrainingArguments, sources: list[SourceConfig], vocab_size: int, folder: Path) -> TrainingArguments:

@@ -30,6 +30,8 @@ class PlanReport:
     mesh: dict[str, int]
     train_examples: int | None = None
     eval_examples: int | None = None
+    data_told: Sequence[str] = ()
+    """What the training data tells of itself, a line each: how full the rows of each source are."""
     max_steps: int | None = None
     parameters: int | None = None
     active_parameters: int | None = None
@@ -212,6 +214,8 @@ def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
     if report.train_examples is not None:
         epoch = report.train_examples / global_batch_size
         lines["training data"] = f"{report.train_examples:,} sequences = {epoch:,.1f} steps an epoch"
+    if report.data_told:
+        lines["packing"] = ("\n#" + " " * 19).join(report.data_told)
     if report.eval_examples is not None:
         lines["held-out data"] = f"{report.eval_examples:,} sequences"
     return lines

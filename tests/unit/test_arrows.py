@@ -41,7 +41,7 @@ FLOORS = {
         ("builder",),
         ("base",),
         ("planning", "run", "worker"),
-        ("generate", "library"),
+        ("generate", "library", "data.__main__"),
         ("evaluate", "prepare"),
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
@@ -84,6 +84,7 @@ LIGHT_MODULES = tuple(
         "config/importable",
         "config/keywords",
         "config/masking",
+        "config/mixture",
         "config/model",
         "config/monitoring",
         "config/optimizer",
@@ -156,8 +157,9 @@ def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def wing_of(path: Path) -> str:
-    """The subpackage that a file lies in, or its own name beside them."""
-    return path.relative_to(ROOT).with_suffix("").parts[1]
+    """The subpackage that a file lies in, or its own name beside them. A program that is named after a wing has its own floor."""
+    wing, *rest = path.relative_to(ROOT).with_suffix("").parts[1:]
+    return "data.__main__" if (wing, rest) == ("data", ["__main__"]) else wing
 
 
 def top(module: str) -> str:
@@ -271,7 +273,7 @@ def test_the_command_answers_without_waiting_for_anything():
 
 COMMANDS = (
     *(f"orchestrator.{name}" for name in ("run", "verify.__main__", "chaos.__main__", "checkpoints", "profile")),
-    *(f"trainers.{name}" for name in ("run", "export", "evaluate", "generate")),
+    *(f"trainers.{name}" for name in ("run", "export", "evaluate", "generate", "data.__main__")),
 )
 SLOW_TO_IMPORT = {"ray", "jax", "jaxlib", "flax", "optax", "orbax", "mlflow", "grain", "tensorstore", "safetensors"}
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from tests.programs.packed import of_mixture
 from trainers.config import MeshConfig
+from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.data.collate import SKIPPED
 from trainers.data.loader import StepAddressedLoader
 from trainers.data.sources.sequence import training_examples
@@ -38,6 +40,17 @@ def batch_of(data, rows=9):
         loader.close()
 
 
+OF_PACKED_ROWS = {"segments", "positions", "token_weight"}
+
+
+def test_packed_rows_have_the_leaves_of_the_table():
+    made = from_dict(TrainingArguments, {"name": "t", "max_num_steps": 1, "data": {"packing": "fit", "sequence_length": 32}})
+    row = of_mixture(made)[0][0]
+    assert row.keys() == {"tokens", "source", "sample_id", *OF_PACKED_ROWS}
+    for name in OF_PACKED_ROWS:
+        assert (row[name].shape, row[name].dtype) == ((33,), np.float32 if name == "token_weight" else np.int32)
+
+
 def test_the_leaves_of_a_batch_are_those_of_the_table():
     data = {
         "size": np.arange(80.0).reshape(20, 4),
@@ -61,7 +74,7 @@ def test_the_leaves_of_a_batch_are_those_of_the_table():
         filling = batch["size"][micro, 9:]
         assert any(np.array_equal(filling[0], row) for row in data["size"])  # an ordinary example
     described = {name for row in table("The batch") for name in re.findall(r"`([\w/]+)`", row[0])}
-    assert described == {"sample_id", "weight", SKIPPED, f"{METRIC}NAME", "source"}
+    assert described == {"sample_id", "weight", SKIPPED, f"{METRIC}NAME", "source", *OF_PACKED_ROWS}
 
 
 def test_a_weight_and_an_id_of_ones_own_take_the_place_of_the_trainers():

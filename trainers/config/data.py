@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from trainers.config import mixture as mixtures
+from trainers.config.mixture import MixtureSource
 from trainers.config.section import not_paths, too_small
 from trainers.config.source import SourceConfig
 
@@ -26,6 +28,15 @@ class DataConfig(SourceConfig):
     """The tokens of an example."""
     eval_fraction: float = 0.05
     """The fraction of the text that is held out; it is the tail."""
+    packing: Literal["concat", "fit"] | None = None
+    """How documents share the rows of a batch; a token sees its own document alone. `concat`: rows are cut from the stream of all
+    documents. `fit`: rows hold whole documents, as many as fit. null: text is one stream without borders, and of a mixture
+    each document has a row."""
+    overlong: Literal["cut", "split", "drop"] = "cut"
+    """What becomes of a document that is longer than a row, with packing `fit` and in a mixture: `cut` keeps the part that
+    `truncation` says, `split` makes several of it, `drop` leaves it out."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """Several sources, each row of one of them, in the place of `paths`."""
     shuffle: bool = True
     truncation: Literal["keep_start", "keep_end"] = "keep_start"
     """Which part remains of an example that is longer than `build_data_collate_info` allows."""
@@ -53,7 +64,15 @@ class DataConfig(SourceConfig):
             yield f"ignore_columns = {list(self.ignore_columns)}: {', '.join(sorted(needed))} cannot be left out"
         yield from too_small(self, 2, "sequence_length")
         yield from too_small(self, 0, "retries", "retry_backoff_s")
+        yield from mixtures.problems(self.mixture)
+        if self.mixture and self.sources:
+            yield f"sources = {list(self.sources)}: expected none with a mixture, whose sources have names themselves"
         if len(set(self.sources)) < len(self.sources):
             yield f"sources = {list(self.sources)}: expected each name once"
         if not 0 <= self.eval_fraction < 1:
             yield f"eval_fraction = {self.eval_fraction}: expected 0 <= eval_fraction < 1"
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The names of the sources, in the order of the leaf `source`."""
+        return tuple(source.name for source in self.mixture) or self.sources

@@ -13,7 +13,7 @@ from trainers.config.arguments import TrainingArguments
 READ_BY_TASK_OR_DATA = {
     "model": None,
     "loss": None,
-    "data": ("paths", "pattern", "sequence_length", "eval_fraction", "truncation"),
+    "data": ("paths", "pattern", "sequence_length", "eval_fraction", "truncation", "packing"),
 }
 """Sections, and their fields (None: all), that only the task, the data or the trainer's own methods read: whether they do is seen
 by watching."""
@@ -90,6 +90,12 @@ RULES = (
         ("skip_before",),
         lambda arguments: "rollback" not in (arguments.anomalies.loss_spike, arguments.anomalies.non_finite),
         "no anomaly is answered by a rollback",
+    ),
+    Rule(
+        "data",
+        ("overlong",),
+        lambda arguments: arguments.data.packing != "fit" and not (arguments.data.mixture and arguments.data.packing is None),
+        "it is about packing fit, and about a mixture whose documents have a row each",
     ),
     Rule("data", ("retry_backoff_s",), lambda arguments: arguments.data.retries == 0, "data.retries is 0"),
 )

@@ -10,7 +10,7 @@ import collections
 import concurrent.futures
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -29,6 +29,25 @@ class RandomAccess(Protocol):
     def __len__(self) -> int:
         """Returns the number of examples in one epoch. A training dataset takes any index, and repeats (reshuffled) after
         these."""
+
+
+@runtime_checkable
+class Tells(Protocol):
+    """Data of which a person should know something, such as packed rows."""
+
+    def told(self) -> list[str]:
+        """Returns a line for each thing to know."""
+
+
+@runtime_checkable
+class TellsNumbers(Protocol):
+    """Data that has metrics of its own."""
+
+    def numbers(self) -> dict[str, float]:
+        """Returns metrics that stay the same while the run goes on."""
+
+    def numbers_at(self, num_rows: int) -> dict[str, float]:
+        """Returns the metrics of the first `num_rows` rows."""
 
 
 class StepAddressedLoader:

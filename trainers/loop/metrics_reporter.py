@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,10 @@ class MetricsReporter:
     """The devices of this host, whose memory is published."""
     histogram_names: list[str]
     """The names of the parameters that have histograms, in the order of the rows that the step returns."""
+    data_numbers: Callable[[int], dict[str, float]] = lambda step: {}
+    """What the data tells of the batches before a step, such as how often each source was read."""
+    once: dict[str, float] = field(default_factory=dict)
+    """Metrics that do not change: they are published with the first ones."""
     usage: HostUsage = field(default_factory=HostUsage)
     latest: dict[str, float] = field(default_factory=dict)
     """The metrics of the last publish; after a restore, those of the last one before that checkpoint."""
@@ -36,6 +40,8 @@ class MetricsReporter:
         publish. `bins` [histogram, bin] are the histograms of the step, if they are due."""
         if self.epochs.num_samples:
             metrics["epoch"] = self.epochs.at(step)
+        metrics |= self.once | self.data_numbers(step)
+        self.once = {}
         # Of this host's devices only: asking other hosts would need an exchange.
         metrics |= device_memory(self.devices)
         # Kept for the heartbeats, which bring every host's usage to the driver.

@@ -28,6 +28,7 @@ from trainers.checkpoint.whole import META
 from trainers.config import InitConfig, without_effect
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.config.recorders import BUILT_IN
+from trainers.data.loader import Tells
 from trainers.data.sources.iterable import num_examples
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
 from trainers.loop.frozen import check_same
@@ -121,6 +122,7 @@ def data_facts(arguments: TrainingArguments, train: Any, held_out: Any) -> Facts
     return {
         "train_examples": num_examples(train),
         "eval_examples": None if held_out is None else num_examples(held_out) or 0,
+        "data_told": train.told() if isinstance(train, Tells) else [],
         "max_steps": min(steps) if steps else None,
     }
 

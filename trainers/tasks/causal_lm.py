@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,30 @@ class HasHidden(Protocol):
         """Returns what the logits of int32 tokens [B, T] are computed from."""
 
 
+class Packed(NamedTuple):
+    """Of the inputs of packed rows, [B, T] each."""
+
+    segments: jax.Array
+    positions: jax.Array
+    has_target: jax.Array
+    """Whether the next token is of the same document."""
+
+
+def packing_of(batch: Batch) -> Packed | None:
+    """Returns which tokens of a batch belong together; None: its rows are not packed."""
+    if "segments" not in batch:
+        return None
+    segments, following = batch["segments"][:, :-1], batch["segments"][:, 1:]
+    return Packed(segments, batch["positions"][:, :-1], (segments == following) & (following != 0))
+
+
 class CausalLMTask:
     """Predicts each next token. `batch` is {"tokens": int32[B, T + 1], "weight": float32[B]}: each of the first T tokens
     predicts its successor.
 
-    A leaf `token_weight` (float32[B, T + 1], such as the mask of padding) says how much each token counts as a target.
+    A leaf `token_weight` (float32[B, T + 1], such as the mask of padding) says how much each token counts as a target. Of packed
+    rows, `segments` (int32[B, T + 1]; 0 is filling) numbers the documents, and `positions` the tokens of each: a token sees its
+    own document alone, and the first token of a document is no target.
     """
 
     def __init__(self, arguments: TrainingArguments):
@@ -77,10 +96,13 @@ class CausalLMTask:
         if "token_weight" in batch:
             # A token's weight counts where it is the target, which the first token never is.
             weight = weight * batch["token_weight"][:, 1:]
+        packed = packing_of(batch)
+        if packed is not None:
+            weight = jnp.where(packed.has_target, weight, 0.0)
         if config.ignore_index is not None:
             weight = jnp.where(targets == config.ignore_index, 0.0, weight)
         num_targets = jnp.sum(weight)
-        (losses, hits, z_losses), router = self._token_losses(model, tokens, targets, weight)
+        (losses, hits, z_losses), router = self._token_losses(model, tokens, targets, weight, packed)
         parts = {"accuracy": (jnp.sum(hits * weight), num_targets)}
         if config.z_loss_weight:
             parts["z_loss"] = (jnp.sum(z_losses * weight), num_targets)
@@ -94,15 +116,22 @@ class CausalLMTask:
         return Loss(loss_sum, num_targets, parts, rows=rows)
 
     def _token_losses(
-        self, model: nnx.Module, tokens: jax.Array, targets: jax.Array, weight: jax.Array
+        self, model: nnx.Module, tokens: jax.Array, targets: jax.Array, weight: jax.Array, packed: Packed | None
     ) -> tuple[TokenLosses, RouterLosses | None]:
-        config = self.arguments.loss
+        config, about = self.arguments.loss, {}
+        if packed is not None:
+            if not isinstance(model, Decoder):
+                raise UsageError(
+                    f"the rows are packed (a leaf `segments`), and {type(model).__name__} cannot keep their documents apart: "
+                    "expected a trainers.models.decoder.Decoder; leave out data.packing, or override `loss` in the task"
+                )
+            about = {"positions_BT": packed.positions, "segments_BT": packed.segments}
         if isinstance(model, Decoder) and model.config.num_experts is not None:
-            hidden = model.hidden(tokens, counted_BT=weight)
+            about["counted_BT"] = weight
+        if isinstance(model, HasHidden):
+            hidden = model.hidden(tokens, **about)
             router = None if hidden.router is None else router_losses(hidden.router, config)
             return from_hidden(hidden, targets, config), router
-        if isinstance(model, HasHidden):
-            return from_hidden(model.hidden(tokens), targets, config), None
         # A model of a subclass may have nothing but its logits.
         return from_logits(model(tokens), targets, config), None
 

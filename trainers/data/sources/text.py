@@ -12,8 +12,10 @@ from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES
 from trainers.data import preparing
 from trainers.data.epoch_order import EpochOrder
+from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.sources import access
 from trainers.data.sources.files import files_of
+from trainers.data.sources.packed import packed
 from trainers.errors import DataMissingError, UsageError
 
 
@@ -34,10 +36,12 @@ class Windows:
         return {"tokens": tokens, "sample_id": np.asarray(self.first_sample_id + index, np.int32)}
 
 
-def text_windows(arguments: TrainingArguments) -> tuple[EpochOrder, Windows]:
-    """Returns (training examples, held-out examples) of `arguments.data`. Raises DataUnavailableError, or DataMissingError if
-    there is no text, or too little."""
+def text_windows(arguments: TrainingArguments) -> tuple[EpochOrder | TrainingRows, Windows | HeldOutRows]:
+    """Returns (training examples, held-out examples) of `arguments.data`: packed rows if it says so, else windows. Raises
+    DataUnavailableError, or DataMissingError if there is no text, or too little."""
     config = arguments.data
+    if config.packing is not None or config.mixture:
+        return packed(arguments)
     text, unit = _text(arguments)
     held_out = int(len(text) * config.eval_fraction)
     train = Windows(text[: len(text) - held_out], config.sequence_length)
@@ -64,7 +68,7 @@ def _text(arguments: TrainingArguments) -> tuple[np.ndarray, str]:
     if documents.weights is not None:
         raise UsageError(
             f"data.dataset = {config.dataset!r} trains on each token, and the records (data.examples = {config.examples!r}) say "
-            "which tokens count; choose a dataset that reads such weights"
+            "which tokens count; set data.packing=fit, whose rows have such weights"
         )
     return documents.tokens, "bytes" if tokenizer.source == BYTES else "tokens"
 

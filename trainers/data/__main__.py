@@ -1,0 +1,158 @@
+"""Shows the data of a configuration as training will see it, before anything is trained.
+
+    python -m trainers.data CONFIG [--examples N] [--batches N] [key=value ...]
+
+It reads the first batches as the trainer does, with its transforms, and shows examples of them as text: each document in a colour
+of its own, and dim what is no target of the loss. Then how full the rows are, how long the documents, and the tokens of each
+source. Without a terminal, marks stand in the place of colours: ‖ between two documents, ⟦ ⟧ around what is no target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainers.errors import TransientError, UsageError
+from trainers.first_line import say
+from trainers.program import program
+
+if TYPE_CHECKING:  # they import JAX: the first line is there before that
+    from trainers.base import BaseTrainer
+    from trainers.data.view import Batch, Line
+    from trainers.runtime.events import Event
+
+INTERRUPTED = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    say(f"reading {options.config}", stream=sys.stderr)
+    try:
+        show(options)
+    except (UsageError, TransientError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    about, _, details = str(__doc__).replace("python -m trainers.data", program("trainers.data")).partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(program("trainers.data"), description=about, epilog=details, formatter_class=form)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
+    parser.add_argument("--examples", type=int, default=4, metavar="N", help="how many to show as text; default: 4")
+    parser.add_argument("--batches", type=int, default=4, metavar="N", help="how many to count tokens of; default: 4")
+    options = parser.parse_intermixed_args(argv)
+    for name in ("examples", "batches"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: expected 1 or more")
+    return options
+
+
+def show(options: argparse.Namespace) -> None:
+    """Raises UsageError, TransientError, ValueError or OSError."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from trainers.run import read
+
+    arguments = read(options.config, options.overrides)
+    trainer = build(arguments)
+    screen = Console(highlight=False, soft_wrap=True)
+    coloured = screen.color_system is not None and not screen.no_color
+    for line in lines(trainer, options.examples, options.batches, coloured=coloured):
+        screen.print(Text.assemble(*line), soft_wrap=True)
+
+
+def build(arguments: Any) -> BaseTrainer:
+    """Returns the trainer of the configuration, with its data. Raises UsageError if it reads its data in a way of its own."""
+    from trainers import runtime
+    from trainers.base import BaseTrainer
+    from trainers.config.arguments import load_object
+
+    runtime.install(runtime.Runtime(note))
+    cls = load_object(arguments.trainer)
+    if not (isinstance(cls, type) and issubclass(cls, BaseTrainer)):
+        raise UsageError(
+            f"trainer = {arguments.trainer!r}: expected a subclass of trainers.base.BaseTrainer, which reads its rows by index"
+        )
+    trainer = cls(arguments, *load_object(arguments.data.dataset)(arguments))
+    if trainer.dataset_train is None:
+        raise UsageError(f"data.dataset = {arguments.data.dataset!r} gave no training data: there is nothing to show")
+    return trainer
+
+
+def note(event: Event) -> None:
+    # Standard output carries the data alone.
+    if event["ev"] == "note":
+        print(event["message"], file=sys.stderr)
+
+
+def lines(trainer: BaseTrainer, num_examples: int, num_batches: int, *, coloured: bool) -> Iterator[Line]:
+    """Yields all that is shown."""
+    from trainers.data import view
+    from trainers.data.loader import Tells
+
+    data, arguments = trainer.dataset_train, trainer.arguments
+    names, ignore_index = arguments.data.source_names, arguments.loss.ignore_index
+    batch = first_rows(trainer, max(num_examples, num_batches * arguments.global_batch_size))
+    num_rows = len(batch["weight"])
+    if batch.get("tokens", batch["weight"]).ndim != 2:
+        yield heading(f"a row, of the first {num_rows:,}")
+        yield from view.other(batch)
+        return
+    yield heading(f"the first {min(num_examples, num_rows)} examples of training")
+    for number in range(min(num_examples, num_rows)):
+        row = {name: leaf[number] for name, leaf in batch.items()}
+        yield view.example(row, decode_of(trainer), names, coloured=coloured, ignore_index=ignore_index)
+    if isinstance(data, Tells):
+        yield heading("packing")
+        yield from (((line, ""),) for line in data.told())
+    for name, lengths in lengths_of(data, batch).items():
+        yield heading(f"tokens of {name}")
+        yield from view.histogram(lengths, batch["tokens"].shape[1])
+    yield heading(f"the first {num_rows:,} rows")
+    yield from view.by_source(batch, names, ignore_index)
+
+
+def heading(text: str) -> Line:
+    return ((f"\n{text}", "bold"),)
+
+
+def first_rows(trainer: BaseTrainer, num_rows: int) -> Batch:
+    """Returns the first rows of training, as `BaseTrainer.rows_of` makes them: with transforms, and before `prepare_batch`."""
+    data: Any = trainer.dataset_train
+    num_rows = getattr(data, "available", lambda stop: stop)(num_rows)
+    if not num_rows:
+        raise UsageError("the training data has no examples: give it some")
+    return trainer.rows_of(data, range(num_rows))
+
+
+def decode_of(trainer: BaseTrainer) -> Any:
+    """Returns the function that makes text of tokens: that of the task, else that of the configured tokenizer."""
+    from trainers import tokenizers
+
+    return getattr(trainer.task, "decode", None) or tokenizers.of(trainer.arguments).decode
+
+
+def lengths_of(data: Any, batch: Batch) -> dict[str, np.ndarray]:
+    """Returns the lengths of all documents, by source; of data that does not know them, those of the rows."""
+    from trainers.data import view
+    from trainers.data.packed_rows import TrainingRows
+
+    packed = getattr(data, "dataset", data)  # without the transforms around it
+    if isinstance(packed, TrainingRows):
+        return {f"the documents of {source.name}": source.documents.lengths for source in packed.sources}
+    rows = ({name: leaf[number] for name, leaf in batch.items()} for number in range(len(batch["tokens"])))
+    return {"these examples": np.array([np.count_nonzero(view.segments_of(row)) for row in rows])}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Rows of fixed length that are packed of documents: by any index for training, once each for held-out data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainers.data.documents import Document, Documents
+from trainers.data.mixture import Mixture
+from trainers.data.packing import Piece, Plan
+from trainers.data.permutations import digests, shuffled
+from trainers.errors import DataError
+
+Row = Mapping[str, np.ndarray]
+
+
+class Subset:
+    """Some of the documents of a source."""
+
+    def __init__(self, documents: Documents, indices: np.ndarray):
+        self.documents, self.indices = documents, indices
+        self.lengths = np.asarray(documents.lengths)[indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Document:
+        return self.documents[int(self.indices[index])]
+
+
+def split(documents: Documents, held_out_fraction: float) -> tuple[Subset, Subset]:
+    """Returns (training documents, held-out documents). Which are held out depends on nothing but how many there are: it is the
+    same on every machine, with any seed and any packing. Of several, at least one is held out, and one is not."""
+    number = len(documents)
+    num_held_out = min(max(1, round(number * held_out_fraction)), number - 1) if held_out_fraction and number else 0
+    by_digest = np.argsort(digests(number), kind="stable")
+    return Subset(documents, np.sort(by_digest[num_held_out:])), Subset(documents, np.sort(by_digest[:num_held_out]))
+
+
+@dataclass(frozen=True)
+class PackedSource:
+    """The rows that the documents of one source make."""
+
+    name: str
+    number: int
+    """Its place among the sources: the leaf `source` of its rows."""
+    documents: Documents
+    plan: Plan
+    first_sample_id: int
+    with_segments: bool
+    """Whether a row may hold parts of several documents."""
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def row(self, epoch: int, row: int) -> Row:
+        """Returns a row of the plan: `tokens`, `segments` (from 1 on; 0: filling), `positions` (from 0 on in each part of a
+        document) and `token_weight`, [T + 1] each; `source` and `sample_id`."""
+        tokens, segments, positions = np.zeros((3, self.plan.counts.row_places), np.int32)
+        token_weight = np.zeros(len(tokens), np.float32)
+        place = 0
+        for segment, piece in enumerate(self.plan.pieces(epoch, row), start=1):
+            document = self._document(piece)
+            here, there = slice(place, place + piece.stop - piece.start), slice(piece.start, piece.stop)
+            tokens[here], segments[here] = document.tokens[there], segment
+            # Anew in each row, also for a document that goes on in it: so they stay below the length of the model's context.
+            positions[here] = np.arange(piece.stop - piece.start)
+            token_weight[here] = 1.0 if document.token_weight is None else document.token_weight[there]
+            place = here.stop
+        numbers = {"source": self.number, "sample_id": (self.first_sample_id + row) % np.iinfo(np.int32).max}
+        of_segments = {"segments": segments, "positions": positions} if self.with_segments else {}
+        leaves = {"tokens": tokens, **of_segments, "token_weight": token_weight}
+        return leaves | {name: np.asarray(value, np.int32) for name, value in numbers.items()}
+
+    def _document(self, piece: Piece) -> Document:
+        document, length = self.documents[piece.document], int(self.documents.lengths[piece.document])
+        if len(document.tokens) != length:
+            raise DataError(
+                f"document {piece.document} of {self.name} has {len(document.tokens)} tokens, and had {length} when its rows "
+                "were planned: its file or its tokenizer has changed; begin a new run"
+            )
+        return document
+
+    def told(self) -> str:
+        """Returns what the plan has made of the documents, in one line."""
+        counts = self.plan.counts
+        parts = [
+            f"{self.name}: {counts.num_documents:,} documents in {counts.num_rows:,} rows of {counts.row_places - 1:,} tokens, "
+            f"{100 * counts.efficiency:.2f} % full"
+        ]
+        if counts.num_overlong:
+            lost = f" ({counts.lost_tokens:,} of their tokens are left out)" if counts.lost_tokens else " (in parts)"
+            parts.append(f"{counts.num_overlong:,} longer than a row{lost}")
+        if counts.num_short:
+            parts.append(f"{counts.num_short:,} with less than two tokens left out")
+        return "; ".join(parts)
+
+
+class TrainingRows:
+    """Takes any index from 0 on. Each epoch of a source is shuffled anew."""
+
+    takes_any_index = True
+
+    def __init__(self, sources: Sequence[PackedSource], mixture: Mixture, seed: int, *, shuffle: bool = True):
+        self.sources, self.mixture, self.seed, self.shuffle = tuple(sources), mixture, seed, shuffle
+
+    def __len__(self) -> int:
+        """Returns the rows until all sources have left the mixture; if one never does, those of an epoch of each source."""
+        return self.mixture.num_rows or sum(map(len, self.sources))
+
+    def __getitem__(self, index: int) -> Row:
+        place = self.mixture.at(index)
+        source = self.sources[place.source]
+        epoch, number = divmod(place.row, len(source))
+        if self.shuffle:
+            number = shuffled(number, len(source), self.seed, epoch, source.number)
+        return source.row(epoch, number)
+
+    def told(self) -> list[str]:
+        """Returns what a person should know of the rows, a line for each source."""
+        return [source.told() for source in self.sources]
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the metrics that stay the same while the run goes on."""
+        return packing_numbers(self.sources)
+
+    def numbers_at(self, num_rows: int) -> dict[str, float]:
+        """Returns the metrics of the first `num_rows` rows: how often each source was read."""
+        if len(self.sources) == 1:
+            return {}
+        rows = self.mixture.counts(num_rows)
+        return {f"epoch/{source.name}": count / len(source) for source, count in zip(self.sources, rows, strict=True)}
+
+
+class HeldOutRows:
+    """The rows of each source, one source after the other."""
+
+    def __init__(self, sources: Sequence[PackedSource]):
+        self.sources = tuple(sources)
+        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    def __getitem__(self, index: int) -> Row:
+        number = int(np.searchsorted(self._ends, index, "right"))
+        source = self.sources[number]
+        return source.row(0, index - int(self._ends[number]) + len(source))
+
+
+def packing_numbers(sources: Sequence[PackedSource]) -> dict[str, float]:
+    """Returns how full the rows of all sources are, and how many documents were too long for one."""
+    counts = [source.plan.counts for source in sources]
+    places = sum(each.num_rows * each.row_places for each in counts)
+    return {
+        "packing_efficiency": sum(each.filled_places for each in counts) / max(1, places),
+        "overlong_documents": float(sum(each.num_overlong for each in counts)),
+        "lost_tokens": float(sum(each.lost_tokens for each in counts)),
+    }
+
+
+def first_ids(plans: Sequence[Plan], first: int = 0) -> Iterator[int]:
+    """Yields the id of the first row of each plan."""
+    for each in plans:
+        yield first
+        first += len(each)
