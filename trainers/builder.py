@@ -546,7 +546,7 @@ class Builder(BatchBuilder):
             Layout.of(loss, **others),
             # `postforward` may change the total: then it need not be the sum of the terms.
             terms=() if self.overrides("postforward") else tuple(terms),
-            of_tokens=function.task.tokens_per_example > 1,
+            of_tokens=getattr(function.task, "has_perplexity", function.task.tokens_per_example > 1),
         )
 
     def _zeros(self, layout: Layout) -> MetricSums:

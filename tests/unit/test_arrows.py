@@ -92,6 +92,7 @@ LIGHT_MODULES = tuple(
         "config/recorders",
         "config/section",
         "config/source",
+        "config/tasks",
         "config/weights",
         "config/without_effect",
         "console/__init__",

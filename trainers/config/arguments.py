@@ -15,7 +15,9 @@ from typing import Any, Literal
 from trainers.config import (
     AnomalyConfig,
     CheckpointConfig,
+    ClassificationConfig,
     DataConfig,
+    DistillationConfig,
     DistributionConfig,
     EvaluationConfig,
     FrozenConfig,
@@ -27,6 +29,7 @@ from trainers.config import (
     MetricsConfig,
     ModelConfig,
     OptimizerConfig,
+    PreferenceConfig,
     PreviewConfig,
     ProfileConfig,
     PruningConfig,
@@ -80,6 +83,9 @@ class TrainingArguments(Section):
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
     previews: PreviewConfig = field(default_factory=PreviewConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    classification: ClassificationConfig = field(default_factory=ClassificationConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     pruning: PruningConfig = field(default_factory=PruningConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

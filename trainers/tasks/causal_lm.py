@@ -115,7 +115,7 @@ class CausalLMTask:
         backward; attention has two products of width D with the A tokens that a token attends to on average (Chowdhery et al.,
         2022, appendix B): T / 2, or W - W^2 / 2T with a window of W. A table that is only looked up multiplies nothing, nor do
         the experts that a token does not go to."""
-        model, time = self.arguments.model, self.tokens_per_example
+        model, time = self.arguments.model, self.arguments.data.sequence_length
         looked_up = (0 if model.tie_embeddings else model.vocab_size) + (model.num_positions or 0)
         window = min(model.window or time, time)
         attended = [window - window**2 / (2 * time) if local else time / 2 for local in model.local_layers]
