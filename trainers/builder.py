@@ -36,7 +36,7 @@ from trainers.loop.frozen import FrozenWeights, Source
 from trainers.loop.hook_names import check_hook_names
 from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
-from trainers.models.hf.pretrained import resolved
+from trainers.models.hf.pretrained import is_there, resolved
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, build_grouped, parameters_to_evaluate
 from trainers.optim.schedules import build_schedule
@@ -86,7 +86,7 @@ class Builder(BatchBuilder):
         callbacks: tuple[Callback, ...] = (),
     ):
         check_hook_names(type(self))
-        self.arguments = arguments = resolved(arguments)
+        self.arguments = arguments = with_own_parameters(resolved(arguments))
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval
         self.callbacks = CallbackList()
@@ -581,3 +581,14 @@ class Builder(BatchBuilder):
                 f"{type(self).__name__}.{name} exists after {method}() only: call train() or {method}() first"
             )
         return value
+
+
+def with_own_parameters(arguments: TrainingArguments) -> TrainingArguments:
+    """Returns the arguments with `init_from.exclude` for what the task has beside a decoder, such as a head that gives scores:
+    its class names such parameters in `own_parameters`, as patterns. A folder of Hugging Face has none of them."""
+    config = arguments.init_from
+    own = getattr(load_object(arguments.task), "own_parameters", ())
+    if config is None or not own or not is_there(config.path):
+        return arguments
+    exclude = (*config.exclude, *(pattern for pattern in own if pattern not in config.exclude))
+    return dataclasses.replace(arguments, init_from=dataclasses.replace(config, exclude=exclude))

@@ -215,6 +215,13 @@ class TrainingArguments(Section):
         return -self.micro_batch_size % num_replicas(sizes) * self.accumulation_steps
 
 
+def dataset_function(arguments: TrainingArguments) -> Any:
+    """Returns the function that `data.dataset` names. If the section says none, it is the one that the task's class names in its
+    attribute `dataset`, if it has one. Raises ValueError."""
+    path, default = arguments.data.dataset, DataConfig.dataset
+    return load_object(getattr(load_object(arguments.task), "dataset", path) if path == default else path)
+
+
 def load_object(path: str) -> Any:
     """Returns the object named `package.module:attribute`. Raises ValueError that says which part was not found."""
     module_name, _, attribute = path.partition(":")

@@ -21,8 +21,8 @@ class PreferenceConfig(Section):
     loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
     """`dpo` (Rafailov et al., 2023), `ipo` (Azar et al., 2023), `orpo` (Hong et al., 2024), `simpo` (Meng et al., 2024)."""
     beta: float = 0.1
-    """Of `dpo` and `simpo`: the factor of the rewards. Of `ipo`: the regularization, tau. Of `orpo`: the weight of the odds ratio,
-    lambda."""
+    """Of `dpo` and `simpo`: the factor of the rewards. Of `ipo`: the regularization, tau. Of `orpo`: the weight of the odds
+    ratio, lambda."""
     label_smoothing: float = 0.0
     """Of `dpo` and `simpo`: the probability that a pair is labelled the wrong way round."""
     gamma: float | None = None

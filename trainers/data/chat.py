@@ -21,6 +21,8 @@ from trainers.data.documents import Document, Record
 from trainers.errors import DataError, UsageError
 from trainers.tokenizers import NO_TEMPLATE, FolderTokenizer, Tokenizer
 
+MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
+"""The columns of conversations, and of prompts with their completions."""
 ASSISTANT = "assistant"
 WITH_MARKS = (
     "give the tokenizer's folder a chat_template.jinja that marks what the assistant writes: {% generation %} ... "
@@ -35,11 +37,12 @@ Span = tuple[int, int]
 class ChatEncoder:
     """Makes a document of the conversation in the column `messages`: [{"role": ..., "content": ...}, ...]."""
 
-    def __init__(self, tokenizer: Tokenizer, column: str = "messages"):
-        self.tokenizer, self.column = with_template(tokenizer), column
+    def __init__(self, tokenizer: Tokenizer, column: str = MESSAGES):
+        self.tokenizer, self.column = tokenizer, column
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
-        return [conversation(self.tokenizer, messages_of(record, self.column)) for record in records]
+        tokenizer = with_template(self.tokenizer)
+        return [conversation(tokenizer, messages_of(record, self.column)) for record in records]
 
     def digest(self) -> str:
         return digest_of("chat", self.tokenizer, self.column)
@@ -49,7 +52,7 @@ class CompletionEncoder:
     """Makes a document of the columns `prompt` and `completion`: two texts, or two lists of messages. The completion is the
     target. Of texts the token that ends a text is one too, if the tokenizer has it."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: str = "prompt", completion: str = "completion"):
+    def __init__(self, tokenizer: Tokenizer, prompt: str = PROMPT, completion: str = COMPLETION):
         self.tokenizer, self.prompt, self.completion = tokenizer, prompt, completion
 
     def encode(self, records: Sequence[Record]) -> list[Document]:

@@ -70,8 +70,8 @@ def split(records: Records, eval_fraction: float) -> tuple[Part, Part]:
 
 
 def padded(document: Document, length: int, truncation: Truncation) -> dict[str, np.ndarray]:
-    """Returns {"tokens": int32[length], "token_weight": float32[length], CUT: float32}, filled up at the end with tokens of weight
-    0. Raises DataError if no target is left of a document that is longer."""
+    """Returns {"tokens": int32[length], "token_weight": float32[length], CUT: float32}, filled up at the end with tokens of
+    weight 0. Raises DataError if no target is left of a document that is longer."""
     tokens, weight = document.tokens, document.token_weight
     weight = np.ones(len(tokens), np.float32) if weight is None else weight
     cut = len(tokens) > length
@@ -87,7 +87,7 @@ def padded(document: Document, length: int, truncation: Truncation) -> dict[str,
     return {
         "tokens": np.pad(tokens, filling).astype(np.int32),
         "token_weight": np.pad(weight, filling).astype(np.float32),
-        CUT: np.float32(cut),
+        CUT: np.array(cut, np.float32),
     }
 
 

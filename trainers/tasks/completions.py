@@ -1,4 +1,4 @@
-"""The log-probabilities that a model gives to completions, and the last token of each row.
+"""The log-probabilities that a model gives to completions.
 
 Dimensions: N rows, T tokens that predict, T + 1 tokens of a row.
 """
@@ -44,10 +44,3 @@ def completions_of_pairs(model: Any, tokens: jax.Array, token_weight: jax.Array)
     """Returns the log-probabilities [B, 2] of pairs: int32[B, 2, T + 1], float32[B, 2, T + 1]."""
     rows = completions(model, *(leaf.reshape(-1, leaf.shape[-1]) for leaf in (tokens, token_weight)))
     return Completions(*(leaf.reshape(-1, 2) for leaf in rows))
-
-
-def last_of(values: jax.Array, token_weight: jax.Array) -> jax.Array:
-    """Returns the values [N, ...] of each row's last token with a weight, out of values [N, T, ...]."""
-    # The first one from the right.
-    last = token_weight.shape[1] - 1 - jnp.argmax(token_weight[:, ::-1] > 0, axis=1)
-    return jnp.take_along_axis(values, last.reshape(-1, *[1] * (values.ndim - 1)), axis=1)[:, 0]

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from trainers.config import PreferenceConfig
 from trainers.config.frozen import BASE
@@ -54,7 +53,7 @@ class PreferenceTask(CausalLMTask):
     def _reference(self) -> str:
         return self.arguments.preference.reference or ("frozen" if self.arguments.lora is None else "base")
 
-    def loss(self, model: nnx.Module, batch: Batch, frozen: Mapping[str, Any]) -> PerExample:
+    def loss(self, model: Any, batch: Batch, frozen: Mapping[str, Any]) -> PerExample:  # type: ignore[override]
         config = self.arguments.preference
         policy = completions_of_pairs(model, batch["tokens"], batch["token_weight"])
         reference = self._reference_of(batch, policy, frozen) if config.has_reference else None
@@ -96,12 +95,12 @@ def pair_losses(config: PreferenceConfig, policy: Completions, reference: Comple
 
     - dpo (Rafailov et al., 2023, equation 7): -log sigmoid(beta h). With label smoothing s (Mitchell, 2023, "cDPO"):
       -(1 - s) log sigmoid(beta h) - s log sigmoid(-beta h).
-    - ipo (Azar et al., 2023, equation 17): (h - 1 / (2 beta))^2. Here log p are means over tokens, as the authors have confirmed to
-      the maintainers of TRL.
+    - ipo (Azar et al., 2023, equation 17): (h - 1 / (2 beta))^2. Here log p are means over tokens, as the authors have confirmed
+      to the maintainers of TRL.
     - orpo (Hong et al., 2024, equations 6 and 7): -mean log p(c) - beta log sigmoid(log odds(c) - log odds(r)), where odds are
       p / (1 - p) of the mean log p.
-    - simpo (Meng et al., 2024, equation 6): -log sigmoid(beta (mean log p(c) - mean log p(r)) - gamma), with label smoothing as in
-      dpo.
+    - simpo (Meng et al., 2024, equation 6): -log sigmoid(beta (mean log p(c) - mean log p(r)) - gamma), with label smoothing as
+      in dpo.
 
     Rewards are beta times what is compared: the differences from the reference, or the mean log p. They get no gradient.
     """

@@ -9,23 +9,24 @@ import numpy as np
 
 from trainers import tokenizers
 from trainers.config.arguments import TrainingArguments
-from trainers.data.chat import completed, messages_of, value_of
+from trainers.data.chat import PROMPT, completed, messages_of, value_of
 from trainers.data.documents import Record, Records
 from trainers.data.padded import Rows, padded, split, stacked
+from trainers.data.sources.records import open_records
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
 
-CHOSEN, REJECTED, PROMPT = "chosen", "rejected", "prompt"
+CHOSEN, REJECTED = "chosen", "rejected"
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 """The sums of the log-probabilities that a reference gives to the tokens of each completion."""
 
 
 def pairs(records: Records, tokenizer: Tokenizer, arguments: TrainingArguments) -> Rows:
-    """Returns the rows of records with the columns `prompt`, `chosen` and `rejected`: texts, or lists of messages. Without a
-    `prompt`, both are conversations, and what they begin with in common is the prompt.
+    """Returns the rows of records with the columns `prompt`, `chosen` and `rejected`: texts, or lists of messages. Without
+    a `prompt`, both are conversations, and what they begin with in common is the prompt.
 
-    A row is {"tokens": int32[2, T + 1], "token_weight": float32[2, T + 1]}, chosen first, and with `preference.reference: columns`
-    `ref_logps`, float32[2].
+    A row is {"tokens": int32[2, T + 1], "token_weight": float32[2, T + 1]}, chosen first, and with `preference.reference:
+    columns` also `ref_logps`, float32[2].
     """
     length, truncation = arguments.data.sequence_length + 1, arguments.data.truncation
     with_reference = arguments.preference.has_reference and arguments.preference.reference == "columns"
@@ -39,6 +40,14 @@ def pairs(records: Records, tokenizer: Tokenizer, arguments: TrainingArguments) 
         return {**pair, "ref_logps": reference_of(record)} if with_reference else pair
 
     return Rows(records, row)
+
+
+def preference_pairs(arguments: TrainingArguments) -> tuple[Rows, Rows]:
+    """Returns (training pairs, held-out pairs) of the records of `arguments.data`."""
+    tokenizer = tokenizers.of(arguments)
+    tokenizers.check(tokenizer, arguments)
+    train, held_out = split(open_records(arguments.data), arguments.data.eval_fraction)
+    return pairs(train, tokenizer, arguments), pairs(held_out, tokenizer, arguments)
 
 
 def prompt_of(record: Record) -> Any:

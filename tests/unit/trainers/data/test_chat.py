@@ -136,7 +136,7 @@ def test_records_that_are_no_conversation(tokenizer, record, error):
 def test_conversations_need_a_chat_template(tokenizer):
     for without in (load("bytes"), tokenizer(None)):
         with pytest.raises(UsageError, match=r"has no chat template: expected chat_template\.jinja"):
-            ChatEncoder(without)
+            ChatEncoder(without).encode([{"messages": MESSAGES}])
 
 
 def test_a_completion_is_the_target_with_the_end_of_the_text(tokenizer):

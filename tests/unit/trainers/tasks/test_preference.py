@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,6 @@ from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.errors import UsageError
 from trainers.step import rng
-from trainers.tasks.completions import last_of
 from trainers.tasks.preference import PreferenceTask
 
 LLAMA, QWEN = (str(ROOT / "tests" / "unit" / "data" / "parity" / name) for name in ("llama3", "qwen2"))
@@ -27,7 +24,13 @@ SETTINGS = {
     "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
     "global_batch_size": 20,
     "max_num_steps": 3,
-    "optimizer": {"name": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "schedule": {"name": "constant"}, "max_grad_norm": None},
+    "optimizer": {
+        "name": "sgd",
+        "learning_rate": 0.1,
+        "weight_decay": 0.0,
+        "schedule": {"name": "constant"},
+        "max_grad_norm": None,
+    },
     "previews": {"prompts": []},
     "data": {"sequence_length": 8, "dataset": "tests.programs.preferences:datasets"},
     "frozen": {"reference": LLAMA},
@@ -195,10 +198,3 @@ def test_a_token_costs_the_pass_of_the_reference_too():
     task, plain = task_of(preference={}, frozen={"reference": "x"}), task_of()
     assert task.flops_per_token(10**6) == pytest.approx(4 / 3 * plain.flops_per_token(10**6))
     assert (task.tokens_per_example, task.context_length) == (16, 8)
-
-
-def test_the_last_token_of_a_row():
-    values = jnp.arange(24).reshape(2, 4, 3)
-    weight = jnp.array([[0, 1.0, 0.5, 0], [1.0, 0, 0, 0]])
-    np.testing.assert_array_equal(last_of(values, weight), [[6, 7, 8], [12, 13, 14]])
-    np.testing.assert_array_equal(functools.partial(last_of, values[..., 0])(weight), [6, 12])
