@@ -78,6 +78,7 @@ LIGHT_MODULES = tuple(
         "config/conversion",
         "config/data",
         "config/evaluation",
+        "config/exact_match",
         "config/families",
         "config/frozen",
         "config/hf_files",
