@@ -34,6 +34,7 @@ COMMANDS = {
     "prepare": Command("trainers.prepare", "make the tokens of the data once, for all hosts; trains a tokenizer, too"),
     "generate": Command("trainers.generate", "continue prompts with the model of a run, or of a folder of Hugging Face"),
     "evaluate": Command("trainers.evaluate", "the metrics of checkpoints, on held-out data"),
+    "reference": Command("trainers.reference", "the log-probabilities of a reference, as columns of preference data"),
     "export": Command("trainers.export", "the model of a run as files for other programs"),
     "checkpoints": Command("orchestrator.checkpoints", "list and check the checkpoints of a run"),
     "profile": Command("orchestrator.profile", "profile a few steps of a run while it goes on"),

@@ -591,8 +591,8 @@ def with_own_parameters(arguments: TrainingArguments) -> TrainingArguments:
     """Returns the arguments with `init_from.exclude` for what the task has beside a decoder, such as a head that gives scores:
     its class names such parameters in `own_parameters`, as patterns. A folder of Hugging Face has none of them."""
     config = arguments.init_from
-    own = getattr(load_object(arguments.task), "own_parameters", ())
-    if config is None or not own or not is_there(config.path):
+    if config is None or not is_there(config.path):
         return arguments
+    own = getattr(load_object(arguments.task), "own_parameters", ())
     exclude = (*config.exclude, *(pattern for pattern in own if pattern not in config.exclude))
     return dataclasses.replace(arguments, init_from=dataclasses.replace(config, exclude=exclude))

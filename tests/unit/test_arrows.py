@@ -43,6 +43,7 @@ FLOORS = {
         ("planning", "run", "worker"),
         ("generate", "library"),
         ("evaluate", "prepare"),
+        ("reference",),
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
@@ -273,7 +274,7 @@ def test_the_command_answers_without_waiting_for_anything():
 
 COMMANDS = (
     *(f"orchestrator.{name}" for name in ("run", "verify.__main__", "chaos.__main__", "checkpoints", "profile")),
-    *(f"trainers.{name}" for name in ("run", "export", "evaluate", "generate")),
+    *(f"trainers.{name}" for name in ("run", "export", "evaluate", "generate", "reference")),
 )
 SLOW_TO_IMPORT = {"ray", "jax", "jaxlib", "flax", "optax", "orbax", "mlflow", "grain", "tensorstore", "safetensors"}
 

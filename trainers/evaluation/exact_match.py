@@ -121,7 +121,7 @@ class ExactMatch:
     """The metrics `exact_match`, the part of the questions whose generated answer is the right one, and `answered`, the part of
     those with an answer at all (`trainers.protocol.EvaluationMetrics`)."""
 
-    names = ("exact_match", "answered")
+    names: Sequence[str] = ("exact_match", "answered")
 
     def __init__(self, arguments: TrainingArguments, config: ExactMatchConfig):
         self._arguments, self._config = arguments, config

@@ -66,15 +66,19 @@ def distances(student: Hidden, teacher: Hidden, config: DistillationConfig, max_
             f"frozen.teacher has a vocabulary of {of_teacher} tokens, and the model one of {vocab_size}: expected the same one"
         )
 
-    def part(student_BCD: jax.Array, teacher_BCD: jax.Array) -> Distances:
-        logits = student.logits(student_BCD.reshape(-1, student_BCD.shape[-1]))
-        targets = jax.lax.stop_gradient(teacher.logits(teacher_BCD.reshape(-1, teacher_BCD.shape[-1])))
+    def part(x_BCD: jax.Array, tables: tuple[jax.Array, jax.Array], teacher_BCD: jax.Array) -> Distances:
+        logits, targets = (
+            each._replace(table_DV=table).logits(x.reshape(-1, x.shape[-1]))
+            for each, table, x in ((student, tables[0], x_BCD), (teacher, tables[1], teacher_BCD))
+        )
         agreement = (jnp.argmax(logits, -1) == jnp.argmax(targets, -1)).astype(jnp.float32)
         found = Distances(divergences(logits, targets, config), agreement)
-        return Distances(*(leaf.reshape(student_BCD.shape[:2]) for leaf in found))
+        return Distances(*(leaf.reshape(x_BCD.shape[:2]) for leaf in found))
 
     num_parts = parts_of(student.x_BTD.shape[:2], 2 * vocab_size, max_logits or MAX_LOGITS)
-    return over_time(part, (student.x_BTD, teacher.x_BTD), num_parts)
+    # The gradient is that of the student alone.
+    taught = jax.lax.stop_gradient((teacher.table_DV, teacher.x_BTD))
+    return over_time(part, student.x_BTD, (student.table_DV, taught[0]), taught[1], num_parts)
 
 
 def divergences(logits_NV: jax.Array, teacher_NV: jax.Array, config: DistillationConfig) -> jax.Array:
