@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import ROOT
+from tests.programs.small_tokens import datasets
+from tests.unit.training import arguments, of
+from trainers.base import BaseTrainer
 from trainers.config import DistillationConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.errors import UsageError
 from trainers.models.decoder import Hidden
 from trainers.step import rng
+from trainers.tasks import distillation
 from trainers.tasks.distillation import DistillationTask, distances, divergences
 
+LLAMA = str(ROOT / "tests" / "unit" / "data" / "parity" / "llama3")
 MODEL = {"vocab_size": 64, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
 
 
@@ -107,3 +113,29 @@ def test_a_teacher_with_another_vocabulary_and_packed_rows_are_errors(models):
     for settings, error in (({"temperature": 0.0}, "temperature = 0"), ({"top_k": 0}, "top_k = 0")):
         with pytest.raises(ValueError, match=error):
             DistillationConfig(**settings)
+
+
+def test_a_run_learns_from_its_teacher_in_parts_on_any_devices(tmp_path, events, monkeypatch):
+    monkeypatch.setattr(distillation, "MAX_LOGITS", 64)
+    changes = {
+        "task": "trainers.tasks.distillation:DistillationTask",
+        "model": {"pretrained": LLAMA},
+        "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+        "frozen": {"teacher": LLAMA},
+        "previews": {"prompts": []},
+        "distillation": {"temperature": 2.0, "top_k": 8},
+        "data": {"sequence_length": 8, "dataset": "tests.programs.small_tokens:datasets"},
+        "max_num_steps": 1,
+    }
+    made = arguments(tmp_path, **changes)
+    trainer = BaseTrainer(made, datasets(made)[0])
+    trainer.train()
+    (metrics,) = (event["metrics"] for event in of(events, "metrics") if "loss" in event["metrics"])
+    # The student begins as its teacher: all that is left is what the teacher gives to other tokens than its likeliest.
+    tokens = np.stack([trainer.dataset_train[index]["tokens"] for index in range(16)])
+    frozen = jax.tree.map(jnp.asarray, jax.device_get(trainer.frozen["teacher"]))
+    logits = np.asarray(jax.jit(trainer.model.merge(frozen).__call__)(tokens[:, :-1]), np.float64) / 2
+    kept = np.sort(softmax(logits), -1)[..., -8:].sum(-1)
+    assert metrics["loss"] == pytest.approx(-4 * np.log(kept).mean(), rel=1e-4)
+    assert metrics["agreement"] == 1
+    assert "perplexity" not in metrics
