@@ -35,6 +35,7 @@ COMMANDS = {
     "data": Command("trainers.data.__main__", "look at the data of a configuration as training will see it"),
     "generate": Command("trainers.generate", "continue prompts with the model of a run, or of a folder of Hugging Face"),
     "evaluate": Command("trainers.evaluate", "the metrics of checkpoints, on held-out data"),
+    "reference": Command("trainers.reference", "the log-probabilities of a reference, as columns of preference data"),
     "export": Command("trainers.export", "the model of a run as files for other programs"),
     "checkpoints": Command("orchestrator.checkpoints", "list and check the checkpoints of a run"),
     "profile": Command("orchestrator.profile", "profile a few steps of a run while it goes on"),

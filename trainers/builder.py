@@ -29,6 +29,7 @@ from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.data.sources.iterable import num_examples, random_access
 from trainers.data.sources.sequence import held_out_examples
 from trainers.errors import NotConfiguredError, UsageError
+from trainers.evaluation.exact_match import ExactMatch, questions, task_of_unit
 from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.unit_builder import UnitBuilder
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
@@ -36,7 +37,7 @@ from trainers.loop.frozen import FrozenWeights, Source
 from trainers.loop.hook_names import check_hook_names
 from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
-from trainers.models.hf.pretrained import resolved
+from trainers.models.hf.pretrained import is_there, resolved
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, build_grouped, parameters_to_evaluate
 from trainers.optim.schedules import build_schedule
@@ -86,7 +87,7 @@ class Builder(BatchBuilder):
         callbacks: tuple[Callback, ...] = (),
     ):
         check_hook_names(type(self))
-        self.arguments = arguments = resolved(arguments)
+        self.arguments = arguments = with_own_parameters(resolved(arguments))
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval
         self.callbacks = CallbackList()
@@ -191,6 +192,8 @@ class Builder(BatchBuilder):
         """Returns new metrics of the task's predictions for one evaluation of a unit; None: there are none. Default: those of
         `evaluation.units.NAME.metrics`, which get the arguments."""
         unit = self.arguments.evaluation.units.get(unit_name)
+        if unit is not None and unit.exact_match is not None:
+            return ExactMatch(self.arguments, unit.exact_match)
         return None if unit is None or unit.metrics is None else load_object(unit.metrics)(self.arguments)
 
     def build_early_stopper(self) -> Callable[[int, float], bool] | None:
@@ -382,12 +385,14 @@ class Builder(BatchBuilder):
         with_dataset = {name: unit.dataset for name, unit in units.items() if unit.dataset is not None}
         # The ids of their samples are their own: no training sample is among them.
         made = {name: load_object(path)(self.arguments) for name, path in with_dataset.items()}
+        asking = {name: unit.exact_match for name, unit in units.items() if unit.exact_match is not None}
+        made |= {name: questions(config, self.arguments) for name, config in asking.items()}
         return {name: self.collated(held_out_examples(examples, 0)) for name, examples in made.items()}
 
     def _build_unit(self, name: str, config: UnitConfig) -> ValidationUnit:
         max_batches = config.max_batches or self.arguments.evaluation.max_batches
         loader = self.dataloaders.dataloader_eval
-        if config.dataset is not None:
+        if name in self._unit_datasets:
             loader = self._held_out_loader(self._unit_datasets[name], config.batch_size)
         elif loader is None:
             raise UsageError(f"evaluation.units.{name}: there is no held-out data; set its dataset, or data.eval_fraction")
@@ -397,8 +402,7 @@ class Builder(BatchBuilder):
         elif config.task is None and self.build_evaluation_metrics(name) is None:
             step, layout = self.functions.eval_step_fn, self.loss_layout
             return self._unit_builder.around(loader, step, layout, self.eval_loss_function, max_batches, name)
-        task = None if config.task is None else load_object(config.task)(self.arguments)
-        return self.validation_unit(name, loader, task, max_batches)
+        return self.validation_unit(name, loader, task_of_unit(config, self.arguments), max_batches)
 
     def _eval_dataset(self, unit: str) -> RandomAccess:
         if self.dataset_eval is None:
@@ -546,7 +550,7 @@ class Builder(BatchBuilder):
             Layout.of(loss, **others),
             # `postforward` may change the total: then it need not be the sum of the terms.
             terms=() if self.overrides("postforward") else tuple(terms),
-            of_tokens=function.task.tokens_per_example > 1,
+            of_tokens=getattr(function.task, "has_perplexity", function.task.tokens_per_example > 1),
         )
 
     def _zeros(self, layout: Layout) -> MetricSums:
@@ -581,3 +585,14 @@ class Builder(BatchBuilder):
                 f"{type(self).__name__}.{name} exists after {method}() only: call train() or {method}() first"
             )
         return value
+
+
+def with_own_parameters(arguments: TrainingArguments) -> TrainingArguments:
+    """Returns the arguments with `init_from.exclude` for what the task has beside a decoder, such as a head that gives scores:
+    its class names such parameters in `own_parameters`, as patterns. A folder of Hugging Face has none of them."""
+    config = arguments.init_from
+    if config is None or not is_there(config.path):
+        return arguments
+    own = getattr(load_object(arguments.task), "own_parameters", ())
+    exclude = (*config.exclude, *(pattern for pattern in own if pattern not in config.exclude))
+    return dataclasses.replace(arguments, init_from=dataclasses.replace(config, exclude=exclude))

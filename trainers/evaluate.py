@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainers.config.arguments import TrainingArguments, load_object
+from trainers.config.arguments import TrainingArguments, dataset_function, load_object
 from trainers.config.model import OF_EXECUTION
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
@@ -107,7 +107,7 @@ def build(arguments: TrainingArguments) -> Any:
         raise UsageError(
             f"trainer = {arguments.trainer!r}: expected a subclass of trainers.base.BaseTrainer, which loads checkpoints"
         )
-    return cls(arguments, *load_object(arguments.data.dataset)(arguments))
+    return cls(arguments, *dataset_function(arguments)(arguments))
 
 
 def show(event: Event) -> None:

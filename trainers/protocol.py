@@ -75,6 +75,8 @@ class PerExample(NamedTuple):
     """[B] each, summed over the targets of each example. They are published as means over the targets."""
     num_targets: jax.Array | None = None
     """[B]: how many targets each example has, such as tokens; None: one."""
+    num_tokens: jax.Array | None = None
+    """[B]: how many tokens of each example are trained on; None: its targets."""
 
 
 class TrainerConfigureModelOutput(NamedTuple):

@@ -23,7 +23,7 @@ import yaml
 
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
-from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict, load_object
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, dataset_function, from_dict, load_object
 from trainers.config.masking import masked
 from trainers.console.screens import Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
@@ -190,7 +190,7 @@ def build(arguments: TrainingArguments, recorders: Recorders, console: Console) 
     # The loop then stops between two steps, with the state saved.
     signal.signal(signal.SIGINT, lambda number, frame: host.request_stop("interrupted"))
     signal.signal(signal.SIGTERM, lambda number, frame: host.request_stop("terminated"))
-    return load_object(arguments.trainer)(arguments, *load_object(arguments.data.dataset)(arguments))
+    return load_object(arguments.trainer)(arguments, *dataset_function(arguments)(arguments))
 
 
 def show(event: Event, recorders: Recorders, console: Console) -> None:

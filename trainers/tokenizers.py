@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, MODEL_FILES, TOKENIZER_FILES, has_tokenizer
@@ -22,6 +23,7 @@ from trainers.errors import DataMissingError, UsageError
 NUM_BYTES = 256
 KEPT = os.path.join("assets", "hugging_face")
 """Where a run's folder has its tokenizer: the folder that it came from may be gone."""
+NO_TEMPLATE = "has no chat template: expected chat_template.jinja, or chat_template in tokenizer_config.json"
 
 
 class Tokenizer(Protocol):
@@ -53,6 +55,12 @@ class Tokenizer(Protocol):
 
     def digest(self) -> str:
         """Returns what tells this tokenizer from others."""
+
+
+class Rendered(NamedTuple):
+    tokens: list[int]
+    offsets: list[tuple[int, int]]
+    """The characters of each token: the first, and the one after the last."""
 
 
 class ByteTokenizer:
@@ -127,15 +135,42 @@ class FolderTokenizer:
     def _size(self) -> int:
         return self.num_ids
 
+    @property
+    def has_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        if not self._tokenizer.chat_template:
-            raise UsageError(
-                f"{self.source} has no chat template: expected chat_template.jinja, or chat_template in tokenizer_config.json; "
-                "leave out --chat to continue the text itself"
-            )
-        text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        if not self.has_template:
+            raise UsageError(f"{self.source} {NO_TEMPLATE}; leave out --chat to continue the text itself")
         # The template has written the token that begins texts already.
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._tokenizer(self.render(messages, reply=True), add_special_tokens=False)["input_ids"]
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> str:
+        """Returns the text that the chat template makes of a conversation. `reply`: with the beginning of the assistant's next
+        message. Raises whatever the template raises."""
+        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply)
+
+    @cached_property
+    def has_marks(self) -> bool:
+        """Whether the chat template marks what the assistant writes: `{% generation %}`."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self._tokenizer.get_chat_template()) is not None
+
+    def marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
+        """Returns (the tokens of a conversation, 1 for each token that the template marks as the assistant's). Raises whatever
+        the template raises."""
+        found = self._tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
+        return list(found["input_ids"]), list(found["assistant_masks"])
+
+    def encode_rendered(self, text: str) -> Rendered:
+        """Returns the tokens of what `render` returned, and where each is in the text."""
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return Rendered(found["input_ids"], found["offset_mapping"])
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that are no text, such as those that begin and end a turn."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        return frozenset({*self._tokenizer.all_special_ids, *(token for token, about in added if about.special)})
 
     def stop_ids(self) -> tuple[int, ...]:
         """Returns those of `generation_config.json`, or else of `config.json`, and the tokenizer's own."""

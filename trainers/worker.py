@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 
 if TYPE_CHECKING:
     from trainers.runtime.events import Event, ExceptionRaised, Result
@@ -118,7 +118,7 @@ def prepare(message: dict[str, Any]) -> Prepared:
     distributed.find_platforms()
     arguments = from_dict(load_object(message["arguments_class"]), message["arguments"])
     trainer_class = load_object(arguments.trainer)
-    datasets = load_object(arguments.data.dataset)(arguments)
+    datasets = dataset_function(arguments)(arguments)
     trainer = None
     if prepare_ahead := getattr(trainer_class, "prepare", None):
         trainer = trainer_class(arguments, *datasets)

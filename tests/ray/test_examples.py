@@ -98,6 +98,14 @@ def test_a_fine_tune_begins_with_the_layers_of_another_run(digits):
     assert len(kept) == 8
 
 
+def test_preferences_are_learned_against_the_run_that_they_begin_with(tmp_path):
+    run_job(to_dict(load(ROOT / "configs" / "tiny.yaml", [f"storage={tmp_path}", "tracking.mlflow=false"])))
+    tiny = f"{tmp_path}/tiny"
+    summary = run("dpo", tmp_path, f"init_from.path={tiny}", f"frozen.reference.path={tiny}")
+    assert (summary["status"], summary["steps"], hosts(tmp_path / "dpo")) == ("finished", 60, 2)
+    assert accuracy(tmp_path / "dpo") == 1
+
+
 def fingerprints(run_dir, step):
     found = json.loads((run_dir / "checkpoints" / str(step) / "meta.json").read_text())["fingerprints"]
     return {name: value for name, value in found.items() if name.startswith(".params")}

@@ -43,6 +43,7 @@ FLOORS = {
         ("planning", "run", "worker"),
         ("generate", "library", "data.__main__"),
         ("evaluate", "prepare"),
+        ("reference",),
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
@@ -78,6 +79,7 @@ LIGHT_MODULES = tuple(
         "config/conversion",
         "config/data",
         "config/evaluation",
+        "config/exact_match",
         "config/families",
         "config/frozen",
         "config/hf_files",
@@ -93,6 +95,7 @@ LIGHT_MODULES = tuple(
         "config/recorders",
         "config/section",
         "config/source",
+        "config/tasks",
         "config/weights",
         "config/without_effect",
         "console/__init__",
@@ -273,7 +276,7 @@ def test_the_command_answers_without_waiting_for_anything():
 
 COMMANDS = (
     *(f"orchestrator.{name}" for name in ("run", "verify.__main__", "chaos.__main__", "checkpoints", "profile")),
-    *(f"trainers.{name}" for name in ("run", "export", "evaluate", "generate", "data.__main__")),
+    *(f"trainers.{name}" for name in ("run", "export", "evaluate", "generate", "data.__main__", "reference")),
 )
 SLOW_TO_IMPORT = {"ray", "jax", "jaxlib", "flax", "optax", "orbax", "mlflow", "grain", "tensorstore", "safetensors"}
 

@@ -29,8 +29,8 @@ PLACEHOLDER = re.compile(r"[A-Z_]+|key=value")
 """What a reader replaces: CONFIG, RUN_DIR."""
 MADE = {"models/smollm2": ROOT / "tests" / "unit" / "data" / "parity" / "llama3"}
 """Folders of Hugging Face that a command of the documents makes, and one that stands for them here."""
-NOT_OURS = {"cd", "source", "git", "kill", "pkill", "export", "pip", "pytest"}
-"""Programs of every machine."""
+NOT_OURS = {"cd", "source", "git", "kill", "pkill", "export", "pip", "pytest", "lm_eval"}
+"""Programs of every machine, and one that reads what is exported."""
 
 
 class Parsed(BaseException):

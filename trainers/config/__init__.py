@@ -6,12 +6,15 @@ from trainers.config.frozen import FrozenConfig, LoraConfig
 from trainers.config.model import LossConfig, MeshConfig, ModelConfig
 from trainers.config.monitoring import AnomalyConfig, DistributionConfig, MetricsConfig, ProfileConfig
 from trainers.config.optimizer import LossScaleConfig, OptimizerConfig, ParameterGroup, PruningConfig, ScheduleConfig
+from trainers.config.tasks import ClassificationConfig, DistillationConfig, PreferenceConfig
 from trainers.config.weights import InitConfig
 
 __all__ = [
     "AnomalyConfig",
     "CheckpointConfig",
+    "ClassificationConfig",
     "DataConfig",
+    "DistillationConfig",
     "DistributionConfig",
     "EvaluationConfig",
     "FrozenConfig",
@@ -24,6 +27,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParameterGroup",
+    "PreferenceConfig",
     "PreviewConfig",
     "ProfileConfig",
     "PruningConfig",

@@ -15,7 +15,9 @@ from typing import Any, Literal
 from trainers.config import (
     AnomalyConfig,
     CheckpointConfig,
+    ClassificationConfig,
     DataConfig,
+    DistillationConfig,
     DistributionConfig,
     EvaluationConfig,
     FrozenConfig,
@@ -27,6 +29,7 @@ from trainers.config import (
     MetricsConfig,
     ModelConfig,
     OptimizerConfig,
+    PreferenceConfig,
     PreviewConfig,
     ProfileConfig,
     PruningConfig,
@@ -80,6 +83,9 @@ class TrainingArguments(Section):
     anomalies: AnomalyConfig = field(default_factory=AnomalyConfig)
     previews: PreviewConfig = field(default_factory=PreviewConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    classification: ClassificationConfig = field(default_factory=ClassificationConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     pruning: PruningConfig = field(default_factory=PruningConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
@@ -207,6 +213,13 @@ class TrainingArguments(Section):
         replicas."""
         sizes = self.check_devices(num_devices)
         return -self.micro_batch_size % num_replicas(sizes) * self.accumulation_steps
+
+
+def dataset_function(arguments: TrainingArguments) -> Any:
+    """Returns the function that `data.dataset` names. If the section says none, it is the one that the task's class names in its
+    attribute `dataset`, if it has one. Raises ValueError."""
+    path, default = arguments.data.dataset, DataConfig.dataset
+    return load_object(getattr(load_object(arguments.task), "dataset", path) if path == default else path)
 
 
 def load_object(path: str) -> Any:

@@ -15,7 +15,7 @@ from trainers.config.source import SourceConfig
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(SourceConfig):
     """The data: text from files and folders. `dataset` names a function (arguments) -> (train, eval) for another
-    source."""
+    source. A task may have a default of its own."""
 
     dataset: str = "trainers.data.sources.text:text_windows"
     prepared: str | None = None

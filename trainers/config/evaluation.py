@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainers.config.conversion import convert_sections
+from trainers.config.exact_match import ExactMatchConfig
 from trainers.config.section import Section, not_paths, require_none, too_small
 
 
@@ -25,17 +26,25 @@ class UnitConfig(Section):
     """Default: `evaluation.batch_size`."""
     metrics: str | None = None
     """`package.module:Class` (arguments): metrics of the task's predictions (`trainers.protocol.EvaluationMetrics`)."""
+    exact_match: ExactMatchConfig | None = None
+    """Questions, in the place of a dataset, a task and metrics: the model generates answers, and those that are right are
+    counted."""
 
     def __post_init__(self):
-        require_none(self._problems())
+        require_none([*convert_sections(self), *self._problems()])
 
     def _problems(self) -> Iterator[str]:
         yield from not_paths(self, *(name for name in ("dataset", "task", "metrics") if getattr(self, name) is not None))
         yield from too_small(self, 1, "max_batches", "batch_size")
+        if self.exact_match is not None:
+            for name in ("dataset", "task", "metrics"):
+                if (value := getattr(self, name)) is not None:
+                    yield f"{name} = {value!r}: exact_match says it; leave it out"
 
 
 LOWER_IS_BETTER = {"loss", "nll", "perplexity", "error", "errors", "wer", "cer", "mse", "rmse", "mae", "divergence", "kl"}
-HIGHER_IS_BETTER = {"accuracy", "acc", "f1", "precision", "recall", "auc", "map", "iou", "bleu", "chrf", "rouge", "reward", "em"}
+OF_TEXTS = {"bleu", "chrf", "rouge", "reward", "em", "match"}
+HIGHER_IS_BETTER = {"accuracy", "acc", "f1", "precision", "recall", "auc", "map", "iou"} | OF_TEXTS
 """Words in the name of a metric that tell in which direction it gets better."""
 TOLD = {True: "lower is better", False: "higher is better", None: "not known"}
 

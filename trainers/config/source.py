@@ -23,7 +23,8 @@ class SourceConfig(Section):
     text_column: str = "text"
     """The column of the records that has the text."""
     examples: str = "auto"
-    """What a record becomes (`trainers/data/encoders.py`): `text`. `auto`: by the columns of the first record."""
+    """What a record becomes (`trainers/data/encoders.py`): `text`; `chat`, of the column `messages`; `completion`, of `prompt`
+    and `completion`. `auto`: by the columns of the first record."""
     on_malformed: Literal["raise", "skip"] = "raise"
     """What becomes of a line of JSON or CSV that cannot be read. `skip`: it is left out and counted."""
 

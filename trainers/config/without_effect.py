@@ -13,6 +13,9 @@ from trainers.config.arguments import TrainingArguments
 READ_BY_TASK_OR_DATA = {
     "model": None,
     "loss": None,
+    "preference": None,
+    "classification": None,
+    "distillation": None,
     "data": ("paths", "pattern", "sequence_length", "eval_fraction", "truncation", "packing"),
 }
 """Sections, and their fields (None: all), that only the task, the data or the trainer's own methods read: whether they do is seen

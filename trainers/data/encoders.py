@@ -13,6 +13,7 @@ from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES
 from trainers.config.section import did_you_mean
 from trainers.config.source import SourceConfig
+from trainers.data.chat import COMPLETION, MESSAGES, PROMPT, ChatEncoder, CompletionEncoder
 from trainers.data.documents import Document, Encoder, Record
 from trainers.errors import DataError, UsageError
 from trainers.tokenizers import Tokenizer
@@ -63,6 +64,16 @@ def _text(source: SourceConfig, arguments: TrainingArguments, columns: Sequence[
 
 
 ENCODERS: dict[str, EncoderKind] = {
+    "chat": EncoderKind(
+        fits=lambda source, columns: MESSAGES in columns,
+        expects=lambda source: f"{MESSAGES!r}",
+        make=lambda source, arguments, columns: ChatEncoder(tokenizers.of(arguments)),
+    ),
+    "completion": EncoderKind(
+        fits=lambda source, columns: {PROMPT, COMPLETION} <= {*columns},
+        expects=lambda source: f"{PROMPT!r} and {COMPLETION!r}",
+        make=lambda source, arguments, columns: CompletionEncoder(tokenizers.of(arguments)),
+    ),
     "text": EncoderKind(
         fits=lambda source, columns: source.text_column in columns or list(columns) == ["text"],
         expects=lambda source: f"{source.text_column!r} (data.text_column)",

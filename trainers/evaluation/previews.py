@@ -38,11 +38,17 @@ class TextTask(Protocol):
 
     @property
     def tokens_per_example(self) -> int:
-        """The longest context that the model was trained with; no token attends further back."""
+        """The longest context that the model was trained with; no token attends further back. If an example is more than one
+        sequence, the attribute `context_length` says it."""
 
 
 def can_generate(task: Any) -> bool:
     return hasattr(task, "encode") and hasattr(task, "decode")
+
+
+def context_of(task: Any) -> int:
+    """Returns how many tokens a token attends to at most."""
+    return getattr(task, "context_length", task.tokens_per_example)
 
 
 @dataclass
@@ -74,7 +80,7 @@ class Previews:
         def continued(
             params: Any, model_state: Any, tokens_BP: jax.Array, lengths_B: jax.Array, step: jax.Array, frozen: Any = NO_STATE
         ) -> jax.Array:
-            key, window = rng.key(seed, "preview", step), task.tokens_per_example
+            key, window = rng.key(seed, "preview", step), context_of(task)
             # Sampling depends on (seed, step) alone: a replayed step shows the same texts.
             model = in_mode(merge(params, model_state, frozen=frozen.get(BASE)), training=False)
             return decode(model, tokens_BP, lengths_B, key, config=config, window=window, place=place)
@@ -109,7 +115,7 @@ class Previews:
 
     def _encoded(self, prompt: str) -> list[int]:
         """Returns the tokens of a prompt; only the last ones, if it is longer than the model's context."""
-        tokens = list(self.task.encode(prompt))[-self.task.tokens_per_example :]
+        tokens = list(self.task.encode(prompt))[-context_of(self.task) :]
         if not tokens:
             raise UsageError(f"previews.prompts: {prompt!r} has no tokens: expected at least one to continue from")
         return tokens

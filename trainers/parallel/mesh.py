@@ -68,8 +68,9 @@ def traced_device() -> jax.Device | None:
     return None if mesh is None else mesh.devices.flat[0]
 
 
-def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: jax.Array, targets: jax.Array) -> Any:
-    """Returns `function(rows, weights, targets)`, an array or a tree of arrays of one value or more for each row. Traced.
+def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: Any, targets: jax.Array) -> Any:
+    """Returns `function(rows, weights, targets)`, an array or a tree of arrays of one value or more for each row. `weights` are
+    arrays in any pytree. Traced.
 
     Each replica computes it for its rows, with weights that are gathered once, and of whose gradient there is one sum: in a loop
     over parts of the rows the compiler might gather, and add up, in each part.
@@ -78,11 +79,13 @@ def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: jax.
     if mesh is None or rows.shape[0] % num_replicas(mesh.shape):
         return function(rows, weights, targets)
 
-    def of_replica(rows: jax.Array, weights: jax.Array, targets: jax.Array) -> Any:
+    def varying(weight: jax.Array) -> jax.Array:
+        return jax.lax.pcast(weight.astype(np.float32), BATCH_AXES, to="varying").astype(weight.dtype)
+
+    def of_replica(rows: jax.Array, weights: Any, targets: jax.Array) -> Any:
         # Said before the loop: here, and not in each part, is then the sum of the gradients, which float32 keeps exact enough for
         # any number of replicas.
-        varying = jax.lax.pcast(weights.astype(np.float32), BATCH_AXES, to="varying")
-        return function(rows, varying.astype(weights.dtype), targets)
+        return function(rows, jax.tree.map(varying, weights), targets)
 
     of_rows, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
     mapped = jax.shard_map(

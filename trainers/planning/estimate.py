@@ -26,7 +26,7 @@ from trainers.checkpoint import going_on, weights
 from trainers.checkpoint.validate import check_same_model
 from trainers.checkpoint.whole import META
 from trainers.config import InitConfig, without_effect
-from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.config.recorders import BUILT_IN
 from trainers.data.loader import Tells
 from trainers.data.sources.iterable import num_examples
@@ -103,7 +103,7 @@ def load_trainer(path: str) -> type:
 
 
 def load_datasets(arguments: TrainingArguments) -> tuple[Any, Any]:
-    datasets = load_object(arguments.data.dataset)(arguments)
+    datasets = dataset_function(arguments)(arguments)
     if not (isinstance(datasets, tuple) and len(datasets) == 2):
         raise ValueError(f"data.dataset {arguments.data.dataset!r} returned {type(datasets).__name__}: expected (train, eval)")
     if datasets[1] is not None and not (hasattr(datasets[1], "__len__") and hasattr(datasets[1], "__getitem__")):

@@ -10,6 +10,7 @@ from trainers.config import UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.config.section import did_you_mean
 from trainers.evaluation import outputs
+from trainers.evaluation.exact_match import questions, task_of_unit
 from trainers.evaluation.validation import DEFAULT_UNIT, lacks_data
 from trainers.metrics.publisher import with_perplexity
 from trainers.planning.overridden import overrides
@@ -37,6 +38,8 @@ def check(problems: list[str], arguments: TrainingArguments, *, has_held_out: bo
             examples = attempt(problems, f"evaluation.units.{name}.dataset", make)
             if examples is not None and not len(examples):
                 problems.append(f"evaluation.units.{name}.dataset: {unit.dataset!r} has no examples; give it some")
+        elif unit.exact_match is not None:
+            attempt(problems, f"evaluation.units.{name}.exact_match", functools.partial(questions, unit.exact_match, arguments))
         elif not has_held_out:
             problems.append(f"evaluation.units.{name}: there is no held-out data; set its dataset, or data.eval_fraction")
         if unit.metrics is not None:
@@ -55,11 +58,11 @@ def check_metrics(trainer: BaseTrainer, problems: list[str]) -> None:
     free: list[str] = []  # the beginnings of names: another task has metrics of its own
     for name, unit in units.items():
         of_loss: list[str] = []
-        if layout is not None and unit.task is None:
+        if layout is not None and unit.task is None and unit.exact_match is None:
             of_loss = [*with_perplexity(dict.fromkeys(trainer.loss_layout.names, 0.0), trainer.loss_layout)]
         names = attempt(problems, f"evaluation.units.{name}", functools.partial(names_of_outputs, trainer, name, unit, of_loss))
         known += [f"{name}_{metric}" for metric in (*of_loss, *(names or ()))]
-        free += [f"{name}_"] if unit.task is not None or names is None else []
+        free += [f"{name}_"] if unit.task is not None or unit.exact_match is not None or names is None else []
     score = trainer.arguments.evaluation.score
     if score is None or layout is None or any(overrides(trainer, name) for name in MAKE_EVALUATION_METRICS):
         return
@@ -74,5 +77,5 @@ def names_of_outputs(trainer: BaseTrainer, name: str, unit: UnitConfig, taken: S
     metrics = trainer.build_evaluation_metrics(name)
     if metrics is None:
         return ()
-    outputs.check(name, metrics, trainer.task if unit.task is None else load_object(unit.task)(trainer.arguments), taken)
+    outputs.check(name, metrics, task_of_unit(unit, trainer.arguments) or trainer.task, taken)
     return metrics.names

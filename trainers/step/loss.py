@@ -51,8 +51,9 @@ def weighted(value: Any, weight: jax.Array) -> Any:
     rows = {name: jnp.where(weight > 0, weight * array, 0.0) for name, array in arrays.items()}
     losses, targets = rows.pop("losses"), rows.pop("num_targets")
     num_targets = jnp.sum(targets)
+    num_tokens = None if value.num_tokens is None else jnp.sum(jnp.where(weight > 0, value.num_tokens, 0))
     parts = {name: (jnp.sum(row), num_targets) for name, row in rows.items()}
-    return Loss(jnp.sum(losses), num_targets, parts, rows=(losses, targets))
+    return Loss(jnp.sum(losses), num_targets, parts, num_tokens, rows=(losses, targets))
 
 
 def as_loss(value: Any, scales: Scales | None = None) -> Loss:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainers import tokenizers
+from trainers.config import ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.models.decoder import Decoder, Hidden
@@ -144,12 +145,9 @@ class CausalLMTask:
         backward; attention has two products of width D with the A tokens that a token attends to on average (Chowdhery et al.,
         2022, appendix B): T / 2, or W - W^2 / 2T with a window of W. A table that is only looked up multiplies nothing, nor do
         the experts that a token does not go to."""
-        model, time = self.arguments.model, self.tokens_per_example
+        model = self.arguments.model
         looked_up = (0 if model.tie_embeddings else model.vocab_size) + (model.num_positions or 0)
-        window = min(model.window or time, time)
-        attended = [window - window**2 / (2 * time) if local else time / 2 for local in model.local_layers]
-        used = num_parameters - looked_up * model.width - model.idle_parameters
-        return 6.0 * used + 12.0 * sum(attended) * model.num_heads * model.channels
+        return flops_of_decoder(model, self.arguments.data.sequence_length, num_parameters - looked_up * model.width)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -162,3 +160,11 @@ class CausalLMTask:
         tokenizer = tokenizers.of(self.arguments)
         tokenizers.check(tokenizer, self.arguments)
         return tokenizer
+
+
+def flops_of_decoder(model: ModelConfig, time: int, num_parameters: int) -> float:
+    """Returns the operations for each token of texts of `time` tokens, as `CausalLMTask.flops_per_token` counts them. Of
+    `num_parameters`, tables that are only looked up are no part."""
+    window = min(model.window or time, time)
+    attended = [window - window**2 / (2 * time) if local else time / 2 for local in model.local_layers]
+    return 6.0 * (num_parameters - model.idle_parameters) + 12.0 * sum(attended) * model.num_heads * model.channels

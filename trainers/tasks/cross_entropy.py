@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,17 +56,21 @@ def from_hidden(hidden: Hidden, targets_BT: jax.Array, config: LossConfig, max_l
         return from_logits(logits.reshape(*targets_BC.shape, -1), targets_BC, config)
 
     num_parts = parts_of(targets_BT.shape, hidden.table_DV.shape[1], max_logits or MAX_LOGITS)
+    return over_time(part, hidden.x_BTD, hidden.table_DV, targets_BT, num_parts)
+
+
+def over_time(part: Callable[..., Any], x_BTD: jax.Array, weights: Any, targets: jax.Array, num_parts: int) -> Any:
+    """Returns `part(x_BTD, weights, targets)`, arrays [B, T] in any pytree, in so many parts of the time. `targets` are [B, T,
+    ...], and `weights` any pytree. What one part has in memory makes room for the next, forward and backward."""
     if num_parts == 1:
-        return part(hidden.x_BTD, hidden.table_DV, targets_BT)
+        return part(x_BTD, weights, targets)
     with jax.named_scope("unembed"):
-        return on_each_replica(partial(_in_parts, part, num_parts), hidden.x_BTD, hidden.table_DV, targets_BT)
+        return on_each_replica(partial(_in_parts, part, num_parts), x_BTD, weights, targets)
 
 
-def _in_parts(
-    part: Callable[..., TokenLosses], num_parts: int, x_BTD: jax.Array, table_DV: jax.Array, targets_BT: jax.Array
-) -> TokenLosses:
+def _in_parts(part: Callable[..., Any], num_parts: int, x_BTD: jax.Array, weights: Any, targets: jax.Array) -> Any:
     """Returns what `part` gives for the positions, a part of them at a time."""
-    time = targets_BT.shape[1]
+    time = targets.shape[1]
     length = math.ceil(time / num_parts)
 
     def split(leaf: jax.Array) -> jax.Array:
@@ -75,8 +79,8 @@ def _in_parts(
         return jnp.moveaxis(filled.reshape(leaf.shape[0], num_parts, length, *leaf.shape[2:]), 1, 0)
 
     # In a loop, and checkpointed: the logits of one part make room for those of the next, forward and backward.
-    compute = jax.checkpoint(lambda piece: part(piece[0], table_DV, piece[1]), prevent_cse=False)
-    pieces = jax.lax.map(compute, (split(x_BTD), split(targets_BT)))
+    compute = jax.checkpoint(lambda piece: part(piece[0], weights, piece[1]), prevent_cse=False)
+    pieces = jax.lax.map(compute, (split(x_BTD), split(targets)))
     return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1).reshape(-1, num_parts * length)[:, :time], pieces)
 
 

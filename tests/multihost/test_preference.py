@@ -1,0 +1,26 @@
+"""Preferences on two hosts: the same losses as on one with the same devices, with a reference that neither has alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multihost import harness
+from tests.multihost.test_lora import BASE, settings
+
+CHANGES = {
+    "task": "trainers.tasks.preference:PreferenceTask",
+    "data": {"sequence_length": 8, "dataset": "tests.programs.preferences:datasets"},
+    "lora": None,
+    "frozen": {"reference": BASE},
+    "max_num_steps": 3,
+}
+
+
+def test_two_hosts_have_the_losses_of_one(tmp_path):
+    losses = {}
+    for hosts in (1, 2):
+        given = settings(tmp_path / str(hosts), **CHANGES)
+        ran = harness.run(given, tmp_path / f"logs-{hosts}", hosts=hosts, devices_per_host=2 // hosts)
+        losses[hosts] = harness.losses(ran[0])
+    assert losses[2] == pytest.approx(losses[1], rel=1e-6)
+    assert len({*losses[1].values()}) == 3

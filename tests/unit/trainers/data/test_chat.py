@@ -1,0 +1,165 @@
+"""Documents of conversations and completions: what counts as a target."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit import chat_folders
+from trainers.data.chat import ChatEncoder, CompletionEncoder
+from trainers.errors import DataError, UsageError
+from trainers.tokenizers import FolderTokenizer, load
+
+TURNS = [("system", "be brief"), ("user", "hi é?"), ("assistant", "Hello \u00e9!"), ("user", "more"), ("assistant", "No.")]
+MESSAGES = [{"role": role, "content": content} for role, content in TURNS]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    made = {}
+
+    def with_this(template):
+        if template not in made:
+            made[template] = FolderTokenizer(str(chat_folders.write(tmp_path_factory.mktemp("chat") / "folder", template)))
+        return made[template]
+
+    return with_this
+
+
+def texts(tokenizer, document):
+    """The whole text of a document, and that of each run of targets."""
+    tokens, weight = document.tokens.tolist(), document.token_weight
+    assert document.tokens.dtype == np.int32
+    assert weight.dtype == np.float32
+    assert len(weight) == len(tokens)
+    edges = np.flatnonzero(np.diff([0, *(weight > 0), 0]))
+    show = tokenizer._tokenizer.decode
+    return show(tokens), [show(tokens[first:end]) for first, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def encoded(tokenizer, messages):
+    (document,) = ChatEncoder(tokenizer).encode([{"messages": messages}])
+    return texts(tokenizer, document)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [("CHATML", "<|im_end|>"), ("MARKED", "<|im_end|>"), ("LLAMA", "<|eot_id|>"), ("QWEN", "<|im_end|>")]
+)
+def test_what_the_assistant_writes_and_the_end_of_its_turn_are_the_targets(tokenizer, template, end):
+    made = tokenizer(getattr(chat_folders, template))
+    assert encoded(made, MESSAGES) == (made.render(MESSAGES), [f"Hello \u00e9!{end}", f"No.{end}"])
+
+
+def test_a_template_with_marks_gives_the_same_document_as_one_without(tokenizer):
+    marked, plain = (ChatEncoder(tokenizer(each)).encode([{"messages": MESSAGES}])[0] for each in WITH_AND_WITHOUT)
+    np.testing.assert_array_equal(marked.tokens, plain.tokens)
+    np.testing.assert_array_equal(marked.token_weight, plain.token_weight)
+
+
+WITH_AND_WITHOUT = (chat_folders.MARKED, chat_folders.CHATML)
+
+
+def test_white_space_that_the_template_takes_away_is_no_target(tokenizer):
+    spaced = [*MESSAGES[:2], {"role": "assistant", "content": "\n Hello \n"}]
+    assert encoded(tokenizer(chat_folders.LLAMA), spaced)[1] == ["Hello<|eot_id|>"]
+    assert encoded(tokenizer(chat_folders.CHATML), spaced)[1] == ["\n Hello \n<|im_end|>"]
+
+
+def test_an_answer_that_is_empty_or_occurs_elsewhere_too(tokenizer):
+    messages = [{"role": "user", "content": "No."}, {"role": "assistant", "content": ""}, *MESSAGES[3:]]
+    assert encoded(tokenizer(chat_folders.CHATML), messages)[1] == ["<|im_end|>", "No.<|im_end|>"]
+
+
+def test_a_turn_may_end_with_white_space_or_without_a_token(tokenizer):
+    spaced = "{% for m in messages %}{{ '[' + m.role + '] ' + m.content + ' <|end|>' }}{% endfor %}"
+    assert encoded(tokenizer(spaced), MESSAGES)[1] == ["Hello \u00e9! <|end|>", "No. <|end|>"]
+    endless = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    assert encoded(tokenizer(endless), MESSAGES)[1] == ["Hello \u00e9!", "No."]
+
+
+def test_a_thought_that_the_template_drops_is_an_error_that_shows_it(tokenizer):
+    thinking = [*MESSAGES[:2], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello"}, *MESSAGES[3:]]
+    error = (
+        r"begins with 'be brief': .* it changes the content of message 2.* expected '<think>.*and it writes 'Hello.*generation"
+    )
+    with pytest.raises(DataError, match=error):
+        encoded(tokenizer(chat_folders.QWEN), thinking)
+    apart = [*MESSAGES[:2], {"role": "assistant", "content": "Hello", "reasoning_content": "hm"}]
+    with pytest.raises(DataError, match=r"message 2 has a reasoning_content.* {% generation %}"):
+        encoded(tokenizer(chat_folders.QWEN), apart)
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", r"leaves out the content of message 2: give .* {% gen"),
+        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", "repeats the content of message 2"),
+        ("{{ messages[2].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "before message 2 changes with"),
+        ("{{ raise_exception('roles must alternate') }}", r"refuses it: TemplateError: roles must alternate"),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}",
+            "marks 5 pieces .* 2 messages",
+        ),
+    ],
+)
+def test_a_template_that_does_not_write_the_conversation_as_it_is(tokenizer, template, error):
+    with pytest.raises(DataError, match=error):
+        encoded(tokenizer(template), MESSAGES)
+
+
+def test_an_example_without_a_target_is_an_error_that_shows_it(tokenizer):
+    with pytest.raises(DataError, match="conversation that begins with 'be brief' has no target: no message of it is the assist"):
+        encoded(tokenizer(chat_folders.CHATML), MESSAGES[:2])
+    with pytest.raises(DataError, match="an empty conversation has no target"):
+        encoded(tokenizer(chat_folders.CHATML), [])
+    silent = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match="begins with 'hi' has no target: none of its"):
+        encoded(tokenizer(silent), [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}])
+
+
+@pytest.mark.parametrize(
+    ("record", "error"),
+    [
+        ({"text": "a", "id": None}, "there is no 'messages': it has text"),
+        ({"messages": "hello"}, "column 'messages' is a str: expected a list of messages"),
+        (
+            {"messages": [{"role": "user"}]},
+            r"message 0 is '{\"role\": \"user\"}': expected a mapping with the texts role and con",
+        ),
+    ],
+)
+def test_records_that_are_no_conversation(tokenizer, record, error):
+    with pytest.raises(DataError, match=error):
+        ChatEncoder(tokenizer(chat_folders.CHATML)).encode([record])
+
+
+def test_conversations_need_a_chat_template(tokenizer):
+    for without in (load("bytes"), tokenizer(None)):
+        with pytest.raises(UsageError, match=r"has no chat template: expected chat_template\.jinja"):
+            ChatEncoder(without).encode([{"messages": MESSAGES}])
+
+
+def test_a_completion_is_the_target_with_the_end_of_the_text(tokenizer):
+    made = tokenizer(chat_folders.CHATML)
+    (document,) = CompletionEncoder(made).encode([{"prompt": "2 + 2 = ", "completion": "4"}])
+    assert texts(made, document) == ("2 + 2 = 4<|end|>", ["4<|end|>"])
+    (of_bytes,) = CompletionEncoder(load("bytes"), "question", "answer").encode([{"question": "ab", "answer": "c"}])
+    assert (of_bytes.tokens.tolist(), of_bytes.token_weight.tolist()) == ([97, 98, 99], [0, 0, 1])
+    with pytest.raises(DataError, match="completion of the prompt 'a' is empty: there is no target"):
+        CompletionEncoder(made).encode([{"prompt": "a", "completion": ""}])
+
+
+@pytest.mark.parametrize("template", WITH_AND_WITHOUT)
+def test_of_a_completion_in_messages_the_prompt_is_no_target(tokenizer, template):
+    made = tokenizer(template)
+    (document,) = CompletionEncoder(made).encode([{"prompt": MESSAGES[:4], "completion": MESSAGES[4:]}])
+    assert texts(made, document) == (made.render(MESSAGES), ["No.<|im_end|>"])
+    with pytest.raises(DataError, match="has no target: no message"):
+        CompletionEncoder(made).encode([{"prompt": MESSAGES[:3], "completion": MESSAGES[3:4]}])
+
+
+def test_the_digest_tells_encoders_apart(tokenizer):
+    one, other = tokenizer(chat_folders.CHATML), tokenizer(chat_folders.LLAMA)
+    digests = [encoder.digest() for encoder in (ChatEncoder(one), ChatEncoder(other), ChatEncoder(one, "turns"))]
+    assert len({*digests, CompletionEncoder(one).digest(), CompletionEncoder(one, "question").digest()}) == 5
+    assert ChatEncoder(FolderTokenizer(one.source)).digest() == digests[0]

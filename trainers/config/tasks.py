@@ -1,0 +1,94 @@
+"""The sections of tasks that come after pre-training: `preference`, `classification`, `distillation`. Free of JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trainers.config.section import Section, require_none, too_small
+
+WITH_REFERENCE = ("dpo", "ipo")
+"""Losses that compare the model with a reference."""
+SMOOTHED = ("dpo", "simpo")
+DEFAULT_GAMMA = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceConfig(Section):
+    """Learning from pairs of a chosen and a rejected completion (`trainers/tasks/preference.py`)."""
+
+    loss: Literal["dpo", "ipo", "orpo", "simpo"] = "dpo"
+    """`dpo` (Rafailov et al., 2023), `ipo` (Azar et al., 2023), `orpo` (Hong et al., 2024), `simpo` (Meng et al., 2024)."""
+    beta: float = 0.1
+    """Of `dpo` and `simpo`: the factor of the rewards. Of `ipo`: the regularization, tau. Of `orpo`: the weight of the odds
+    ratio, lambda."""
+    label_smoothing: float = 0.0
+    """Of `dpo` and `simpo`: the probability that a pair is labelled the wrong way round."""
+    gamma: float | None = None
+    """Of `simpo`: by how much the reward of the chosen completion should be larger. null: 0.5."""
+    reference: Literal["frozen", "base", "columns"] | None = None
+    """Of `dpo` and `ipo`: where the log-probabilities of the reference come from. `frozen`: the model `frozen.reference`. `base`:
+    the model under the adapters of `lora`. `columns`: the columns `ref_chosen_logps` and `ref_rejected_logps` of the data, which
+    `python -m trainers.reference` writes. null: `base` with `lora`, else `frozen`."""
+
+    def __post_init__(self):
+        require_none(self._problems())
+
+    @property
+    def margin(self) -> float:
+        return DEFAULT_GAMMA if self.gamma is None else self.gamma
+
+    @property
+    def has_reference(self) -> bool:
+        return self.loss in WITH_REFERENCE
+
+    def _problems(self) -> Iterator[str]:
+        if not self.beta > 0:
+            yield f"beta = {self.beta}: expected more than 0"
+        if not 0 <= self.label_smoothing < 0.5:
+            yield f"label_smoothing = {self.label_smoothing}: expected 0 <= label_smoothing < 0.5"
+        elif self.label_smoothing and self.loss not in SMOOTHED:
+            yield f"label_smoothing = {self.label_smoothing}: the loss {self.loss} has none; leave it out"
+        yield from too_small(self, 0, "gamma")
+        if self.gamma is not None and self.loss != "simpo":
+            yield f"gamma = {self.gamma}: the loss {self.loss} has none; leave it out"
+        if self.reference is not None and not self.has_reference:
+            yield f"reference = {self.reference!r}: the loss {self.loss} needs no reference; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationConfig(Section):
+    """The classes of texts (`trainers/tasks/classification.py`)."""
+
+    labels: tuple[str, ...] = ()
+    """The names of the classes. The column `label` of the data has such a name, or its place in this list, from 0 on."""
+
+    def __post_init__(self):
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if len(set(self.labels)) < len(self.labels):
+            yield f"labels = {list(self.labels)}: expected each name once"
+        if len(self.labels) == 1:
+            yield f"labels = {list(self.labels)}: expected at least two"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(Section):
+    """Learning from the probabilities of a teacher, `frozen.teacher` (`trainers/tasks/distillation.py`)."""
+
+    temperature: float = 1.0
+    """Both logits are divided by it. The loss is multiplied by its square, so that the gradients keep their size (Hinton et al.,
+    2015)."""
+    top_k: int | None = None
+    """The teacher's likeliest tokens that count, with their probabilities divided by their sum, and 0 for all others (as in Gemma
+    3, section 2.2, of tokens that are drawn). null: all tokens count."""
+
+    def __post_init__(self):
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if not self.temperature > 0:
+            yield f"temperature = {self.temperature}: expected more than 0"
+        yield from too_small(self, 1, "top_k")

@@ -1,0 +1,107 @@
+"""Rows of one length out of documents: cut where they are longer, filled up where they are shorter. For what is not packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from trainers.data.documents import Document, Encoder, Record, Records
+from trainers.errors import DataError
+from trainers.protocol import METRIC
+
+Truncation = Literal["keep_start", "keep_end"]
+CUT = METRIC + "cut_examples"
+"""The leaf of a row that is 1 if a text of it was longer than the row: published as the part of such rows."""
+
+
+class Rows:
+    """The rows of records, each made when it is read. Errors say where the record comes from."""
+
+    def __init__(self, records: Records, row: Callable[[Record], dict[str, Any]]):
+        self.records, self._row = records, row
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        record = self.records[index]
+        try:
+            return self._row(record)
+        except DataError as error:
+            raise DataError(f"{self.records.where(index)}: {error}") from error
+
+
+class Part:
+    """Some of the records: from `start` up to `stop`."""
+
+    def __init__(self, records: Records, start: int, stop: int):
+        self.records, self.start, self.stop = records, start, stop
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.records.columns
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: int) -> Record:
+        return self.records[self._place(index)]
+
+    def where(self, index: int) -> str:
+        return self.records.where(self._place(index))
+
+    def _place(self, index: int) -> int:
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        return self.start + index
+
+
+def split(records: Records, eval_fraction: float) -> tuple[Part, Part]:
+    """Returns (the records to train on, those that are held out): the last ones. Raises DataError if one has none."""
+    held_out = round(len(records) * eval_fraction)
+    if len(records) == held_out or (eval_fraction > 0 and held_out == 0):
+        raise DataError(
+            f"data.eval_fraction = {eval_fraction} of {len(records)} records leaves {len(records) - held_out} to train on and "
+            f"{held_out} to hold out: expected at least one each; give more data, or another eval_fraction"
+        )
+    return Part(records, 0, len(records) - held_out), Part(records, len(records) - held_out, len(records))
+
+
+def padded(document: Document, length: int, truncation: Truncation) -> dict[str, np.ndarray]:
+    """Returns {"tokens": int32[length], "token_weight": float32[length], CUT: float32}, filled up at the end with tokens of
+    weight 0. Raises DataError if no target is left of a document that is longer."""
+    tokens, weight = document.tokens, document.token_weight
+    weight = np.ones(len(tokens), np.float32) if weight is None else weight
+    cut = len(tokens) > length
+    if cut:
+        kept = slice(length) if truncation == "keep_start" else slice(len(tokens) - length, None)
+        tokens, weight = tokens[kept], weight[kept]
+        if not np.any(weight[1:] > 0):
+            raise DataError(
+                f"of its {len(document.tokens)} tokens {length} are kept (data.truncation = {truncation!r}), and no target is "
+                "among them; set a larger data.sequence_length, or the other data.truncation"
+            )
+    filling = (0, length - len(tokens))
+    return {
+        "tokens": np.pad(tokens, filling).astype(np.int32),
+        "token_weight": np.pad(weight, filling).astype(np.float32),
+        CUT: np.array(cut, np.float32),
+    }
+
+
+def padded_rows(records: Records, encoder: Encoder, sequence_length: int, truncation: Truncation) -> Rows:
+    """Returns rows of one document each, for `trainers.tasks.causal_lm`: one token more than `sequence_length`."""
+    return Rows(records, lambda record: padded(only(encoder.encode([record])), sequence_length + 1, truncation))
+
+
+def stacked(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Returns rows that are one example, [rows, ...]. It counts as cut if one of them is."""
+    leaves = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    return {**leaves, CUT: leaves[CUT].max()}
+
+
+def only(documents: Sequence[Document]) -> Document:
+    (document,) = documents
+    return document

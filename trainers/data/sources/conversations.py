@@ -1,0 +1,22 @@
+"""Rows of one conversation or completion each, out of records: supervised fine-tuning without packing."""
+
+from __future__ import annotations
+
+from trainers import tokenizers
+from trainers.config.arguments import TrainingArguments
+from trainers.data.encoders import encoder_of
+from trainers.data.padded import Rows, padded_rows, split
+from trainers.data.sources.records import open_records
+
+
+def conversations(arguments: TrainingArguments) -> tuple[Rows, Rows]:
+    """Returns (training rows, held-out rows) of the records of `arguments.data`, encoded as `data.examples` says and filled up to
+    `data.sequence_length`."""
+    config = arguments.data
+    tokenizers.check(tokenizers.of(arguments), arguments)
+    records = open_records(config)
+    encoder = encoder_of(config, arguments, records.columns)
+    train, held_out = (
+        padded_rows(part, encoder, config.sequence_length, config.truncation) for part in split(records, config.eval_fraction)
+    )
+    return train, held_out

@@ -1,0 +1,130 @@
+"""Writes the log-probabilities that a reference gives to the completions of preferences, in this one process.
+
+    python -m trainers.reference CONFIG --output FILE.jsonl [key=value ...]
+
+The reference is `frozen.reference` of the configuration, or else what the run begins with (`init_from`, `model.pretrained`). FILE
+(.jsonl or .parquet) gets the records of `data.paths`, in their order, with two columns more: `ref_chosen_logps` and
+`ref_rejected_logps`, sums over the tokens of each completion. A run with `preference.reference: columns` and `data.paths: [FILE]`
+needs no reference in memory. It must have the same tokenizer, `data.sequence_length` and `data.truncation`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.errors import TransientError, UsageError
+from trainers.first_line import say
+from trainers.program import program
+from trainers.storage import durable
+
+if TYPE_CHECKING:  # they import JAX: the first line is there before that
+    from trainers.config.arguments import TrainingArguments
+    from trainers.data.padded import Rows
+
+ENDINGS = (".jsonl", ".parquet")
+AT_ONCE = 16
+"""Pairs."""
+TASK = "trainers.tasks.preference:PreferenceTask"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    try:
+        if Path(options.output).suffix not in ENDINGS:
+            raise UsageError(f"--output {options.output}: expected a file that ends with {' or '.join(ENDINGS)}")
+        say(f"reading {options.config}", stream=sys.stderr)
+        from trainers.run import read
+
+        num_records = run(read(options.config, options.overrides), options.output)
+    except (UsageError, TransientError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    say(f"wrote {num_records} records to {options.output}", stream=sys.stderr)
+    return 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    about, _, details = str(__doc__).replace("python -m trainers.reference", program("trainers.reference")).partition("\n\n")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(program("trainers.reference"), description=about, epilog=details, formatter_class=form)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--output", required=True, metavar="FILE", help=f"a new file: {' or '.join(ENDINGS)}")
+    return parser.parse_intermixed_args(argv)
+
+
+def run(arguments: TrainingArguments, output: str) -> int:
+    """Writes the file, and returns how many records it has. Raises UsageError, CheckpointError or DataError."""
+    from trainers import tokenizers
+    from trainers.data.sources.preference import pairs
+    from trainers.data.sources.records import open_records
+    from trainers.tasks.preference import REFERENCE
+
+    if Path(output).exists():
+        raise UsageError(f"--output {output} is there already: give a new file")
+    named = arguments.frozen.get(REFERENCE) or arguments.init_from
+    if named is None:
+        raise UsageError("nothing names the reference: set frozen.reference, init_from or model.pretrained")
+    plain = alone(arguments)
+    tokenizer, records = tokenizers.of(plain), open_records(plain.data)
+    rows = pairs(records, tokenizer, plain)
+    found = log_probabilities(plain, named.path, rows)
+    write(output, [{**records[index], **columns} for index, columns in enumerate(found)])
+    return len(rows)
+
+
+def alone(arguments: TrainingArguments) -> TrainingArguments:
+    """Returns the arguments of the model alone, without what a run compares it with."""
+    from trainers.config import EvaluationConfig, PreferenceConfig
+
+    nothing: dict[str, Any] = {"frozen": {}, "lora": None, "init_from": None, "evaluation": EvaluationConfig()}
+    return dataclasses.replace(arguments, preference=PreferenceConfig(loss="simpo"), recorders=(), **nothing)
+
+
+def log_probabilities(arguments: TrainingArguments, source: str, rows: Rows) -> Iterator[dict[str, float]]:
+    """Yields the two columns of each row, as the model at `source` gives them."""
+    import jax
+    import numpy as np
+
+    from trainers import runtime
+    from trainers.base import BaseTrainer
+    from trainers.data.sources.preference import REFERENCE_COLUMNS
+    from trainers.evaluate import load
+    from trainers.step.loss import in_mode
+    from trainers.tasks.completions import completions_of_pairs
+
+    runtime.install(runtime.Runtime(lambda event: None))
+    trainer = BaseTrainer(dataclasses.replace(arguments, task=TASK, global_batch_size=AT_ONCE, accumulation_steps=1), rows)
+    _, state, _ = load(trainer, source)
+
+    @jax.jit
+    def compute(params: Any, tokens: jax.Array, weight: jax.Array) -> jax.Array:
+        model = in_mode(trainer.model.merge(params), training=False)
+        return completions_of_pairs(model, tokens, weight).log_p
+
+    for start in range(0, len(rows), AT_ONCE):
+        some = [rows[min(start + place, len(rows) - 1)] for place in range(AT_ONCE)]
+        found = compute(state.params, *(np.stack([row[name] for row in some]) for name in ("tokens", "token_weight")))
+        for values in np.asarray(found)[: len(rows) - start].tolist():
+            yield dict(zip(REFERENCE_COLUMNS, values, strict=True))
+
+
+def write(path: str, records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes records as lines of JSON, or as Parquet."""
+    if path.endswith(".jsonl"):
+        durable.write(Path(path), "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
+        return
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([dict(record) for record in records]), path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The task of classifying texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from trainers.models.scoring import ScoringDecoder
+from trainers.protocol import Batch, PerExample
+from trainers.tasks.scoring import ScoringTask
+
+
+class ClassificationTask(ScoringTask):
+    """Learns which of `classification.labels` a text has. `batch` is {"tokens": int32[B, T], "token_weight": float32[B, T],
+    "label": int32[B], "weight": float32[B]}. Padding has the token weight 0. The loss is the cross-entropy of the label."""
+
+    dataset = "trainers.data.sources.classification:labelled_texts"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.arguments.classification.labels:
+            yield "classification.labels = []: expected the names of the classes, such as [negative, positive]"
+
+    @property
+    def num_scores(self) -> int:
+        return len(self.arguments.classification.labels)
+
+    def loss(self, model: ScoringDecoder, batch: Batch) -> PerExample:
+        logits, label = self.predictions(model, batch)["logits"], batch["label"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        hits = (jnp.argmax(logits, -1) == label).astype(jnp.float32)
+        return PerExample(losses, {"accuracy": hits}, num_tokens=jnp.sum(batch["token_weight"] > 0, 1))
+
+    def predictions(self, model: ScoringDecoder, batch: Batch) -> dict[str, jax.Array]:
+        """Returns the logits of the classes, float32[B, labels]."""
+        return {"logits": model.scores(batch["tokens"], batch["token_weight"])}

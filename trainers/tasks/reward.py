@@ -1,0 +1,46 @@
+"""The task of a reward model: a number for each text, larger for the preferred one of a pair."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from trainers.models.scoring import ScoringDecoder
+from trainers.protocol import Batch, PerExample
+from trainers.tasks.scoring import ScoringTask
+
+
+class RewardTask(ScoringTask):
+    """Learns from pairs. `batch` is that of `trainers.tasks.preference.PreferenceTask`. The reward of a text is the head's score
+    of the last token of its completion.
+
+    The loss is that of Bradley and Terry, -log sigmoid(reward of the chosen text - reward of the rejected one) (Ouyang et al.,
+    2022, equation 1), as a mean over the pairs.
+    """
+
+    dataset = "trainers.data.sources.preference:preference_pairs"
+
+    @property
+    def num_scores(self) -> int:
+        return 1
+
+    def loss(self, model: ScoringDecoder, batch: Batch) -> PerExample:
+        rewards = self.predictions(model, batch)["rewards"]
+        chosen, rejected = rewards[:, 0], rewards[:, 1]
+        metrics = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margin": chosen - rejected,
+            "accuracy": (chosen > rejected).astype(jnp.float32),
+        }
+        num_tokens = jnp.sum(batch["token_weight"] > 0, (1, 2))
+        return PerExample(-jax.nn.log_sigmoid(chosen - rejected), metrics, num_tokens=num_tokens)
+
+    def predictions(self, model: ScoringDecoder, batch: Batch) -> dict[str, jax.Array]:
+        """Returns the rewards of both texts, float32[B, 2]."""
+        tokens, weight = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_weight"))
+        return {"rewards": model.scores(tokens, weight).reshape(-1, 2)}
+
+    @property
+    def tokens_per_example(self) -> int:
+        return 2 * self.arguments.data.sequence_length

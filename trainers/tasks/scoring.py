@@ -1,0 +1,50 @@
+"""What the tasks that score whole texts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flax import nnx
+
+from trainers.config.arguments import TrainingArguments
+from trainers.errors import UsageError
+from trainers.models.scoring import OWN_PARAMETERS, ScoringDecoder
+from trainers.tasks.causal_lm import flops_of_decoder
+
+
+class ScoringTask:
+    """The base of tasks whose model is a decoder with a head. The weights of the decoder may come from a folder of Hugging Face
+    (`model.pretrained`, `init_from`): the head then begins as in any new run."""
+
+    own_parameters = OWN_PARAMETERS
+    has_perplexity = False
+
+    def __init__(self, arguments: TrainingArguments):
+        self.arguments = arguments
+        if problems := list(self.problems()):
+            raise UsageError("\n".join(problems))
+
+    @property
+    def num_scores(self) -> int:
+        raise NotImplementedError
+
+    def problems(self) -> Iterator[str]:
+        """Yields what is wrong with the settings."""
+        if self.arguments.lora is not None:
+            yield f"lora: {type(self).__name__} trains a head too, which no adapter has; leave lora out"
+
+    def build_model(self, rngs: nnx.Rngs) -> nnx.Module:
+        arguments = self.arguments
+        return ScoringDecoder(
+            arguments.model, self.num_scores, rngs=rngs, dtype=arguments.dtype, param_dtype=arguments.param_dtype
+        )
+
+    @property
+    def tokens_per_example(self) -> int:
+        return self.arguments.data.sequence_length
+
+    def flops_per_token(self, num_parameters: int) -> float:
+        """Returns those of a language model (`trainers.tasks.causal_lm`) without logits: its table is only looked up."""
+        model = self.arguments.model
+        looked_up = model.vocab_size + (model.num_positions or 0)
+        return flops_of_decoder(model, self.arguments.data.sequence_length, num_parameters - looked_up * model.width)
