@@ -6,6 +6,7 @@ from trainers.config.frozen import FrozenConfig, LoraConfig
 from trainers.config.model import LossConfig, MeshConfig, ModelConfig
 from trainers.config.monitoring import AnomalyConfig, DistributionConfig, MetricsConfig, ProfileConfig
 from trainers.config.optimizer import LossScaleConfig, OptimizerConfig, ParameterGroup, PruningConfig, ScheduleConfig
+from trainers.config.vision import VisionConfig
 from trainers.config.weights import InitConfig
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "ScheduleConfig",
     "ScoreConfig",
     "UnitConfig",
+    "VisionConfig",
 ]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from trainers.config.vision import VisionConfig
+from trainers.errors import UsageError
 from trainers.models import lora, remat
 from trainers.models.decoder import TABLE_SCALE, Weights, activation, heads_of, layer_norm, mlp, norm, project
 from trainers.models.layers import Layers, parameter
@@ -38,7 +39,8 @@ class Encoder(nnx.Module):
             self.class_token = parameter(rngs, (None, None, "embed"), (1, 1, width), TABLE_SCALE, param_dtype)
             positions = (1, *positions)
         axes = (*(None,) * (len(positions) - 1), "embed")
-        self.positions = parameter(rngs, axes, positions, TABLE_SCALE, param_dtype)
+        # Beside patches of about 1: smaller ones would be learnt late.
+        self.positions = parameter(rngs, axes, positions, width**-0.5, param_dtype)
         self.layers = Layers(config, rngs=rngs, param_dtype=param_dtype)
         self.final_norm = nnx.Param(jnp.ones(width, param_dtype), logical_axes=("embed",))
         self.final_norm_bias = nnx.Param(jnp.zeros(width, param_dtype), logical_axes=("embed",))
@@ -142,3 +144,12 @@ def patches(images_BHWC: jax.Array, side: int) -> jax.Array:
     batch, height, width, colours = images_BHWC.shape
     split = images_BHWC.reshape(batch, height // side, side, width // side, side, colours)
     return split.transpose(0, 1, 3, 5, 2, 4).reshape(batch, -1, colours * side**2)
+
+
+def classifier(config: VisionConfig | None) -> VisionConfig:
+    """Returns the section of an encoder that scores classes. Raises UsageError if it is none."""
+    if config is None:
+        raise UsageError("vision = null: the task classifies images by an encoder; set vision, such as vision: {num_labels: 10}")
+    if config.num_labels is None:
+        raise UsageError("vision.num_labels = null: the task needs family vit, and the number of its classes; set both")
+    return config
