@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -15,30 +15,35 @@ from trainers.protocol import Batch, Loss
 from trainers.tasks.causal_lm import CausalLMTask
 
 
-class ImageTextTask(CausalLMTask):
+class ImageTextTask:
     """Predicts each next token, as `CausalLMTask` does, by the encoder of `vision` before the decoder of `model`.
 
     `batch` also has {"images": float[B, I, height, width, colours]}: the images of each row, in the order of their tokens
     (`trainers.models.vlm.ImageTextModel`). A `token_weight` should be 0 for the tokens of images: they are no targets.
 
-    Its FLOPs are those of a model in which every parameter meets every token of a text.
+    It has no `encode` and `decode`: a model with images generates nothing yet.
     """
 
     def __init__(self, arguments: TrainingArguments):
-        super().__init__(arguments)
-        if arguments.previews.prompts:
-            raise UsageError("previews.prompts: a model with images generates nothing yet; set previews: {prompts: []}")
+        if arguments.vision is None:
+            raise UsageError("vision = null: the task reads images by an encoder; set vision: {family: siglip, ...}")
+        self.arguments, self.vision, self._of_text = arguments, arguments.vision, CausalLMTask(arguments)
 
     def build_model(self, rngs: nnx.Rngs) -> nnx.Module:
         arguments = self.arguments
-        if arguments.vision is None:
-            raise UsageError("vision = null: the task reads images by an encoder; set vision: {family: siglip, ...}")
-        types = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype}
-        return ImageTextModel(arguments.vision, arguments.model, rngs=rngs, **types)
+        types: dict[str, Any] = {"dtype": arguments.dtype, "param_dtype": arguments.param_dtype}
+        return ImageTextModel(self.vision, arguments.model, rngs=rngs, **types)
 
-    def loss(self, model: nnx.Module, batch: Batch) -> Loss:
-        seeing = _Seeing(cast(ImageTextModel, model), batch["images"])
-        return super().loss(cast(nnx.Module, seeing), batch)
+    def loss(self, model: ImageTextModel, batch: Batch) -> Loss:
+        return self._of_text.loss(cast(nnx.Module, _Seeing(model, batch["images"])), batch)
+
+    @property
+    def tokens_per_example(self) -> int:
+        return self._of_text.tokens_per_example
+
+    def flops_per_token(self, num_parameters: int) -> float:
+        """Returns those of a decoder of so many parameters: as if every token of a text met those of the encoder, too."""
+        return self._of_text.flops_per_token(num_parameters)
 
 
 class _Seeing:
