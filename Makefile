@@ -70,6 +70,7 @@ parity:  ## Make the models that the tests compare ours with, by torch and trans
 	@test -x build/parity/bin/python || $(PYTHON) -m venv build/parity
 	@build/parity/bin/python -m pip install --quiet --disable-pip-version-check -r tests/parity.txt
 	@build/parity/bin/python tests/parity.py $(ARGS)
+	@build/parity/bin/python tests/parity_vision.py
 
 mutants: env  ## Do the tests hold? COUNT faults in each module, drawn by SEED (ARGS="trainers/step"); hours
 	@$(IN_VENV) -m benchmarks.mutants --count $(COUNT) --seed $(SEED) $(ARGS)

@@ -30,13 +30,14 @@ from typing import Any
 import numpy as np
 
 from trainers.checkpoint import assets, layout, manifest
-from trainers.config import LoraConfig, ModelConfig
+from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
 from trainers.config.hf_files import CONFIG_FILE
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.first_line import say
-from trainers.models.hf import config as hf_config
+from trainers.models.hf import vision_config as hf_config
+from trainers.models.hf.vision_config import Config, ImageTextConfig
 from trainers.models.hf.weights import flat
 from trainers.program import program
 
@@ -143,7 +144,7 @@ def to_hugging_face(
         _to_peft(checkpoint, out, base, replace=replace)
         return
     parameters, read_one, meta = open_parameters(checkpoint, base, host, num_hosts)
-    config = from_dict(ModelConfig, meta["arguments"]["model"])
+    config = _config_of(meta["arguments"])
     tensors = hugging_face_out.plan(config, parameters)
     about = hf_config.write(config, max_length=meta["arguments"]["data"]["sequence_length"], dtype=tensors[0].dtype)
     files = hugging_face_out.files_of(tensors, max_file_bytes)
@@ -173,6 +174,15 @@ def to_hugging_face(
         _publish(work, out, write_others, replace=replace)
 
 
+def _config_of(arguments: Mapping[str, Any]) -> Config:
+    """Returns what the sections of a run's arguments say of its model."""
+    if arguments.get("vision") is None:
+        return from_dict(ModelConfig, arguments["model"])
+    vision = from_dict(VisionConfig, arguments["vision"])
+    # An encoder whose tokens no decoder reads is the whole model.
+    return vision if vision.tokens_per_image is None else ImageTextConfig(vision, from_dict(ModelConfig, arguments["model"]))
+
+
 def on_the_way(checkpoint: Path, out: Path) -> Path:
     """Returns the folder that several hosts write together: the same on all of them, for this checkpoint alone. It is there until
     all files of weights are."""
@@ -191,7 +201,7 @@ def _publish(work: Path, out: Path, write_others: Callable[[Path], None], *, rep
     layout.put_in_place(mine, out, replace=replace)
 
 
-def _original(folder: Path, config: ModelConfig, about: Mapping[str, Any]) -> dict[str, Any] | None:
+def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the `config.json` that the run began with, with the type of the weights now; None if there is none, or it is of
     another model."""
     try:

@@ -166,11 +166,13 @@ def arguments_of(found: Weights) -> TrainingArguments:
 
 
 def _of_folder(found: Weights) -> TrainingArguments:
-    from trainers.config import DataConfig
+    from trainers.config import DataConfig, ModelConfig
     from trainers.config.arguments import TrainingArguments
     from trainers.config.hf_files import BYTES, has_tokenizer
 
     assert found.folder is not None
+    if not isinstance(found.folder.config, ModelConfig):
+        raise UsageError(f"{found.path} is a model of the family {found.folder.config.family}: expected a decoder of texts")
     tokenizer = str(found.path) if has_tokenizer(found.path) else BYTES
     if tokenizer == BYTES:
         tell(f"{found.path} has no tokenizer: a token is a byte")

@@ -116,6 +116,25 @@ def accuracy(run_dir):
     return [r["metrics"]["eval_accuracy"] for r in records if "eval_accuracy" in r.get("metrics", ())][-1]
 
 
+def test_a_vision_transformer_learns_digits_on_one_host_and_on_two(tmp_path):
+    summary = run("vit_digits", tmp_path)
+    assert (summary["status"], summary["steps"]) == ("finished", 1500)
+    two = run("vit_digits", tmp_path / "two", "hosts.count=2")
+    assert hosts(tmp_path / "two" / "vit_digits") == 2
+    assert (two["samples"], two["samples_digest"]) == (summary["samples"], summary["samples_digest"])
+    for folder in (tmp_path, tmp_path / "two"):
+        assert accuracy(folder / "vit_digits") >= 0.97
+
+
+def test_a_model_with_images_answers_questions_about_pictures(tmp_path):
+    summary = run("vlm", tmp_path)
+    assert (summary["status"], summary["steps"]) == ("finished", 300)
+    # By guessing: one of four colours, one of two shapes.
+    assert accuracy(tmp_path / "vlm") >= 0.8
+    before, after = fingerprints(tmp_path / "vlm", 100), fingerprints(tmp_path / "vlm", 300)
+    assert {name for name in before if before[name] == after[name]} == {name for name in before if ".params['vision" in name}
+
+
 def test_a_callback_of_ones_own_sees_the_run(tmp_path):
     assert run("callback", tmp_path)["status"] == "finished"
     line = (tmp_path / "callback" / "loss_line.txt").read_text()

@@ -1,10 +1,10 @@
-"""The weights in a folder of Hugging Face, as parameters of a decoder: each host reads what its devices need."""
+"""The weights in a folder of Hugging Face, as parameters of a model: each host reads what its devices need."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainers.config import ModelConfig
 from trainers.config.hf_files import CONFIG_FILE
 from trainers.errors import CheckpointError, UsageError
-from trainers.models.hf import config as hf_config
-from trainers.models.hf.weights import PREFIXES, Place, is_derived, layer_places, layers_name, top_places
+from trainers.models.hf import vision_config as hf_config
+from trainers.models.hf.tensors import is_besides, sources
+from trainers.models.hf.vision_config import Config
+from trainers.models.hf.weights import Place
 
 INDEX_FILE = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
@@ -42,7 +43,7 @@ class Leaf:
 @dataclass(frozen=True)
 class Folder:
     path: Path
-    config: ModelConfig
+    config: Config
     file_of: Mapping[str, Path]
     leaves: Mapping[str, Leaf]
     """By our name, such as `layers.query`."""
@@ -64,7 +65,7 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file() and ((path / ONE_FILE).is_file() or (path / INDEX_FILE).is_file())
 
 
-def read_config(path: Path) -> ModelConfig:
+def read_config(path: Path) -> Config:
     """Returns the configuration of the model in a folder. Raises CheckpointError that names what is not understood, and
     OSError."""
     try:
@@ -78,10 +79,9 @@ def look(path: Path) -> Folder:
     than those of its kind; and OSError."""
     config = read_config(path)
     file_of, headers = _tensors(path)
-    prefix = next((each for each in PREFIXES if each + top_places(config)["embed"].name in headers), PREFIXES[0])
     problems: list[str] = []
-    leaves = {}
-    for name, place, tensors in expected_tensors(config, prefix):
+    leaves, expected = {}, sources(config, headers)
+    for name, place, tensors, stacked in expected:
         if missing := [tensor for tensor in tensors if tensor not in headers]:
             problems += [f"{tensor} is missing" for tensor in missing]
             continue
@@ -95,16 +95,13 @@ def look(path: Path) -> Folder:
         if place.part is not None:
             shape = (*shape[:-1], shape[-1] // 3)
         shape = shape[::-1] if place.turned else shape
-        stacked: tuple[int, ...] = (config.num_layers,) if name.startswith("layers.") else ()
-        if place.experts:
-            stacked = (config.num_layers, len(tensors) // config.num_layers)
         leaves[name] = Leaf(place, tensors, stacked, (*stacked, *shape), DTYPES[dtype])
-    used = {tensor for _, _, tensors in expected_tensors(config, prefix) for tensor in tensors}
-    problems += [f"{name} is left over" for name in sorted(headers) if name not in used and not is_derived(config, name)]
+    used = {tensor for source in expected for tensor in source.tensors}
+    problems += [f"{name} is left over" for name in sorted(headers) if name not in used and not is_besides(config, name)]
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise CheckpointError(
-            f"{path} is not a decoder of the family {config.family}, which its {CONFIG_FILE} says: "
+            f"{path} is not a model of the family {config.family}, which its {CONFIG_FILE} says: "
             f"{'; '.join(problems[:SHOWN] + more)}"
         )
     return Folder(path, config, file_of, leaves)
@@ -160,15 +157,6 @@ def _slice(path: Path, tensor: str, wanted: tuple[slice, ...]) -> np.ndarray:
 
     with safe_open(path, framework="numpy") as file:
         return file.get_slice(tensor)[wanted]
-
-
-def expected_tensors(config: ModelConfig, prefix: str) -> Iterator[tuple[str, Place, tuple[str, ...]]]:
-    """Yields (our name, its place, the tensors that it is made of)."""
-    for name, place in top_places(config).items():
-        yield name, place, (place.full(prefix),)
-    for name, place in layer_places(config).items():
-        of_layers = (f"{prefix}{layers_name(config)}.{number}." for number in range(config.num_layers))
-        yield f"layers.{name}", place, tuple(full for each in of_layers for full in place.all_names(each, config.num_experts))
 
 
 def _tensors(path: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tuple[int, ...]]]]:

@@ -1,4 +1,4 @@
-"""Writes the weights of a decoder to a folder of Hugging Face as a stream: one parameter is in memory at a time.
+"""Writes the weights of a model to a folder of Hugging Face as a stream: one parameter is in memory at a time.
 
 The files have the tensors in the order of the parameters, all layers of one after the other, so that no parameter is read twice
 for a file. Several hosts write a folder together without waiting for each other: each writes its files to one folder on the way,
@@ -18,10 +18,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from trainers.checkpoint.hugging_face import DTYPES, INDEX_FILE, ONE_FILE, expected_tensors
-from trainers.config import ModelConfig
+from trainers.checkpoint.hugging_face import DTYPES, INDEX_FILE, ONE_FILE
 from trainers.errors import UsageError
-from trainers.models.hf.weights import PREFIXES
+from trainers.models.hf.tensors import sources
+from trainers.models.hf.vision_config import Config
 from trainers.storage import durable
 
 CODES = {name: code for code, name in DTYPES.items()}
@@ -61,30 +61,28 @@ class Tensor:
 File = tuple[str, Sequence[Tensor]]
 
 
-def plan(config: ModelConfig, parameters: Mapping[str, tuple[Shape, str]]) -> list[Tensor]:
-    """Returns the tensors of a decoder with these parameters: (shape, type) by our name. Raises UsageError if they are not those
-    of a `trainers.models.decoder.Decoder` of this configuration. The rotary convention is the same: channel i rotates with
-    channel i + C / 2."""
-    prefix = PREFIXES[1] if config.family == "gpt2" else PREFIXES[0]
-    expected = list(expected_tensors(config, prefix))
-    if set(parameters) != {name for name, _, _ in expected}:
+def plan(config: Config, parameters: Mapping[str, tuple[Shape, str]]) -> list[Tensor]:
+    """Returns the tensors of a model with these parameters: (shape, type) by our name. Raises UsageError if they are not those
+    of the `Decoder`, `Encoder` or `ImageTextModel` (`trainers.models`) of this configuration. The rotary convention is the same:
+    channel i rotates with channel i + C / 2."""
+    expected = sources(config)
+    if set(parameters) != {source.name for source in expected}:
         raise UsageError(
-            f"the model has the parameters {', '.join(sorted(parameters))}: expected those of a decoder of the family "
-            f"{config.family}: {', '.join(sorted(name for name, _, _ in expected))}"
+            f"the model has the parameters {', '.join(sorted(parameters))}: expected those of a model of the family "
+            f"{config.family}: {', '.join(sorted(source.name for source in expected))}"
         )
     tensors: dict[str, Tensor] = {}
-    for ours, place, names in expected:
+    for ours, place, names, stacked in expected:
         shape, dtype = parameters[ours]
         if dtype not in CODES:
             raise UsageError(f"{ours} is {dtype}: files of Hugging Face have {', '.join(CODES)}")
-        stacked = ours.startswith("layers.")
-        own = _without_stack(shape, len(names)) if stacked else shape
+        own = shape[len(stacked) :]
         for number, name in enumerate(names):
             before = tensors.get(name)
             joined = own if before is None else (*own[:-1], before.shape[-1] + own[-1])
-            sources = (ours,) if before is None else (*before.parameters, ours)
+            parts = (ours,) if before is None else (*before.parameters, ours)
             tensors[name] = Tensor(
-                name, joined[::-1] if place.turned else joined, dtype, sources, number if stacked else None, place.turned
+                name, joined[::-1] if place.turned else joined, dtype, parts, number if stacked else None, place.turned
             )
     return list(tensors.values())
 
@@ -143,13 +141,6 @@ def is_whole(folder: Path, file: File) -> bool:
     size = len(_header(tensors)) + sum(tensor.num_bytes for tensor in tensors)
     path = folder / name
     return path.is_file() and path.stat().st_size == size
-
-
-def _without_stack(shape: Shape, number: int) -> Shape:
-    """Returns the shape of one of `number` arrays that are stacked in the first dimensions: those of layers, or of layers and
-    experts."""
-    depth = next(depth for depth in range(1, len(shape) + 1) if math.prod(shape[:depth]) == number)
-    return shape[depth:]
 
 
 def _header(tensors: Sequence[Tensor]) -> bytes:

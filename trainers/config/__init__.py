@@ -7,6 +7,7 @@ from trainers.config.model import LossConfig, MeshConfig, ModelConfig
 from trainers.config.monitoring import AnomalyConfig, DistributionConfig, MetricsConfig, ProfileConfig
 from trainers.config.optimizer import LossScaleConfig, OptimizerConfig, ParameterGroup, PruningConfig, ScheduleConfig
 from trainers.config.tasks import ClassificationConfig, DistillationConfig, PreferenceConfig
+from trainers.config.vision import VisionConfig
 from trainers.config.weights import InitConfig
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "ScheduleConfig",
     "ScoreConfig",
     "UnitConfig",
+    "VisionConfig",
 ]

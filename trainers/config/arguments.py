@@ -33,6 +33,7 @@ from trainers.config import (
     PreviewConfig,
     ProfileConfig,
     PruningConfig,
+    VisionConfig,
     attention,
     recorders,
 )
@@ -76,6 +77,8 @@ class TrainingArguments(Section):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    vision: VisionConfig | None = None
+    """An encoder of images; null: the model has none."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -242,8 +242,12 @@ class ModelConfig(Section):
 
     def unrolled(self, platform: str | None) -> bool:
         """Returns whether the layers are compiled one by one on `platform` (`cpu`, `gpu` or `tpu`), and not as a loop."""
-        # With checkpointing always a loop: of unrolled layers the compiler keeps the activations all the same.
-        return platform == "cpu" and self.num_layers <= UNROLLED_LAYERS and self.remat == "none"
+        return unrolled(self.num_layers, self.remat, platform)
+
+
+def unrolled(num_layers: int, remat: str, platform: str | None) -> bool:
+    # With checkpointing always a loop: of unrolled layers the compiler keeps the activations all the same.
+    return platform == "cpu" and num_layers <= UNROLLED_LAYERS and remat == "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from trainers.config.arguments import TrainingArguments
 
 READ_BY_TASK_OR_DATA = {
     "model": None,
+    "vision": None,
     "loss": None,
     "preference": None,
     "classification": None,
@@ -126,6 +127,8 @@ def of_previews(arguments: TrainingArguments, task: Any) -> Iterator[str]:
 def unread(arguments: TrainingArguments, read: Mapping[str, Collection[str]]) -> Iterator[str]:
     """Yields the lines of the settings that nothing has read. `read`: the names by section, as `watched` gives them."""
     for section, fields in READ_BY_TASK_OR_DATA.items():
+        if section not in read:
+            continue  # the run has none
         for name in changed(arguments, section, fields):
             if name not in read[section]:
                 why = f"neither task {arguments.task} nor data.dataset {arguments.data.dataset} has read it"
@@ -157,7 +160,8 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 def watched(arguments: TrainingArguments) -> Iterator[dict[str, set[str]]]:
     """Yields the names of the fields of READ_BY_TASK_OR_DATA that are read from `arguments` inside, by section. For one thread
     and one process that ends soon: meanwhile reading from all sections of these classes is slower."""
-    read: dict[str, set[str]] = {section: set() for section in READ_BY_TASK_OR_DATA}
+    present = (section for section in READ_BY_TASK_OR_DATA if getattr(arguments, section) is not None)
+    read: dict[str, set[str]] = {section: set() for section in present}
     of = {id(getattr(arguments, section)): names for section, names in read.items()}
     classes = {type(getattr(arguments, section)) for section in read}
 

@@ -46,6 +46,11 @@ def causal_mask(segments_BT: jax.Array | None, time: int) -> jax.Array:
     return mask_BTS if segments_BT is None else mask_BTS & (segments_BT[:, :, None] == segments_BT[:, None, :])
 
 
+def same_block(blocks_BT: jax.Array) -> jax.Array:
+    """Returns bool[B, T, T]: both tokens are of the block with the same number, which is not 0."""
+    return (blocks_BT[:, :, None] == blocks_BT[:, None]) & (blocks_BT != 0)[:, None]
+
+
 def within(mask_BTS: jax.Array | None, near_TS: jax.Array | None, local: jax.Array | None) -> jax.Array | None:
     """Returns the mask of a layer: with the window if the model has one and this layer is local (traced; None: all are)."""
     if mask_BTS is None or near_TS is None:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from trainers.config import ModelConfig
 from trainers.config.arguments import load_object
 from trainers.config.attention import NEEDS, Needs, check, check_platform, choose, needs_of
-from trainers.config.section import require_none
-from trainers.models.attention import attend, causal_mask, within
+from trainers.config.section import require, require_none
+from trainers.models.attention import attend, causal_mask, same_block, within
 from trainers.models.blockwise import blockwise
 from trainers.models.splash import splash
 from trainers.parallel.platform import is_known, kind_of_host
@@ -21,6 +21,8 @@ from trainers.parallel.platform import is_known, kind_of_host
 Mix = Callable[[jax.Array | None, jax.Array, jax.Array, jax.Array], jax.Array]
 """(local, query [B, T, H, C], key and value [B, T, K, C]) -> [B, T, H, C]. `local` is whether the layer has the window (traced;
 None: all layers have it, or none has)."""
+
+BLOCKS = "only xla knows tokens of an image, which attend to each other in both directions; take auto or xla"
 
 
 class Kernel(Protocol):
@@ -44,10 +46,17 @@ class Kernel(Protocol):
         """
 
 
-def attention(config: ModelConfig, segments_BT: jax.Array | None, time: int, dtype: str) -> Mix:
-    """Returns the attention of all layers for sequences of `time` tokens. Raises ValueError if the kernel of `model.attention`
-    does not fit the model, or this platform."""
+def attention(
+    config: ModelConfig, segments_BT: jax.Array | None, time: int, dtype: str, blocks_BT: jax.Array | None = None
+) -> Mix:
+    """Returns the attention of all layers for sequences of `time` tokens. Tokens of the same number in `blocks_BT`, if it is not
+    0, attend to each other whatever their order; the window counts for earlier ones alone.
+
+    Raises ValueError if the kernel of `model.attention` does not fit the model, or this platform."""
     scale = (config.query_scalar or config.channels) ** -0.5
+    if blocks_BT is not None:
+        require(config.attention in ("auto", "xla"), f"model.attention = {config.attention!r}: {BLOCKS}")
+        return _dense(config, segments_BT, time, scale, blocks_BT)
     needs = needs_of(config, time, dtype)
     name = checked(choose(config.attention, kind_of_host(), needs).kernel, needs)
     if name == "xla":
@@ -73,10 +82,16 @@ def checked(name: str, needs: Needs) -> str:
     return name
 
 
-def _dense(config: ModelConfig, segments_BT: jax.Array | None, time: int, scale: float) -> Mix:
+def _dense(
+    config: ModelConfig, segments_BT: jax.Array | None, time: int, scale: float, blocks_BT: jax.Array | None = None
+) -> Mix:
     # Without a mask the attention is causal.
-    mask_BTS = None if segments_BT is None and config.window is None else causal_mask(segments_BT, time)
+    is_plain = segments_BT is None and config.window is None and blocks_BT is None
+    mask_BTS = None if is_plain else causal_mask(segments_BT, time)
+    if mask_BTS is not None and blocks_BT is not None:
+        mask_BTS |= same_block(blocks_BT)
     slots = jnp.arange(time)
+    # A window ends on one side: later tokens of the same block are within it.
     near_TS = None if config.window is None else slots[:, None] - slots < config.window
     return lambda local, query, key, value: attend(
         query, key, value, within(mask_BTS, near_TS, local), scale=scale, softcap=config.attention_softcap

@@ -1,4 +1,4 @@
-"""The parameters of a decoder's layers."""
+"""The parameters of the layers of a decoder or an encoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainers.config import ModelConfig
+from trainers.config.families import LayerSizes
 
 
 class Layers(nnx.Module):
@@ -18,7 +18,7 @@ class Layers(nnx.Module):
     LINEAR = ("query", "key", "value", "out", "gate", "up", "down")
     """The matrices that `trainers.models.decoder.project` multiplies by."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, config: LayerSizes, *, rngs: nnx.Rngs, param_dtype: Any):
         layers, structure = config.num_layers, config.structure
         # Each layer adds two branches to the residual stream: scaled so that its variance does not grow with depth.
         branch = 1 / math.sqrt(2 * layers)

@@ -84,10 +84,18 @@ SUMS = {"llama3_70b_v5p": 6.0, "llama3_8b_lora_v5e": 0.2}
 
 
 def test_a_step_that_does_not_fit_is_refused_with_its_size(compiler, capsys):
-    status = command.main([
-        str(ROOT / "configs" / "large" / "llama3_8b_v5e.yaml"),
-        *("hosts.topology=2x2", "global_batch_size=4", "model.num_layers=4", "data.sequence_length=2048", "model.mlp_width=65536"),
-    ])
+    status = command.main(
+        [
+            str(ROOT / "configs" / "large" / "llama3_8b_v5e.yaml"),
+            *(
+                "hosts.topology=2x2",
+                "global_batch_size=4",
+                "model.num_layers=4",
+                "data.sequence_length=2048",
+                "model.mlp_width=65536",
+            ),
+        ]
+    )
     assert status == command.EXIT_REFUSED
     assert "does not fit in the memory of a device: Used" in capsys.readouterr().err
 

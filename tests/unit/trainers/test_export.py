@@ -282,7 +282,7 @@ def test_what_cannot_be_exported_is_said(trained, tmp_path):
 def test_another_model_than_a_decoder_is_refused(tmp_path):
     made = trainer(tmp_path, max_num_steps=1)
     made.train()
-    with pytest.raises(UsageError, match=r"the model has the parameters embed, out: expected those of a decoder"):
+    with pytest.raises(UsageError, match=r"the model has the parameters embed, out: expected those of a model"):
         to_hugging_face(made.output.checkpoint_path, tmp_path / "hf")
 
 

@@ -56,6 +56,7 @@ def test_nothing_is_said_of_settings_that_nobody_has_changed():
             [f"loss.label_smoothing = 0.1 has no effect: neither task {HERE}:Classifier nor data"],
         ),
         ({"model": {"width": 64, "num_layers": 2}}, ["model.width = 64 has no effect", "model.num_layers = 2 has no effect"]),
+        ({"vision": {"num_labels": 3}}, [f"vision.num_labels = 3 has no effect: neither task {HERE}:Classifier nor data"]),
         (
             {"data": {"dataset": ROWS, "sequence_length": 64, "paths": ["text"]}},
             ["data.paths = ('text',) has no effect", "data.sequence_length = 64 has no effect"],

@@ -1,0 +1,155 @@
+"""Images with labels: in folders of one class each, or in files of Parquet.
+
+`data.dataset: trainers.data.sources.images:labelled_images` reads `data.paths`, for
+`trainers.tasks.image_classification.ImageClassificationTask`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.config.arguments import TrainingArguments
+from trainers.data.images import CONFIG_FILE, ImageProcessor, open_image, read_processor
+from trainers.errors import DataError, DataMissingError, DataUnavailableError
+from trainers.models.encoder import classifier
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+PARQUET = ".parquet"
+KEPT_GROUPS = 8
+"""Groups of rows of Parquet that stay in memory: a row is read with those of its group."""
+SHOWN = 10
+
+
+class ImageFiles:
+    """The images in folders: `FOLDER/CLASS/...`. They come in the order of a digest of their relative paths, which is a random
+    one, and the same on every machine."""
+
+    def __init__(self, folders: Sequence[Path]):
+        found = [(path.relative_to(folder), path) for folder in folders for path in sorted(folder.rglob("*")) if _is_image(path)]
+        for relative, path in found:
+            if len(relative.parts) < 2:
+                raise DataError(f"data.paths: {path} is in no folder of a class: expected FOLDER/CLASS/{path.name}")
+        self.files = sorted(found, key=lambda file: hashlib.sha256(file[0].as_posix().encode()).digest())
+        self.classes = sorted({relative.parts[0] for relative, _ in found})
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        relative, path = self.files[index]
+        return open_image(path), self.classes.index(relative.parts[0])
+
+
+class ParquetImages:
+    """The rows of files of Parquet: a column `image` (bytes, or a struct with `bytes`, as `datasets` writes them) and a column
+    `label` of integers. A row is read with the others of its group when it is used."""
+
+    def __init__(self, paths: Sequence[Path]):
+        import pyarrow.parquet as pq
+
+        self.files = []
+        groups: list[tuple[int, int, int]] = []
+        for number, path in enumerate(paths):
+            try:
+                file = pq.ParquetFile(path)
+            except (OSError, ValueError) as error:
+                raise DataError(f"data.paths: {path} is no whole file of Parquet: {error}") from error
+            if missing := {"image", "label"} - set(names := file.schema_arrow.names):
+                raise DataError(f"data.paths: {path} has no column {', '.join(sorted(missing))}: it has {', '.join(names)}")
+            self.files.append(path)
+            groups += [(number, each, file.metadata.row_group(each).num_rows) for each in range(file.num_row_groups)]
+        self._groups = groups
+        self._ends = list(itertools.accumulate(rows for _, _, rows in groups))
+        self._read = lru_cache(KEPT_GROUPS)(self._read_group)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        group = bisect.bisect_right(self._ends, index)
+        number, _, rows = self._groups[group]
+        row = index - (self._ends[group] - rows)
+        images, labels = self._read(group)
+        where = f"{self.files[number]}, row {index - sum(rows for file, _, rows in self._groups if file < number)}"
+        image, label = images[row].as_py(), labels[row].as_py()
+        content = image.get("bytes") if isinstance(image, Mapping) else image
+        if not isinstance(content, bytes) or not isinstance(label, int):
+            raise DataError(f"{where}: image is {type(content).__name__}, label is {label!r}: expected bytes and an integer")
+        return open_image(where, content), label
+
+    def _read_group(self, group: int) -> tuple[Any, Any]:
+        import pyarrow.parquet as pq
+
+        number, within, _ = self._groups[group]
+        try:
+            # Opened anew: several threads read at once, and a file has one position.
+            table = pq.ParquetFile(self.files[number]).read_row_group(within, columns=["image", "label"])
+        except OSError as error:
+            raise DataUnavailableError(f"{self.files[number]} cannot be read: {error}") from error
+        return table["image"], table["label"]
+
+
+class LabelledImages:
+    """Examples {"image": float32[height, width, colours], "label": int32} of a part of some images."""
+
+    def __init__(self, images: ImageFiles | ParquetImages, part: range, processor: ImageProcessor, num_labels: int):
+        self.images, self.part, self.processor, self.num_labels = images, part, processor, num_labels
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        image, label = self.images[self.part[index]]
+        if not 0 <= label < self.num_labels:
+            raise DataError(
+                f"image {self.part[index]} has the label {label}: expected 0 to {self.num_labels - 1} (vision.num_labels)"
+            )
+        return {"image": self.processor(image), "label": np.asarray(label, np.int32)}
+
+
+def labelled_images(arguments: TrainingArguments) -> tuple[LabelledImages, LabelledImages]:
+    """Returns (training examples, held-out examples) of `data.paths`; the last `data.eval_fraction` are held out. Classes are
+    numbered in the order of the alphabet. Images are prepared as the folder of `init_from` says, if it is one of Hugging Face
+    that does; else resized to `vision.image_size`, from -1 (black) to 1. Raises DataError or DataMissingError."""
+    config = classifier(arguments.vision)
+    num_labels = config.num_labels or 0
+    images = _images([Path(path).expanduser() for path in arguments.data.paths])
+    if isinstance(images, ImageFiles) and len(images.classes) != num_labels:
+        shown = ", ".join(images.classes[:SHOWN]) + (", ..." if len(images.classes) > SHOWN else "")
+        raise DataError(f"vision.num_labels = {num_labels}: data.paths has {len(images.classes)} folders of classes ({shown})")
+    processor = ImageProcessor(config.image_size, config.image_size, config.num_channels)
+    begun = arguments.init_from
+    if begun is not None and (Path(begun.path).expanduser() / CONFIG_FILE).is_file():
+        processor = read_processor(begun.path)
+    first_held = len(images) - int(len(images) * arguments.data.eval_fraction)
+    parts = range(first_held), range(first_held, len(images))
+    train, held = (LabelledImages(images, part, processor, num_labels) for part in parts)
+    return train, held
+
+
+def _images(paths: Sequence[Path]) -> ImageFiles | ParquetImages:
+    for path in paths:
+        if not path.exists():
+            raise DataMissingError(f"data.paths: {str(path)!r} does not exist (looked for {os.path.abspath(path)})")
+    parquet = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob(f"*{PARQUET}")))]
+    images: ImageFiles | ParquetImages
+    images = ParquetImages(parquet) if parquet else ImageFiles(paths)
+    if len(images) == 0:
+        raise DataMissingError(
+            f"data.paths: no image in {', '.join(map(str, paths))}; expected FOLDER/CLASS/NAME with the endings "
+            f"{', '.join(SUFFIXES)}, or files {PARQUET}"
+        )
+    return images
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES

@@ -1,0 +1,158 @@
+"""The configurations of encoders of images, and of Gemma 3 with images, in the form of Hugging Face (`config.json`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from trainers.config import ModelConfig
+from trainers.config.vision import VisionConfig
+from trainers.errors import UsageError
+from trainers.models.hf import config as text
+
+Json = Mapping[str, Any]
+
+ENCODER_OF = {"vit": "vit", "siglip_vision_model": "siglip", "siglip": "siglip"}
+"""`vision.family` by `model_type`. `siglip` has a `vision_config` beside that of the encoder of texts, which is not read."""
+ACTIVATION_OF = {"vit": "gelu", "siglip": "gelu_pytorch_tanh"}
+EPS_OF = {"vit": 1e-12, "siglip": 1e-6}
+SIZES = {
+    "image_size": 224,
+    "patch_size": 16,
+    "num_channels": 3,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+}
+"""What a file may leave out, for `transformers` leaves out its own defaults."""
+GEMMA3 = "gemma3"
+PARTS = ("text_config", "vision_config")
+
+
+class ImageTextConfig(NamedTuple):
+    """The sections `vision` and `model` of a `trainers.models.vlm.ImageTextModel`."""
+
+    vision: VisionConfig
+    model: ModelConfig
+
+    @property
+    def family(self) -> str:
+        return f"{self.model.family} with images"
+
+
+Config = ModelConfig | VisionConfig | ImageTextConfig
+
+
+def read(found: Json) -> Config:
+    """Returns the configuration of the model that a `config.json` describes: of an encoder of images, of a decoder, or of both.
+    Raises UsageError that names all that is not understood."""
+    kind = found.get("model_type")
+    if kind in ENCODER_OF:
+        return _encoder(ENCODER_OF[kind], {**found, **found.get("vision_config", {})})
+    return _image_text(found) if kind == GEMMA3 else text.read(found)
+
+
+def _encoder(family: str, found: Json, *, has_head: bool | None = None) -> VisionConfig:
+    given = {**SIZES, "hidden_act": ACTIVATION_OF[family], "layer_norm_eps": EPS_OF[family], **found}
+    if problems := list(_problems(family, given)):
+        raise UsageError("\n".join(problems))
+    try:
+        return VisionConfig(
+            family=family,
+            image_size=given["image_size"],
+            patch_size=given["patch_size"],
+            num_channels=given["num_channels"],
+            width=given["hidden_size"],
+            num_layers=given["num_hidden_layers"],
+            num_heads=given["num_attention_heads"],
+            mlp_width=given["intermediate_size"],
+            norm_eps=given["layer_norm_eps"],
+            num_labels=_num_labels(given) if family == "vit" else None,
+            attention_pooling=family == "siglip" and given.get("vision_use_head", True) if has_head is None else has_head,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _num_labels(given: Json) -> int | None:
+    """Returns the classes of the head; None if the file is of a model without one. The file has no number of them, but names;
+    it has none if they are the two of the default."""
+    if "ForImageClassification" not in "".join(given.get("architectures") or ()):
+        return None
+    return len(given.get("id2label") or (0, 1))
+
+
+def _problems(family: str, given: Json) -> Iterator[str]:
+    if given["hidden_act"] != ACTIVATION_OF[family]:
+        yield f"hidden_act = {given['hidden_act']!r}: expected {ACTIVATION_OF[family]} in the family {family}"
+    if not given.get("qkv_bias", True):
+        yield f"qkv_bias = false: expected true in the family {family}"
+    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"):
+        if given.get(name):
+            yield f"{name} = {given[name]}: expected 0"
+
+
+def _image_text(found: Json) -> ImageTextConfig:
+    if missing := [name for name in PARTS if not isinstance(found.get(name), Mapping)]:
+        raise UsageError(f"{' and '.join(missing)} missing: a configuration of model_type {GEMMA3} has both")
+    # The Hub's files leave out what is the default of the family.
+    of_text = {"vocab_size": 262_208, **found["text_config"], "model_type": "gemma3_text"}
+    vision = _encoder("siglip", found["vision_config"], has_head=False)
+    tokens, token = found.get("mm_tokens_per_image", 256), found.get("image_token_index", found.get("image_token_id", 262_144))
+    try:
+        return ImageTextConfig(dataclasses.replace(vision, tokens_per_image=tokens, image_token=token), text.read(of_text))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def write(config: Config, *, max_length: int, dtype: str) -> dict[str, Any]:
+    """Returns `config.json`. Raises UsageError if the family has no form for what `config` asks for."""
+    if isinstance(config, ModelConfig):
+        return text.write(config, max_length=max_length, dtype=dtype)
+    if isinstance(config, VisionConfig):
+        kind = {"vit": "ViTForImageClassification" if config.num_labels else "ViTModel"}.get(config.family, "SiglipVisionModel")
+        return {"architectures": [kind], **_write_encoder(config), "torch_dtype": dtype}
+    if config.model.family != GEMMA3:
+        raise UsageError(f"model.family = {config.model.family!r}: expected {GEMMA3}, the one with images that transformers has")
+    return {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": GEMMA3,
+        "text_config": text.write(config.model, max_length=max_length, dtype=dtype),
+        "vision_config": _write_encoder(config.vision),
+        "mm_tokens_per_image": config.vision.tokens_per_image,
+        "image_token_index": config.vision.image_token,
+        "tie_word_embeddings": config.model.tie_embeddings,
+        "torch_dtype": dtype,
+    }
+
+
+def _write_encoder(config: VisionConfig) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "model_type": "vit" if config.family == "vit" else "siglip_vision_model",
+        "image_size": config.image_size,
+        "patch_size": config.patch_size,
+        "num_channels": config.num_channels,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_width,
+        "layer_norm_eps": config.norm_eps,
+        "hidden_act": ACTIVATION_OF[config.family],
+    }
+    if config.num_labels is not None:
+        about["id2label"] = {str(number): f"LABEL_{number}" for number in range(config.num_labels)}
+        about["label2id"] = {name: int(number) for number, name in about["id2label"].items()}
+    if config.family == "siglip":
+        about["vision_use_head"] = config.attention_pooling
+    return about
+
+
+def meaning(config: Config) -> dict[str, Any]:
+    """Returns the settings that make a difference, with what null stands for."""
+    if isinstance(config, ModelConfig):
+        return text.meaning(config)
+    if isinstance(config, VisionConfig):
+        return {name: value for name, value in dataclasses.asdict(config).items() if name != "remat"}
+    return {"vision": meaning(config.vision), "model": meaning(config.model)}
