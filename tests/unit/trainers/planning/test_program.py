@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,6 +17,8 @@ from trainers.config import DataConfig, LossConfig, MeshConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.planning import collectives, program
+from trainers.planning.estimate import load_datasets
+from trainers.planning.stand_in import StandIn
 
 LAYERS, DEVICES = 3, 4
 MODEL = ModelConfig(vocab_size=256, width=64, num_layers=LAYERS, num_heads=4, num_kv_heads=2, mlp_width=128, remat="full")
@@ -146,3 +149,14 @@ def test_the_child_answers_with_the_problems(tmp_path):
     answer = json.loads(ran.stdout)
     assert answer["facts"] == {}
     assert "does not fit 2 devices" in answer["problems"][0]
+
+
+@pytest.mark.parametrize("changed", [{}, {"packing": "concat"}, {"packing": "fit"}])
+def test_what_stands_for_the_data_has_their_leaves(tmp_path, changed):
+    (tmp_path / "a.txt").write_text("To be, or not to be. " * 20)
+    made = arguments(data=DataConfig(paths=(str(tmp_path),), pattern="*.txt", sequence_length=16, eval_fraction=0, **changed))
+    read = load_datasets(made)[0][0]
+    stands = StandIn(made)[0]
+    assert {name: (leaf.shape, leaf.dtype) for name, leaf in stands.items()} == {
+        name: (np.shape(leaf), np.asarray(leaf).dtype) for name, leaf in read.items()
+    }
