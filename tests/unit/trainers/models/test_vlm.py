@@ -14,6 +14,7 @@ from flax import nnx
 from trainers.config import ModelConfig
 from trainers.config.vision import VisionConfig
 from trainers.errors import UsageError
+from trainers.models.decoder import Decoder
 from trainers.models.vlm import ImageTextModel, averaged
 
 IMAGE = 7
@@ -45,6 +46,26 @@ def test_an_image_is_seen_by_its_own_tokens_in_both_directions_and_by_later_ones
     first[0, 0, 4:, 4:], second[0, 1, 4:, 4:] = 3.0, 3.0
     assert changed_places(before, hidden_of(model, TOKENS, first)) == list(range(1, 12))
     assert changed_places(before, hidden_of(model, TOKENS, second)) == list(range(7, 12))
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_tokens_of_a_block_see_each_other_also_backwards_and_later_ones_in_spite_of_a_window(window):
+    config = dataclasses.replace(MODEL, num_layers=1, window=window)
+    decoder = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
+    tokens, blocks = np.ones((1, 8), np.int32), np.array([[0, 1, 1, 1, 1, 2, 2, 0]], np.int32)
+    embedded = np.random.default_rng(0).normal(size=(1, 8, 16)).astype(np.float32)
+
+    @jax.jit
+    def hidden(embedded):
+        return decoder.hidden(tokens, embedded_BTD=embedded, blocks_BT=blocks).x_BTD
+
+    def seen_by(place):
+        changed = embedded.copy()
+        changed[0, place] += 1.0
+        return changed_places(hidden(embedded), hidden(changed))
+
+    assert seen_by(4) == ([1, 2, 3, 4, 5, 6, 7] if window is None else [1, 2, 3, 4, 5])
+    assert seen_by(1) == ([1, 2, 3, 4, 5, 6, 7] if window is None else [1, 2])
 
 
 def test_a_text_token_is_seen_by_later_ones_alone():
