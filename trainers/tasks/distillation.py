@@ -12,7 +12,7 @@ from trainers.config import DistillationConfig
 from trainers.errors import UsageError
 from trainers.models.decoder import Hidden
 from trainers.protocol import Batch, Loss
-from trainers.tasks.causal_lm import CausalLMTask
+from trainers.tasks.causal_lm import CausalLMTask, packing_of
 from trainers.tasks.cross_entropy import MAX_LOGITS, over_time, parts_of
 from trainers.tasks.preference import without_loss_settings
 
@@ -31,8 +31,8 @@ class Distances(NamedTuple):
 
 class DistillationTask(CausalLMTask):
     """Learns the probabilities of the frozen model `frozen.teacher`, whose vocabulary must be the same. `batch` is that of a
-    language model: {"tokens": int32[B, T + 1], "weight": float32[B]}, and perhaps `token_weight`. The loss is a mean over the
-    targets."""
+    language model: {"tokens": int32[B, T + 1], "weight": float32[B]}, and perhaps `token_weight`, or those of packed rows. The
+    loss is a mean over the targets."""
 
     has_perplexity = False
 
@@ -42,15 +42,14 @@ class DistillationTask(CausalLMTask):
             yield "frozen.teacher is missing: name the weights to learn from, a run or a folder of Hugging Face"
 
     def loss(self, model: Any, batch: Batch, frozen: Mapping[str, Any]) -> Loss:  # type: ignore[override]
-        if "segments" in batch:
-            raise UsageError(
-                "the rows are packed, and DistillationTask does not keep their documents apart: leave out data.packing"
-            )
         tokens = batch["tokens"][:, :-1]
         weight = jnp.broadcast_to(batch["weight"][:, None], tokens.shape)
         if "token_weight" in batch:
             weight = weight * batch["token_weight"][:, 1:]
-        student, teacher = (each.hidden(tokens) for each in (model, frozen[TEACHER]))
+        positions = segments = None
+        if (packed := packing_of(batch)) is not None:
+            weight, positions, segments = jnp.where(packed.has_target, weight, 0.0), packed.positions, packed.segments
+        student, teacher = (each.hidden(tokens, positions, segments) for each in (model, frozen[TEACHER]))
         found = distances(student, teacher, self.arguments.distillation)
         rows = (jnp.sum(found.divergences * weight, 1), jnp.sum(weight, 1))
         num_targets = jnp.sum(rows[1])

@@ -104,12 +104,27 @@ def test_settings_that_do_not_fit_are_errors(changes, error):
         task_of(**changes)
 
 
-def test_a_teacher_with_another_vocabulary_and_packed_rows_are_errors(models):
+def test_packed_documents_have_the_loss_of_separate_rows(models):
+    task, (student, teacher) = task_of(), models
+    tokens = np.random.default_rng(4).integers(0, 64, (2, 5)).astype(np.int32)
+    apart = {"tokens": np.pad(tokens, ((0, 0), (0, 4))), "weight": np.ones(2, np.float32)}
+    apart["token_weight"] = np.pad(np.ones((2, 5), np.float32), ((0, 0), (0, 4)))
+    packed = {
+        "tokens": tokens.reshape(1, 10)[:, :9],
+        "weight": np.ones(1, np.float32),
+        "segments": np.array([[1] * 5 + [2] * 4], np.int32),
+        "positions": np.array([[*range(5), *range(4)]], np.int32),
+    }
+    apart["token_weight"][1, 4] = 0  # the last token of the second one has no room in the packed row
+    one, same = (jax.jit(task.loss)(student, batch, {"teacher": teacher}) for batch in (apart, packed))
+    assert float(one.num_targets) == float(same.num_targets) == 7
+    assert float(one.loss_sum) == pytest.approx(float(same.loss_sum), rel=1e-4)
+
+
+def test_a_teacher_with_another_vocabulary_is_an_error():
     hidden = [Hidden(jnp.zeros((1, 2, 3)), jnp.zeros((3, size))) for size in (8, 9)]
     with pytest.raises(UsageError, match="a vocabulary of 9 tokens, and the model one of 8: expected the same one"):
         distances(*hidden, DistillationConfig())
-    with pytest.raises(UsageError, match="the rows are packed"):
-        task_of().loss(models[0], {"segments": np.zeros(1)}, {})
     for settings, error in (({"temperature": 0.0}, "temperature = 0"), ({"top_k": 0}, "top_k = 0")):
         with pytest.raises(ValueError, match=error):
             DistillationConfig(**settings)
