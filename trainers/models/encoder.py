@@ -20,6 +20,7 @@ from trainers.errors import UsageError
 from trainers.models import lora, remat
 from trainers.models.decoder import TABLE_SCALE, Weights, activation, heads_of, layer_norm, mlp, norm, project
 from trainers.models.layers import Layers, parameter
+from trainers.parallel.mesh import by_rows
 from trainers.parallel.platform import platform
 
 
@@ -64,9 +65,9 @@ class Encoder(nnx.Module):
                 mixed_ND = jax.nn.dot_product_attention(*heads).reshape(x_ND.shape)
                 x_ND += project(mixed_ND, weights, "out")
             with jax.named_scope("mlp"):
-                return x_ND + mlp(config, norm(config, x_ND, weights, "mlp_norm"), weights), None
+                return by_rows(x_ND + mlp(config, norm(config, x_ND, weights, "mlp_norm"), weights)), None
 
-        x_ND = self._embedded(images_BHWC).reshape(-1, config.width)
+        x_ND = by_rows(self._embedded(images_BHWC).reshape(-1, config.width))
         with jax.named_scope("layers"):
             weights = {name: weight.astype(self.dtype) for name, weight in lora.scaled(self.layers).items()}
             body = remat.wrap(layer, config.remat, in_loop=True)
