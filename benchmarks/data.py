@@ -25,10 +25,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
+
 from trainers.config import DataConfig, ModelConfig  # noqa: E402
 from trainers.config.arguments import TrainingArguments  # noqa: E402
 from trainers.config.source import SourceConfig  # noqa: E402
-from trainers.data import bpe, preparing  # noqa: E402
+from trainers.data import bpe, kept, preparing  # noqa: E402
 from trainers.data.sources.records import open_records  # noqa: E402
 
 VOCAB_SIZE = 8192
@@ -61,22 +63,22 @@ def measure_tokens(folder: Path, num_bytes: int, sequence_length: int) -> None:
     print(f"tokenizer of {VOCAB_SIZE:,} trained in {time.perf_counter() - begun_s:.1f} s")
     tokenizers = {"bytes": "bytes", "tokenizer.json": f"{folder}/tokenizer/tokenizer.json", "a folder": f"{folder}/tokenizer"}
     for name, tokenizer in tokenizers.items():
-        arguments = arguments_of(source, tokenizer, sequence_length)
+        for packing in (None, "fit"):
+            arguments = arguments_of(source, tokenizer, sequence_length, packing)
+            kept.delete(kept.folder(kept.TOKENS))
+            for what in ("on the fly", "prepared"):
+                begun_s = time.perf_counter()
+                num_tokens = read_all(arguments)
+                rate(f"{what}, packed" if packing else what, name, num_tokens, time.perf_counter() - begun_s)
+        made = preparing.Source(arguments.data, arguments, preparing.encoder_of(arguments.data, arguments, ["text"]))
         begun_s = time.perf_counter()
-        num_tokens = read_all(arguments)
-        rate("on the fly", name, num_tokens, time.perf_counter() - begun_s)
-        begun_s = time.perf_counter()
-        num_tokens = read_all(arguments)
-        rate("prepared", name, num_tokens, time.perf_counter() - begun_s)
-        for num_workers in () if name == "bytes" else (2,):
-            made = preparing.Source(arguments.data, arguments, preparing.encoder_of(arguments.data, arguments, ["text"]))
-            begun_s = time.perf_counter()
-            preparing.make(made, folder / f"{name}-{num_workers}", num_workers=num_workers)
-            rate(f"prepare, {num_workers} workers", name, num_tokens, time.perf_counter() - begun_s)
+        preparing.make(made, folder / name, num_workers=2)
+        rate("prepare, 2 workers", name, num_tokens, time.perf_counter() - begun_s)
 
 
-def arguments_of(source: SourceConfig, tokenizer: str, sequence_length: int) -> TrainingArguments:
-    data = DataConfig(**dataclasses.asdict(source), tokenizer=tokenizer, sequence_length=sequence_length, eval_fraction=0)
+def arguments_of(source: SourceConfig, tokenizer: str, sequence_length: int, packing: Any) -> TrainingArguments:
+    more = {"packing": packing, "overlong": "split" if packing else "cut"}
+    data = DataConfig(**dataclasses.asdict(source), **more, tokenizer=tokenizer, sequence_length=sequence_length, eval_fraction=0)
     return TrainingArguments(name="benchmark", max_num_steps=1, data=data, model=ModelConfig(vocab_size=VOCAB_SIZE))
 
 
@@ -92,7 +94,7 @@ def read_all(arguments: TrainingArguments) -> int:
     loader = StepAddressedLoader(train, BATCH, make_mesh(arguments.mesh))
     num_tokens = 0
     for batch in loader.epoch():
-        num_tokens += batch["tokens"].size
+        num_tokens += int((np.asarray(batch["segments"]) > 0).sum()) if "segments" in batch else batch["tokens"].size
     jax.block_until_ready(batch)
     loader.close()
     return num_tokens

@@ -80,6 +80,10 @@ def prepare(options: argparse.Namespace) -> None:
     output = output_of(options, arguments)
     sources = sources_of(arguments)
     if options.train_bpe is not None:
+        if TOKENIZER in sources:
+            raise UsageError(
+                f"data.mixture has a source {TOKENIZER!r}, the name of the folder for --train-bpe: rename the source"
+            )
         arguments = with_tokenizer(arguments, list(sources.values()), options.train_bpe, output / TOKENIZER)
     tokenizers.check(tokenizers.of(arguments), arguments)
     for name, config in sources.items():

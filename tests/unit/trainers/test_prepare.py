@@ -143,6 +143,8 @@ def test_what_is_refused(config, tmp_path, capsys):
     assert "model.vocab_size = 200: expected at least 256, for the data are bytes" in error("model.vocab_size=200")
     assert "--train-bpe 100: expected at least 257" in error("--train-bpe", "100")
     assert "gs://bucket/x is no folder: tokens are mapped from files; give --output" in error("--output", "gs://bucket/x")
+    mixture = f"data.mixture=[{{name: tokenizer, paths: [{tmp_path / 'texts.jsonl'}]}}]"
+    assert "a source 'tokenizer', the name of the folder for --train-bpe" in error("--train-bpe", "300", mixture)
     (tmp_path / "blocked").write_text("")
     assert "Not a directory" in error("--output", str(tmp_path / "blocked" / "x"))
     assert prepare.main([str(config), "--workers", "0", f"data.prepared={tmp_path / 'there'}"]) == 0

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from trainers.config.source import SourceConfig
+from trainers.config import DataConfig
 from trainers.data import kept
 from trainers.data.sources import access, lines, tables
 from trainers.data.sources.files import files_of
@@ -35,7 +35,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 
 def source(*paths, **changes):
-    return SourceConfig(paths=tuple(map(str, paths)), **changes)
+    return DataConfig(paths=tuple(map(str, paths)), **changes)
 
 
 def write_jsonl(path, rows=ROWS):

@@ -69,10 +69,10 @@ def test_tokens_of_a_block_see_each_other_also_backwards_and_later_ones_in_spite
 
 
 def test_a_text_token_is_seen_by_later_ones_alone():
-    model, tokens = model_of(), TOKENS.copy()
-    before = hidden_of(model, tokens, IMAGES)
-    tokens[0, 6] = 9
-    assert changed_places(before, hidden_of(model, tokens, IMAGES)) == list(range(6, 12))
+    model, changed = model_of(), TOKENS.copy()
+    changed[0, 6] = 9
+    before, after = (hidden_of(model, tokens, IMAGES) for tokens in (TOKENS, changed))
+    assert changed_places(before, after) == list(range(6, 12))
 
 
 def test_the_patches_of_a_square_are_averaged():
