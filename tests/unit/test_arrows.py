@@ -55,7 +55,7 @@ FLOORS = {
         ("planning", "verify"),
         ("driver", "chaos", "checkpoints"),
         ("launching",),
-        ("run", "profile", "init", "gangway"),
+        ("run", "compile", "profile", "init", "gangway"),
         ("library", "launched"),
     ),
 }
