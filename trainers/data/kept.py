@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = "~/.cache/gangway"
 TOKENS, INDICES, CHECKED, LOCKS = "tokens", "records", "checked", "locks"
 KEPT_BYTES = 20 << 30
-"""How much of each is kept: what was used last."""
+"""How much of each is kept."""
 
 
 def folder(kind: str) -> Path:
@@ -27,13 +27,23 @@ def used(path: Path) -> None:
 
 
 def tidy(place: Path) -> None:
-    """Deletes the entries that were used least recently, until the others are no more than `KEPT_BYTES`."""
-    entries = sorted(((path.stat().st_mtime, path) for path in place.iterdir()), reverse=True)
-    kept = 0
-    for _, path in entries:
-        kept += _num_bytes(path)
-        if kept > KEPT_BYTES:
-            delete(path)
+    """Deletes what was used least recently, until the rest is no more than `KEPT_BYTES`. What was used last stays, however large:
+    the next start needs it. Entries that differ only in their endings go together."""
+    with suppress(OSError):  # another process deletes at the same time
+        _tidy(place)
+
+
+def _tidy(place: Path) -> None:
+    entries: dict[str, list[Path]] = {}
+    for path in place.iterdir():
+        entries.setdefault(path.name.partition(".")[0], []).append(path)
+    newest_first = sorted(entries.values(), key=lambda paths: -max(path.stat().st_mtime for path in paths))
+    num_bytes = 0
+    for number, paths in enumerate(newest_first):
+        num_bytes += sum(_num_bytes(path) for path in paths)
+        if number > 0 and num_bytes > KEPT_BYTES:
+            for path in paths:
+                delete(path)
 
 
 @contextmanager

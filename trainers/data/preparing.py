@@ -298,7 +298,8 @@ def _work(work: Path, part: Part) -> dict[str, Any]:
 
 def _publish(source: Source, work: Path, parts: Sequence[Part], folder: Path, files: Sequence[Mapping[str, Any]]) -> None:
     """Joins the parts, and gives the whole folder its name."""
-    mine = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
+    # Beside the parts: what a killed process leaves goes with them.
+    mine = work / f"{uuid.uuid4().hex}.tmp"
     mine.mkdir()
     try:
         about = {**source.about(), "files": files, **join(work, parts, mine, source.dtype)}

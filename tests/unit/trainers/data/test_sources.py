@@ -264,7 +264,11 @@ def test_an_index_is_made_once_for_a_file_as_it_is(tmp_path, cache, monkeypatch)
     monkeypatch.setenv("HOME", str(cache.parents[2]))
     monkeypatch.setattr(kept, "KEPT_BYTES", 10)
     assert list(open_records(source(path))) == ROWS
-    assert list(cache.iterdir()) == []
+    for file in cache.iterdir():
+        os.utime(file, (1, 1))
+    assert list(open_records(source(path, on_malformed="skip"))) == ROWS
+    (stem,) = {file.stem for file in cache.iterdir()}  # what was used last, however large
+    assert {file.name for file in cache.iterdir()} == {f"{stem}.npy", f"{stem}.json"}
 
 
 def test_what_is_not_there(tmp_path):
