@@ -95,6 +95,7 @@ def test_a_thought_that_the_template_drops_is_an_error_that_shows_it(tokenizer):
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", r"leaves out the content of message 2: give .* {% gen"),
         ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", "repeats the content of message 2"),
         ("{{ messages[2].content | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "before message 2 changes with"),
+        ("{% for m in messages %}{{ m.content }}{{ m.content | length }}{% endfor %}", "content of message 2, or what follows"),
         ("{{ raise_exception('roles must alternate') }}", r"refuses it: TemplateError: roles must alternate"),
         (
             "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}",
