@@ -18,7 +18,7 @@ from orchestrator.shipped import files
 from tests import ROOT
 from trainers.program import program
 
-NO_COMMANDS = {"trainers.worker", "trainers.planning.estimate", "orchestrator.gangway", "orchestrator.launched"}
+NO_COMMANDS = {"trainers.worker", "trainers.planning.estimate", "trainers.planning.program", "orchestrator.gangway", "orchestrator.launched"}
 """Modules that are programs, and that no person calls through `gangway`."""
 
 
@@ -108,7 +108,7 @@ def test_it_lists_its_commands(words, status, capsys):
     [
         ("rnu", "there is no command 'rnu'; did you mean gangway run?"),
         ("checkpoint", "did you mean gangway checkpoints?"),
-        ("zzz", "there is no command 'zzz'; expected one of init, run, train"),
+        ("zzz", "there is no command 'zzz'; expected one of init, run, compile, train"),
         ("quickstart.yaml", "to train what it describes: gangway run quickstart.yaml"),
     ],
 )
