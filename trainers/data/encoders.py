@@ -57,12 +57,6 @@ class EncoderKind(NamedTuple):
     """Must not read the tokenizer: a process that finds its documents prepared needs none."""
 
 
-def _text(source: SourceConfig, arguments: TrainingArguments, columns: Sequence[str]) -> Encoder:
-    # A text file has one column, whatever the source calls that of its tables.
-    column = source.text_column if source.text_column in columns else "text"
-    return TextEncoder(tokenizers.of(arguments), column)
-
-
 ENCODERS: dict[str, EncoderKind] = {
     "chat": EncoderKind(
         fits=lambda source, columns: MESSAGES in columns,
@@ -75,9 +69,9 @@ ENCODERS: dict[str, EncoderKind] = {
         make=lambda source, arguments, columns: CompletionEncoder(tokenizers.of(arguments)),
     ),
     "text": EncoderKind(
-        fits=lambda source, columns: source.text_column in columns or list(columns) == ["text"],
+        fits=lambda source, columns: source.text_column in columns,
         expects=lambda source: f"{source.text_column!r} (data.text_column)",
-        make=_text,
+        make=lambda source, arguments, columns: TextEncoder(tokenizers.of(arguments), source.text_column),
     ),
 }
 """The kinds by name. `auto`: the first that fits."""

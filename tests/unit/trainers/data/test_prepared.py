@@ -82,6 +82,9 @@ def test_the_text_may_have_another_column(tmp_path):
         of_source(*documents, no_note)
     with pytest.raises(DataError, match=r"have the columns id, content; expected for .*text: 'text' \(data\.text_column\)"):
         of_source((made := arguments(path)).data, made, no_note)
+    path.write_text('{"text": "abc"}\n')
+    with pytest.raises(DataError, match=r"have the columns text; expected for .*text: 'content'"):
+        of_source(*documents, no_note)
     path.write_text('{"content": "abc"}\n{"content": 5}\n')
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: expected a text in the column 'content': it is int"):
         of_source(*documents, no_note)
