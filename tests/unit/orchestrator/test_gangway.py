@@ -18,7 +18,13 @@ from orchestrator.shipped import files
 from tests import ROOT
 from trainers.program import program
 
-NO_COMMANDS = {"trainers.worker", "trainers.planning.estimate", "trainers.planning.program", "orchestrator.gangway", "orchestrator.launched"}
+NO_COMMANDS = {
+    "trainers.worker",
+    "trainers.planning.estimate",
+    "trainers.planning.program",
+    "orchestrator.gangway",
+    "orchestrator.launched",
+}
 """Modules that are programs, and that no person calls through `gangway`."""
 
 
