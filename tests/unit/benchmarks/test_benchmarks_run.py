@@ -28,3 +28,14 @@ def test_the_benchmark_of_the_data_runs_to_its_result():
     lines = done.stdout.splitlines()
     assert re.match(r"on the fly +bytes +1\.0 M tokens in +[\d.]+ s: +[\d,]+ tokens/s", lines[1])
     assert re.fullmatch(r"index kept: \d+\.\d\d s, \d+ MB of memory at most, \d+ before", lines[-1])
+
+
+def test_the_benchmark_of_small_models_tells_the_held_out_loss_of_each(tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
+    command = [sys.executable, "-m", "benchmarks.shakespeare", str(tmp_path / "text.txt"), "--seeds", "1", "--steps", "2"]
+    env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    shape = r"(gpt2|gpt2, own start|llama): \d\.\d{3} \(seeds \d\.\d{3}\), \d+ s; 2: \d\.\d{3}"
+    assert len(lines := done.stdout.splitlines()) == 3
+    assert all(re.fullmatch(shape, line) for line in lines)
