@@ -92,9 +92,10 @@ def remove(written: Sequence[Path], folder: Path) -> None:
     for path in written:
         with suppress(OSError):  # the error that led here is the one to tell
             path.unlink()
-    for path in sorted({path.parent for path in written} - {folder}, reverse=True):
+    # Deeper ones first.
+    for path in sorted({parent for path in written for parent in path.relative_to(folder).parents} - {Path()}, reverse=True):
         with suppress(OSError):
-            path.rmdir()
+            (folder / path).rmdir()
 
 
 def told(folder: str, files: Mapping[str, bytes], next_commands: Sequence[str]) -> list[str]:

@@ -153,7 +153,7 @@ def test_arguments_of_ones_own(write):
 
 
 def test_keys_of_an_arguments_class_that_is_missing_are_not_called_unknown(write):
-    path = write("arguments: nowhere:Thing\ndistillation: {teacher: big}\nseed: x\n")
+    path = write("arguments: nowhere:Thing\nteaching: {teacher: big}\nseed: x\n")
     missing, seed, *_ = problems(path)
     assert "arguments: 'nowhere:Thing': no module" in missing
     assert seed == 'line 3: seed: expected an integer (found "x")'
