@@ -74,12 +74,12 @@ def test_it_fits_and_exchanges_its_weights_alone(name, compiler, folder):
         sum(size for kind, _, _, size in facts["exchanged"] if kind in kinds)
         for kinds in (("all-gather", "collective-permute"), ("all-reduce", "reduce-scatter"))
     )
-    # Forward, again for what is not kept, and backward; without a few that the compiler keeps, or with those of activations.
-    assert 0.3 * steps * weights < gathered < 4.5 * steps * weights
+    # Forward, again for what is not kept, and backward; in two stages where the devices form a square.
+    assert 0.3 * steps * weights < gathered < 8 * steps * weights
     assert summed < SUMS.get(name, 1.5) * steps * weights
 
 
-SUMS = {"llama3_70b_v5p": 6.0, "llama3_8b_lora_v5e": 0.2}
+SUMS = {"llama3_70b_v5p": 10.0, "llama3_8b_lora_v5e": 0.2}
 """What is summed, by the weights: gradients; of a tensor axis, activations too; of LoRA, next to nothing."""
 
 
