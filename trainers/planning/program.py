@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -41,8 +40,6 @@ LIBTPU = "libtpu==0.0.42.*"
 NO_MEMORY = "RESOURCE_EXHAUSTED"
 LARGE_BYTES = 64 << 20
 """An array of the state from this size on should not be whole on every device."""
-EXPLAINED = re.compile(r"Used [\d.]+\w? of [\d.]+\w? \w+\.|Exceeded \w+ capacity by [\d.]+\w?")
-"""What the compiler says of the memory, in many lines of which these tell the sizes."""
 
 
 def main() -> None:
@@ -91,7 +88,9 @@ def compiled(arguments: TrainingArguments, devices: list[Any]) -> tuple[list[str
     except jax.errors.JaxRuntimeError as error:
         if NO_MEMORY not in str(error):
             raise
-        return [f"the step does not fit in the memory of a device: {' '.join(EXPLAINED.findall(str(error)))}"], facts
+        # The first of many lines, which tells the sizes.
+        why = str(error).partition(f"{NO_MEMORY}:")[2].strip().partition("\n")[0]
+        return [f"the step does not fit in the memory of a device: {why}"], facts
     return [], facts | {"memory": memory(program, devices[0].platform), "exchanged": collectives.of(program.as_text() or "")}
 
 
