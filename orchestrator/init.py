@@ -93,9 +93,10 @@ def remove(written: Sequence[Path], folder: Path) -> None:
         with suppress(OSError):  # the error that led here is the one to tell
             path.unlink()
     # Deeper ones first.
-    for path in sorted({parent for path in written for parent in path.relative_to(folder).parents} - {Path()}, reverse=True):
+    inside = {parent for path in written for parent in path.relative_to(folder).parents} - {Path()}
+    for parent in sorted(inside, reverse=True):
         with suppress(OSError):
-            (folder / path).rmdir()
+            (folder / parent).rmdir()
 
 
 def told(folder: str, files: Mapping[str, bytes], next_commands: Sequence[str]) -> list[str]:

@@ -18,6 +18,8 @@ KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 CONSTANT = re.compile(r"s32\[\]\S* constant\((\d+)\)")
 SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 BITS = re.compile(r"\d+")
+CHAIN = re.compile(r'(channel_id=\d+),.*(chain_id="\d+")')
+"""Of what is begun in one place, and gone on with in others, beside the work of a loop."""
 SCOPE = re.compile(r'op_name="([^"]*)"')
 NO_SCOPE = re.compile(r"^(jit|jvp|transpose|vmap|checkpoint|rematted_computation|closed_call|while|body|cond|shard_map)\b|^\W|^$")
 
@@ -39,16 +41,29 @@ def of(text: str) -> list[Exchange]:
     calls = {name: [call for line in body for call in _calls(line, lines)] for name, body in lines.items()}
     callers = {called: line for body in lines.values() for line in body for called, _ in _calls(line, lines)}
     times = _times(lines, calls)
-    found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    found: list[Exchange] = []
+    chains: dict[str, Exchange] = {}
     for name, body in lines.items():
         fused = name.startswith(FUSED)  # where it belongs is told by what calls it
         for line in body:
-            if (match := INSTRUCTION.search(line)) is not None and times[name]:
-                kind = "reduce-scatter" if fused else match["kind"]
-                total = found[kind, _scope(callers.get(name, line) if fused else line)]
-                total[0] += times[name]
-                total[1] += times[name] * max(map(_bytes, SHAPE.findall(match["shape"])), default=0)
-    exchanges = (Exchange(*key, *total) for key, total in found.items())
+            if (match := INSTRUCTION.search(line)) is None or not times[name]:
+                continue
+            scope = _scope(callers.get(name, line) if fused else line)
+            size = max(map(_bytes, SHAPE.findall(match["shape"])), default=0)
+            exchange = Exchange("reduce-scatter" if fused else match["kind"], scope, times[name], times[name] * size)
+            if (chain := CHAIN.search(line)) is None:
+                found.append(exchange)
+            elif (key := " ".join(chain.groups())) not in chains or exchange.times < chains[key].times:
+                chains[key] = exchange
+    return _added([*found, *chains.values()])
+
+
+def _added(found: list[Exchange]) -> list[Exchange]:
+    totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for exchange in found:
+        total = totals[exchange.kind, exchange.scope]
+        total[0], total[1] = total[0] + exchange.times, total[1] + exchange.bytes
+    exchanges = (Exchange(*key, *total) for key, total in totals.items())
     return sorted(exchanges, key=lambda exchange: -exchange.bytes)
 
 

@@ -125,6 +125,30 @@ def test_what_the_compiler_for_tpus_has_fused_counts_as_a_reduce_scatter():
     assert collectives.of(text) == [("reduce-scatter", "layers/mlp", 5, 5 * 64 * 2)]
 
 
+ASYNCHRONOUS = """
+%step.1 (param: bf16[8]) -> bf16[64] {
+  ROOT %more = bf16[64]{0} all-gather(%param), channel_id=7, frontend_attributes={chain_id="3"}
+}
+
+%body (param: (s32[], bf16[8])) -> (s32[], bf16[8]) {
+  %beside = bf16[64]{0} fusion(%x), kind=kCustom, calls=%step.1
+}
+
+%condition (param: (s32[], bf16[8])) -> pred[] {
+  %limit = s32[] constant(5)
+}
+
+ENTRY %main (param: bf16[8]) -> bf16[64] {
+  %begun = bf16[64]{0} all-gather(%param), channel_id=7, frontend_attributes={chain_id="3"}
+  %loop = (s32[], bf16[8]) while(%start), condition=%condition, body=%body
+}
+"""
+
+
+def test_what_is_gone_on_with_beside_a_loop_counts_once():
+    assert collectives.of(ASYNCHRONOUS) == [("all-gather", "step", 1, 128)]
+
+
 def test_a_tpu_needs_its_compiler(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: None)
