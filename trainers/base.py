@@ -224,9 +224,11 @@ class BaseTrainer(Builder):
             return Given("the given state", lambda: jax.device_put(state, shardings), lambda placed: placed, keep=keep)
         # Jitted with the shardings of the state: every device makes its own part only. Nothing is compiled here: a run that finds
         # a checkpoint never calls it.
-        first = jax.jit(self._initial_state, out_shardings=shardings)
         if model_parameters is not None:
+            first = jax.jit(self._initial_state, out_shardings=shardings)
             return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
+        # What was loaded becomes part of the state: there are no two of it in memory.
+        first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
 
     def _placed(self, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:

@@ -484,8 +484,11 @@ class Builder(BatchBuilder):
         pruner_state = {} if self.pruner is None else self.pruner.init(trained)
         return state_from_parameters(params, self._update_rule, layout, initial_scaler(self.arguments), model_state, pruner_state)
 
-    def _initial_state(self, loaded: Mapping[str, jax.Array] = MappingProxyType({})) -> TrainState:
-        """Returns the state at step 0, with the model's arrays of `loaded`, by name, in place of its own. Traced."""
+    def _initial_state(
+        self, loaded: Mapping[str, jax.Array] = MappingProxyType({}), others: Mapping[str, jax.Array] = MappingProxyType({})
+    ) -> TrainState:
+        """Returns the state at step 0, with the model's arrays of `loaded` and `others`, by name, in place of its own. Traced."""
+        loaded = {**loaded, **others}
         params, model_state = initial_model(self.task, self.arguments.seed, self.arguments.lora)
         return self._fresh_state(with_loaded(params, loaded), with_loaded(model_state, loaded), self.step_layout)
 

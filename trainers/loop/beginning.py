@@ -33,20 +33,22 @@ class Beginning(Protocol):
 class FromSettings:
     """Parameters from the seed, or those that `init_from` names."""
 
-    def __init__(self, config: InitConfig | None, run_folder: str, params: Any, fresh: Callable[[Any], TrainState]):
+    def __init__(self, config: InitConfig | None, run_folder: str, params: Any, fresh: Callable[..., TrainState]):
         """`params` are the shapes of the model's parameters, with shardings. `fresh` makes a state at step 0 with the loaded
-        parameters, by name, and the others from the seed."""
+        parameters, by name, and the others from the seed. It uses up its first argument, and casts the second."""
         self._config, self._run_folder, self._params, self._fresh = config, run_folder, params, fresh
         self.origin: dict[str, Any] | None = None
 
     def make(self) -> TrainState:
         if self._config is None:
-            return self._fresh({})
+            return self._fresh({}, {})
         loaded = init_from.load(self._config, self.origin, self._run_folder, self._params)
         if self.origin is None and jax.process_index() == 0:
             runtime.current().note(loaded.said)
         self.origin = loaded.origin
-        return self._fresh(loaded.arrays)
+        types = {parameter_path(path): leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(self._params)}
+        of_type = {name: array for name, array in loaded.arrays.items() if array.dtype == types[name]}
+        return self._fresh(of_type, {name: array for name, array in loaded.arrays.items() if name not in of_type})
 
     def continues(self, meta: Mapping[str, Any]) -> str:
         configured, self.origin = self._config, meta.get("init_from")

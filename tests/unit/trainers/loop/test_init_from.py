@@ -69,6 +69,14 @@ def test_parameters_come_from_a_run_a_checkpoint_or_a_file(tmp_path, events, sou
     assert note.startswith(f"init_from: 2 of 2 parameters are those of {path} (step 8, digest ")
 
 
+def test_what_was_loaded_is_not_in_memory_a_second_time(tmp_path, source, monkeypatch):
+    load, loaded = init_from.load, []
+    monkeypatch.setattr(init_from, "load", lambda *given: loaded.append(load(*given)) or loaded[0])
+    begun(tmp_path, init_from=str(source[0]))
+    assert loaded[0].arrays
+    assert all(array.is_deleted() for array in loaded[0].arrays.values())
+
+
 def test_parameters_come_from_a_checkpoint_of_the_parameters_alone(tmp_path, events, source):
     models = source[0].parents[0] / "alone" / "run" / "models"
     old = begun(tmp_path / "a", init_from=str(models / "4")).first
