@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainers.config.arguments import TrainingArguments, dataset_function, load_object
+from trainers.config.arguments import TrainingArguments
 from trainers.config.model import OF_EXECUTION
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import parser as command_parser
 from trainers.run import read
 from trainers.runtime.events import Event
 
@@ -57,9 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    about, _, details = str(__doc__).replace("python -m trainers.evaluate", program("trainers.evaluate")).partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(program("trainers.evaluate"), description=about, epilog=details, formatter_class=form)
+    parser = command_parser("trainers.evaluate", __doc__)
     parser.add_argument("config", nargs="+", action=_Places, metavar="[RUN_OR_CHECKPOINT] CONFIG [key=value ...]")
     parser.add_argument("--checkpoint", action="append", default=[], metavar="PATH", help="may be given several times")
     parser.add_argument("--unit", metavar="NAME", help="default: all validation units")
@@ -99,15 +97,10 @@ def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArgument
 def build(arguments: TrainingArguments) -> Any:
     """Returns the trainer. Raises UsageError if it is none that can load a checkpoint."""
     from trainers import runtime
-    from trainers.base import BaseTrainer
+    from trainers.run import base_trainer
 
     runtime.install(runtime.Runtime(show))
-    cls = load_object(arguments.trainer)
-    if not (isinstance(cls, type) and issubclass(cls, BaseTrainer)):
-        raise UsageError(
-            f"trainer = {arguments.trainer!r}: expected a subclass of trainers.base.BaseTrainer, which loads checkpoints"
-        )
-    return cls(arguments, *dataset_function(arguments)(arguments))
+    return base_trainer(arguments, "loads checkpoints")
 
 
 def show(event: Event) -> None:

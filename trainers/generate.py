@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import parser as command_parser
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.checkpoint.weights import Weights
@@ -59,9 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    about, _, details = str(__doc__).replace("python -m trainers.generate", program("trainers.generate")).partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(program("trainers.generate"), description=about, epilog=details, formatter_class=form)
+    parser = command_parser("trainers.generate", __doc__)
     parser.add_argument("source", metavar="RUN_OR_FOLDER")
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step; default: the newest")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from trainers.config.source import SourceConfig
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import parser as command_parser
 from trainers.storage.documents import is_url
 
 if TYPE_CHECKING:  # the first line is there before it is imported
@@ -53,9 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    about, _, details = str(__doc__).replace("python -m trainers.prepare", program("trainers.prepare")).partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(program("trainers.prepare"), description=about, epilog=details, formatter_class=form)
+    parser = command_parser("trainers.prepare", __doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
     parser.add_argument("--output", metavar="FOLDER", help="default: data.prepared, or STORAGE/NAME.prepared")

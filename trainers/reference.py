@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import parser as command_parser
 from trainers.storage import durable
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
@@ -50,9 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    about, _, details = str(__doc__).replace("python -m trainers.reference", program("trainers.reference")).partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(program("trainers.reference"), description=about, epilog=details, formatter_class=form)
+    parser = command_parser("trainers.reference", __doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--output", required=True, metavar="FILE", help=f"a new file: {' or '.join(ENDINGS)}")

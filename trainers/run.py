@@ -193,6 +193,17 @@ def build(arguments: TrainingArguments, recorders: Recorders, console: Console) 
     return load_object(arguments.trainer)(arguments, *dataset_function(arguments)(arguments))
 
 
+def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:
+    """Returns the trainer of a configuration, with its data, for a command that does not train. Raises UsageError if it is no
+    `BaseTrainer`; `wanted` says what the command needs one for."""
+    from trainers.base import BaseTrainer
+
+    cls = load_object(arguments.trainer)
+    if not (isinstance(cls, type) and issubclass(cls, BaseTrainer)):
+        raise UsageError(f"trainer = {arguments.trainer!r}: expected a subclass of trainers.base.BaseTrainer, which {wanted}")
+    return cls(arguments, *dataset_function(arguments)(arguments))
+
+
 def show(event: Event, recorders: Recorders, console: Console) -> None:
     if event["ev"] == "metrics":
         recorders.record(event["step"], event["metrics"], event.get("distributions"))

@@ -18,7 +18,7 @@ import numpy as np
 
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import parser as command_parser
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.base import BaseTrainer
@@ -42,9 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    about, _, details = str(__doc__).replace("python -m trainers.data", program("trainers.data")).partition("\n\n")
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(program("trainers.data"), description=about, epilog=details, formatter_class=form)
+    parser = command_parser("trainers.data", __doc__)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
     parser.add_argument("--examples", type=int, default=4, metavar="N", help="how many to show as text; default: 4")
@@ -74,16 +72,10 @@ def show(options: argparse.Namespace) -> None:
 def build(arguments: Any) -> BaseTrainer:
     """Returns the trainer of the configuration, with its data. Raises UsageError if it reads its data in a way of its own."""
     from trainers import runtime
-    from trainers.base import BaseTrainer
-    from trainers.config.arguments import load_object
+    from trainers.run import base_trainer
 
     runtime.install(runtime.Runtime(note))
-    cls = load_object(arguments.trainer)
-    if not (isinstance(cls, type) and issubclass(cls, BaseTrainer)):
-        raise UsageError(
-            f"trainer = {arguments.trainer!r}: expected a subclass of trainers.base.BaseTrainer, which reads its rows by index"
-        )
-    trainer = cls(arguments, *load_object(arguments.data.dataset)(arguments))
+    trainer = base_trainer(arguments, "reads its rows by index")
     if trainer.dataset_train is None:
         raise UsageError(f"data.dataset = {arguments.data.dataset!r} gave no training data: there is nothing to show")
     return trainer

@@ -10,12 +10,13 @@ import pytest
 from tests.programs.packed import InMemory
 from trainers import runtime
 from trainers.base import BaseTrainer
-from trainers.config import DataConfig
+from trainers.config import DataConfig, PreferenceConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data import __main__ as command
 from trainers.data import view
 from trainers.data.sources.packed import rows_of
 
+PREFERENCES = "trainers.tasks.preference:PreferenceTask"
 ROW = {
     "tokens": np.frombuffer(b"abcdeXYZ\x00\x00", np.uint8).astype(np.int32),
     "segments": np.array([1, 1, 1, 1, 1, 2, 2, 2, 0, 0], np.int32),
@@ -133,3 +134,12 @@ def test_the_command_says_what_is_wrong(capsys, tmp_path):
     with pytest.raises(SystemExit):
         command.main(["x.yaml", "--examples", "0"])
     assert "--examples 0: expected 1 or more" in capsys.readouterr().err
+
+
+def test_the_data_of_a_task_are_those_that_the_task_reads(tmp_path):
+    pair = {"prompt": "2 + 2 is ", "chosen": "4", "rejected": "5"}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 8)
+    data = DataConfig(paths=(str(tmp_path / "pairs.jsonl"),), sequence_length=16, eval_fraction=0)
+    preference = PreferenceConfig(loss="simpo")
+    made = TrainingArguments(name="t", max_num_steps=1, task=PREFERENCES, data=data, preference=preference)
+    assert command.build(made).dataset_train[0]["tokens"].shape == (2, 17)
