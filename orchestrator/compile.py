@@ -23,7 +23,7 @@ EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.compile"), description=__doc__.split("\n\n")[1])
-    parser.add_argument("config", help="a YAML file, such as configs/llama3_8b_v5e.yaml")
+    parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 hosts.topology=8x8")
     options = parser.parse_intermixed_args(argv)
     say(f"compiling {options.config}: nothing is started", stream=sys.stderr)

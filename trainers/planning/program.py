@@ -28,7 +28,7 @@ from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.planning import collectives
-from trainers.planning.estimate import load_datasets, load_trainer
+from trainers.planning.estimate import load_datasets, load_trainer, num_bytes
 from trainers.planning.stand_in import StandIn
 from trainers.protocol import TrainerConfigureModelOutput
 from trainers.step.host_flags import FLAGS
@@ -128,12 +128,8 @@ def whole_arrays(trainer: BaseTrainer) -> dict[str, int]:
     return {
         jax.tree_util.keystr(path[1:], simple=True, separator="."): size
         for path, leaf in jax.tree_util.tree_leaves_with_path((state, *frozen))
-        if leaf.sharding.is_fully_replicated and (size := num_bytes(leaf)) >= LARGE_BYTES
+        if leaf.sharding.is_fully_replicated and (size := num_bytes(leaf.shape, leaf.dtype)) >= LARGE_BYTES
     }
-
-
-def num_bytes(leaf: Any) -> int:
-    return int(np.prod(leaf.shape, dtype=np.int64)) * leaf.dtype.itemsize
 
 
 def memory(program: jax.stages.Compiled, platform: str) -> Mapping[str, int]:

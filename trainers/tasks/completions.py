@@ -44,3 +44,14 @@ def completions_of_pairs(model: Any, tokens: jax.Array, token_weight: jax.Array)
     """Returns the log-probabilities [B, 2] of pairs: int32[B, 2, T + 1], float32[B, 2, T + 1]."""
     rows = completions(model, *(leaf.reshape(-1, leaf.shape[-1]) for leaf in (tokens, token_weight)))
     return Completions(*(leaf.reshape(-1, 2) for leaf in rows))
+
+
+def metrics_of_rewards(rewards: jax.Array) -> dict[str, jax.Array]:
+    """Returns the metrics [B] of the rewards [B, 2] of the chosen and the rejected text of each pair."""
+    chosen, rejected = rewards[:, 0], rewards[:, 1]
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margin": chosen - rejected,
+        "accuracy": (chosen > rejected).astype(jnp.float32),
+    }

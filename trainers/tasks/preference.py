@@ -12,7 +12,7 @@ from trainers.config import PreferenceConfig
 from trainers.config.frozen import BASE
 from trainers.protocol import Batch, PerExample
 from trainers.tasks.causal_lm import CausalLMTask
-from trainers.tasks.completions import Completions, completions_of_pairs
+from trainers.tasks.completions import Completions, completions_of_pairs, metrics_of_rewards
 
 REFERENCE = "reference"
 """The name of the reference among the frozen models."""
@@ -58,14 +58,7 @@ class PreferenceTask(CausalLMTask):
         policy = completions_of_pairs(model, batch["tokens"], batch["token_weight"])
         reference = self._reference_of(batch, policy, frozen) if config.has_reference else None
         losses, rewards = pair_losses(config, policy, reference)
-        chosen, rejected = rewards[:, 0], rewards[:, 1]
-        metrics = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margin": chosen - rejected,
-            "accuracy": (chosen > rejected).astype(jnp.float32),
-        }
-        return PerExample(losses, metrics, num_tokens=jnp.sum(policy.num_targets, 1))
+        return PerExample(losses, metrics_of_rewards(rewards), num_tokens=jnp.sum(policy.num_targets, 1))
 
     def _reference_of(self, batch: Batch, policy: Completions, frozen: Mapping[str, Any]) -> Completions:
         if self._reference == "columns":

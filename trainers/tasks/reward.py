@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from trainers.models.scoring import ScoringDecoder
 from trainers.protocol import Batch, PerExample
+from trainers.tasks.completions import metrics_of_rewards
 from trainers.tasks.scoring import ScoringTask
 
 
@@ -27,14 +28,8 @@ class RewardTask(ScoringTask):
     def loss(self, model: ScoringDecoder, batch: Batch) -> PerExample:
         rewards = self.predictions(model, batch)["rewards"]
         chosen, rejected = rewards[:, 0], rewards[:, 1]
-        metrics = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margin": chosen - rejected,
-            "accuracy": (chosen > rejected).astype(jnp.float32),
-        }
         num_tokens = jnp.sum(batch["token_weight"] > 0, (1, 2))
-        return PerExample(-jax.nn.log_sigmoid(chosen - rejected), metrics, num_tokens=num_tokens)
+        return PerExample(-jax.nn.log_sigmoid(chosen - rejected), metrics_of_rewards(rewards), num_tokens=num_tokens)
 
     def predictions(self, model: ScoringDecoder, batch: Batch) -> dict[str, jax.Array]:
         """Returns the rewards of both texts, float32[B, 2]."""
