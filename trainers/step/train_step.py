@@ -23,6 +23,7 @@ from trainers.protocol import Batch, Loss, Pruner
 from trainers.step import rest_of_model
 from trainers.step.clip import clip
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats
+from trainers.step.kept_update import kept_update
 from trainers.step.loss import LossFunction, scales_of
 from trainers.step.loss_scale import overflow, update_scaler
 from trainers.step.rest_of_model import Rest, stays_finite
@@ -138,7 +139,6 @@ def make_train_step(
         # Parameters before the update, gradients before clipping: both as this step's loss has seen them.
         bins = histograms.measure(state.params, all_gradients, state.batch_index, arguments.distributions)
         clipped = clip(gradients, norm, arguments.optimizer.max_grad_norm)
-        updates, opt_state = optimizer.update(clipped, state.opt_state, state.params)
         finite, overflowed = jnp.isfinite(mean_loss), overflow(state.scaler, norm, arguments.loss_scale)
         if sums.model_state:  # it may not be finite though the loss is: an infinite variance makes zeros
             finite &= stays_finite(sums.model_state, state.model_state)
@@ -147,6 +147,7 @@ def make_train_step(
         reduced = reduce_flags(flags, mean_loss, finite, state.loss_stats, arguments.anomalies, overflowed)
         status = reduced[REDUCED.index("status")]
         applied, scaler = status == UpdateStatus.APPLIED, update_scaler(state.scaler, status, arguments.loss_scale)
+        updates, opt_state = kept_update(optimizer, applied, clipped, state.opt_state, state.params)
         # Counted for every batch; `keep_unless` takes it back if the update is not applied.
         totals = count_samples(state.totals, state.batch_index, batch, sums.num_tokens, arguments.micro_batch_size)
         loss_stats = update_stats(state.loss_stats, mean_loss, arguments.anomalies.spike_decay)
@@ -159,15 +160,16 @@ def make_train_step(
             state,
             step=state.step + 1,
             params=params,
-            opt_state=opt_state,
+            opt_state=(),
             totals=totals,
             sums=new_sums,
             loss_stats=loss_stats,
             model_state=sums.model_state,
             pruner_state=pruner_state,
         )
+        kept = keep_unless(applied, new_state, dataclasses.replace(state, opt_state=()))
         # The batch counts as drawn, and the scaler changes, with any status: otherwise the next step would draw it again.
-        kept = dataclasses.replace(keep_unless(applied, new_state, state), batch_index=state.batch_index + 1, scaler=scaler)
+        kept = dataclasses.replace(kept, opt_state=opt_state, batch_index=state.batch_index + 1, scaler=scaler)
         return StepOutput(kept, layout.combine(metric_sums, step_metrics), reduced, step_metrics, bins)
 
     return train_step
