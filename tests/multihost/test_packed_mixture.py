@@ -32,7 +32,7 @@ def sources(tmp_path_factory):
         (folder / "texts" / f"{number}.txt").write_text(text)
     return [
         {"name": "lines", "paths": [str(folder / "lines.jsonl")], "weight": 0.5, "weight_at": [[25, 0.1]]},
-        {"name": "table", "paths": [str(folder / "table.parquet")], "weight": 0.3, "text_column": "body"},
+        {"name": "table", "paths": [str(folder / "table.parquet")], "weight": 0.3, "columns": {"text": "body"}},
         {"name": "texts", "paths": [str(folder / "texts")], "pattern": "*.txt", "weight": 0.2, "epochs": 2},
     ]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainers.config.section import Section, require_none
@@ -20,8 +20,9 @@ class SourceConfig(Section):
     """Which files of a folder to read (a file named in `paths` is always read)."""
     format: Literal["auto", "text", "jsonl", "csv", "parquet", "arrow", "arrayrecord"] = "auto"
     """What the files are. `auto`: by the ending of each; an unknown ending is text, one record for each file."""
-    text_column: str = "text"
-    """The column of the records that has the text."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Which column to read in place of another: `{text: content}` for a text in the column `content`; `{prompt: question,
+    completion: answer}` for the columns `question` and `answer`."""
     examples: str = "auto"
     """What a record becomes (`trainers/data/encoders.py`): `text`; `chat`, of the column `messages`; `completion`, of `prompt`
     and `completion`. `auto`: by the columns of the first record."""
@@ -34,5 +35,5 @@ class SourceConfig(Section):
     def _problems(self) -> Iterator[str]:
         if not self.paths:
             yield "paths = []: expected at least one file or folder"
-        if not self.text_column:
-            yield "text_column = '': expected the name of a column"
+        if any(not name or not column for name, column in self.columns.items()):
+            yield f"columns = {dict(self.columns)}: expected names of columns, such as {{prompt: question}}"

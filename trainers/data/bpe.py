@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.source import SourceConfig
+from trainers.data.documents import TEXT
 from trainers.data.sources.files import files_of, stamps
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, UsageError
@@ -46,7 +47,7 @@ def train(sources: Sequence[SourceConfig], vocab_size: int, folder: Path) -> boo
 
 
 def _digest(sources: Sequence[SourceConfig], vocab_size: int) -> str:
-    about = [vocab_size, [source.text_column for source in sources], [stamps(files_of(source)) for source in sources]]
+    about = [vocab_size, [source.columns for source in sources], [stamps(files_of(source)) for source in sources]]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
@@ -85,9 +86,9 @@ def _write(tokenizer: Any, made_of: str, folder: Path) -> None:
 
 
 def texts(source: SourceConfig) -> Iterator[str]:
-    """Yields the texts of all records: those of the column `text_column`, or, in records that have none, all that there are."""
+    """Yields the texts of all records: those of the column `text`, or, in records that have none, all that there are."""
     for record in open_records(source):
-        yield from _strings(record.get(source.text_column, record))
+        yield from _strings(record.get(TEXT, record))
 
 
 def _strings(value: Any) -> Iterator[str]:

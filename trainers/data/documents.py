@@ -11,6 +11,10 @@ Record = Mapping[str, Any]
 """One line of JSON, one row of Parquet or CSV, one text file ({"text": ...}): plain Python values by column."""
 
 
+TEXT = "text"
+"""The column of a text."""
+
+
 class Records(Protocol):
     """The records of a source by index, read when they are used: ten million of them cost an index, and not their contents."""
 

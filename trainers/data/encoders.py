@@ -14,7 +14,7 @@ from trainers.config.hf_files import BYTES
 from trainers.config.section import did_you_mean
 from trainers.config.source import SourceConfig
 from trainers.data.chat import COMPLETION, MESSAGES, PROMPT, ChatEncoder, CompletionEncoder
-from trainers.data.documents import Document, Encoder, Record
+from trainers.data.documents import TEXT, Document, Encoder, Record
 from trainers.errors import DataError, UsageError
 from trainers.tokenizers import Tokenizer
 
@@ -24,8 +24,8 @@ AUTO = "auto"
 class TextEncoder:
     """The tokens of a text, and the token that ends a text, if the tokenizer has one. Bytes end with a newline."""
 
-    def __init__(self, tokenizer: Tokenizer, column: str):
-        self.tokenizer, self.column = tokenizer, column
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         texts = [self._text(record) for record in records]
@@ -33,7 +33,7 @@ class TextEncoder:
         return [Document(np.array([*tokens, *end], np.int32)) for tokens in self.tokenizer.encode_documents(texts)]
 
     def digest(self) -> str:
-        return hashlib.sha256(f"text {self.column} {self.tokenizer.digest()}".encode()).hexdigest()
+        return hashlib.sha256(f"text {self.tokenizer.digest()}".encode()).hexdigest()
 
     def _end(self) -> list[int]:
         if self.tokenizer.source == BYTES:
@@ -41,37 +41,37 @@ class TextEncoder:
         return [] if self.tokenizer.separator is None else [self.tokenizer.separator]
 
     def _text(self, record: Record) -> str:
-        text = record.get(self.column)
+        text = record.get(TEXT)
         if not isinstance(text, str):
-            found = f"it is {type(text).__name__}" if self.column in record else f"there are {', '.join(record) or 'none'}"
-            raise DataError(f"expected a text in the column {self.column!r}: {found}")
+            found = f"it is {type(text).__name__}" if TEXT in record else f"there are {', '.join(record) or 'none'}"
+            raise DataError(f"expected a text in the column {TEXT!r}: {found}")
         return text
 
 
 class EncoderKind(NamedTuple):
-    fits: Callable[[SourceConfig, Sequence[str]], bool]
+    fits: Callable[[Sequence[str]], bool]
     """Whether records of these columns are of this kind."""
-    expects: Callable[[SourceConfig], str]
-    """Says for errors which columns it needs, and what to set."""
-    make: Callable[[SourceConfig, TrainingArguments, Sequence[str]], Encoder]
+    expects: str
+    """The columns that it needs, for errors."""
+    make: Callable[[TrainingArguments], Encoder]
     """Must not read the tokenizer: a process that finds its documents prepared needs none."""
 
 
 ENCODERS: dict[str, EncoderKind] = {
     "chat": EncoderKind(
-        fits=lambda source, columns: MESSAGES in columns,
-        expects=lambda source: f"{MESSAGES!r}",
-        make=lambda source, arguments, columns: ChatEncoder(tokenizers.of(arguments)),
+        fits=lambda columns: MESSAGES in columns,
+        expects=f"{MESSAGES!r}",
+        make=lambda arguments: ChatEncoder(tokenizers.of(arguments)),
     ),
     "completion": EncoderKind(
-        fits=lambda source, columns: {PROMPT, COMPLETION} <= {*columns},
-        expects=lambda source: f"{PROMPT!r} and {COMPLETION!r}",
-        make=lambda source, arguments, columns: CompletionEncoder(tokenizers.of(arguments)),
+        fits=lambda columns: {PROMPT, COMPLETION} <= {*columns},
+        expects=f"{PROMPT!r} and {COMPLETION!r}",
+        make=lambda arguments: CompletionEncoder(tokenizers.of(arguments)),
     ),
     "text": EncoderKind(
-        fits=lambda source, columns: source.text_column in columns,
-        expects=lambda source: f"{source.text_column!r} (data.text_column)",
-        make=lambda source, arguments, columns: TextEncoder(tokenizers.of(arguments), source.text_column),
+        fits=lambda columns: TEXT in columns,
+        expects=f"{TEXT!r}",
+        make=lambda arguments: TextEncoder(tokenizers.of(arguments)),
     ),
 }
 """The kinds by name. `auto`: the first that fits."""
@@ -87,10 +87,10 @@ def encoder_of(source: SourceConfig, arguments: TrainingArguments, columns: Sequ
         )
     kinds = ENCODERS if source.examples == AUTO else {source.examples: ENCODERS[source.examples]}
     for kind in kinds.values():
-        if kind.fits(source, columns):
-            return kind.make(source, arguments, columns)
-    wanted = "; or ".join(f"{name}: {kind.expects(source)}" for name, kind in kinds.items())
+        if kind.fits(columns):
+            return kind.make(arguments)
+    wanted = "; or ".join(f"{name}: {kind.expects}" for name, kind in kinds.items())
     raise DataError(
         f"data.paths {', '.join(source.paths)}: the records have the columns {', '.join(columns) or 'none'}; expected for "
-        f"{wanted}"
+        f"{wanted}; data.columns names others, such as {{{TEXT}: {next(iter(columns), 'body')}}}"
     )

@@ -11,7 +11,7 @@ from trainers import tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.section import did_you_mean
 from trainers.data.chat import shown, value_of
-from trainers.data.documents import Document, Record, Records
+from trainers.data.documents import TEXT, Document, Record, Records
 from trainers.data.padded import Rows, padded, split
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError
@@ -21,8 +21,7 @@ LABEL = "label"
 
 
 def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows]:
-    """Returns (training rows, held-out rows) of the records of `arguments.data`, with the columns `data.text_column` and
-    `label`."""
+    """Returns (training rows, held-out rows) of the records of `arguments.data`, with the columns `text` and `label`."""
     tokenizer = tokenizers.of(arguments)
     tokenizers.check(tokenizer, arguments)
     train, held_out = split(open_records(arguments.data), arguments.data.eval_fraction)
@@ -34,9 +33,9 @@ def labelled(records: Records, tokenizer: Tokenizer, arguments: TrainingArgument
     config, end = arguments.data, [] if tokenizer.separator is None else [tokenizer.separator]
 
     def row(record: Record) -> dict[str, Any]:
-        text = value_of(record, config.text_column)
+        text = value_of(record, TEXT)
         if not isinstance(text, str) or not text:
-            raise DataError(f"column {config.text_column!r} is {shown(repr(text))}: expected a text")
+            raise DataError(f"column {TEXT!r} is {shown(repr(text))}: expected a text")
         document = Document(np.array([*tokenizer.encode(text), *end], np.int32))
         label = label_of(value_of(record, LABEL), arguments.classification.labels)
         return {**padded(document, config.sequence_length, config.truncation), "label": label}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Protocol
 
 from trainers.config.source import SourceConfig
-from trainers.data.documents import Record
+from trainers.data.documents import TEXT, Record
 from trainers.data.sources import access
 from trainers.data.sources.files import SourceFile, files_of
 from trainers.data.sources.lines import Csv, JsonLines
 from trainers.data.sources.tables import ArrayRecord, Arrow, Parquet
-from trainers.errors import DataMissingError
+from trainers.errors import DataError, DataMissingError
 
 
 class FileRecords(Protocol):
@@ -43,17 +44,18 @@ class TextFile:
         return 1
 
     def __getitem__(self, index: int) -> Record:
-        return {"text": access.read_bytes(self.path).decode(errors="replace")}
+        return {TEXT: access.read_bytes(self.path).decode(errors="replace")}
 
     def where(self, index: int) -> str:
         return self.path
 
 
 class FilesRecords:
-    """The records of several files as one sequence: `trainers.data.documents.Records`."""
+    """The records of several files as one sequence: `trainers.data.documents.Records`. `named`: the columns to read under
+    another name (`data.columns`)."""
 
-    def __init__(self, files: list[FileRecords]):
-        self.files = files
+    def __init__(self, files: list[FileRecords], named: Mapping[str, str] = MappingProxyType({})):
+        self.files, self._named = files, named
         self._starts = [0, *itertools.accumulate(len(file) for file in files)]
 
     @cached_property
@@ -69,7 +71,7 @@ class FilesRecords:
 
     def __getitem__(self, index: int) -> Record:
         file, within = self._find(index)
-        return file[within]
+        return self._with_names(file[within], index) if self._named else file[within]
 
     def __iter__(self) -> Iterator[Record]:
         return (self[index] for index in range(len(self)))
@@ -77,6 +79,13 @@ class FilesRecords:
     def where(self, index: int) -> str:
         file, within = self._find(index)
         return file.where(within)
+
+    def _with_names(self, record: Record, index: int) -> Record:
+        """Returns the record with the columns of `data.columns` under their other names too."""
+        if missing := [f"{column!r} for {name!r}" for name, column in self._named.items() if column not in record]:
+            there_are = ", ".join(record) or "none"
+            raise DataError(f"{self.where(index)}: data.columns asks for the column {', '.join(missing)}: there are {there_are}")
+        return {**record, **{name: record[column] for name, column in self._named.items()}}
 
     def _find(self, index: int) -> tuple[FileRecords, int]:
         if not 0 <= index < len(self):
@@ -88,7 +97,7 @@ class FilesRecords:
 def open_records(source: SourceConfig) -> FilesRecords:
     """Returns the records of a source. Raises UsageError, DataError, DataUnavailableError, and DataMissingError if there are
     none."""
-    records = FilesRecords([READERS[file.format](file, source) for file in files_of(source)])
+    records = FilesRecords([READERS[file.format](file, source) for file in files_of(source)], source.columns)
     if len(records) == 0:
         malformed = f": all {records.num_malformed} lines are malformed" if records.num_malformed else ""
         raise DataMissingError(f"data.paths {', '.join(source.paths)}: there are no records in these files{malformed}")

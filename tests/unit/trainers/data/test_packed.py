@@ -88,7 +88,7 @@ def test_a_source_of_a_mixture_has_all_settings_of_a_source(tmp_path):
             paths=(str(folder),),
             pattern="*.log",
             format="jsonl",
-            text_column="body",
+            columns={"text": "body"},
             examples="text",
             on_malformed="skip",
         ),
@@ -97,7 +97,7 @@ def test_a_source_of_a_mixture_has_all_settings_of_a_source(tmp_path):
     rows, _ = text_windows(arguments(tmp_path, packing="fit", mixture=mixture))
     assert [source.name for source in rows.sources] == ["logs", "table"]
     assert sorted(texts(rows)) == ["first\n", "second\n", "third\n"]
-    changed = MixtureSource(name="logs", paths=(str(folder),), pattern="*.log", format="jsonl", text_column="body")
+    changed = MixtureSource(name="logs", paths=(str(folder),), pattern="*.log", format="jsonl", columns={"text": "body"})
     with pytest.raises(DataError, match=r"a\.log"):
         text_windows(arguments(tmp_path, packing="fit", mixture=(changed,)))
     unknown = MixtureSource(name="table", paths=(str(tmp_path / "c.parquet"),), examples="songs")

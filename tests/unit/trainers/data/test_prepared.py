@@ -77,17 +77,21 @@ def test_documents_are_the_texts_in_order_each_with_its_end(lines, tmp_path):
 def test_the_text_may_have_another_column(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1, "content": "abc"}\n{"id": 2}\n')
-    documents = (made := arguments(path, text_column="content")).data, made
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: expected a text in the column 'content': there are id$"):
+    documents = (made := arguments(path, columns={"text": "content"})).data, made
+    asked = r"data\.columns asks for the column 'content' for 'text': there are "
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {asked}id$"):
         of_source(*documents, no_note)
-    with pytest.raises(DataError, match=r"have the columns id, content; expected for .*text: 'text' \(data\.text_column\)"):
+    expected = r"have the columns id, content; expected for .*text: 'text'; data\.columns names others, such as {text: id}"
+    with pytest.raises(DataError, match=expected):
         of_source((made := arguments(path)).data, made, no_note)
     path.write_text('{"text": "abc"}\n')
-    with pytest.raises(DataError, match=r"have the columns text; expected for .*text: 'content'"):
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 1: {asked}text$"):
         of_source(*documents, no_note)
     path.write_text('{"content": "abc"}\n{"content": 5}\n')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: expected a text in the column 'content': it is int"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: expected a text in the column 'text': it is int"):
         of_source(*documents, no_note)
+    path.write_text('{"content": "abc", "text": "other"}\n')
+    assert bytes(of_source(*documents, no_note)[0].tokens.astype(np.uint8)) == b"abc\n"
 
 
 def test_the_kind_of_the_examples_is_named_or_found_by_the_columns(lines, monkeypatch):
@@ -95,7 +99,7 @@ def test_the_kind_of_the_examples_is_named_or_found_by_the_columns(lines, monkey
     assert isinstance(encoder_of(made.data, made, ["text"]), TextEncoder)
     with pytest.raises(UsageError, match=r"data\.examples = 'tekst': expected one of auto, .*text; did you mean text\?"):
         encoder_of(arguments(lines, examples="tekst").data, made, ["text"])
-    other = encoders.EncoderKind(lambda source, columns: "number" in columns, lambda source: "'number'", lambda *given: Numbers())
+    other = encoders.EncoderKind(lambda columns: "number" in columns, "'number'", lambda arguments: Numbers())
     monkeypatch.setitem(encoders.ENCODERS, "numbers", other)
     assert isinstance(encoder_of(arguments(lines).data, made, ["number"]), Numbers)
     with pytest.raises(DataError, match=r"the columns number; expected for .*text: 'text'"):
@@ -324,8 +328,9 @@ def test_a_prepared_folder_says_what_has_changed_since(lines, prepared, tmp_path
     with pytest.raises(DataError, match=rf"{lines} had 5,854 bytes, and has 5,855; run `python -m trainers\.prepare`"):
         use(lines, prepared)
     lines.write_text(text)
-    with pytest.raises(DataError, match=r"prepared has not this source: .*data was made with text_column 'text' \(now 'body'\)"):
-        use(lines, prepared, text_column="body")
+    changed = r"prepared has not this source: .*data was made with columns {} \(now {'text': 'body'}\)"
+    with pytest.raises(DataError, match=changed):
+        use(lines, prepared, columns={"text": "body"})
     lines.unlink()
     told = []
     assert len(use(lines, prepared, told.append)) == 150

@@ -46,6 +46,27 @@ def test_the_z_loss_is_the_weighted_square_of_log_z(given):
     np.testing.assert_allclose(with_z.losses, plain.losses + with_z.z_losses, rtol=1e-5)
 
 
+@pytest.mark.parametrize("config", [LossConfig(), LossConfig(z_loss_weight=0.5), LossConfig(label_smoothing=0.2), EVERYTHING])
+def test_the_gradient_is_that_of_the_definition(given, config):
+    hidden, table, targets = given
+    logits, targets = jnp.asarray(hidden @ table), jnp.asarray(targets)
+    scale = jnp.linspace(-1, 2, ROWS * TIME).reshape(ROWS, TIME)
+
+    def defined(logits):
+        labels = optax.smooth_labels(jax.nn.one_hot(targets, VOCAB), config.label_smoothing)
+        z_losses = config.z_loss_weight * jax.nn.logsumexp(logits, -1) ** 2
+        return jnp.sum(scale * (optax.softmax_cross_entropy(logits, labels) + z_losses) + z_losses)
+
+    def ours(logits):
+        found = cross_entropy.from_logits(logits, targets, config)
+        return jnp.sum(scale * found.losses + found.z_losses)
+
+    value, gradient = jax.value_and_grad(ours)(logits)
+    expected, expected_gradient = jax.value_and_grad(defined)(logits)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("config", [LossConfig(), EVERYTHING])
 @pytest.mark.parametrize("num_parts", [2, 3, 5, TIME])
 def test_parts_give_what_all_logits_at_once_give(given, num_parts, config, monkeypatch):
@@ -75,7 +96,7 @@ def test_the_logits_of_a_whole_batch_are_never_in_memory():
         return jax.jit(jax.grad(loss, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     all_logits = 4 * rows * time * vocab
-    assert temporary_bytes(rows * time * vocab) > all_logits
+    assert temporary_bytes(rows * time * vocab) >= all_logits
     assert temporary_bytes(rows * time * vocab // 32 // jax.device_count()) < all_logits / 4
 
 
