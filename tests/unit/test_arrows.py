@@ -38,6 +38,7 @@ FLOORS = {
         ("callbacks",),
         ("loop", "diagnostics"),
         ("batches",),
+        ("model_builder",),
         ("builder",),
         ("base",),
         ("planning", "run", "worker"),
