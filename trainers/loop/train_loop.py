@@ -226,6 +226,7 @@ class Loop:
         with self.busy.waiting():
             self.agreed = self.window.complete_one()
         runtime.current().step = self.window.completed_step
+        self.publisher.completed(self.window.completed_step)
         self.end_of_data.observe(self.agreed)
         status = self.agreed.status
         if status is UpdateStatus.OUT_OF_STEP:

@@ -97,18 +97,19 @@ class BusyTime:
         return self._spent_s + self.clock() - self._since_s
 
 
-@dataclass(frozen=True)
+@dataclass
 class Interval:
     """Metric sums on their way to the host, and the host's knowledge of the steps it covers."""
 
     metric_sums: MetricSums
     first_step: int
     last_step: int
-    wall_s: float
     seconds: dict[str, float]
     replaced: Mapping[str, list[Any]]
     distributions: Any = None
     """The histograms of the interval's last step, on the device; None if there are none."""
+    end_s: float | None = None
+    """When its last step was complete."""
 
 
 THROUGHPUT = ("step_time_s", "tokens_per_s", "samples_per_s", "mfu")
@@ -128,7 +129,8 @@ class Publisher:
     """Collects the metric sums of each interval, and hands its numbers to `publish(step, metrics, seconds, distributions)`.
 
     `cut` ends an interval without waiting: the numbers are copied while the next steps run. `collect` reads them when the loop
-    knows that the interval's last step is complete, so nothing waits for the device.
+    knows that the interval's last step is complete (`completed`), so nothing waits for the device. The time of an interval is
+    that between the completions of steps: hosts begin steps before older ones are complete, some at once and some late.
     """
 
     def __init__(
@@ -142,12 +144,21 @@ class Publisher:
         self.pending: collections.deque[Interval] = collections.deque()
         self._since_s = clock()
         self._first_step = 0
+        self._completed_step, self._completed_s = -1, 0.0
 
     def start(self, step: int) -> None:
         """Begins at `step`, which after a rollback may lie before what was published. Drops intervals that are not complete."""
         # What they cover is trained again after a rollback, and is published then.
         self.pending.clear()
         self._first_step, self._since_s = step, self.clock()
+        self._completed_step = -1
+
+    def completed(self, step: int) -> None:
+        """Notes that `step` is complete now. The loop calls this for each step, in their order."""
+        self._completed_step, self._completed_s = step, self.clock()
+        for interval in self.pending:
+            if interval.last_step == step:
+                interval.end_s = self._completed_s
 
     def cut(
         self,
@@ -160,9 +171,9 @@ class Publisher:
         # Start the copies now: they run beside the next steps, and `collect` finds the numbers on the host.
         for array in (metric_sums, distributions) if distributions is not None else (metric_sums,):
             array.copy_to_host_async()
-        now = self.clock()
-        self.pending.append(Interval(metric_sums, self._first_step, step, now - self._since_s, seconds, replaced, distributions))
-        self._first_step, self._since_s = step, now
+        end_s = self._completed_s if step == self._completed_step else None
+        self.pending.append(Interval(metric_sums, self._first_step, step, seconds, replaced, distributions, end_s))
+        self._first_step = step
 
     def collect(self, completed_step: int) -> None:
         """Publishes every interval whose last step is complete."""
@@ -177,15 +188,17 @@ class Publisher:
 
     def _publish(self, interval: Interval) -> None:
         metrics = with_perplexity(self.layout.read(wait_for_device(interval.metric_sums)), self.layout)
-        metrics |= self._rates(interval, metrics.get("tokens", 0.0), metrics.get("samples", 0.0))
+        end_s = self.clock() if interval.end_s is None else interval.end_s
+        metrics |= self._rates(interval, end_s - self._since_s, metrics.get("tokens", 0.0), metrics.get("samples", 0.0))
+        self._since_s = end_s
         distributions = None if interval.distributions is None else wait_for_device(interval.distributions)
         self.publish(interval.last_step, replace(metrics, interval.replaced), interval.seconds, distributions)
 
-    def _rates(self, interval: Interval, tokens: float, samples: float) -> dict[str, float]:
+    def _rates(self, interval: Interval, wall_s: float, tokens: float, samples: float) -> dict[str, float]:
         num_steps = interval.last_step - interval.first_step
         other_s = sum(interval.seconds.get(name, 0) for name in NO_STEPS)
         # Never 0: a clock may not have moved in a very short interval.
-        steps_s, throughput = max(interval.wall_s - other_s, 1e-9), self.throughput
+        steps_s, throughput = max(wall_s - other_s, 1e-9), self.throughput
         flops = throughput.flops_per_token * tokens / steps_s / throughput.num_devices
         rates = {
             "step_time_s": steps_s / max(num_steps, 1),

@@ -244,6 +244,36 @@ def test_rates_are_over_the_wall_time_without_what_is_no_step(run):
         assert metrics["mfu"] == pytest.approx(tflops * 1e12 / PEAK)
 
 
+def test_the_time_of_a_step_is_that_between_completions_however_early_it_began():
+    now, told = [0.0], []
+    layout = Layout(("loss", "tokens", "samples"), (Kind.MEAN, Kind.SUM, Kind.SUM))
+    made = Publisher(Throughput(6.0, 1), layout, lambda *published: told.append(published), lambda: now[0])
+    made.start(0)
+
+    def began(step):
+        made.cut(step, jnp.array([[1.0, 1.0], [80.0, 1.0], [8.0, 1.0]]), {}, {})
+
+    def complete(step, at_s):
+        now[0] = at_s
+        made.completed(step)
+
+    began(1)
+    began(2)  # at once: the device works on the first
+    complete(1, 10.0)
+    made.collect(1)
+    now[0] = 11.0
+    began(3)
+    complete(2, 20.0)
+    complete(3, 28.0)  # before the second is collected, as at an evaluation
+    now[0] = 30.0
+    made.collect(3)
+    complete(4, 36.0)
+    began(4)  # complete before it is cut, as the first step of a process
+    now[0] = 39.0
+    made.collect(4)
+    assert [metrics["step_time_s"] for _, metrics, *_ in told] == [10.0, 10.0, 8.0, 8.0]
+
+
 def test_the_scale_is_what_the_loss_is_multiplied_by_and_of_float16_only(tmp_path, events, run):
     half = "tests.unit.trainers.step.test_loss_scale:Half"
     trainer(tmp_path, task=half, dtype="float16", loss_scale={"initial": 64.0}, max_num_steps=1).train()
