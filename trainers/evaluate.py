@@ -91,7 +91,8 @@ def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArgument
     theirs = arguments_of(look(source))
     data = dataclasses.replace(arguments.data, tokenizer=theirs.data.tokenizer)
     execution = {name: getattr(arguments.model, name) for name in OF_EXECUTION}
-    return dataclasses.replace(arguments, model=dataclasses.replace(theirs.model, **execution), data=data)
+    model, vision = dataclasses.replace(theirs.model, **execution), theirs.vision or arguments.vision
+    return dataclasses.replace(arguments, model=model, vision=vision, data=data)
 
 
 def build(arguments: TrainingArguments) -> Any:

@@ -1,10 +1,13 @@
 """Continues texts with a trained model, in this one process, on its devices.
 
     python -m trainers.generate RUN_OR_FOLDER --prompt "Once upon" [--prompt ...] [--max-new-tokens N] [--temperature T] ...
+    python -m trainers.generate RUN_OR_FOLDER --image FILE [--image ...] --prompt "What is this?" [...]
 
 RUN_OR_FOLDER is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, or a folder of Hugging
 Face. One prompt is shown as a stream. Without a temperature the likeliest token is taken each time. Standard output has the texts
 alone. A text ends at a token that `generation_config.json` or the tokenizer says, at a `--stop`, or when it is long enough.
+Images are for a model that reads them: one for each prompt, one for all of them, or several for one prompt. They come where the
+prompt has the model's text for an image, such as `<start_of_image>`, or else at its beginning.
 """
 
 from __future__ import annotations
@@ -24,12 +27,17 @@ from trainers.first_line import say
 from trainers.program import parser as command_parser
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
+    import numpy as np
+
     from trainers.checkpoint.weights import Weights
     from trainers.config.arguments import TrainingArguments
+    from trainers.data.image_prompts import ImagePrompts
     from trainers.evaluation.generation import Continuation, Generator
     from trainers.tokenizers import Tokenizer
 
 INTERRUPTED = 130
+LENGTH_OF_GEMMA3 = 131_072
+"""What its files leave out if it is so."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,13 @@ class Opened:
     found: Weights
     arguments: TrainingArguments
     task: Any
+    texts: Any
+    """What encodes and decodes texts: the task, if it can."""
     tokenizer: Tokenizer
     window: int
     """The longest text that the model was made for, in tokens."""
+    images: ImagePrompts | None
+    """None: the model reads texts alone."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,6 +76,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step; default: the newest")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     parser.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; -: standard input")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="may be given several times")
     parser.add_argument("--chat", action="store_true", help="each prompt is a message to the model, by its chat template")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
@@ -99,6 +112,19 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
     return texts
 
 
+def images_of(options: argparse.Namespace, num_prompts: int) -> list[list[str]]:
+    """Returns the files of the images of each prompt. Raises UsageError if it is not clear which are whose."""
+    paths = options.image
+    if num_prompts == 1 or len(paths) <= 1:
+        return [paths] * num_prompts
+    if len(paths) != num_prompts:
+        raise UsageError(
+            f"--image is given {len(paths)} times, and there are {num_prompts} prompts: expected one image for each prompt, one "
+            "for all of them, or several for one prompt"
+        )
+    return [[path] for path in paths]
+
+
 def _too_small(options: argparse.Namespace) -> list[str]:
     return [name for name in ("max_new_tokens", "batch_size") if getattr(options, name) < 1]
 
@@ -116,14 +142,16 @@ def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
     )
     opened = open_model(options.source, options.step, options.dtype)
     # Before the weights are read, which may take minutes: a prompt may be wrong.
-    prompts = [encoded(opened, text, options) for text in texts]
+    files = images_of(options, len(texts))
+    prompts = [encoded(opened, text, options, len(paths)) for text, paths in zip(texts, files, strict=True)]
+    images = [opened.images.read(paths) for paths in files] if opened.images is not None and options.image else []
     generator = load(opened, sampling, options, rows=min(options.batch_size, len(prompts)))
     tell(f"{opened.found.path}: read in {time.perf_counter() - begun_s:.1f} s; the first token comes after compiling")
     begun_s = time.perf_counter()
     if len(prompts) == 1 and not options.json:
-        results = [stream(generator, prompts[0])]
+        results = [stream(generator, prompts[0], images)]
     else:
-        results = list(generator.all(prompts))
+        results = list(generator.all(prompts, images))
         print(as_json(texts, results) if options.json else as_text(texts, results))
     total, seconds = sum(len(result.tokens) for result in results), time.perf_counter() - begun_s
     tell(f"{total} tokens in {seconds:.1f} s, compiling included")
@@ -134,16 +162,23 @@ def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opene
     """Returns what is at `source`, without its weights. Raises UsageError, CheckpointError or CheckpointUnavailableError."""
     from trainers import tokenizers
     from trainers.config.arguments import load_object
+    from trainers.data import image_prompts
     from trainers.evaluation.previews import can_generate
+    from trainers.tasks.causal_lm import CausalLMTask
+    from trainers.tasks.image_text import ImageTextTask
 
     found = look(source, step)
     arguments = arguments_of(found)
     arguments = dataclasses.replace(arguments, dtype=dtype or _dtype(found, arguments))
     task = load_object(arguments.task)(arguments)
-    if not can_generate(task):
+    reads_images = isinstance(task, ImageTextTask)
+    texts = CausalLMTask(arguments) if reads_images and not can_generate(task) else task
+    if not can_generate(texts):
         raise UsageError(f"the task {arguments.task} has no encode and decode: it cannot generate")
     window = _context(arguments.data.tokenizer or "", found.path) or arguments.data.sequence_length
-    return Opened(found, arguments, task, tokenizers.of(arguments), window)
+    tokenizer, vision = tokenizers.of(arguments), arguments.vision if reads_images else None
+    images = None if vision is None else image_prompts.of(vision, tokenizer, files_of(found))
+    return Opened(found, arguments, task, texts, tokenizer, window, images)
 
 
 def look(source: str, step: int | None = None) -> Weights:
@@ -160,36 +195,50 @@ def arguments_of(found: Weights) -> TrainingArguments:
             f"{found.path} is a file of weights alone: give the run, or what `python -m trainers.export RUN OUT --format "
             "huggingface` writes"
         )
-    return _of_folder(found) if found.folder is not None else _of_run(found.path)
+    return _of_folder(found) if found.folder is not None else _of_run(found)
 
 
 def _of_folder(found: Weights) -> TrainingArguments:
     from trainers.config import DataConfig, ModelConfig
     from trainers.config.arguments import TrainingArguments
     from trainers.config.hf_files import BYTES, has_tokenizer
+    from trainers.models.hf.pretrained import OF_IMAGES
+    from trainers.models.hf.vision_config import ImageTextConfig
 
     assert found.folder is not None
-    if not isinstance(found.folder.config, ModelConfig):
-        raise UsageError(f"{found.path} is a model of the family {found.folder.config.family}: expected a decoder of texts")
+    config = found.folder.config
+    with_images: dict[str, Any] = {}
+    if isinstance(config, ImageTextConfig):
+        with_images = {"task": OF_IMAGES, "vision": config.vision}
+        config = config.model
+    if not isinstance(config, ModelConfig):
+        raise UsageError(f"{found.path} is a model of the family {config.family}: expected a decoder of texts")
     tokenizer = str(found.path) if has_tokenizer(found.path) else BYTES
     if tokenizer == BYTES:
         tell(f"{found.path} has no tokenizer: a token is a byte")
-    return TrainingArguments(name="generate", max_num_steps=1, model=found.folder.config, data=DataConfig(tokenizer=tokenizer))
+    return TrainingArguments(name="generate", max_num_steps=1, model=config, data=DataConfig(tokenizer=tokenizer), **with_images)
 
 
-def _of_run(path: Path) -> TrainingArguments:
+def _of_run(found: Weights) -> TrainingArguments:
     """Returns the arguments of a checkpoint, with the tokenizer that the run has kept."""
-    from trainers.checkpoint import carried, manifest
+    from trainers.checkpoint import manifest
     from trainers.config.arguments import TrainingArguments, from_dict
     from trainers.config.hf_files import has_tokenizer
 
     known = {item.name for item in dataclasses.fields(TrainingArguments)}
-    recorded = manifest.read_meta(path)["arguments"]
+    recorded = manifest.read_meta(found.path)["arguments"]
     arguments = from_dict(TrainingArguments, {name: value for name, value in recorded.items() if name in known})
-    folder = carried.folder_of(path)
+    folder = files_of(found)
     if folder is not None and has_tokenizer(folder):
         return dataclasses.replace(arguments, data=dataclasses.replace(arguments.data, tokenizer=str(folder)))
     return arguments
+
+
+def files_of(found: Weights) -> Path | None:
+    """Returns the folder with the files of Hugging Face that belong to a model; None if it has none."""
+    from trainers.checkpoint import carried
+
+    return found.path if found.folder is not None else carried.folder_of(found.path)
 
 
 def _dtype(found: Weights, arguments: TrainingArguments) -> Any:
@@ -207,18 +256,26 @@ def _context(tokenizer: str, path: Path) -> int | None:
             config = json.loads((folder / "config.json").read_text())
         except (OSError, ValueError):
             continue
+        if "text_config" in config:
+            config = {"max_position_embeddings": LENGTH_OF_GEMMA3, **config["text_config"]}
         if length := config.get("max_position_embeddings") or config.get("n_positions"):
             return int(length)
     return None
 
 
-def encoded(opened: Opened, text: str, options: argparse.Namespace) -> list[int]:
-    """Returns the tokens of a prompt. Raises UsageError if it has none, or more than there is room for."""
+def encoded(opened: Opened, text: str, options: argparse.Namespace, num_images: int = 0) -> list[int]:
+    """Returns the tokens of a prompt with so many images. Raises UsageError if it has none, or more than there is room for, or if
+    the model reads no images."""
+    images = opened.images
+    if num_images and images is None:
+        raise UsageError(f"--image: {opened.found.path} is a model of texts alone: expected one that reads images; leave it out")
+    marked, mark = (text, None) if images is None else (images.marked(text, num_images), images.mark)
     if options.chat:
         system = [] if options.system is None else [{"role": "system", "content": options.system}]
-        tokens = opened.tokenizer.chat([*system, {"role": "user", "content": text}])
+        tokens = opened.tokenizer.chat([*system, {"role": "user", "content": marked}], mark)
     else:
-        tokens = list(opened.task.encode(text))
+        tokens = list(opened.texts.encode(marked if mark is None else marked.replace(*mark)))
+    tokens = tokens if images is None else images.with_images(tokens, num_images)
     if not tokens:
         raise UsageError(f"the prompt {text!r} has no tokens: expected at least one to continue from")
     room, total = opened.arguments.model.num_positions, len(tokens) + options.max_new_tokens
@@ -267,7 +324,7 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
         merge=lambda params: in_mode(parts.merge(params), training=False),
         params=jax.tree_util.tree_map_with_path(lambda path, _: arrays[parameter_path(path)], shapes),
         mesh=mesh,
-        decode=task.decode,
+        decode=opened.texts.decode,
         sampling=sampling,
         window=opened.window,
         stop_ids=opened.tokenizer.stop_ids(),
@@ -277,9 +334,9 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
     )
 
 
-def stream(generator: Generator, prompt: Sequence[int]) -> Continuation:
+def stream(generator: Generator, prompt: Sequence[int], images: Sequence[np.ndarray]) -> Continuation:
     """Shows the text as it comes."""
-    parts: Iterator[Any] = generator.stream(prompt)
+    parts: Iterator[Any] = generator.stream(prompt, images)
     for part in parts:
         if not isinstance(part, str):
             print(flush=True)

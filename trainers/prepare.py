@@ -15,12 +15,11 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 from trainers.config.source import SourceConfig
+from trainers.console.progress import progress_on
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
@@ -29,11 +28,8 @@ from trainers.storage.documents import is_url
 if TYPE_CHECKING:  # the first line is there before it is imported
     from trainers.config.arguments import TrainingArguments
     from trainers.data.prepared import PreparedDocuments
-    from trainers.data.preparing import Progress
 
 INTERRUPTED = 130
-PLAIN_EVERY_S = 5.0
-"""The time between two lines where there is no terminal."""
 TOKENIZER = "tokenizer"
 """The folder of a tokenizer that was trained here."""
 
@@ -133,7 +129,7 @@ def prepare_source(
         print(f"{name}: {folder} is there already, and whole")
         return found
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with progress_on(sys.stdout, name, len(records)) as progress:
+    with progress_on(sys.stdout, name, len(records), "tokens") as progress:
         make(source, folder, num_workers=num_workers, with_checksums=True, progress=progress)
     return PreparedDocuments(folder)
 
@@ -152,52 +148,6 @@ def how_to_use(folder: Path, arguments: TrainingArguments, *, trained: bool) -> 
     if trained:
         settings.append(f"data.tokenizer={(folder / TOKENIZER).absolute()}")
     return "\n".join(["to train on it, give the run these settings, or write them into the configuration:", *settings])
-
-
-def progress_on(stream: TextIO, name: str, total: int) -> AbstractContextManager[Progress]:
-    """Returns what shows the progress: a bar on a terminal, or else lines."""
-    return Bar(stream, name, total) if stream.isatty() else nullcontext(plain_lines(stream, name, total, time.monotonic))
-
-
-def plain_lines(stream: TextIO, name: str, total: int, clock: Callable[[], float]) -> Progress:
-    begun_s, last_s = clock(), float("-inf")
-
-    def progress(done: int, num_tokens: int, before: int) -> None:
-        nonlocal last_s
-        now_s = clock()
-        if now_s - last_s < PLAIN_EVERY_S and done < total:
-            return
-        last_s = now_s
-        per_s = num_tokens / max(now_s - begun_s, 1e-3)
-        kept = f" ({before:,} of them from before)" if before else ""
-        print(f"{name}: {done:,} of {total:,} records{kept}, {per_s:,.0f} tokens/s", file=stream, flush=True)
-
-    return progress
-
-
-class Bar:
-    """A bar on a terminal, as long as it is open."""
-
-    def __init__(self, stream: TextIO, name: str, total: int):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Screen
-
-        self._begun_s = time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-        self._screen = Screen(*columns, TimeRemainingColumn(), console=Console(file=stream, highlight=False))
-        self._task = self._screen.add_task(name, total=total, rate="")
-
-    def __enter__(self) -> Progress:
-        self._screen.start()
-        return self._show
-
-    def __exit__(self, *error: Any) -> None:
-        self._screen.stop()
-
-    def _show(self, done: int, num_tokens: int, before: int) -> None:
-        per_s = num_tokens / max(time.monotonic() - self._begun_s, 1e-3)
-        self._screen.update(self._task, completed=done, rate=f"{per_s:,.0f} tokens/s")
 
 
 if __name__ == "__main__":

@@ -5,29 +5,32 @@
 The reference is `frozen.reference` of the configuration, or else what the run begins with (`init_from`, `model.pretrained`). FILE
 (.jsonl or .parquet) gets the records of `data.paths`, in their order, with two columns more: `ref_chosen_logps` and
 `ref_rejected_logps`, sums over the tokens of each completion. A run with `preference.reference: columns` and `data.paths: [FILE]`
-needs no reference in memory. It must have the same tokenizer, `data.sequence_length` and `data.truncation`.
+needs no reference in memory. It must have the same tokenizer, `data.sequence_length` and `data.truncation`. FILE is there when
+all of it is: a command that was killed leaves only FILE.tmp, and the same command writes that anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainers.console.progress import Progress, progress_on
+from trainers.data.record_files import ENDINGS, schema_of, write
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
-from trainers.storage import durable
+from trainers.storage.documents import is_url
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.config.arguments import TrainingArguments
+    from trainers.data.documents import Record, Records
     from trainers.data.padded import Rows
 
-ENDINGS = (".jsonl", ".parquet")
+INTERRUPTED = 130
 AT_ONCE = 16
 """Pairs."""
 TASK = "trainers.tasks.preference:PreferenceTask"
@@ -36,8 +39,7 @@ TASK = "trainers.tasks.preference:PreferenceTask"
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     try:
-        if Path(options.output).suffix not in ENDINGS:
-            raise UsageError(f"--output {options.output}: expected a file that ends with {' or '.join(ENDINGS)}")
+        check_output(options.output)
         say(f"reading {options.config}", stream=sys.stderr)
         from trainers.run import read
 
@@ -45,6 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     except (UsageError, TransientError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing is written", file=sys.stderr)
+        return INTERRUPTED
     say(f"wrote {num_records} records to {options.output}", stream=sys.stderr)
     return 0
 
@@ -57,24 +62,41 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
+def check_output(output: str) -> None:
+    """Raises UsageError if this is no new file."""
+    if Path(output).suffix not in ENDINGS:
+        raise UsageError(f"--output {output}: expected a file that ends with {' or '.join(ENDINGS)}")
+    if is_url(output):
+        raise UsageError(f"--output {output}: expected a file on a disk or a mount: write it there, and copy it")
+    if Path(output).exists():
+        raise UsageError(f"--output {output} is there already: give a new file")
+
+
 def run(arguments: TrainingArguments, output: str) -> int:
     """Writes the file, and returns how many records it has. Raises UsageError, CheckpointError or DataError."""
     from trainers import tokenizers
-    from trainers.data.sources.preference import pairs
+    from trainers.data.sources.preference import REFERENCE_COLUMNS, pairs
     from trainers.data.sources.records import open_records
     from trainers.tasks.preference import REFERENCE
 
-    if Path(output).exists():
-        raise UsageError(f"--output {output} is there already: give a new file")
     named = arguments.frozen.get(REFERENCE) or arguments.init_from
     if named is None:
         raise UsageError("nothing names the reference: set frozen.reference, init_from or model.pretrained")
     plain = alone(arguments)
     tokenizer, records = tokenizers.of(plain), open_records(plain.data)
     rows = pairs(records, tokenizer, plain)
-    found = log_probabilities(plain, named.path, rows)
-    write(output, [{**records[index], **columns} for index, columns in enumerate(found)])
+    # Before the model is read: what Parquet has no type for is found at once.
+    columns = dict.fromkeys(REFERENCE_COLUMNS, 0.0)
+    schema = schema_of({**record, **columns} for record in records) if output.endswith(".parquet") else None
+    with progress_on(sys.stderr, "reference", len(rows), "pairs") as progress:
+        write(Path(output), with_columns(records, log_probabilities(plain, named.path, rows), progress), schema)
     return len(rows)
+
+
+def with_columns(records: Records, columns: Iterable[dict[str, float]], progress: Progress) -> Iterator[Record]:
+    for index, found in enumerate(columns):
+        yield {**records[index], **found}
+        progress(index + 1, index + 1, 0)
 
 
 def alone(arguments: TrainingArguments) -> TrainingArguments:
@@ -111,17 +133,6 @@ def log_probabilities(arguments: TrainingArguments, source: str, rows: Rows) -> 
         found = compute(state.params, *(np.stack([row[name] for row in some]) for name in ("tokens", "token_weight")))
         for values in np.asarray(found)[: len(rows) - start].tolist():
             yield dict(zip(REFERENCE_COLUMNS, values, strict=True))
-
-
-def write(path: str, records: Sequence[Mapping[str, Any]]) -> None:
-    """Writes records as lines of JSON, or as Parquet."""
-    if path.endswith(".jsonl"):
-        durable.write(Path(path), "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-        return
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.Table.from_pylist([dict(record) for record in records]), path)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Returns the tokens of a conversation that the model is to go on with. Raises UsageError if there is no template."""
+    def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
+        """Returns the tokens of a conversation that the model is to go on with. `replaced`: (a text in what the template makes,
+        the text in its place). Raises UsageError if there is no template."""
 
     def stop_ids(self) -> tuple[int, ...]:
         """Returns the tokens that end a text."""
@@ -78,7 +79,7 @@ class ByteTokenizer:
         # The vocabulary may be larger than the bytes: such tokens have no text.
         return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         raise UsageError("there is no chat template, for the tokens are bytes: give a model with a tokenizer that has one")
 
     def stop_ids(self) -> tuple[int, ...]:
@@ -135,15 +136,20 @@ class FolderTokenizer:
     def _size(self) -> int:
         return self.num_ids
 
+    def text_of(self, token: int | None) -> str | None:
+        """Returns the text of one token; None if there is no such token."""
+        return self._tokenizer.convert_ids_to_tokens(token) if token is not None and token < self._size else None
+
     @property
     def has_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         if not self.has_template:
             raise UsageError(f"{self.source} {NO_TEMPLATE}; leave out --chat to continue the text itself")
+        text = self.render(messages, reply=True)
         # The template has written the token that begins texts already.
-        return self._tokenizer(self.render(messages, reply=True), add_special_tokens=False)["input_ids"]
+        return self._tokenizer(text if replaced is None else text.replace(*replaced), add_special_tokens=False)["input_ids"]
 
     def render(self, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> str:
         """Returns the text that the chat template makes of a conversation. `reply`: with the beginning of the assistant's next
@@ -219,7 +225,7 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([token for token in tokens if token < self.num_ids])
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         raise UsageError(f"{self.source} has no chat template: give a folder with tokenizer_config.json or chat_template.jinja")
 
     def stop_ids(self) -> tuple[int, ...]:

@@ -101,6 +101,7 @@ LIGHT_MODULES = tuple(
         "config/weights",
         "config/without_effect",
         "console/__init__",
+        "console/progress",
         "console/screens",
         "console/text",
         "console/view",

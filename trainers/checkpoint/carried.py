@@ -1,5 +1,5 @@
 """The small files of a folder of Hugging Face that a run carries along, and every export has again: those of the tokenizer, and
-`config.json` and `generation_config.json` as they were."""
+`config.json`, `generation_config.json` and `preprocessor_config.json` as they were."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainers.checkpoint import assets, hugging_face
 from trainers.config.arguments import TrainingArguments
-from trainers.config.hf_files import BYTES, MODEL_FILES, TOKENIZER_FILES
+from trainers.config.hf_files import BYTES, MODEL_FILES, PREPROCESSOR_FILE, TOKENIZER_FILES
 
 NAME = "hugging_face"
 """The name of the asset."""
@@ -34,7 +34,7 @@ def of(arguments: TrainingArguments, run_folder: str) -> dict[str, HuggingFaceFi
     files: dict[str, Path] = {}
     if (init_from := arguments.init_from) is not None:
         beginning = Path(os.path.expanduser(init_from.path))
-        files |= _in(beginning if hugging_face.is_folder(beginning) else kept, MODEL_FILES)
+        files |= _in(beginning if hugging_face.is_folder(beginning) else kept, (*MODEL_FILES, PREPROCESSOR_FILE))
     if (tokenizer := arguments.data.tokenizer) not in (None, BYTES):
         path = Path(os.path.expanduser(str(tokenizer)))
         files |= {"tokenizer.json": path} if path.is_file() else _in(path if path.is_dir() else kept, TOKENIZER_FILES)

@@ -20,6 +20,8 @@ TOKENIZER_FILES = (
 CONFIG_FILE = "config.json"
 MODEL_FILES = (CONFIG_FILE, "generation_config.json")
 """They describe the model, and how it is to generate."""
+PREPROCESSOR_FILE = "preprocessor_config.json"
+"""It describes how images are prepared."""
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from trainers.config.hf_files import PREPROCESSOR_FILE
 from trainers.errors import DataError, DataMissingError, DataUnavailableError
 
-CONFIG_FILE = "preprocessor_config.json"
 BILINEAR, BICUBIC = 2, 3
 RESAMPLE_OF = {"ViT": BILINEAR, "Siglip": BICUBIC, "Gemma3": BILINEAR}
 """How images are resized, in Pillow's numbers, if a file does not say it, by the beginning of its `image_processor_type`."""
@@ -54,7 +54,7 @@ class ImageProcessor:
 def read_processor(folder: str | os.PathLike[str]) -> ImageProcessor:
     """Returns what the `preprocessor_config.json` of a folder of Hugging Face describes. Raises DataMissingError if there is
     none, and DataError that names what is not understood."""
-    path = Path(folder).expanduser() / CONFIG_FILE
+    path = Path(folder).expanduser() / PREPROCESSOR_FILE
     try:
         found = json.loads(path.read_text())
     except OSError as error:

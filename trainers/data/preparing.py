@@ -26,6 +26,7 @@ import numpy as np
 from trainers import tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.source import SourceConfig
+from trainers.console.progress import Progress
 from trainers.data import kept, prepared
 from trainers.data.documents import Encoder
 from trainers.data.encoders import encoder_of
@@ -40,8 +41,6 @@ from trainers.storage.documents import is_url
 SLOW_S = 10.0
 """After this time a note says that tokens are made, and how it goes."""
 Note = Callable[[str], None]
-Progress = Callable[[int, int, int], None]
-"""(records done, tokens of them, records that earlier processes had done)"""
 
 
 @dataclass

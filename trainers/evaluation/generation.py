@@ -1,6 +1,6 @@
 """Continues texts with a model: many prompts at once, or one as a stream; compiled once, with a cache.
 
-Dimensions: B prompts, P tokens of the longest prompt, N new tokens at most.
+Dimensions: B prompts, P tokens of the longest prompt, N new tokens at most, I images of a prompt.
 """
 
 from __future__ import annotations
@@ -55,19 +55,21 @@ class Generator:
     rows: int = field(default=1)
     """The prompts at once. They are as many as the mesh's replicas can divide."""
 
-    def all(self, prompts: Sequence[Sequence[int]]) -> Iterator[Continuation]:
-        """Yields the continuation of each prompt, `rows` of them at a time."""
-        width, keys = max(map(len, prompts)), keys_of(self.seed, prompts)
+    def all(self, prompts: Sequence[Sequence[int]], images: Sequence[np.ndarray] = ()) -> Iterator[Continuation]:
+        """Yields the continuation of each prompt, `rows` of them at a time. `images` are those of each prompt, [I, H, W, C], as
+        many for each; none: the prompts are texts."""
+        width, keys = max(map(len, prompts)), keys_of(self.seed, prompts, images)
         for start in range(0, len(prompts), self.rows):
-            some = prompts[start : start + self.rows]
-            for progress in self._steps(some, keys[start : start + self.rows], width, WITH_TEXTS if self.stop else None):
+            now = slice(start, start + self.rows)
+            some = prompts[now]
+            for progress in self._steps(some, images[now], keys[now], width, WITH_TEXTS if self.stop else None):
                 last = progress
             yield from (self._continuation(last, row) for row in range(len(some)))
 
-    def stream(self, prompt: Sequence[int]) -> Iterator[str | Continuation]:
-        """Yields the parts of the text as they come, and then the continuation."""
+    def stream(self, prompt: Sequence[int], images: Sequence[np.ndarray] = ()) -> Iterator[str | Continuation]:
+        """Yields the parts of the text as they come, and then the continuation. `images` are as for `all`, of one prompt."""
         shown = ""
-        for progress in self._steps([prompt], keys_of(self.seed, [prompt]), len(prompt), 1):
+        for progress in self._steps([prompt], images, keys_of(self.seed, [prompt], images), len(prompt), 1):
             found = self._continuation(progress, 0)
             whole = found.text[: len(found.text) - self._held_back(found.text, done=bool(progress.done_B[0]))]
             if whole.startswith(shown) and len(whole) > len(shown):
@@ -86,7 +88,14 @@ class Generator:
         parts = (size for stop in self.stop for size in range(1, len(stop)) if text.endswith(stop[:size]))
         return max(parts, default=0)
 
-    def _steps(self, prompts: Sequence[Sequence[int]], keys: jax.Array, width: int, every: int | None) -> Iterator[Progress]:
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[np.ndarray],
+        keys: jax.Array,
+        width: int,
+        every: int | None,
+    ) -> Iterator[Progress]:
         """Yields the generation after every so many tokens, on the host but for its cache, and at its end."""
         rows = meshes.padded_rows(self.mesh, self.rows)
         tokens, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
@@ -97,7 +106,8 @@ class Generator:
         keys_B = jnp.concatenate([keys, padding])
         put = partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES)))
         given = put(tokens), put(lengths)
-        progress, stopped = self._begin(self.params, *given), np.zeros(rows, bool)
+        seen_images = put(filled(images, rows)) if images else None
+        progress, stopped = self._begin(self.params, *given, seen_images), np.zeros(rows, bool)
         until, end = 0, self.sampling.num_tokens
         while until < end and not np.all(np.asarray(progress.done_B) | stopped):
             until = end if every is None else min(until + every, end)
@@ -131,8 +141,8 @@ class Generator:
             "place": partial(shard_cache, self.mesh),
         }
 
-        def beginning(params: Any, tokens_BP: jax.Array, lengths_B: jax.Array) -> Progress:
-            return begin(self.merge(params), tokens_BP, lengths_B, **settings)
+        def beginning(params: Any, tokens_BP: jax.Array, lengths_B: jax.Array, images_BIHWC: jax.Array | None) -> Progress:
+            return begin(self.merge(params), tokens_BP, lengths_B, images_BIHWC=images_BIHWC, **settings)
 
         return jax.jit(beginning)
 
@@ -148,12 +158,20 @@ class Generator:
         return jax.jit(further, static_argnames="prompt", donate_argnums=1)
 
 
-def keys_of(seed: int, prompts: Sequence[Sequence[int]]) -> jax.Array:
-    """Returns the random key of each prompt: the same alone and among others. The same prompt once more gets another."""
+def filled(images: Sequence[np.ndarray], rows: int) -> np.ndarray:
+    """Returns the images of all rows, [B, I, H, W, C]: empty ones in rows without a prompt."""
+    found = np.zeros((rows, *images[0].shape), np.float32)
+    found[: len(images)] = images
+    return found
+
+
+def keys_of(seed: int, prompts: Sequence[Sequence[int]], images: Sequence[np.ndarray] = ()) -> jax.Array:
+    """Returns the random key of each prompt with its images: the same alone and among others. The same prompt once more gets
+    another."""
     seen: dict[bytes, int] = {}
-    keys = []
-    for prompt in prompts:
-        digest = hashlib.sha256(np.asarray(prompt, np.int32).tobytes()).digest()
+    keys, contents_of_images = [], [each.tobytes() for each in images] or [b""] * len(prompts)
+    for prompt, contents in zip(prompts, contents_of_images, strict=True):
+        digest = hashlib.sha256(np.asarray(prompt, np.int32).tobytes() + contents).digest()
         number = seen[digest] = seen.get(digest, -1) + 1
         word = int.from_bytes(digest[:4], "little")
         keys.append(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), word), number))

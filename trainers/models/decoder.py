@@ -126,13 +126,20 @@ class Decoder(nnx.Module):
         return kv_cache.empty(self.config, batch, length, self.dtype)
 
     def decode_step(
-        self, tokens_BT: jax.Array, positions_BT: jax.Array, mask_BTS: jax.Array, cache: Cache, slot: jax.Array | int
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        mask_BTS: jax.Array,
+        cache: Cache,
+        slot: jax.Array | int,
+        *,
+        embedded_BTD: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Returns (float32 logits [B, V] for the token after the last of the T tokens, the cache with these tokens).
 
         The keys and values of the tokens go to the slots from `slot` on; several at once must be the first ones, from slot 0 on,
         for layers with a window keep no more than that. `mask_BTS` is true where token t attends to slot s, including its own;
-        layers with a window see the last slots of these.
+        layers with a window see the last slots of these, and later ones. `embedded_BTD` is as for `hidden`.
         """
         config, (batch, time) = self.config, tokens_BT.shape
         slots = jnp.arange(mask_BTS.shape[-1])
@@ -151,7 +158,8 @@ class Decoder(nnx.Module):
             return self._layer(x_ND, weights, batch, turned(jnp.asarray(local)), mix)[0], new
 
         # Never unrolled: previews are rare, and training waits while this program is compiled.
-        x_ND = self.embedded(tokens_BT, positions_BT).reshape(-1, config.width)
+        embedded_BTD = self.embedded(tokens_BT, positions_BT) if embedded_BTD is None else embedded_BTD
+        x_ND = embedded_BTD.reshape(-1, config.width)
         x_ND, cache = kv_cache.over_layers(layer, x_ND, self._layer_weights(), cache)
         # Of the last token alone: logits of a whole prompt would be [B, T, V], for nothing.
         last_BD = self._final_normed(x_ND.reshape(batch, -1, config.width)[:, -1])

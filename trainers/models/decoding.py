@@ -21,7 +21,8 @@ class Decoder(Protocol):
         self, tokens_BT: jax.Array, positions_BT: jax.Array, mask_BTS: jax.Array, cache: Any, slot: jax.Array
     ) -> tuple[jax.Array, Any]:
         """Returns (float32 logits [B, V] for the token after the last, the cache with these tokens in the slots from `slot`
-        on). Token t attends to slot s where the mask is true. Several tokens at once are the first ones."""
+        on). Token t attends to slot s where the mask is true. Several tokens at once are the first ones. A model that reads
+        images takes those of the first tokens as `images_BIHWC`."""
 
 
 def decode(
@@ -75,12 +76,15 @@ def begin(
     num_tokens: int,
     window: int,
     place: Callable[[Any], Any] = lambda cache: cache,
+    images_BIHWC: jax.Array | None = None,
 ) -> Progress:
     """Returns the generation of at most `num_tokens` for prompts aligned at the right of `tokens_BP`, with the prompts read and
-    no token generated. Traced. Rows without a prompt have the length 0, and are done."""
+    no token generated. Traced. Rows without a prompt have the length 0, and are done. `images_BIHWC` are the images of each
+    prompt, for a model that reads some (`trainers.models.vlm`)."""
     batch, prompt = tokens_BP.shape
     step = _steps(model, lengths_B, prompt, prompt + num_tokens, window, place)
-    logits_BV, cache = step(tokens_BP, jnp.arange(prompt), place(model.init_cache(batch, prompt + num_tokens)))
+    images = {} if images_BIHWC is None else {"images_BIHWC": images_BIHWC}
+    logits_BV, cache = step(tokens_BP, jnp.arange(prompt), place(model.init_cache(batch, prompt + num_tokens)), **images)
     zeros_B = jnp.zeros(batch, jnp.int32)
     return Progress(jnp.zeros((batch, num_tokens), jnp.int32), zeros_B, lengths_B == 0, jnp.int32(0), logits_BV, cache)
 
@@ -121,20 +125,20 @@ def go_on(
 
 def _steps(
     model: Decoder, lengths_B: jax.Array, prompt: int, slots: int, window: int, place: Callable[[Any], Any]
-) -> Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]:
-    """Returns a function (tokens [B, T], their slots [T], cache) -> (logits [B, V], cache), for prompts that end at slot
-    `prompt` - 1."""
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """Returns a function (tokens [B, T], their slots [T], cache, images of these tokens by name) -> (logits [B, V], cache), for
+    prompts that end at slot `prompt` - 1."""
     # The slot of each prompt's first token: [B].
     first_B = prompt - lengths_B
     slots_S = jnp.arange(slots)
 
-    def step(tokens_BT: jax.Array, slots_T: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+    def step(tokens_BT: jax.Array, slots_T: jax.Array, cache: Any, **images: jax.Array) -> tuple[jax.Array, Any]:
         back_TS = slots_T[:, None] - slots_S
         # [B, T, S]
         mask_BTS = ((back_TS >= 0) & (back_TS < window)) & (slots_S >= first_B[:, None])[:, None]
         # Nothing attends to the slots left of a prompt: any position will do there.
         positions_BT = jnp.maximum(slots_T - first_B[:, None], 0)
-        logits_BV, cache = model.decode_step(tokens_BT, positions_BT, mask_BTS, cache, slots_T[0])
+        logits_BV, cache = model.decode_step(tokens_BT, positions_BT, mask_BTS, cache, slots_T[0], **images)
         return logits_BV, place(cache)
 
     return step

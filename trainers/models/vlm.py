@@ -15,8 +15,10 @@ from flax import nnx
 from trainers.config import ModelConfig
 from trainers.config.vision import VisionConfig
 from trainers.errors import UsageError
+from trainers.models.attention import same_block
 from trainers.models.decoder import Decoder, Hidden, rms_norm
 from trainers.models.encoder import Encoder
+from trainers.models.kv_cache import Cache
 from trainers.models.layers import parameter
 
 
@@ -64,8 +66,38 @@ class ImageTextModel(nnx.Module):
         """Returns what the logits are computed from (`trainers.models.decoder.Decoder.hidden`). `images_BIHWC` are the images of
         each row, in order; a row may have fewer, if arrays of any content are in place of the last ones. A row whose tokens ask
         for more images than there are gets NaN: it is an error of the data."""
-        is_image_BT = tokens_BT == self.image_token
-        # The place of a token among those of the row's images; images are numbered from 1.
+        embedded_BTD, blocks_BT = self._embedded(tokens_BT, images_BIHWC, positions_BT, tokens_BT == self.image_token)
+        return self.decoder.hidden(tokens_BT, positions_BT, segments_BT, embedded_BTD=embedded_BTD, blocks_BT=blocks_BT)
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        return self.decoder.init_cache(batch, length)
+
+    def decode_step(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        mask_BTS: jax.Array,
+        cache: Cache,
+        slot: jax.Array | int,
+        images_BIHWC: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Returns what `Decoder.decode_step` does. The first tokens may have images, as for `hidden`; without them, and later on,
+        every token is one of text."""
+        if images_BIHWC is None:
+            return self.decoder.decode_step(tokens_BT, positions_BT, mask_BTS, cache, slot)
+        # What fills up a row attends to nothing, and is no image, whichever token it is.
+        own_BT = jnp.diagonal(mask_BTS, axis1=1, axis2=2)
+        is_image_BT = (tokens_BT == self.image_token) & own_BT
+        embedded_BTD, blocks_BT = self._embedded(tokens_BT, images_BIHWC, positions_BT, is_image_BT)
+        later = mask_BTS.shape[-1] - tokens_BT.shape[1]
+        mask_BTS |= jnp.pad(same_block(blocks_BT), ((0, 0), (0, 0), (0, later)))
+        return self.decoder.decode_step(tokens_BT, positions_BT, mask_BTS, cache, slot, embedded_BTD=embedded_BTD)
+
+    def _embedded(
+        self, tokens_BT: jax.Array, images_BIHWC: jax.Array, positions_BT: jax.Array | None, is_image_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (what the first layer reads of the tokens, [B, T, D], the number of each token's image, [B, T], from 1 on)."""
+        # The place of a token among those of the row's images.
         place_BT = jnp.cumsum(is_image_BT, 1) - 1
         blocks_BT = jnp.where(is_image_BT, 1 + place_BT // self.tokens_per_image, 0)
         seen_BSD = self.embedded_images(images_BIHWC)
@@ -73,8 +105,7 @@ class ImageTextModel(nnx.Module):
             seen_BSD, jnp.where(is_image_BT, place_BT, 0)[..., None], 1, mode="fill", fill_value=jnp.nan
         )
         # Not scaled by sqrt(width), unlike those of text.
-        embedded_BTD = jnp.where(is_image_BT[..., None], of_token_BTD, self.decoder.embedded(tokens_BT, positions_BT))
-        return self.decoder.hidden(tokens_BT, positions_BT, segments_BT, embedded_BTD=embedded_BTD, blocks_BT=blocks_BT)
+        return jnp.where(is_image_BT[..., None], of_token_BTD, self.decoder.embedded(tokens_BT, positions_BT)), blocks_BT
 
     def embedded_images(self, images_BIHWC: jax.Array) -> jax.Array:
         """Returns what the decoder reads of the images of each row, [B, I * M, D]."""

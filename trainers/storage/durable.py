@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 NOT_OFFERED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of a file system that has no fsync, or none for folders. It decides by itself when data is safe."""
@@ -39,6 +43,44 @@ def _write(path: Path, temporary: Path, contents: bytes, mode: int) -> None:
         raise
     # The folder too: its new entry could be lost in a power cut although the file is not.
     sync_folder(path.parent)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """Yields a file beside `path`, which gets that name when the block ends: for what is written bit by bit. Nothing is left if
+    the block raises. A process that is killed leaves a file whose name ends in `.tmp`, which the next one writes anew.
+
+    Raises BlockingIOError if another process of this machine is writing it, and OSError.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    locked = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        # Before anything is changed: of two processes, the first one's file stays whole.
+        _lock(locked, temporary)
+        try:
+            os.ftruncate(locked, 0)
+            # Closed before it is renamed, as in `_write`, and locked until after that.
+            with open(os.dup(locked), "wb") as file:
+                yield file
+                file.flush()
+                sync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    finally:
+        os.close(locked)
+    sync_folder(path.parent)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NOT_OFFERED | {errno.ENOLCK}:
+            raise
+    if not (path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())):
+        raise BlockingIOError(errno.EAGAIN, "another process has just finished it", str(path))
 
 
 def sync(descriptor: int) -> None:

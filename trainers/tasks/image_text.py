@@ -21,7 +21,7 @@ class ImageTextTask:
     `batch` also has {"images": float[B, I, height, width, colours]}: the images of each row, in the order of their tokens
     (`trainers.models.vlm.ImageTextModel`). A `token_weight` should be 0 for the tokens of images: they are no targets.
 
-    It has no `encode` and `decode`: a model with images generates nothing yet.
+    It has no `encode` and `decode`, so there are no previews. `python -m trainers.generate` continues texts with images.
     """
 
     def __init__(self, arguments: TrainingArguments):

@@ -146,6 +146,7 @@ def test_a_chat_goes_by_the_template_of_the_folder(exported, capsys, tmp_path):
         (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p = 2.0: expected 0 < top_p <= 1"),
         (["--prompt", "a", "--step", "3"], "checkpoints/3"),
         (["--prompt", ""], "the prompt '' has no tokens"),
+        (["--prompt", "a", "--image", "cat.png"], "is a model of texts alone: expected one that reads images; leave it out"),
     ],
 )
 def test_what_cannot_be_done_is_said(run, capsys, options, said):

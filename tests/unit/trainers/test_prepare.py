@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -151,26 +150,3 @@ def test_what_is_refused(config, tmp_path, capsys):
     assert (tmp_path / "there" / "data" / "prepared.json").is_file()
     (tmp_path / "texts.jsonl").write_text('{"text": "other"}\n')
     assert f"{tmp_path}/texts.jsonl had" in error("--output", str(tmp_path / "there"))
-
-
-def test_progress_without_a_terminal_is_a_line_now_and_then():
-    stream, times = io.StringIO(), iter([0.0, 1.0, 2.0, 7.0, 8.0])
-    progress = prepare.plain_lines(stream, "web", 40, lambda: next(times))
-    for done in (10, 20, 30, 40):
-        progress(done, done * 8, 10)
-    assert stream.getvalue().splitlines() == [
-        "web: 10 of 40 records (10 of them from before), 80 tokens/s",
-        "web: 30 of 40 records (10 of them from before), 34 tokens/s",
-        "web: 40 of 40 records (10 of them from before), 40 tokens/s",
-    ]
-
-
-def test_progress_on_a_terminal_is_a_bar():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    stream = Terminal()
-    with prepare.progress_on(stream, "web", 40) as progress:
-        progress(20, 100, 0)
-    assert "20/40" in stream.getvalue()

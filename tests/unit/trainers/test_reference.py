@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -103,11 +107,30 @@ def log_p(model, row):
     return (of_targets * row["token_weight"][:, 1:]).sum(-1)
 
 
+def test_a_killed_command_leaves_nothing_under_its_name_and_the_next_call_works(tmp_path, config):
+    """SIGKILL, while it writes."""
+    many = [{**RECORDS[number % 19], "number": number} for number in range(3000)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in many))
+    output = tmp_path / "with.jsonl"
+    command = [sys.executable, "-m", "trainers.reference", str(config), "--output", str(output)]
+    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert any(line.startswith("reference: 1 of 3,000 records, ") for line in run.stderr)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate()
+    assert run.returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.glob("with*")] == ["with.jsonl.tmp"]
+    assert reference.main(command[3:]) == 0
+    assert [path.name for path in tmp_path.glob("with*")] == ["with.jsonl"]
+    assert [json.loads(line)["number"] for line in output.open()] == list(range(3000))
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
         (["--output", "x.csv"], r"--output x.csv: expected a file that ends with .jsonl or .parquet"),
         (["--output", "{tmp}/pairs.jsonl"], "pairs.jsonl is there already: give a new file"),
+        (["--output", "gs://bucket/new.jsonl"], "gs://bucket/new.jsonl: expected a file on a disk or a mount"),
+        (["--output", "{tmp}/none/new.jsonl"], "new.jsonl cannot be written: No such file or directory"),
         (["--output", "{tmp}/new.jsonl", "frozen={{}}"], "nothing names the reference: set frozen.reference"),
     ],
 )

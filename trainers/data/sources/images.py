@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from trainers.config.arguments import TrainingArguments
-from trainers.data.images import CONFIG_FILE, ImageProcessor, open_image, read_processor
+from trainers.config.hf_files import PREPROCESSOR_FILE
+from trainers.data.images import ImageProcessor, open_image, read_processor
 from trainers.errors import DataError, DataMissingError, DataUnavailableError
 from trainers.models.encoder import classifier
 
@@ -128,7 +129,7 @@ def labelled_images(arguments: TrainingArguments) -> tuple[LabelledImages, Label
         raise DataError(f"vision.num_labels = {num_labels}: data.paths has {len(images.classes)} folders of classes ({shown})")
     processor = ImageProcessor(config.image_size, config.image_size, config.num_channels)
     begun = arguments.init_from
-    if begun is not None and (Path(begun.path).expanduser() / CONFIG_FILE).is_file():
+    if begun is not None and (Path(begun.path).expanduser() / PREPROCESSOR_FILE).is_file():
         processor = read_processor(begun.path)
     first_held = len(images) - int(len(images) * arguments.data.eval_fraction)
     parts = range(first_held), range(first_held, len(images))

@@ -12,20 +12,30 @@ from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import CONFIG_FILE, has_tokenizer
 from trainers.config.model import OF_EXECUTION
 from trainers.config.section import require
+from trainers.config.vision import VisionConfig
 from trainers.errors import UsageError
 from trainers.models.hf import config as hf_config
+from trainers.models.hf import vision_config
+from trainers.models.hf.vision_config import ImageTextConfig
 
 Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
+OF_TEXTS, OF_IMAGES = "trainers.tasks.causal_lm:CausalLMTask", "trainers.tasks.image_text:ImageTextTask"
 
 
 def resolved(arguments: Arguments) -> Arguments:
     """Returns the arguments with the numbers of the model in the folder `model.pretrained` in place of that key, and with its
-    weights as `init_from` (with `lora` they are its base) and its tokenizer as `data.tokenizer`, unless these name others. Others
-    are returned as they are. Raises ValueError that names what is not understood."""
+    weights as `init_from` (with `lora` they are its base) and its tokenizer as `data.tokenizer`, unless these name others. Of a
+    model with images, its encoder is `vision`. Others are returned as they are. Raises ValueError that names what is not
+    understood."""
     folder = arguments.model.pretrained
     if folder is None:
         return arguments
-    model, data = decoder_in(folder, arguments.model, "model.pretrained"), arguments.data
+    found, data = _read(folder, "model.pretrained"), arguments.data
+    if isinstance(found, ImageTextConfig):
+        arguments = dataclasses.replace(arguments, vision=_encoder(found.vision, arguments, folder))
+        found = found.model
+    model = _computed(found, arguments.model)
     if data.tokenizer is None and has_tokenizer(os.path.expanduser(folder)):
         data = dataclasses.replace(data, tokenizer=folder)
     if arguments.lora is not None:
@@ -35,16 +45,43 @@ def resolved(arguments: Arguments) -> Arguments:
     return dataclasses.replace(arguments, model=model, data=data, init_from=init_from)
 
 
+def _encoder(vision: VisionConfig, arguments: TrainingArguments, folder: str) -> VisionConfig:
+    """Returns the section `vision` of a model with images. Raises ValueError if other settings say something else."""
+    remat = "none" if arguments.vision is None else arguments.vision.remat
+    require(
+        arguments.vision in (None, VisionConfig(remat=remat)),
+        f"vision: the folder of model.pretrained ({folder}) says it; leave out all of it but remat",
+    )
+    require(
+        arguments.task != OF_TEXTS,
+        f"model.pretrained = {folder!r} is a model with images, and task = {arguments.task!r} reads texts alone: set task: "
+        f"{OF_IMAGES}",
+    )
+    return dataclasses.replace(vision, remat=remat)
+
+
 def decoder_in(folder: str, like: ModelConfig, asked_by: str) -> ModelConfig:
     """Returns the configuration of the decoder in a folder, computed as the settings of `like` say. Raises ValueError, which
     names the setting `asked_by`."""
+    found = _read(folder, asked_by)
+    if isinstance(found, ImageTextConfig):
+        raise ValueError(f"{asked_by} = {folder!r} is a model with images: expected a decoder of texts")
+    return _computed(found, like)
+
+
+def _computed(model: ModelConfig, like: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, **{name: getattr(like, name) for name in OF_EXECUTION})
+
+
+def _read(folder: str, asked_by: str) -> ModelConfig | ImageTextConfig:
     path = os.path.join(os.path.expanduser(folder), CONFIG_FILE)
     try:
         with open(path) as file:
             found = json.load(file)
         require(isinstance(found, dict), "expected a mapping of keys and values")
-        execution = {name: getattr(like, name) for name in OF_EXECUTION}
-        return dataclasses.replace(hf_config.read(found), **execution)
+        if found.get("model_type") == vision_config.GEMMA3:
+            return vision_config.image_text(found)
+        return hf_config.read(found)
     except (OSError, UsageError, ValueError) as error:
         raise ValueError(f"{asked_by} = {folder!r}: {path}: {_why(error)}") from error
 

@@ -51,7 +51,7 @@ def read(found: Json) -> Config:
     kind = found.get("model_type")
     if kind in ENCODER_OF:
         return _encoder(ENCODER_OF[kind], {**found, **found.get("vision_config", {})})
-    return _image_text(found) if kind == GEMMA3 else text.read(found)
+    return image_text(found) if kind == GEMMA3 else text.read(found)
 
 
 def _encoder(family: str, found: Json, *, has_head: bool | None = None) -> VisionConfig:
@@ -94,7 +94,8 @@ def _problems(family: str, given: Json) -> Iterator[str]:
             yield f"{name} = {given[name]}: expected 0"
 
 
-def _image_text(found: Json) -> ImageTextConfig:
+def image_text(found: Json) -> ImageTextConfig:
+    """Returns the configuration of a decoder with an encoder of images. Raises UsageError that names what is not understood."""
     if missing := [name for name in PARTS if not isinstance(found.get(name), Mapping)]:
         raise UsageError(f"{' and '.join(missing)} missing: a configuration of model_type {GEMMA3} has both")
     # The Hub's files leave out what is the default of the family.

@@ -509,6 +509,18 @@ def test_a_pretrained_model_is_that_of_its_folder(write, tmp_path):
     assert other.init_from == InitConfig(path="/elsewhere")
 
 
+def test_a_pretrained_model_with_images_has_an_encoder_and_needs_its_task(write):
+    folder = ROOT / "tests" / "unit" / "data" / "parity_vision" / "gemma3"
+    task = "task=trainers.tasks.image_text:ImageTextTask"
+    training = load(write(SMALL), [f"model={{pretrained: {folder}}}", task]).training
+    assert (training.model.family, training.vision.family, training.vision.tokens_per_image) == ("gemma3", "siglip", 9)
+    assert training.init_from == InitConfig(path=str(folder))
+    told = problem(write(SMALL), f"model={{pretrained: {folder}}}")
+    assert "is a model with images, and task = 'trainers.tasks.causal_lm:CausalLMTask' reads texts alone: set task" in told
+    told = problem(write(SMALL), f"model={{pretrained: {folder}}}", task, "vision={family: siglip}")
+    assert f"vision: the folder of model.pretrained ({folder}) says it; leave out all of it but remat" in told
+
+
 def test_a_pretrained_folder_that_is_not_there_or_not_understood_is_told_with_its_line(write, tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text('{"model_type": "bloom"}')

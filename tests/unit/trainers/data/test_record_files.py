@@ -1,0 +1,108 @@
+"""Records written to a file: whole or not at all, with a few of them in memory."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import resource
+import weakref
+from contextlib import contextmanager
+
+import pytest
+from pyarrow import parquet
+
+from trainers.config import DataConfig
+from trainers.data.record_files import ROWS_OF_A_GROUP, schema_of, write
+from trainers.data.sources.records import open_records
+from trainers.errors import DataError, UsageError
+
+RECORDS = [{"number": number, "text": "é" * (number % 5), "deep": [{"a": number}]} for number in range(3 * ROWS_OF_A_GROUP + 7)]
+
+
+def written(path, records):
+    write(path, iter(records), schema_of(iter(records)) if path.suffix == ".parquet" else None)
+    return open_records(DataConfig(paths=(str(path),)))
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_what_is_written_is_read_again(tmp_path, ending):
+    (tmp_path / f"of{ending}.tmp").write_text("what a killed process has left, longer than all of the file" * 10_000)
+    assert list(written(tmp_path / f"of{ending}", RECORDS)) == RECORDS
+    assert [path.name for path in tmp_path.iterdir()] == [f"of{ending}"]
+    if ending == ".parquet":
+        about = parquet.ParquetFile(tmp_path / "of.parquet").metadata
+        assert [about.row_group(number).num_rows for number in range(about.num_row_groups)] == [*3 * [ROWS_OF_A_GROUP], 7]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_few_records_are_in_memory(tmp_path, ending):
+    class Counted(dict):
+        pass
+
+    alive, most = weakref.WeakValueDictionary(), 0
+
+    def records():
+        nonlocal most
+        for number, record in enumerate(RECORDS):
+            alive[number] = counted = Counted(record)
+            most = max(most, len(alive))
+            yield counted
+
+    write(tmp_path / f"of{ending}", records(), schema_of(RECORDS))
+    assert most <= (2 if ending == ".jsonl" else 2 * ROWS_OF_A_GROUP)
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_a_disk_without_room_is_told_and_nothing_is_left(tmp_path, ending):
+    with room(4096), pytest.raises(UsageError, match=f"of{ending} cannot be written: File too large; nothing is left of it"):
+        write(tmp_path / f"of{ending}", RECORDS, schema_of(RECORDS))
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextmanager
+def room(num_bytes):
+    """No file of this process may become larger: the system refuses the write, as that of a full disk does."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_raises_on_the_way_leaves_nothing(tmp_path):
+    def records():
+        yield from RECORDS
+        raise DataError("record 9 is malformed")
+
+    with pytest.raises(DataError, match="record 9 is malformed"):
+        write(tmp_path / "of.parquet", records(), schema_of(RECORDS))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_processes_that_write_one_file_the_first_one_wins(tmp_path):
+    def records():
+        with pytest.raises(UsageError, match=r"of.jsonl is written by another process: wait for it, or give another file"):
+            write(tmp_path / "of.jsonl", RECORDS, None)
+        yield {"first": 1}
+
+    write(tmp_path / "of.jsonl", records(), None)
+    assert json.loads((tmp_path / "of.jsonl").read_text()) == {"first": 1}
+
+
+def test_columns_that_come_late_or_have_several_types(tmp_path):
+    late = [{"a": None, "b": 1}] * ROWS_OF_A_GROUP + [{"a": "text", "b": 1.5, "c": {"d": 1}}]
+    found = written(tmp_path / "of.parquet", late)
+    assert dict(found[0]) == {"a": None, "b": 1.0, "c": None}
+    assert dict(found[ROWS_OF_A_GROUP]) == late[-1]
+    with pytest.raises(UsageError, match=r"Parquet has one type for a column, and 'a' has several: .*; bring its values"):
+        schema_of([{"a": 1}, {"a": "text"}])
+    with pytest.raises(UsageError, match=r"Parquet has one type for a column: .*; bring its values into one type, or write"):
+        schema_of([{"a": 1}] * ROWS_OF_A_GROUP + [{"a": "text"}])
+    with pytest.raises(UsageError, match=r"record 1 has no form in JSON: .*'b': 'date'.*; write a file .parquet"):
+        write(tmp_path / "of.jsonl", [{"b": 1}, {"b": datetime.date(2024, 1, 1)}], None)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match=r"of.jsonl cannot be written: No such file or directory; .* give a file in a folder"):
+        write(tmp_path / "none" / "of.jsonl", RECORDS, None)
