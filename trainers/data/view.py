@@ -146,11 +146,8 @@ def by_source(batch: Batch, names: Sequence[str], ignore_index: int | None) -> I
         share = counted[own].sum() / max(1, counted.sum())
         yield (
             (f"{name:<{width}}", SOURCE),
-            (
-                f"  {(own & begins).sum():>6,} rows  {count(tokens[own].sum()):>8} tokens  {count(counted[own].sum()):>8} targets",
-                "",
-            ),
-            (f"  {share:6.1%} of the targets", ""),
+            (f"  {(own & begins).sum():>6,} rows  {count(tokens[own].sum()):>8} tokens", ""),
+            (f"  {count(counted[own].sum()):>8} targets  {share:6.1%} of the targets", ""),
         )
 
 

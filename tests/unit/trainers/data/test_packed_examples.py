@@ -1,4 +1,4 @@
-"""Rows of several pairs or labelled texts: each example once an epoch, whole or cut as the settings say, on any number of hosts."""
+"""Rows of several pairs or labelled texts: each example once an epoch, whole or cut as the settings say."""
 
 from __future__ import annotations
 
@@ -108,9 +108,8 @@ def test_how_full_the_rows_are_is_counted_with_both_texts_of_each_pair(tmp_path)
     }
     assert train.numbers()["overlong_documents"] > 0
     (told,) = train.told()
-    assert told.startswith(
-        f"the data: 45 examples in {len(rows)} rows of 2 x 21 tokens, at most {rows[0]['example_weight'].size}"
-    )
+    most = len(rows[0]["example_weight"])
+    assert told.startswith(f"the data: 45 examples in {len(rows)} rows of 2 x 21 tokens, at most {most} in a row, ")
     assert f"{np.count_nonzero(lengths.max(1) > 21)} longer than a row ({np.maximum(lengths - 21, 0).sum()} of" in told
 
 

@@ -108,9 +108,7 @@ def test_predictions_of_packed_rows_are_those_of_each_text_alone(tmp_path):
         model.head[...] = jax.random.normal(jax.random.key(3), model.head.shape)
         logits = np.asarray(jax.jit(task.predictions)(model, batch)["logits"])
         counts = batch["example_weight"] > 0 if packing else batch["weight"] > 0
-        found[packing] = sorted(
-            (int(label), *of) for label, of in zip(batch["label"][counts], logits[counts].tolist(), strict=True)
-        )
+        found[packing] = sorted(zip(batch["label"][counts].tolist(), *logits[counts].T.tolist(), strict=True))
     np.testing.assert_allclose(found["fit"], found[None], rtol=1e-5, atol=1e-5)
 
 
