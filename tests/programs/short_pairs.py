@@ -1,4 +1,5 @@
-"""Files of pairs, and of texts with labels, that are short and of different lengths."""
+"""Files of pairs, and of texts with labels, that are short and of different lengths: every fifth chosen completion is longer, and
+every fourth prompt is empty."""
 
 from __future__ import annotations
 
@@ -16,8 +17,11 @@ def pairs(num_records: int, seed: int, longest: int = 12) -> list[dict]:
         return "".join(chr(97 + number) for number in numbers.integers(0, 20, numbers.integers(first, longest)))
 
     return [
-        # Each record has a text of its own: a pair is known by its tokens.
-        {"prompt": f"{number}{text(0)}", "chosen": text(1) + "y", "rejected": text(1) + "n"}
+        {
+            "prompt": f"{number}{text(0)}" if number % 4 else "",
+            "chosen": text(2) * (4 if number % 5 == 4 else 1) + "y",
+            "rejected": text(2) + "n",
+        }
         | {"ref_chosen_logps": -1.0 - number % 7, "ref_rejected_logps": -0.5 - number % 5}
         for number in range(num_records)
     ]
@@ -25,7 +29,8 @@ def pairs(num_records: int, seed: int, longest: int = 12) -> list[dict]:
 
 def labelled(num_records: int, seed: int) -> list[dict]:
     return [
-        {"text": pair["prompt"], "label": LABELS[number % 3]} for number, pair in enumerate(pairs(num_records, seed, longest=9))
+        {"text": pair["rejected"][2:], "label": LABELS[number % 3]}
+        for number, pair in enumerate(pairs(num_records, seed, longest=9))
     ]
 
 

@@ -76,6 +76,9 @@ def test_each_example_is_in_each_epoch_once_as_it_is_in_a_row_of_its_own(tmp_pat
     # Anew in each epoch, and the same in another process.
     first, second = ([np.ravel(row["tokens"]).tolist() for row in rows] for rows in epochs)
     assert sorted(first) != sorted(second)
+    orders = [[int(row["sample_id"]) for row in rows] for rows in epochs]
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert orders[0] != orders[1]
     again = datasets(tmp_path, kind, **settings)[0]
     assert [np.ravel(again[index]["tokens"]).tolist() for index in range(len(again))] == first
 
