@@ -162,21 +162,15 @@ def packed_examples(arguments: TrainingArguments, kind: Kind) -> tuple[TrainingR
     tokenizers.check(tokenizers.of(arguments), arguments, documents.num_ids)
     examples = Examples(kind, documents, config)
     first_held_out = len(examples) - num_held_out(len(examples), config.eval_fraction)
-    train, held_out = examples.lengths[:first_held_out], examples.lengths[first_held_out:]
-    pieces = [_pieces(lengths, kind, config) for lengths in (train, held_out)]
-    for first, each in zip((0, first_held_out), pieces, strict=True):
-        _check_cut(examples, first, each)
-    plans = [
-        Fit(lengths.max(1, initial=0), each, kind.row_places, (arguments.seed, 0), shuffle=shuffle)
-        for lengths, each, shuffle in zip((train, held_out), pieces, (config.shuffle, False), strict=True)
-    ]
-    _check_rows(plans, config)
-    counts = [_counts(*each, kind) for each in zip((train, held_out), pieces, plans, strict=True)]
-    num_segments = max(plan.most_pieces for plan in plans)
-    rows = PackedExamples(examples, 0, plans[0], counts[0], num_segments, 0)
-    held_out_rows = PackedExamples(examples, first_held_out, plans[1], counts[1], num_segments, len(plans[0]))
+    train = _planned(examples, range(first_held_out), arguments, shuffle=config.shuffle)
+    held_out = _planned(examples, range(first_held_out, len(examples)), arguments, shuffle=False)
+    _check_rows(train, held_out, config)
+    # One number for both: their rows have the same shapes.
+    most = max(train.num_segments, held_out.num_segments)
+    train = dataclasses.replace(train, num_segments=most)
+    held_out = dataclasses.replace(held_out, num_segments=most, first_sample_id=len(train))
     mixture = Mixture([Share(ALONE, ((0, 1.0),))])
-    return TrainingRows([rows], mixture, arguments.seed, shuffle=config.shuffle), HeldOutRows([held_out_rows])
+    return TrainingRows([train], mixture, arguments.seed, shuffle=config.shuffle), HeldOutRows([held_out])
 
 
 def problems_of(config: DataConfig) -> Iterator[str]:
@@ -195,25 +189,15 @@ def problems_of(config: DataConfig) -> Iterator[str]:
         )
 
 
-def _pieces(lengths: np.ndarray, kind: Kind, config: DataConfig) -> Pieces:
-    return Pieces(lengths.max(1, initial=0), kind.row_places, config.overlong, config.truncation, shortest=1)
-
-
-def _check_cut(examples: Examples, first: int, pieces: Pieces) -> None:
-    """Raises DataError for the first example of which a cut leaves nothing to learn."""
-    indices = first + pieces.documents
-    for index in indices[(examples.lengths[indices] > examples.kind.row_places).any(1)].tolist():
-        examples.texts(index)
-
-
-def _check_rows(plans: Sequence[Fit], config: DataConfig) -> None:
-    train, held_out = plans
-    if len(train) == 0 or (config.eval_fraction > 0 and len(held_out) == 0):
-        kind = "training" if len(train) == 0 else "held-out"
-        raise DataMissingError(
-            f"{ALONE} has no {kind} rows: data.overlong = {config.overlong!r} leaves out each example that is longer than "
-            f"data.sequence_length = {config.sequence_length}; set cut, or a larger sequence_length"
-        )
+def _planned(examples: Examples, part: range, arguments: TrainingArguments, *, shuffle: bool) -> PackedExamples:
+    """Returns the rows of some of the examples. Raises DataError for the first one of which a cut leaves nothing to learn."""
+    kind, config, lengths = examples.kind, arguments.data, examples.lengths[part.start : part.stop]
+    longest = lengths.max(1, initial=0)
+    pieces = Pieces(longest, kind.row_places, config.overlong, config.truncation, shortest=1)
+    for index in pieces.documents[longest[pieces.documents] > kind.row_places].tolist():
+        examples.texts(part.start + index)
+    plan = Fit(longest, pieces, kind.row_places, (arguments.seed, 0), shuffle=shuffle)
+    return PackedExamples(examples, part.start, plan, _counts(lengths, pieces, plan, kind), plan.most_pieces, first_sample_id=0)
 
 
 def _counts(lengths: np.ndarray, pieces: Pieces, plan: Fit, kind: Kind) -> Counts:
@@ -221,3 +205,12 @@ def _counts(lengths: np.ndarray, pieces: Pieces, plan: Fit, kind: Kind) -> Count
     filled = int(np.minimum(lengths[pieces.documents], kind.row_places).sum())
     places = kind.num_texts * kind.row_places
     return dataclasses.replace(plan.counts, row_places=places, filled_places=filled, lost_tokens=int(lengths.sum()) - filled)
+
+
+def _check_rows(train: PackedExamples, held_out: PackedExamples, config: DataConfig) -> None:
+    if len(train) == 0 or (config.eval_fraction > 0 and len(held_out) == 0):
+        kind = "training" if len(train) == 0 else "held-out"
+        raise DataMissingError(
+            f"{ALONE} has no {kind} rows: data.overlong = {config.overlong!r} leaves out each example that is longer than "
+            f"data.sequence_length = {config.sequence_length}; set cut, or a larger sequence_length"
+        )

@@ -9,6 +9,7 @@ from tests.programs import short_pairs
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.sources.preference import PairEncoder
 from trainers.errors import DataError, DataMissingError, UsageError
+from trainers.planning.estimate import plan
 
 TASKS = {
     "pairs": "trainers.tasks.preference:PreferenceTask",
@@ -170,3 +171,11 @@ def test_the_tokens_are_made_once_on_a_machine(tmp_path, monkeypatch):
     first = dataset_function(made)(made)[0][0]
     monkeypatch.setattr(PairEncoder, "encode", None)  # another call of it would fail
     np.testing.assert_array_equal(dataset_function(made)(made)[0][0]["tokens"], first["tokens"])
+
+
+def test_they_are_told_with_all_other_problems_before_a_machine_is_taken(tmp_path):
+    problems, _ = plan(arguments(tmp_path, packing="concat", preference={"loss": "dpo"}), num_devices=1)
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "data.packing = 'concat'",
+        "preference.loss = 'dpo' compares the model with a reference",
+    ]
