@@ -124,13 +124,13 @@ def log_probabilities(arguments: TrainingArguments, source: str, rows: Rows) -> 
     _, state, _ = load(trainer, source)
 
     @jax.jit
-    def compute(params: Any, tokens: jax.Array, weight: jax.Array) -> jax.Array:
+    def compute(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
         model = in_mode(trainer.model.merge(params), training=False)
-        return completions_of_pairs(model, tokens, weight).log_p
+        return completions_of_pairs(model, batch).log_p
 
     for start in range(0, len(rows), AT_ONCE):
         some = [rows[min(start + place, len(rows) - 1)] for place in range(AT_ONCE)]
-        found = compute(state.params, *(np.stack([row[name] for row in some]) for name in ("tokens", "token_weight")))
+        found = compute(state.params, {name: np.stack([row[name] for row in some]) for name in ("tokens", "token_weight")})
         for values in np.asarray(found)[: len(rows) - start].tolist():
             yield dict(zip(REFERENCE_COLUMNS, values, strict=True))
 

@@ -6,6 +6,7 @@ import pytest
 
 from tests.multihost import harness
 from tests.multihost.test_lora import BASE, settings
+from tests.programs import short_pairs
 
 CHANGES = {
     "task": "trainers.tasks.preference:PreferenceTask",
@@ -20,6 +21,20 @@ def test_two_hosts_have_the_losses_of_one(tmp_path):
     losses = {}
     for hosts in (1, 2):
         given = settings(tmp_path / str(hosts), **CHANGES)
+        ran = harness.run(given, tmp_path / f"logs-{hosts}", hosts=hosts, devices_per_host=2 // hosts)
+        losses[hosts] = harness.losses(ran[0])
+    assert losses[2] == pytest.approx(losses[1], rel=1e-6)
+    assert len({*losses[1].values()}) == 3
+
+
+def test_rows_of_several_pairs_give_two_hosts_the_losses_of_one(tmp_path):
+    path = short_pairs.write(tmp_path / "pairs.jsonl", short_pairs.pairs(60, 0))
+    data = {"paths": [path], "sequence_length": 40, "packing": "fit", "eval_fraction": 0.0}
+    model = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
+    changes = {**CHANGES, "frozen": {}, "preference": {"loss": "simpo"}, "data": data, "model": model}
+    losses = {}
+    for hosts in (1, 2):
+        given = settings(tmp_path / str(hosts), **changes)
         ran = harness.run(given, tmp_path / f"logs-{hosts}", hosts=hosts, devices_per_host=2 // hosts)
         losses[hosts] = harness.losses(ran[0])
     assert losses[2] == pytest.approx(losses[1], rel=1e-6)

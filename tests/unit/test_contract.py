@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from tests.programs import short_pairs
 from tests.programs.packed import of_mixture
 from trainers.config import MeshConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.data.collate import SKIPPED
 from trainers.data.loader import StepAddressedLoader
+from trainers.data.sources.preference import preference_pairs
 from trainers.data.sources.sequence import training_examples
 from trainers.parallel.mesh import make_mesh
 from trainers.protocol import METRIC, Loss, PerExample, Task
@@ -51,6 +53,17 @@ def test_packed_rows_have_the_leaves_of_the_table():
         assert (row[name].shape, row[name].dtype) == ((33,), np.float32 if name == "token_weight" else np.int32)
 
 
+def test_packed_examples_have_the_leaves_of_the_table(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = short_pairs.write(tmp_path / "pairs.jsonl", short_pairs.pairs(9, 0))
+    data = {"packing": "fit", "sequence_length": 64, "paths": [path], "eval_fraction": 0}
+    made = from_dict(TrainingArguments, {"name": "t", "max_num_steps": 1, "data": data, "preference": {"loss": "simpo"}})
+    row = preference_pairs(made)[0][0]
+    assert row.keys() == {"tokens", "sample_id", "example_weight", *OF_PACKED_ROWS}
+    assert {row[name].shape for name in OF_PACKED_ROWS} == {(2, 65)}
+    assert (row["example_weight"].ndim, row["example_weight"].dtype) == (1, np.float32)
+
+
 def test_the_leaves_of_a_batch_are_those_of_the_table():
     data = {
         "size": np.arange(80.0).reshape(20, 4),
@@ -74,7 +87,7 @@ def test_the_leaves_of_a_batch_are_those_of_the_table():
         filling = batch["size"][micro, 9:]
         assert any(np.array_equal(filling[0], row) for row in data["size"])  # an ordinary example
     described = {name for row in table("The batch") for name in re.findall(r"`([\w/]+)`", row[0])}
-    assert described == {"sample_id", "weight", SKIPPED, f"{METRIC}NAME", "source", *OF_PACKED_ROWS}
+    assert described == {"sample_id", "weight", SKIPPED, f"{METRIC}NAME", "source", "example_weight", *OF_PACKED_ROWS}
 
 
 def test_a_weight_and_an_id_of_ones_own_take_the_place_of_the_trainers():

@@ -30,8 +30,8 @@ class DataConfig(SourceConfig):
     """The fraction of the text that is held out; it is the tail."""
     packing: Literal["concat", "fit"] | None = None
     """How documents share the rows of a batch; a token sees its own document alone. `concat`: rows are cut from the stream of all
-    documents. `fit`: rows hold whole documents, as many as fit. null: text is one stream without borders, and of a mixture
-    each document has a row."""
+    documents. `fit`: rows hold whole documents, or whole examples such as pairs, as many as fit. null: text is one stream without
+    borders; each document of a mixture has a row, and so has each example."""
     overlong: Literal["cut", "split", "drop"] = "cut"
     """What becomes of a document that is longer than a row, with packing `fit` and in a mixture: `cut` keeps the part that
     `truncation` says, `split` makes several of it, `drop` leaves it out."""

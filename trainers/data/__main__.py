@@ -95,15 +95,17 @@ def lines(trainer: BaseTrainer, num_examples: int, num_batches: int, *, coloured
     data, arguments = trainer.dataset_train, trainer.arguments
     names, ignore_index = arguments.data.source_names, arguments.loss.ignore_index
     batch = first_rows(trainer, max(num_examples, num_batches * arguments.global_batch_size))
-    num_rows = len(batch["weight"])
-    if batch.get("tokens", batch["weight"]).ndim != 2:
+    num_rows, num_shown = len(batch["weight"]), min(num_examples, len(batch["weight"]))
+    if not view.is_text(batch):
         yield heading(f"a row, of the first {num_rows:,}")
         yield from view.other(batch)
         return
-    yield heading(f"the first {min(num_examples, num_rows)} examples of training")
-    for number in range(min(num_examples, num_rows)):
+    batch, labels = view.lines_of(batch), arguments.classification.labels
+    lines_per_row = len(batch["weight"]) // num_rows
+    yield heading(f"the first {num_shown} examples of training")
+    for number in range(num_shown * lines_per_row):
         row = {name: leaf[number] for name, leaf in batch.items()}
-        yield view.example(row, decode_of(trainer), names, coloured=coloured, ignore_index=ignore_index)
+        yield view.example(row, decode_of(trainer), names, coloured=coloured, ignore_index=ignore_index, labels=labels)
     if isinstance(data, Tells):
         yield heading("packing")
         yield from (((line, ""),) for line in data.told())
@@ -141,7 +143,7 @@ def lengths_of(data: Any, batch: Batch) -> dict[str, np.ndarray]:
 
     packed = getattr(data, "dataset", data)  # without the transforms around it
     if isinstance(packed, TrainingRows):
-        return {f"the documents of {source.name}": source.documents.lengths for source in packed.sources}
+        return {f"the documents of {source.name}": source.lengths for source in packed.sources}
     rows = ({name: leaf[number] for name, leaf in batch.items()} for number in range(len(batch["tokens"])))
     return {"these examples": np.array([np.count_nonzero(view.segments_of(row)) for row in rows])}
 

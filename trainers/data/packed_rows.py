@@ -4,16 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from trainers.data.documents import Document, Documents
 from trainers.data.mixture import Mixture
-from trainers.data.packing import Piece, Plan
+from trainers.data.packing import Counts, Piece, Plan
 from trainers.data.permutations import digests, shuffled
 from trainers.errors import DataError
 
 Row = Mapping[str, np.ndarray]
+
+
+class RowSource(Protocol):
+    """The rows of one source: the same number in each epoch, packed anew in each."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def number(self) -> int:
+        """Its place among the sources."""
+
+    @property
+    def counts(self) -> Counts: ...
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32[N]: the tokens of each document, which the rows are planned by."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, epoch: int, row: int) -> Row: ...
+
+    def told(self) -> str:
+        """Returns what the plan has made of the documents, in one line."""
 
 
 class Subset:
@@ -52,6 +78,14 @@ class PackedSource:
     with_segments: bool
     """Whether a row may hold parts of several documents."""
 
+    @property
+    def counts(self) -> Counts:
+        return self.plan.counts
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self.documents.lengths
+
     def __len__(self) -> int:
         return len(self.plan)
 
@@ -84,8 +118,7 @@ class PackedSource:
         return document
 
     def told(self) -> str:
-        """Returns what the plan has made of the documents, in one line."""
-        counts = self.plan.counts
+        counts = self.counts
         parts = [
             f"{self.name}: {counts.num_documents:,} documents in {counts.num_rows:,} rows of {counts.row_places - 1:,} tokens, "
             f"{100 * counts.efficiency:.2f} % full"
@@ -103,7 +136,7 @@ class TrainingRows:
 
     takes_any_index = True
 
-    def __init__(self, sources: Sequence[PackedSource], mixture: Mixture, seed: int, *, shuffle: bool = True):
+    def __init__(self, sources: Sequence[RowSource], mixture: Mixture, seed: int, *, shuffle: bool = True):
         self.sources, self.mixture, self.seed, self.shuffle = tuple(sources), mixture, seed, shuffle
 
     def __len__(self) -> int:
@@ -137,7 +170,7 @@ class TrainingRows:
 class HeldOutRows:
     """The rows of each source, one source after the other."""
 
-    def __init__(self, sources: Sequence[PackedSource]):
+    def __init__(self, sources: Sequence[RowSource]):
         self.sources = tuple(sources)
         self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
 
@@ -150,9 +183,9 @@ class HeldOutRows:
         return source.row(0, index - int(self._ends[number]) + len(source))
 
 
-def packing_numbers(sources: Sequence[PackedSource]) -> dict[str, float]:
+def packing_numbers(sources: Sequence[RowSource]) -> dict[str, float]:
     """Returns how full the rows of all sources are, and how many documents were too long for one."""
-    counts = [source.plan.counts for source in sources]
+    counts = [source.counts for source in sources]
     places = sum(each.num_rows * each.row_places for each in counts)
     return {
         "packing_efficiency": sum(each.filled_places for each in counts) / max(1, places),

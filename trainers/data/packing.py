@@ -125,9 +125,17 @@ class Concat:
 class Pieces:
     """The pieces that whole rows are made of: each document once, or the parts of one that is longer than a row."""
 
-    def __init__(self, lengths: np.ndarray, sequence_length: int, overlong: Overlong, truncation: Truncation = "keep_start"):
-        places = sequence_length + 1
-        kept = lengths >= SHORTEST
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        places: int,
+        overlong: Overlong,
+        truncation: Truncation = "keep_start",
+        *,
+        shortest: int = SHORTEST,
+    ):
+        """`places`: the tokens that a row has room for. Documents with less than `shortest` tokens are left out."""
+        kept = lengths >= shortest
         is_overlong = lengths > places
         if overlong == "drop":
             kept &= ~is_overlong
@@ -136,14 +144,14 @@ class Pieces:
         self.starts = np.zeros(len(whole), np.int64)
         if overlong == "split":
             # Overlapping by one token, as windows do: no target is lost.
-            parts = -(-(whole - 1) // sequence_length)
+            parts = -(-(whole - 1) // (places - 1))
             self.documents, whole = np.repeat(self.documents, parts), np.repeat(whole, parts)
             of_first = np.repeat(np.cumsum(parts) - parts, parts)
-            self.starts = (np.arange(len(whole)) - of_first) * sequence_length
+            self.starts = (np.arange(len(whole)) - of_first) * (places - 1)
         elif truncation == "keep_end":
             self.starts = np.maximum(0, whole - places)
         self.lengths = np.minimum(whole - self.starts, places)
-        self.num_short, self.num_overlong = int(np.count_nonzero(lengths < SHORTEST)), int(np.count_nonzero(is_overlong))
+        self.num_short, self.num_overlong = int(np.count_nonzero(lengths < shortest)), int(np.count_nonzero(is_overlong))
         over = lengths[is_overlong].astype(np.int64)
         self.lost_tokens = {"cut": int((over - places).sum()), "drop": int(over.sum()), "split": 0}[overlong]
 
@@ -162,9 +170,9 @@ class Pieces:
 class OnePerRow:
     """Each piece has a row of its own."""
 
-    def __init__(self, lengths: np.ndarray, pieces: Pieces, sequence_length: int):
+    def __init__(self, lengths: np.ndarray, pieces: Pieces, places: int):
         self._pieces = pieces
-        self.counts = pieces.counts(len(lengths), len(pieces), sequence_length + 1)
+        self.counts = pieces.counts(len(lengths), len(pieces), places)
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -196,20 +204,25 @@ class Fit:
     does not grow with the number of documents. Each epoch deals out the pieces of a length anew.
     """
 
-    def __init__(self, lengths: np.ndarray, pieces: Pieces, sequence_length: int, seed: tuple[int, ...], *, shuffle: bool = True):
+    def __init__(self, lengths: np.ndarray, pieces: Pieces, places: int, seed: tuple[int, ...], *, shuffle: bool = True):
         self._pieces, self.seed, self.shuffle = pieces, seed, shuffle
         # Stable: the same on every machine.
         self._by_length = np.argsort(pieces.lengths, kind="stable").astype(np.int32)
-        num_of_length = np.bincount(pieces.lengths, minlength=sequence_length + 2)
+        num_of_length = np.bincount(pieces.lengths, minlength=places + 1)
         self._first_of_length = np.cumsum(num_of_length) - num_of_length
         self._num_of_length = num_of_length
-        self._groups = list(_numbered(best_fit_decreasing(num_of_length, sequence_length + 1)))
+        self._groups = list(_numbered(best_fit_decreasing(num_of_length, places)))
         self._ends = np.cumsum([group.num_bins for group in self._groups], dtype=np.int64)
         num_bins = int(self._ends[-1]) if self._groups else 0
-        self.counts = pieces.counts(len(lengths), num_bins, sequence_length + 1)
+        self.counts = pieces.counts(len(lengths), num_bins, places)
 
     def __len__(self) -> int:
         return self.counts.num_rows
+
+    @property
+    def most_pieces(self) -> int:
+        """The largest number of pieces in a row, the same in each epoch."""
+        return max((sum(part.num_pieces for part in group.parts) for group in self._groups), default=0)
 
     def pieces(self, epoch: int, row: int) -> list[Piece]:
         place = int(np.searchsorted(self._ends, row, "right"))
@@ -289,7 +302,8 @@ def plan(
     lengths = np.asarray(lengths)
     if packing == "concat":
         return Concat(lengths, sequence_length, seed, shuffle=shuffle)
-    pieces = Pieces(lengths, sequence_length, overlong, truncation)
+    places = sequence_length + 1
+    pieces = Pieces(lengths, places, overlong, truncation)
     if packing == "fit":
-        return Fit(lengths, pieces, sequence_length, seed, shuffle=shuffle)
-    return OnePerRow(lengths, pieces, sequence_length)
+        return Fit(lengths, pieces, places, seed, shuffle=shuffle)
+    return OnePerRow(lengths, pieces, places)

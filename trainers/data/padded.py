@@ -60,34 +60,46 @@ class Part:
 
 def split(records: Records, eval_fraction: float) -> tuple[Part, Part]:
     """Returns (the records to train on, those that are held out): the last ones. Raises DataError if one has none."""
-    held_out = round(len(records) * eval_fraction)
-    if len(records) == held_out or (eval_fraction > 0 and held_out == 0):
+    first_held_out = len(records) - num_held_out(len(records), eval_fraction)
+    return Part(records, 0, first_held_out), Part(records, first_held_out, len(records))
+
+
+def num_held_out(num_records: int, eval_fraction: float) -> int:
+    """Returns how many records are held out. Raises DataError if none is, or none is left to train on."""
+    held_out = round(num_records * eval_fraction)
+    if num_records == held_out or (eval_fraction > 0 and held_out == 0):
         raise DataError(
-            f"data.eval_fraction = {eval_fraction} of {len(records)} records leaves {len(records) - held_out} to train on and "
+            f"data.eval_fraction = {eval_fraction} of {num_records} records leaves {num_records - held_out} to train on and "
             f"{held_out} to hold out: expected at least one each; give more data, or another eval_fraction"
         )
-    return Part(records, 0, len(records) - held_out), Part(records, len(records) - held_out, len(records))
+    return held_out
+
+
+def cut(document: Document, length: int, truncation: Truncation) -> Document:
+    """Returns what is kept of a document: all of it, or `length` tokens. Raises DataError if no target is left of one that is
+    longer."""
+    tokens, weight = document.tokens, document.token_weight
+    weight = np.ones(len(tokens), np.float32) if weight is None else weight
+    if len(tokens) <= length:
+        return Document(tokens, weight)
+    kept = slice(length) if truncation == "keep_start" else slice(len(tokens) - length, None)
+    if not np.any(weight[kept][1:] > 0):
+        raise DataError(
+            f"of its {len(tokens)} tokens {length} are kept (data.truncation = {truncation!r}), and no target is among them; "
+            "set a larger data.sequence_length, or the other data.truncation"
+        )
+    return Document(tokens[kept], weight[kept])
 
 
 def padded(document: Document, length: int, truncation: Truncation) -> dict[str, np.ndarray]:
     """Returns {"tokens": int32[length], "token_weight": float32[length], CUT: float32}, filled up at the end with tokens of
     weight 0. Raises DataError if no target is left of a document that is longer."""
-    tokens, weight = document.tokens, document.token_weight
-    weight = np.ones(len(tokens), np.float32) if weight is None else weight
-    cut = len(tokens) > length
-    if cut:
-        kept = slice(length) if truncation == "keep_start" else slice(len(tokens) - length, None)
-        tokens, weight = tokens[kept], weight[kept]
-        if not np.any(weight[1:] > 0):
-            raise DataError(
-                f"of its {len(document.tokens)} tokens {length} are kept (data.truncation = {truncation!r}), and no target is "
-                "among them; set a larger data.sequence_length, or the other data.truncation"
-            )
+    tokens, weight = cut(document, length, truncation)
     filling = (0, length - len(tokens))
     return {
         "tokens": np.pad(tokens, filling).astype(np.int32),
-        "token_weight": np.pad(weight, filling).astype(np.float32),
-        CUT: np.array(cut, np.float32),
+        "token_weight": np.pad(weight, filling).astype(np.float32),  # type: ignore[arg-type]
+        CUT: np.array(len(document.tokens) > length, np.float32),
     }
 
 

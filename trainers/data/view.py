@@ -21,6 +21,26 @@ NO_TARGET, SOURCE, HEADING = "dim", "bold blue", "bold"
 SEGMENT_MARK, NO_TARGET_MARKS = "‖", ("⟦", "⟧")
 """Without colours: between two documents, and around tokens that are no targets."""
 BAR_WIDTH = 40
+SIDES = ("chosen", "rejected")
+"""The names of the texts of a pair, in the order of their lines."""
+
+
+def is_text(batch: Batch) -> bool:
+    """Whether rows are texts: one, or the two of pairs."""
+    shape = np.shape(batch.get("tokens", 0))
+    return len(shape) == 2 or (len(shape) == 3 and shape[1] == len(SIDES) and "token_weight" in batch)
+
+
+def lines_of(batch: Batch) -> Batch:
+    """Returns the texts of a batch as rows of their own. Those of pairs have a leaf `side`, an index into SIDES."""
+    shape = batch["tokens"].shape
+    if len(shape) == 2:
+        return batch
+    rows, sides, places = shape
+    found = {
+        name: leaf.reshape(-1, places) if leaf.shape == shape else np.repeat(leaf, sides, axis=0) for name, leaf in batch.items()
+    }
+    return {**found, "side": np.tile(np.arange(sides), rows)}
 
 
 def targets(row: Mapping[str, np.ndarray], ignore_index: int | None = None) -> np.ndarray:
@@ -55,10 +75,11 @@ def example(
     *,
     coloured: bool,
     ignore_index: int | None = None,
+    labels: Sequence[str] = (),
 ) -> Line:
     """Returns the text of a row in one line: each document in a colour of its own, what is no target dim; or with marks."""
     segments, is_target = segments_of(row), targets(row, ignore_index)
-    parts = [*head(row, segments, is_target, names)]
+    parts = [*head(row, segments, is_target, names, labels)]
     # What is between two borders is of one document, and either counts or does not.
     borders = np.flatnonzero((np.diff(segments) != 0) | (np.diff(is_target) != 0)) + 1
     before = 0
@@ -78,18 +99,31 @@ def example(
 
 
 def head(
-    row: Mapping[str, np.ndarray], segments: np.ndarray, is_target: np.ndarray, names: Sequence[str]
+    row: Mapping[str, np.ndarray],
+    segments: np.ndarray,
+    is_target: np.ndarray,
+    names: Sequence[str],
+    labels: Sequence[str],
 ) -> Iterator[tuple[str, str]]:
     about = [f"example {int(row['sample_id'])}"] if "sample_id" in row else []
+    about += [SIDES[int(row["side"])]] if "side" in row else []
     documents, filling = int(segments.max(initial=0)), int(np.count_nonzero(segments == 0))
     about.append(f"{documents} document{'s' if documents != 1 else ''}" if "segments" in row else f"{len(segments)} tokens")
     about.append(f"{int(is_target.sum())} targets")
     if filling:
         about.append(f"{filling} places empty")
+    about += labels_of(row, labels)
     if "source" in row and names:
         yield (names[int(row["source"])], SOURCE)
         yield ("  ", "")
     yield (f"{', '.join(about)}\n", HEADING)
+
+
+def labels_of(row: Mapping[str, np.ndarray], labels: Sequence[str]) -> Iterator[str]:
+    """Yields the classes of the texts of a row, in their order."""
+    if "label" in row and labels:
+        found = np.ravel(row["label"])[: int(np.sum(row.get("example_weight", 1)))]
+        yield f"label{'s' if len(found) != 1 else ''} {', '.join(labels[label] for label in found)}"
 
 
 def other(batch: Batch) -> Iterator[Line]:
@@ -105,14 +139,15 @@ def by_source(batch: Batch, names: Sequence[str], ignore_index: int | None) -> I
     sources = batch["source"] if "source" in batch and names else np.zeros(len(rows), int)
     tokens = np.array([np.count_nonzero(segments_of(row)) for row in rows])
     counted = np.array([targets(row, ignore_index).sum() for row in rows])
+    begins = batch["side"] == 0 if "side" in batch else np.ones(len(rows), bool)  # a pair is one row
     width = max(map(len, [*names, "all"]))
     for number, name in enumerate(names or ["all"]):
         own = sources == number
         share = counted[own].sum() / max(1, counted.sum())
         yield (
             (f"{name:<{width}}", SOURCE),
-            (f"  {own.sum():>6,} rows  {count(tokens[own].sum()):>8} tokens  {count(counted[own].sum()):>8} targets", ""),
-            (f"  {share:6.1%} of the targets", ""),
+            (f"  {(own & begins).sum():>6,} rows  {count(tokens[own].sum()):>8} tokens", ""),
+            (f"  {count(counted[own].sum()):>8} targets  {share:6.1%} of the targets", ""),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,14 @@ OWN_PARAMETERS = ("^head$", "^unembed$")
 """Patterns of the parameters in which it differs from a decoder: it has a head, and no table for logits."""
 
 
+class Segments(NamedTuple):
+    """The texts that share rows, as `Decoder.hidden` takes them. A row has at most `number` of them."""
+
+    segments_BT: jax.Array
+    positions_BT: jax.Array
+    number: int
+
+
 class ScoringDecoder(Decoder):
     """A decoder with a linear head on the last token of each text."""
 
@@ -25,13 +33,18 @@ class ScoringDecoder(Decoder):
             del self.unembed
         self.head = parameter(rngs, ("embed", None), (config.width, num_scores), TABLE_SCALE, param_dtype)
 
-    def scores(self, tokens_BT: jax.Array, token_weight_BT: jax.Array) -> jax.Array:
-        """Returns float32[B, scores], from the last token of each row whose weight is more than 0."""
-        x_BTD = self.hidden(tokens_BT).x_BTD
-        # The first one from the right.
-        last_B = tokens_BT.shape[1] - 1 - jnp.argmax(token_weight_BT[:, ::-1] > 0, axis=1)
-        x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
-        return x_BD.astype(jnp.float32) @ self.head[...].astype(jnp.float32)
+    def scores(self, tokens_BT: jax.Array, token_weight_BT: jax.Array, of: Segments | None = None) -> jax.Array:
+        """Returns float32[B, scores], from the last token of each row whose weight is more than 0; or with segments
+        float32[B, S, scores], from the last such token of each segment. A segment that a row has not has no meaningful score."""
+        counted_BTS = (token_weight_BT > 0)[:, :, None]
+        positions_BT, segments_BT = (None, None) if of is None else (of.positions_BT, of.segments_BT)
+        if of is not None:
+            counted_BTS &= of.segments_BT[:, :, None] == jnp.arange(1, of.number + 1)
+        x_BTD = self.hidden(tokens_BT, positions_BT, segments_BT).x_BTD
+        last_BS = jnp.max(jnp.where(counted_BTS, jnp.arange(tokens_BT.shape[1])[:, None], 0), axis=1)
+        x_BSD = jnp.take_along_axis(x_BTD, last_BS[:, :, None], axis=1)
+        scores = x_BSD.astype(jnp.float32) @ self.head[...].astype(jnp.float32)
+        return scores[:, 0] if of is None else scores
 
     def _table(self) -> jax.Array:
         # Nothing is multiplied by it.

@@ -47,6 +47,19 @@ def packing_of(batch: Batch) -> Packed | None:
     return Packed(segments, batch["positions"][:, :-1], (segments == following) & (following != 0))
 
 
+def inputs_of(model: nnx.Module, packed: Packed | None) -> dict[str, jax.Array]:
+    """Returns what `hidden` of a model gets beside its tokens, so that documents of one row do not see each other. Raises
+    UsageError for a model that cannot keep them apart."""
+    if packed is None:
+        return {}
+    if not isinstance(model, Decoder):
+        raise UsageError(
+            f"the rows are packed (a leaf `segments`), and {type(model).__name__} cannot keep their documents apart: "
+            "expected a trainers.models.decoder.Decoder; leave out data.packing, or override `loss` in the task"
+        )
+    return {"positions_BT": packed.positions, "segments_BT": packed.segments}
+
+
 class CausalLMTask:
     """Predicts each next token. `batch` is {"tokens": int32[B, T + 1], "weight": float32[B]}: each of the first T tokens
     predicts its successor.
@@ -119,14 +132,7 @@ class CausalLMTask:
     def _token_losses(
         self, model: nnx.Module, tokens: jax.Array, targets: jax.Array, weight: jax.Array, packed: Packed | None
     ) -> tuple[TokenLosses, RouterLosses | None]:
-        config, about = self.arguments.loss, {}
-        if packed is not None:
-            if not isinstance(model, Decoder):
-                raise UsageError(
-                    f"the rows are packed (a leaf `segments`), and {type(model).__name__} cannot keep their documents apart: "
-                    "expected a trainers.models.decoder.Decoder; leave out data.packing, or override `loss` in the task"
-                )
-            about = {"positions_BT": packed.positions, "segments_BT": packed.segments}
+        config, about = self.arguments.loss, inputs_of(model, packed)
         if isinstance(model, Decoder) and model.config.num_experts is not None:
             about["counted_BT"] = weight
         if isinstance(model, HasHidden):

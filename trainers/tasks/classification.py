@@ -11,11 +11,17 @@ import optax
 from trainers.models.scoring import ScoringDecoder
 from trainers.protocol import Batch, PerExample
 from trainers.tasks.scoring import ScoringTask
+from trainers.tasks.segments import by_row
 
 
 class ClassificationTask(ScoringTask):
     """Learns which of `classification.labels` a text has. `batch` is {"tokens": int32[B, T], "token_weight": float32[B, T],
-    "label": int32[B], "weight": float32[B]}. Padding has the token weight 0. The loss is the cross-entropy of the label."""
+    "label": int32[B], "weight": float32[B]}. Padding has the token weight 0. The loss is the cross-entropy of the label, as a
+    mean over the texts.
+
+    Of packed rows, text i is segment i of its row: `segments` and `positions`, int32[B, T]; `label`, int32[B, S]; and
+    `example_weight`, float32[B, S], with S as many as the fullest row of the plan has texts.
+    """
 
     dataset = "trainers.data.sources.classification:labelled_texts"
 
@@ -32,8 +38,12 @@ class ClassificationTask(ScoringTask):
         logits, label = self.predictions(model, batch)["logits"], batch["label"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
         hits = (jnp.argmax(logits, -1) == label).astype(jnp.float32)
-        return PerExample(losses, {"accuracy": hits}, num_tokens=jnp.sum(batch["token_weight"] > 0, 1))
+        num_tokens = jnp.sum(batch["token_weight"] > 0, 1)
+        if "example_weight" in batch:
+            return by_row(losses, {"accuracy": hits}, num_tokens, batch["example_weight"])
+        return PerExample(losses, {"accuracy": hits}, num_tokens=num_tokens)
 
     def predictions(self, model: ScoringDecoder, batch: Batch) -> dict[str, jax.Array]:
-        """Returns the logits of the classes, float32[B, labels]."""
-        return {"logits": model.scores(batch["tokens"], batch["token_weight"])}
+        """Returns the logits of the classes, float32[B, labels]; of packed rows [B, S, labels], where `example_weight` says which
+        count."""
+        return {"logits": self.scores(model, batch)}

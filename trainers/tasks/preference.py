@@ -13,11 +13,12 @@ from trainers.config.frozen import BASE
 from trainers.protocol import Batch, PerExample
 from trainers.tasks.causal_lm import CausalLMTask
 from trainers.tasks.completions import Completions, completions_of_pairs, metrics_of_rewards
+from trainers.tasks.segments import by_row
 
 REFERENCE = "reference"
 """The name of the reference among the frozen models."""
 REFERENCE_LEAF = "ref_logps"
-"""The leaf of a batch with the log-probabilities that the reference gives: float32[B, 2]."""
+"""The leaf of a batch with the log-probabilities that the reference gives: float32[B, 2], or [B, S, 2] of packed rows."""
 ALMOST_ONE = -1e-6
 """The largest log-probability whose odds are computed: those of 1 are infinite."""
 
@@ -27,7 +28,10 @@ class PreferenceTask(CausalLMTask):
     the chosen text and the rejected one; targets are the tokens of the completions alone. With `preference.reference: columns`
     it also has `ref_logps`, float32[B, 2].
 
-    The loss is the mean over the pairs, so that neither padding nor the length of a text counts.
+    Of packed rows, pair i is segment i of both lines of its row: `segments` and `positions`, int32[B, 2, T + 1];
+    `example_weight`, float32[B, S], with S as many as the fullest row of the plan has pairs; and `ref_logps` is [B, S, 2].
+
+    The loss is the mean over the pairs, so that neither padding, nor packing, nor the length of a text counts.
     """
 
     dataset = "trainers.data.sources.preference:preference_pairs"
@@ -55,16 +59,19 @@ class PreferenceTask(CausalLMTask):
 
     def loss(self, model: Any, batch: Batch, frozen: Mapping[str, Any]) -> PerExample:  # type: ignore[override]
         config = self.arguments.preference
-        policy = completions_of_pairs(model, batch["tokens"], batch["token_weight"])
+        policy = completions_of_pairs(model, batch)
         reference = self._reference_of(batch, policy, frozen) if config.has_reference else None
         losses, rewards = pair_losses(config, policy, reference)
-        return PerExample(losses, metrics_of_rewards(rewards), num_tokens=jnp.sum(policy.num_targets, 1))
+        metrics, num_tokens = metrics_of_rewards(rewards), jnp.sum(policy.num_targets, range(1, policy.num_targets.ndim))
+        if "example_weight" in batch:
+            return by_row(losses, metrics, num_tokens, batch["example_weight"])
+        return PerExample(losses, metrics, num_tokens=num_tokens)
 
     def _reference_of(self, batch: Batch, policy: Completions, frozen: Mapping[str, Any]) -> Completions:
         if self._reference == "columns":
             return Completions(batch[REFERENCE_LEAF], policy.num_targets)
         model = frozen[BASE if self._reference == "base" else REFERENCE]
-        return completions_of_pairs(model, batch["tokens"], batch["token_weight"])
+        return completions_of_pairs(model, batch)
 
     @property
     def tokens_per_example(self) -> int:
@@ -81,7 +88,7 @@ class PreferenceTask(CausalLMTask):
 
 
 def pair_losses(config: PreferenceConfig, policy: Completions, reference: Completions | None) -> tuple[jax.Array, jax.Array]:
-    """Returns (the loss of each pair [B], the rewards of chosen and rejected [B, 2]), given the log-probabilities [B, 2].
+    """Returns (the loss of each pair [...], the rewards of chosen and rejected [..., 2]), given the log-probabilities [..., 2].
 
     With log p over the tokens of a completion, c the chosen one and r the rejected one, and h the difference between c and r of
     log p - log p of the reference:
@@ -101,12 +108,12 @@ def pair_losses(config: PreferenceConfig, policy: Completions, reference: Comple
     compared = policy.mean_log_p if by_token else policy.log_p
     if reference is not None:
         compared = compared - jax.lax.stop_gradient(reference.mean_log_p if by_token else reference.log_p)
-    difference = compared[:, 0] - compared[:, 1]
+    difference = compared[..., 0] - compared[..., 1]
     if config.loss == "ipo":
         losses = (difference - 1 / (2 * config.beta)) ** 2
     elif config.loss == "orpo":
         log_odds = log_odds_of(compared)
-        losses = -compared[:, 0] - config.beta * jax.nn.log_sigmoid(log_odds[:, 0] - log_odds[:, 1])
+        losses = -compared[..., 0] - config.beta * jax.nn.log_sigmoid(log_odds[..., 0] - log_odds[..., 1])
     else:
         logits = config.beta * difference - (config.margin if config.loss == "simpo" else 0.0)
         smoothing = config.label_smoothing

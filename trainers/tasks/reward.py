@@ -9,6 +9,7 @@ from trainers.models.scoring import ScoringDecoder
 from trainers.protocol import Batch, PerExample
 from trainers.tasks.completions import metrics_of_rewards
 from trainers.tasks.scoring import ScoringTask
+from trainers.tasks.segments import by_row
 
 
 class RewardTask(ScoringTask):
@@ -27,14 +28,18 @@ class RewardTask(ScoringTask):
 
     def loss(self, model: ScoringDecoder, batch: Batch) -> PerExample:
         rewards = self.predictions(model, batch)["rewards"]
-        chosen, rejected = rewards[:, 0], rewards[:, 1]
+        losses, metrics = -jax.nn.log_sigmoid(rewards[..., 0] - rewards[..., 1]), metrics_of_rewards(rewards)
         num_tokens = jnp.sum(batch["token_weight"] > 0, (1, 2))
-        return PerExample(-jax.nn.log_sigmoid(chosen - rejected), metrics_of_rewards(rewards), num_tokens=num_tokens)
+        if "example_weight" in batch:
+            return by_row(losses, metrics, num_tokens, batch["example_weight"])
+        return PerExample(losses, metrics, num_tokens=num_tokens)
 
     def predictions(self, model: ScoringDecoder, batch: Batch) -> dict[str, jax.Array]:
-        """Returns the rewards of both texts, float32[B, 2]."""
-        tokens, weight = (batch[name].reshape(-1, batch[name].shape[-1]) for name in ("tokens", "token_weight"))
-        return {"rewards": model.scores(tokens, weight).reshape(-1, 2)}
+        """Returns the rewards of both texts, float32[B, 2]; of packed rows [B, S, 2], where `example_weight` says which count."""
+        rewards = self.scores(model, batch)[..., 0]
+        if "example_weight" not in batch:
+            return {"rewards": rewards.reshape(-1, 2)}
+        return {"rewards": rewards.reshape(-1, 2, rewards.shape[-1]).swapaxes(1, 2)}
 
     @property
     def tokens_per_example(self) -> int:

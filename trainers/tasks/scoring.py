@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
 from flax import nnx
 
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
-from trainers.models.scoring import OWN_PARAMETERS, ScoringDecoder
+from trainers.models.scoring import OWN_PARAMETERS, ScoringDecoder, Segments
+from trainers.protocol import Batch
 from trainers.tasks.causal_lm import flops_of_decoder
+from trainers.tasks.segments import lines_of
 
 
 class ScoringTask:
@@ -38,6 +41,15 @@ class ScoringTask:
         return ScoringDecoder(
             arguments.model, self.num_scores, rngs=rngs, dtype=arguments.dtype, param_dtype=arguments.param_dtype
         )
+
+    def scores(self, model: ScoringDecoder, batch: Batch) -> jax.Array:
+        """Returns the scores of the texts of all N lines of a batch: float32[N, scores], or of packed rows, with S texts in each
+        line, [N, S, scores]."""
+        lines = lines_of(batch)
+        if "segments" not in lines:
+            return model.scores(lines["tokens"], lines["token_weight"])
+        segments = Segments(lines["segments"], lines["positions"], batch["example_weight"].shape[-1])
+        return model.scores(lines["tokens"], lines["token_weight"], segments)
 
     @property
     def tokens_per_example(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,11 @@ import numpy as np
 from trainers import tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.section import did_you_mean
-from trainers.data.chat import shown, value_of
+from trainers.data.chat import digest_of, shown, value_of
 from trainers.data.documents import TEXT, Document, Record, Records
-from trainers.data.padded import Rows, padded, split
+from trainers.data.packed_examples import Kind, packed_examples
+from trainers.data.packed_rows import HeldOutRows, TrainingRows
+from trainers.data.padded import Rows, only, padded, split
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
@@ -20,27 +22,54 @@ from trainers.tokenizers import Tokenizer
 LABEL = "label"
 
 
-def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows]:
-    """Returns (training rows, held-out rows) of the records of `arguments.data`, with the columns `text` and `label`."""
-    tokenizer = tokenizers.of(arguments)
+class LabelledEncoder:
+    """Makes a document of the text of each record, and of the token that ends a text, if the tokenizer has one."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode(self, records: Sequence[Record]) -> list[Document]:
+        return [self._document(record) for record in records]
+
+    def digest(self) -> str:
+        return digest_of("labelled", self.tokenizer)
+
+    def _document(self, record: Record) -> Document:
+        end = [] if self.tokenizer.separator is None else [self.tokenizer.separator]
+        text = value_of(record, TEXT)
+        if not isinstance(text, str) or not text:
+            raise DataError(f"column {TEXT!r} is {shown(repr(text))}: expected a text")
+        return Document(np.array([*self.tokenizer.encode(text), *end], np.int32))
+
+
+def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[TrainingRows, HeldOutRows]:
+    """Returns (training rows, held-out rows) of the records of `arguments.data`, with the columns `text` and `label`: a text in
+    each row, or with `data.packing: fit` as many as fit (`trainers.data.packed_examples`), with the leaf `label`, int32[S]."""
+    tokenizer, config = tokenizers.of(arguments), arguments.data
+    if config.packing is not None:
+        kind = Kind(LabelledEncoder(tokenizer), config.sequence_length, leaves=leaves_of(arguments))
+        return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
-    train, held_out = split(open_records(arguments.data), arguments.data.eval_fraction)
+    train, held_out = split(open_records(config), config.eval_fraction)
     return labelled(train, tokenizer, arguments), labelled(held_out, tokenizer, arguments)
 
 
 def labelled(records: Records, tokenizer: Tokenizer, arguments: TrainingArguments) -> Rows:
     """Returns rows {"tokens": int32[T], "token_weight": float32[T], "label": int32}. Padding has the weight 0."""
-    config, end = arguments.data, [] if tokenizer.separator is None else [tokenizer.separator]
+    config, leaves = arguments.data, leaves_of(arguments)
+    encoder = LabelledEncoder(tokenizer)
 
     def row(record: Record) -> dict[str, Any]:
-        text = value_of(record, TEXT)
-        if not isinstance(text, str) or not text:
-            raise DataError(f"column {TEXT!r} is {shown(repr(text))}: expected a text")
-        document = Document(np.array([*tokenizer.encode(text), *end], np.int32))
-        label = label_of(value_of(record, LABEL), arguments.classification.labels)
-        return {**padded(document, config.sequence_length, config.truncation), "label": label}
+        document = only(encoder.encode([record]))
+        return {**padded(document, config.sequence_length, config.truncation), **leaves(record)}
 
     return Rows(records, row)
+
+
+def leaves_of(arguments: TrainingArguments) -> Callable[[Record], dict[str, np.ndarray]]:
+    """Returns what makes the leaves of an example beside its text."""
+    labels = arguments.classification.labels
+    return lambda record: {LABEL: np.asarray(label_of(value_of(record, LABEL), labels))}
 
 
 def label_of(value: Any, labels: Sequence[str]) -> np.int32:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trainers import tokenizers
 from trainers.config.arguments import TrainingArguments
-from trainers.data.chat import PROMPT, completed, messages_of, value_of
-from trainers.data.documents import Record, Records
-from trainers.data.padded import Rows, padded, split, stacked
+from trainers.data.chat import PROMPT, completed, digest_of, messages_of, value_of
+from trainers.data.documents import Document, Record, Records
+from trainers.data.packed_examples import Kind, packed_examples
+from trainers.data.packed_rows import HeldOutRows, TrainingRows
+from trainers.data.padded import Rows, cut, padded, split, stacked
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
@@ -21,33 +23,70 @@ REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 """The sums of the log-probabilities that a reference gives to the tokens of each completion."""
 
 
+class PairEncoder:
+    """Makes two documents of each record, the prompt with the chosen and with the rejected completion.
+
+    The columns are `prompt`, `chosen` and `rejected`: texts, or lists of messages. Without a `prompt`, both are conversations,
+    and what they begin with in common is the prompt.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+
+    def encode(self, records: Sequence[Record]) -> list[Document]:
+        return [document for record in records for document in self.pair(record)]
+
+    def digest(self) -> str:
+        return digest_of("pair", self.tokenizer)
+
+    def pair(self, record: Record) -> list[Document]:
+        prompt = prompt_of(record)
+        pair = [completed(self.tokenizer, completion_of(record, prompt, each), PROMPT, each) for each in (CHOSEN, REJECTED)]
+        check_differ(pair)
+        return pair
+
+
 def pairs(records: Records, tokenizer: Tokenizer, arguments: TrainingArguments) -> Rows:
-    """Returns the rows of records with the columns `prompt`, `chosen` and `rejected`: texts, or lists of messages. Without
-    a `prompt`, both are conversations, and what they begin with in common is the prompt.
+    """Returns rows of a pair each, of the records that `PairEncoder` takes.
 
     A row is {"tokens": int32[2, T + 1], "token_weight": float32[2, T + 1]}, chosen first, and with `preference.reference:
     columns` also `ref_logps`, float32[2].
     """
     length, truncation = arguments.data.sequence_length + 1, arguments.data.truncation
-    with_reference = arguments.preference.has_reference and arguments.preference.reference == "columns"
+    encoder, leaves = PairEncoder(tokenizer), leaves_of(arguments)
 
     def row(record: Record) -> dict[str, Any]:
-        prompt = prompt_of(record)
-        documents = (completed(tokenizer, completion_of(record, prompt, each), PROMPT, each) for each in (CHOSEN, REJECTED))
-        pair: dict[str, Any] = stacked([padded(document, length, truncation) for document in documents])
-        if np.array_equal(*pair["tokens"]):
-            raise DataError("chosen and rejected are the same: nothing can be learnt from them")
-        return {**pair, "ref_logps": reference_of(record)} if with_reference else pair
+        pair = encoder.pair(record)
+        check_differ([cut(document, length, truncation) for document in pair])
+        return {**stacked([padded(document, length, truncation) for document in pair]), **(leaves(record) if leaves else {})}
 
     return Rows(records, row)
 
 
-def preference_pairs(arguments: TrainingArguments) -> tuple[Rows, Rows]:
-    """Returns (training pairs, held-out pairs) of the records of `arguments.data`."""
+def preference_pairs(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[TrainingRows, HeldOutRows]:
+    """Returns (training pairs, held-out pairs) of the records of `arguments.data`: a pair in each row, or with `data.packing:
+    fit` as many as fit (`trainers.data.packed_examples`), each a segment of both lines of its row."""
     tokenizer = tokenizers.of(arguments)
+    if arguments.data.packing is not None:
+        length = arguments.data.sequence_length + 1
+        kind = Kind(PairEncoder(tokenizer), length, num_texts=2, leaves=leaves_of(arguments), check=check_differ)
+        return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
     train, held_out = split(open_records(arguments.data), arguments.data.eval_fraction)
     return pairs(train, tokenizer, arguments), pairs(held_out, tokenizer, arguments)
+
+
+def leaves_of(arguments: TrainingArguments) -> Callable[[Record], dict[str, np.ndarray]] | None:
+    """Returns what makes the leaves of a pair beside its texts; None: it has none."""
+    if arguments.preference.has_reference and arguments.preference.reference == "columns":
+        return lambda record: {"ref_logps": reference_of(record)}
+    return None
+
+
+def check_differ(pair: Sequence[Document]) -> None:
+    """Raises DataError if both texts of a pair are the same."""
+    if np.array_equal(pair[0].tokens, pair[1].tokens):
+        raise DataError("chosen and rejected are the same: nothing can be learnt from them")
 
 
 def prompt_of(record: Record) -> Any:

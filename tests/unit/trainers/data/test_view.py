@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.programs import short_pairs
 from tests.programs.packed import InMemory
 from trainers import runtime
 from trainers.base import BaseTrainer
@@ -134,6 +135,39 @@ def test_the_command_says_what_is_wrong(capsys, tmp_path):
     with pytest.raises(SystemExit):
         command.main(["x.yaml", "--examples", "0"])
     assert "--examples 0: expected 1 or more" in capsys.readouterr().err
+
+
+def shown_of(tmp_path, capsys, records, task, **settings):
+    path = short_pairs.write(tmp_path / "records.jsonl", records)
+    data = {"paths": [path], "sequence_length": 16, "eval_fraction": 0, "shuffle": False, **settings.pop("data", {})}
+    made = {"max_num_steps": 1, "global_batch_size": 4, "storage": str(tmp_path), "task": task, "data": data, **settings}
+    (tmp_path / "made.json").write_text(json.dumps(made))
+    assert command.main([str(tmp_path / "made.json"), "--examples", "1", "--batches", "1"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("packing", ["fit", None])
+def test_both_texts_of_pairs_are_shown_and_a_pair_is_one_row(tmp_path, monkeypatch, capsys, packing):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pair = {"prompt": "2+2=", "chosen": "4", "rejected": "five"}
+    shown = shown_of(tmp_path, capsys, [pair] * 8, PREFERENCES, preference={"loss": "simpo"}, data={"packing": packing})
+    if packing:
+        assert "example 0, chosen, 2 documents, 2 targets, 7 places empty\n⟦2+2=⟧4‖⟦2+2=⟧4\n" in shown
+        assert "example 0, rejected, 2 documents, 8 targets, 1 places empty\n⟦2+2=⟧five‖⟦2+2=⟧five\n" in shown
+        assert "the data: 8 examples in 4 rows of 2 x 17 tokens, at most 2 in a row, 76.47 % full" in shown
+    else:
+        assert "rejected, 17 tokens, 4 targets, 9 places empty\n⟦2+2=⟧five\n" in shown
+    assert "all       4 rows" in shown
+
+
+def test_texts_are_shown_with_their_labels(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    records = [{"text": text, "label": label} for text, label in (("awful, bad", "bad"), ("great", 1))]
+    settings = {"classification": {"labels": ["bad", "good"]}, "data": {"packing": "fit"}}
+    shown = shown_of(tmp_path, capsys, records, "trainers.tasks.classification:ClassificationTask", **settings)
+    assert "example 0, 2 documents, 13 targets, 1 places empty, labels bad, good\n⟦a⟧wful, bad‖⟦g⟧reat\n" in shown
+    shown = shown_of(tmp_path, capsys, records, "trainers.tasks.classification:ClassificationTask", **settings | {"data": {}})
+    assert ", label bad\n" in shown or ", label good\n" in shown
 
 
 def test_the_data_of_a_task_are_those_that_the_task_reads(tmp_path):
