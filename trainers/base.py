@@ -1,6 +1,7 @@
 """The trainer that most users want, and the one to subclass.
 
-Its parts are built in `model_builder.py` and `builder.py`; `loop/hooks.py` has the methods that may change the course of training.
+Its parts are built in `model_builder.py` and `builder.py`; `loop/hooks.py` has the methods that may change the course of
+training.
 """
 
 from __future__ import annotations
