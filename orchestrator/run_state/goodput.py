@@ -2,7 +2,7 @@
 
 The clock is always in one category, so the categories sum to the wall clock. Seconds that the training process measures inside a
 category (data wait, checkpoint stall, evaluation) are *moved* out of it, never added. With several hosts the driver uses the
-times of host 0, which cannot be ahead of the slowest host.
+times of host 0, which cannot be ahead of the slowest host; the data wait is that of the host that waits longest for each batch.
 
 Precedence, where a second could be said to belong to several categories:
 

@@ -39,6 +39,15 @@ def test_where_the_data_of_one_host_ends_training_ends_on_all_with_the_same_samp
     assert losses(two[0]).keys() == losses(one).keys()
 
 
+def test_the_wait_for_data_is_that_of_the_slowest_host(tmp_path):
+    made = dataclasses.replace(arguments(tmp_path, "slow_elsewhere"), max_num_steps=12)
+    hosts = run(made, tmp_path / "two", hosts=2, devices_per_host=1)
+    wall_s = sum(event["metrics"]["step_time_s"] for event in hosts[0].of("metrics") if "step_time_s" in event["metrics"])
+    waited_s = sum(event.get("seconds", {}).get("data_wait", 0.0) for event in hosts[0].of("metrics"))
+    # Host 0 itself waits for host 1 inside its steps, and not for its data.
+    assert waited_s > wall_s / 4
+
+
 def test_streams_with_a_state_go_on_where_they_were_on_two_hosts_and_by_counting_on_one(tmp_path):
     made = dataclasses.replace(
         arguments(tmp_path / "cut", "even"),

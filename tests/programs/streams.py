@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import numpy as np
 
@@ -34,6 +36,20 @@ def uneven(arguments: TrainingArguments):
 
 def even(arguments: TrainingArguments):
     return Stream(70), Numbers(21, 8)
+
+
+class Slow(Numbers):
+    """Its examples take their time on hosts other than the first."""
+
+    def __getitem__(self, index):
+        # The first is read for its shapes, before the process has joined and knows which host it is.
+        if index > 0 and jax.process_index() > 0:
+            time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def slow_elsewhere(arguments: TrainingArguments):
+    return Slow(96, 8), Numbers(21, 8)
 
 
 class Drawn:

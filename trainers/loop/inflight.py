@@ -26,6 +26,8 @@ class Agreed:
     stop: int = 0
     saves: int = 0
     status: UpdateStatus = UpdateStatus.APPLIED
+    data_wait_us: int = 0
+    """How long the host that waited longest for its part of the batch did so, in microseconds."""
     batch_index: int = 0
     newest_batch_index: int = 0
     """Equals `batch_index`, unless the hosts are out of step."""
@@ -36,9 +38,13 @@ class Agreed:
     def read(cls, reduced: jax.Array) -> Agreed:
         """Waits for the step, and returns its result."""
         values = wait_for_device(reduced)
-        stop, saves, status, batch_index, newest = values[:5].tolist()
-        loss, expected = values[5:].view(np.float32).tolist()  # sent as the bits of a float32
-        return cls(stop, saves, UpdateStatus(status), batch_index, newest, loss, expected)
+        stop, saves, status, data_wait_us, batch_index, newest = values[:6].tolist()
+        loss, expected = values[6:].view(np.float32).tolist()  # sent as the bits of a float32
+        return cls(stop, saves, UpdateStatus(status), data_wait_us, batch_index, newest, loss, expected)
+
+    @property
+    def data_wait_s(self) -> float:
+        return self.data_wait_us / 1e6
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -46,15 +52,18 @@ class Agreed:
 
 
 class Flags:
-    """Builds the input `flags` of the train step from this host's requests: one row for each of its devices."""
+    """Builds the input `flags` of the train step from what this host asks for and has waited: one row for each of its devices."""
 
     def __init__(self, mesh: jax.sharding.Mesh):
         self._sharding = meshes.one_per_device(mesh)
         self._shape = (mesh.devices.size, len(FLAGS))
 
-    def array(self, stop: int = 0, saves: int = 0, skip: bool = False, batch_index: int = 0) -> jax.Array:
+    def array(
+        self, stop: int = 0, saves: int = 0, skip: bool = False, data_wait_s: float = 0.0, batch_index: int = 0
+    ) -> jax.Array:
+        data_wait_us = min(int(data_wait_s * 1e6), np.iinfo(np.int32).max)
         # [1, len(FLAGS)]: the same row for each device of this host.
-        row = np.array([[stop, saves, skip, batch_index]], np.int32)
+        row = np.array([[stop, saves, skip, data_wait_us, batch_index]], np.int32)
         # Called at every step: this takes a fifth of the time of one `device_put` for each device.
         return jax.make_array_from_callback(self._shape, self._sharding, lambda index: row)
 

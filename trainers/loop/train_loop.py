@@ -131,12 +131,13 @@ class Loop:
             with info.showing(state):
                 self.saver.report_saved()
             state = self._begin_epochs(state)
-            with self.seconds.measure("data_wait"):
-                batch = self.loader.batch(info.batch_index)
+            began_s = self.seconds.clock()
+            batch = self.loader.batch(info.batch_index)
+            data_wait_s = self.seconds.clock() - began_s
             self.callbacks.call(Callback.on_step_begin, info, batch=batch)
             state = self.hooks.on_step_start(state, info.batch_index)
             batch = self._prepared(state, batch)
-            flags = self._flags()
+            flags = self._flags(data_wait_s)
             with self.busy.waiting():  # some backends compute on the dispatching thread: that is not the host's own work
                 state, metric_sums, reduced, step_metrics, bins = self.train_step(state, metric_sums, batch, flags)
             # With the index of the batch that it trains on: the counter moves on in the next line.
@@ -216,10 +217,11 @@ class Loop:
             request = max(request, 1 + STOP_REASONS.index(StopReason.END_OF_DATA))
         return request
 
-    def _flags(self) -> jax.Array:
+    def _flags(self, data_wait_s: float) -> jax.Array:
         batch_index = self.info.batch_index
         skip = batch_index in self.lineage.skipped
-        return self.flags.array(self._stop_request(), self.host_requests.requested_saves(self.agreed), skip, batch_index)
+        saves = self.host_requests.requested_saves(self.agreed)
+        return self.flags.array(self._stop_request(), saves, skip, data_wait_s, batch_index)
 
     def _complete_one(self, state: TrainState) -> None:
         """Waits for the oldest step in flight, and acts on its status, as all hosts do."""
@@ -227,6 +229,8 @@ class Loop:
             self.agreed = self.window.complete_one()
         runtime.current().step = self.window.completed_step
         self.publisher.completed(self.window.completed_step)
+        # That of the slowest host: the others wait for it inside the step.
+        self.seconds.add("data_wait", self.agreed.data_wait_s)
         self.end_of_data.observe(self.agreed)
         status = self.agreed.status
         if status is UpdateStatus.OUT_OF_STEP:

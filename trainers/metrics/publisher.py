@@ -33,7 +33,10 @@ class Seconds:
         try:
             yield
         finally:
-            self.spent[category] = self.spent.get(category, 0.0) + self.clock() - start
+            self.add(category, self.clock() - start)
+
+    def add(self, category: str, seconds: float) -> None:
+        self.spent[category] = self.spent.get(category, 0.0) + seconds
 
     def drain(self) -> dict[str, float]:
         spent, self.spent = self.spent, {}

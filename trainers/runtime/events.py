@@ -129,7 +129,8 @@ class Metrics(Envelope):
     step: int
     metrics: dict[str, float]
     seconds: NotRequired[Mapping[str, float]]
-    """How the host spent its time since the last publish, in seconds: `data_wait`, `checkpoint`, `evaluation`, `preview`."""
+    """How the host spent its time since the last publish, in seconds: `checkpoint`, `evaluation`, `preview`; and `data_wait`, of
+    the host that waited longest for each batch."""
     kind: NotRequired[Literal["train", "eval"]]
     distributions: NotRequired[Mapping[str, Any]]
     """Histograms by the name of their array."""

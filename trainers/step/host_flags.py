@@ -32,10 +32,11 @@ class UpdateStatus(IntEnum):
     """The gradients overflowed float16, and the scale of the loss is already at its minimum."""
 
 
-FLAGS = ("stop", "saves", "skip", "batch_index")
-"""The input of each host to a step, as int32 in this order: its requests, and the index of its batch."""
+FLAGS = ("stop", "saves", "skip", "data_wait_us", "batch_index")
+"""The input of each host to a step, as int32 in this order: its requests, how long it waited for its batch, and the index of the
+batch."""
 
-REDUCED = ("stop", "saves", "status", "batch_index", "newest_batch_index", "loss", "expected_loss")
+REDUCED = ("stop", "saves", "status", "data_wait_us", "batch_index", "newest_batch_index", "loss", "expected_loss")
 """The result of a step for every host, as int32 in this order; the losses are the bits of a float32."""
 
 MIN_RELATIVE_DEVIATION = 0.01
@@ -51,10 +52,10 @@ def reduce_flags(
     config: AnomalyConfig,
     overflow: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns int32[len(REDUCED)]: the maximum of the hosts' requests, and the `UpdateStatus`. `overflow` is the status by the
-    scale of the loss; None where losses are not scaled."""
+    """Returns int32[len(REDUCED)]: the maximum of the hosts' requests and waits, and the `UpdateStatus`. `overflow` is the status
+    by the scale of the loss; None where losses are not scaled."""
     # The least batch index too, as the maximum of its negative: a second collective would cost as much again.
-    stop, saves, skip, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
+    stop, saves, skip, data_wait_us, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
     spike = is_spike(stats, loss, config) if config.loss_spike != "off" else jnp.zeros((), jnp.bool_)
     overflow = jnp.int32(UpdateStatus.APPLIED) if overflow is None else overflow
     # The first condition that holds wins. OUT_OF_STEP comes first: the hosts computed with different batches. ORDERED comes
@@ -72,7 +73,7 @@ def reduce_flags(
     expected = jnp.where(stats["count"] > 0, stats["mean"], jnp.nan)
     # As bits: one int32 array for everything is one transfer to the host, and no conversion rounds the losses.
     loss_bits, expected_bits = (jax.lax.bitcast_convert_type(value, jnp.int32) for value in (loss, expected))
-    return jnp.stack([stop, saves, status, -least, newest, loss_bits, expected_bits])
+    return jnp.stack([stop, saves, status, data_wait_us, -least, newest, loss_bits, expected_bits])
 
 
 def is_spike(stats: Mapping[str, jax.Array], loss: jax.Array, config: AnomalyConfig) -> jax.Array:

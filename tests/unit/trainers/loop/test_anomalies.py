@@ -167,20 +167,21 @@ def reduced(flags, loss=2.0, finite=True, stats=STATS, **settings):
     ],
 )
 def test_the_status_of_an_update(skip, batches, loss, finite, settings, status):
-    assert reduced([[0, 0, skip, batches[0]], [0, 0, 0, batches[1]]], loss, finite, **settings)["status"] == status
+    assert reduced([[0, 0, skip, 0, batches[0]], [0, 0, 0, 0, batches[1]]], loss, finite, **settings)["status"] == status
 
 
-def test_wishes_and_indices_of_all_hosts_come_out():
-    found = reduced([[0, 3, 0, 7], [2, 1, 0, 9]])
-    assert [found[name] for name in ("stop", "saves", "batch_index", "newest_batch_index")] == [2, 3, 7, 9]
+def test_wishes_waits_and_indices_of_all_hosts_come_out():
+    found = reduced([[0, 3, 0, 250, 7], [2, 1, 0, 70_000, 9]])
+    names = ("stop", "saves", "data_wait_us", "batch_index", "newest_batch_index")
+    assert [found[name] for name in names] == [2, 3, 70_000, 7, 9]
     assert [found[name].view(np.float32) for name in ("loss", "expected_loss")] == [2.0, 2.0]
-    assert np.isnan(reduced([[0, 0, 0, 0]], stats=NO_STATS)["expected_loss"].view(np.float32))
+    assert np.isnan(reduced([[0, 0, 0, 0, 0]], stats=NO_STATS)["expected_loss"].view(np.float32))
 
 
 def test_losses_that_hardly_vary_do_not_make_a_spike_of_chance():
     flat = {**STATS, "variance": np.float32(1e-12)}
-    assert reduced([[0, 0, 0, 0]], 2.1, stats=flat, loss_spike="skip")["status"] == UpdateStatus.APPLIED
-    assert reduced([[0, 0, 0, 0]], 2.2, stats=flat, loss_spike="skip")["status"] == SPIKE
+    assert reduced([[0, 0, 0, 0, 0]], 2.1, stats=flat, loss_spike="skip")["status"] == UpdateStatus.APPLIED
+    assert reduced([[0, 0, 0, 0, 0]], 2.2, stats=flat, loss_spike="skip")["status"] == SPIKE
 
 
 def test_running_statistics():

@@ -47,9 +47,9 @@ class OnDevice:
     def copy_to_host_async(self): ...
 
 
-def reduced(stop=0, saves=0, status=UpdateStatus.APPLIED, batch_index=0, newest=None, loss=1.0, expected=1.0):
+def reduced(stop=0, saves=0, status=UpdateStatus.APPLIED, wait=0, batch_index=0, newest=None, loss=1.0, expected=1.0):
     """What the step gives back to all hosts."""
-    values = (stop, saves, status, batch_index, batch_index if newest is None else newest)
+    values = (stop, saves, status, wait, batch_index, batch_index if newest is None else newest)
     assert len(values) + 2 == len(REDUCED)
     return np.array([*values, *np.array([loss, expected], np.float32).view(np.int32)], np.int32)
 
@@ -120,9 +120,9 @@ class World:
     def step(self, state, metric_sums, batch, flags):
         self.dispatched += 1
         self.asked.append(flags)
-        stop, saves, skip, batch_index = flags
+        stop, saves, skip, wait, batch_index = flags
         status = UpdateStatus.ORDERED if skip else self.statuses.pop(batch_index, UpdateStatus.APPLIED)
-        told = reduced(stop, saves, status, batch_index, batch_index + (status is UpdateStatus.OUT_OF_STEP))
+        told = reduced(stop, saves, status, int(wait * 1e6), batch_index, batch_index + (status is UpdateStatus.OUT_OF_STEP))
         made = OnDevice(self, "bag", self.dispatched, np.ones((len(LAYOUT), 2)))
         rest = {"flags": told, "measured": [], "distributions": []}
         return StepOutput(state + 1, made, *(OnDevice(self, kind, self.dispatched, made) for kind, made in rest.items()))
@@ -257,9 +257,9 @@ def test_the_window_holds_two_steps():
 
 
 def test_what_all_hosts_read_of_a_step():
-    agreed = Agreed.read(reduced(2, 3, UpdateStatus.LOSS_SPIKE, 17, loss=9.5, expected=np.nan))
+    agreed = Agreed.read(reduced(2, 3, UpdateStatus.LOSS_SPIKE, 250_000, 17, loss=9.5, expected=np.nan))
     assert (agreed.stop_reason, agreed.saves, agreed.status) == (STOP_REASONS[1], 3, UpdateStatus.LOSS_SPIKE)
-    assert (agreed.batch_index, agreed.loss) == (17, 9.5)
+    assert (agreed.batch_index, agreed.loss, agreed.data_wait_s) == (17, 9.5, 0.25)
     assert np.isnan(agreed.expected_loss)
 
 
@@ -367,7 +367,7 @@ def test_batches_to_skip_are_flagged():
     world = World(max_steps=6, skip=(2, 4))
     world.loop.run(0)
     assert [flags[2] for flags in world.asked] == [False, False, True, False, True, False]
-    assert [flags[3] for flags in world.asked] == [0, 1, 2, 3, 4, 5]
+    assert [flags[-1] for flags in world.asked] == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_batch_that_the_step_skipped_is_told_and_remembered():
@@ -393,7 +393,7 @@ def test_a_rollback_goes_back_and_leaves_the_batches_out():
     assert [entry for entry in world.log if entry[0] == "go_back"] == [("go_back", 5)]
     drawn = [k for kind, k in world.log if kind == "batch"]
     assert drawn == [*range(10), 7, *range(5, 12)]  # two steps were in flight when it was read; 7 again, to see why
-    assert [flags[3] for flags in world.asked if flags[2]] == [5, 6, 7]
+    assert [flags[-1] for flags in world.asked if flags[2]] == [5, 6, 7]
     assert [kind for kind, _ in world.log].count("first_step") == 1
 
 
