@@ -14,14 +14,13 @@ import pytest
 from flax import nnx
 from PIL import Image
 
+from tests.programs.tiny_images import MODEL, VISION
 from tests.unit.trainers.test_generate import asked, rows
 from tests.unit.trainers.test_tokenizers import SIZE, folder  # noqa: F401  a fixture
 from tests.unit.training import arguments
 from trainers import tokenizers
 from trainers.base import BaseTrainer
 from trainers.checkpoint.hugging_face_out import files_of, plan, write
-from trainers.config import ModelConfig
-from trainers.config.vision import VisionConfig
 from trainers.evaluate import with_model_of
 from trainers.export import to_hugging_face
 from trainers.generate import encoded, open_model
@@ -35,29 +34,8 @@ BEGIN, END, IMAGE = SIZE, SIZE + 1, SIZE + 2
 PROCESSOR = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}, "image_mean": [0.1, 0.2, 0.3]}
 TASK = "trainers.tasks.image_text:ImageTextTask"
 CONFIG = ImageTextConfig(
-    VisionConfig(
-        family="siglip",
-        image_size=8,
-        patch_size=2,
-        width=8,
-        num_layers=1,
-        num_heads=2,
-        mlp_width=16,
-        tokens_per_image=4,
-        image_token=IMAGE,
-    ),
-    ModelConfig(
-        family="gemma3",
-        vocab_size=SIZE + 8,
-        width=16,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        mlp_width=24,
-        window=6,
-        global_every=2,
-        tie_embeddings=False,
-    ),
+    dataclasses.replace(VISION, image_token=IMAGE),
+    dataclasses.replace(MODEL, vocab_size=SIZE + 8, num_layers=2, window=6),
 )
 
 

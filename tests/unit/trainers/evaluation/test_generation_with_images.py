@@ -7,37 +7,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from trainers.config import MeshConfig, ModelConfig, PreviewConfig
-from trainers.config.vision import VisionConfig
+from tests.programs.tiny_images import IMAGE, MODEL, VISION
+from trainers.config import MeshConfig, PreviewConfig
 from trainers.evaluation.generation import Generator, keys_of
 from trainers.models.vlm import ImageTextModel
 from trainers.parallel.mesh import make_mesh
 
-IMAGE, NEW, LONGEST = 0, 8, 24
-"""The token of images is also what fills up a short prompt."""
-MODEL = ModelConfig(
-    family="gemma3",
-    vocab_size=20,
-    width=16,
-    num_layers=3,
-    num_heads=2,
-    num_kv_heads=1,
-    mlp_width=24,
-    window=3,
-    global_every=2,
-    tie_embeddings=False,
-)
-VISION = VisionConfig(
-    family="siglip",
-    image_size=8,
-    patch_size=2,
-    width=8,
-    num_layers=1,
-    num_heads=2,
-    mlp_width=16,
-    tokens_per_image=4,
-    image_token=IMAGE,
-)
+NEW, LONGEST = 8, 24
 PROMPTS = [[5, *[IMAGE] * 4, 2, 3], [1, *[IMAGE] * 4, 2, 3, *[IMAGE] * 4, 4], [*[IMAGE] * 4, 6]]
 IMAGES = list(np.random.default_rng(0).normal(size=(3, 2, 8, 8, 3)).astype(np.float32))
 
