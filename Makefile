@@ -11,10 +11,10 @@ SEED ?= 1
 COUNT ?= 5
 
 .DEFAULT_GOAL := help
-.PHONY: help env install quickstart test soak parity mutants lint format lock clean
+.PHONY: help env install quickstart test test-slow test-all soak parity mutants lint format lock clean
 
 help:  ## What there is
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 # Told in milliseconds: the environment's interpreter runs, and the lock file is the one that was installed.
 UP_TO_DATE := cmp -s requirements.lock $(VENV)/installed.lock && $(IN_VENV) -c '' 2>/dev/null
@@ -45,14 +45,24 @@ quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=...
 
 # Tests with Ray run one by one: several Rays at once take longer than one after the other.
 # 5: ARGS has chosen no test of this part, which is fine if it has chosen one of the other.
-test: env build/tpu  ## Run all tests, those without Ray first and two files at a time (WORKERS=0: one by one; ARGS="-k name ...")
-	@status=0; ran=0; \
-	for part in "--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder tests/unit tests/multihost" \
-			"tests/ray tests/faults"; do \
-		code=0; $(IN_VENV) -m pytest $$part $(ARGS) || code=$$?; \
-		case $$code in 0) ran=1;; 5) ;; *) status=$$code;; esac; \
-	done; \
-	test $$status -ne 0 -o $$ran -eq 1 || status=5; exit $$status
+define run_tests
+@status=0; ran=0; \
+for part in "--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder tests/unit tests/multihost" \
+		"tests/ray tests/faults"; do \
+	code=0; $(IN_VENV) -m pytest $$part --durations 10 $(1) $(ARGS) || code=$$?; \
+	case $$code in 0) ran=1;; 5) ;; *) status=$$code;; esac; \
+done; \
+test $$status -ne 0 -o $$ran -eq 1 || status=5; exit $$status
+endef
+
+test: env build/tpu  ## Run the tests of every commit, those without Ray first and two files at a time: some 12 minutes (WORKERS=0: one by one; ARGS="-k name ...")
+	$(call run_tests,-m "not slow")
+
+test-slow: env build/tpu  ## Run the tests that `make test` leaves out
+	$(call run_tests,-m slow)
+
+test-all: env build/tpu  ## Run all tests: some 45 minutes
+	$(call run_tests,)
 
 # The compiler for TPUs, for the tests of configurations of real sizes. Those are skipped where it cannot be had.
 build/tpu: tests/tpu.txt | env

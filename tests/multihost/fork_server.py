@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from cluster.agent.child_process import ChildProcess
+from tests import compiled
 from trainers import worker
 from trainers.runtime import distributed
 
@@ -137,7 +138,8 @@ def become_worker(env: dict[str, str], stdin: int, log: int, events: int) -> Non
     os.environ.update(env, EVENT_FD=str(events))
     distributed.use_compile_cache(env[CACHE_DIR])
     np.random.seed()
-    worker.main()
+    with compiled.written_whole():
+        worker.main()
 
 
 if __name__ == "__main__":

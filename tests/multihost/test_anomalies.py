@@ -33,6 +33,7 @@ def ordered(tmp_path_factory):
     return first
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_nan_on_one_host_is_skipped_by_both_as_on_order(tmp_path, ordered):
     found = run(tmp_path, TROUBLED + "Poisoned", skip_batches=[3])
     assert digests(found[0]) == digests(found[1]) == ordered

@@ -42,6 +42,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_state_is_saved_by_two_hosts_and_loaded_again(tmp_path):
     """By `save_pretrained`, with the assets of host 0; each host loads its half."""
     hosts = harness.run(arguments(tmp_path, trainer=f"{HERE}:SavesAndLoads"), tmp_path / "logs", hosts=2, devices_per_host=1)
@@ -55,6 +56,7 @@ def test_a_state_is_saved_by_two_hosts_and_loaded_again(tmp_path):
     assert assets.read(str(folder)) == assets.read(str(tmp_path / "run")) == {"0": "an asset"}
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_models_are_saved_by_two_hosts_beside_their_checkpoints(tmp_path):
     given = arguments(tmp_path, checkpoint={"save_steps": 3, "model_every_steps": 1, "model_limit": 2})
     for host in harness.run(given, tmp_path / "logs", hosts=2, devices_per_host=1):
@@ -84,6 +86,7 @@ def test_all_files_of_both_hosts_are_in_the_manifest(trained):
         assert {name.split("/")[1] for name in content.files if "ocdbt.process" in name} == {"ocdbt.process_0", "ocdbt.process_1"}
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_damage_that_one_host_finds_makes_both_take_the_older(trained, tmp_path):
     shutil.copytree(trained / "run", tmp_path / "run")
     damaged = tmp_path / "run" / "checkpoints" / "6"

@@ -22,6 +22,7 @@ def start(folder, *when):
 
 
 @pytest.mark.parametrize("when", ["load", "use"])
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_crash_while_it_is_tried_makes_the_next_process_compile(tmp_path, when):
     folder = tmp_path / "programs"
     assert start(folder) == (0, {"answer": [2, 2, 2], "notes": [], "traces": 1})

@@ -28,6 +28,7 @@ def dry_run(config: Path, *overrides: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_it_prints_what_would_run_and_leaves_nothing_behind(config, tmp_path):
     done = dry_run(config, "seed=7")
     assert done.returncode == 0, done.stderr
@@ -45,6 +46,7 @@ def test_it_prints_what_would_run_and_leaves_nothing_behind(config, tmp_path):
         ("data.sequence_length=100000", "expected at least 100001: data.sequence_length = 100000"),
     ],
 )
+@pytest.mark.slow("starts the processes of several hosts")
 def test_it_refuses_what_cannot_run(config, override, message):
     done = dry_run(config, override)
     assert done.returncode == 2

@@ -38,6 +38,7 @@ def three_then_two(tmp_path_factory):
     return folder, three, two
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_all_hosts_stop_where_they_are_told_to(three_then_two):
     _, three, _ = three_then_two
     for host in three:
@@ -74,6 +75,7 @@ def test_a_replay_of_the_lineage_gives_the_same_bits(three_then_two, tmp_path):
     assert harness.result(again[0])["params_digest"] == harness.result(two[0])["params_digest"]
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_what_a_precompilation_compiled_is_not_compiled_again(tmp_path):
     made, programs = eight(tmp_path, checkpoint={}), tmp_path / "programs"
     about = {"hosts": 2, "devices_per_host": 2, "env": {"GANGWAY_PROGRAMS": str(programs)}, "program_key": "launch"}
@@ -91,6 +93,7 @@ def test_what_a_precompilation_compiled_is_not_compiled_again(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 2}])
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_loaded_step_that_accumulates_gradients_gives_the_same_bits(tmp_path, mesh):
     """Over and over: its collectives, of which there are several, might run in another order each time."""
     env = {"GANGWAY_PROGRAMS": str(tmp_path / "programs"), "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}  # compiled as users' are

@@ -53,6 +53,7 @@ def killed(tmp_path_factory):
     return resized(made, folder, CUT_AT)
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_mixture_that_was_killed_and_resized_equals_the_replay_of_its_lineage(killed, tmp_path):
     result = harness.result(killed[0])
     lineage = [(part["batch_index"], part["num_hosts"], part["mesh"]["expert"]) for part in result["lineage"]]
@@ -63,6 +64,7 @@ def test_a_mixture_that_was_killed_and_resized_equals_the_replay_of_its_lineage(
     assert again["eval_loss"] == result["eval_loss"]
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_its_losses_and_loads_are_those_of_one_device(killed, tmp_path):
     (one,) = harness.run(arguments(tmp_path), tmp_path / "logs", hosts=1, devices_per_host=1)
     for name in ("loss", "load_balancing_loss", "router_z_loss", "busiest_expert", "router_entropy", "perplexity"):

@@ -68,6 +68,7 @@ def check_groups(host, found, mesh):
     assert found["expert"] == found["slice"] == [0, 1, 0, 1]
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_checkpoint_of_two_hosts_is_gone_on_from_by_one(tmp_path, one_process):
     harness.run(arguments(tmp_path, max_num_steps=3, mesh={"fsdp": 2}), tmp_path / "two", hosts=2, devices_per_host=1)
     (host,) = harness.run(arguments(tmp_path), tmp_path / "one", hosts=1, devices_per_host=4)
@@ -77,6 +78,7 @@ def test_a_checkpoint_of_two_hosts_is_gone_on_from_by_one(tmp_path, one_process)
     assert harness.result(host)["samples_digest"] == harness.result(one_process)["samples_digest"]
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_stop_wish_of_one_host_stops_both_at_the_same_step(tmp_path):
     made = arguments(tmp_path, max_num_steps=100_000)
     hosts = harness.start(made, tmp_path / "logs", hosts=2, devices_per_host=1)
@@ -91,6 +93,7 @@ def test_a_stop_wish_of_one_host_stops_both_at_the_same_step(tmp_path):
         assert host.exit.code == 0
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_damaged_checkpoint_is_passed_over_by_both_hosts(tmp_path):
     from tests.unit.training import flip_a_byte
 

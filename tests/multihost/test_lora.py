@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests import ROOT
 from tests.multihost import harness
 from tests.multihost.test_checkpoints import arguments
@@ -31,6 +33,7 @@ def trained(storage):
     return harness.run(settings(storage), storage / "logs", hosts=2, devices_per_host=1)
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_killed_before_and_after_its_first_checkpoint_it_ends_with_the_same_bits(tmp_path):
     whole = trained(tmp_path / "whole")
     slow = settings(tmp_path / "cut", task=f"{HERE}:Waits")

@@ -40,6 +40,7 @@ def killed(tmp_path_factory):
     return resized(made, folder)
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_run_that_was_killed_and_resized_equals_the_replay_of_its_lineage(killed, tmp_path):
     result = harness.result(killed[0])
     assert [(part["batch_index"], part["num_hosts"]) for part in result["lineage"]] == [(0, 2), (3, 1), (6, 2)]
@@ -50,6 +51,7 @@ def test_a_run_that_was_killed_and_resized_equals_the_replay_of_its_lineage(kill
     assert again["eval_loss"] == result["eval_loss"]
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_its_losses_and_samples_are_those_of_one_device(killed, tmp_path):
     """The same noise, and statistics of the same rows: on four devices nine rows of a micro-batch are filled up to twelve."""
     (one,) = harness.run(arguments(tmp_path), tmp_path / "logs", hosts=1, devices_per_host=1)

@@ -50,6 +50,7 @@ def root(tmp_path):
     return tmp_path / "tree"
 
 
+@pytest.mark.slow("puts faults into a copy of the tree")
 def test_what_a_test_does_not_see_survives_and_a_run_goes_on(root):
     test = root / "tests" / "unit" / "trainers" / "test_sums.py"
     test.write_text(HOLDS)
@@ -73,6 +74,7 @@ def test_what_a_test_does_not_see_survives_and_a_run_goes_on(root):
     assert results.read_text().startswith("".join(kept))
 
 
+@pytest.mark.slow("puts faults into a copy of the tree")
 def test_a_test_that_fails_without_a_fault_kills_nothing(root):
     (root / "tests" / "unit" / "trainers" / "test_sums.py").write_text(HOLDS)
     (root / "tests" / "unit" / "trainers" / "test_broken.py").write_text(

@@ -75,6 +75,7 @@ def metrics(hosts):
     return {event["step"]: event["metrics"] for host in hosts for event in host.of("metrics") if "loss" in event["metrics"]}
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_killed_at_random_and_resized_it_trains_on_the_samples_of_an_undisturbed_run(tmp_path, sources, undisturbed):
     made, env = arguments(tmp_path, sources), home(tmp_path)
     killed_at, stopped_at = random.randint(5, 15), random.randint(22, 32)

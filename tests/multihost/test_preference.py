@@ -27,10 +27,12 @@ def assert_two_hosts_have_the_losses_of_one(tmp_path, changes):
     assert len({*losses[1].values()}) == 3
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_two_hosts_have_the_losses_of_one(tmp_path):
     assert_two_hosts_have_the_losses_of_one(tmp_path, CHANGES)
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_rows_of_several_pairs_give_two_hosts_the_losses_of_one(tmp_path):
     path = short_pairs.write(tmp_path / "pairs.jsonl", short_pairs.pairs(60, 0))
     data = {"paths": [path], "sequence_length": 40, "packing": "fit", "eval_fraction": 0.0}

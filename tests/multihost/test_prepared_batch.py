@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.multihost import harness
 from trainers.config.arguments import TrainingArguments, from_dict
@@ -25,6 +26,7 @@ def run(folder, *, hosts=2, start=harness.run, **how):
     return start(made, folder / "logs", hosts=hosts, devices_per_host=2 // hosts, **how)
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_rollouts_on_two_hosts_are_those_of_one_and_the_same_after_a_kill(tmp_path):
     whole = run(tmp_path / "whole")
     (one,) = run(tmp_path / "one", hosts=1)

@@ -21,6 +21,7 @@ def hosts(tmp_path_factory):
     return harness.run(made, folder / "logs", hosts=2, devices_per_host=4)
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_preview_that_fails_on_one_host_is_told_and_all_go_on(hosts):
     notes = [event["message"] for event in hosts[0].of("note")]
     assert "no previews at step 2: host 1: RuntimeError: no words for it" in notes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from tests.multihost import harness
 from tests.multihost.harness import losses, result, run
 from tests.strikes import Folder
@@ -28,6 +30,7 @@ def arguments(tmp_path, dataset):
     )
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_where_the_data_of_one_host_ends_training_ends_on_all_with_the_same_samples(tmp_path):
     one = run(arguments(tmp_path, "even"), tmp_path / "one", hosts=1, devices_per_host=2)[0]
     two = run(arguments(tmp_path, "uneven"), tmp_path / "two", hosts=2, devices_per_host=1)
@@ -48,6 +51,7 @@ def test_the_wait_for_data_is_that_of_the_slowest_host(tmp_path):
     assert waited_s > wall_s / 4
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_streams_with_a_state_go_on_where_they_were_on_two_hosts_and_by_counting_on_one(tmp_path):
     made = dataclasses.replace(
         arguments(tmp_path / "cut", "even"),

@@ -15,6 +15,7 @@ TASK = "Terms"
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.slow("starts the processes of several hosts")
 def test_losses_and_gradients_are_those_of_one_big_batch(tmp_path, hosts):
     """Ragged targets, in two micro-batches whose 18 rows four devices cannot share evenly. What a step has made of its gradients
     shows in the losses of those that follow."""

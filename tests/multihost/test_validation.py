@@ -38,6 +38,7 @@ def loss_at_start(arguments):
     return -np.take_along_axis(logp, rows[:, 1:, None], -1).mean()
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_what_one_host_knows_stops_both_and_what_they_measure_is_exact(tmp_path):
     made, hosts = run(tmp_path)
     first, second = map(harness.result, hosts)
@@ -78,6 +79,7 @@ def test_a_metric_that_differs_between_hosts_scores_as_host_0_sees_it(tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 1, "tensor": 4}])
+@pytest.mark.slow("starts the processes of several hosts")
 def test_metrics_of_predictions_count_each_example_once_on_two_hosts(tmp_path, mesh):
     """Also where two hosts hold the same rows: with tensor groups over both."""
     units = {"eval": {"metrics": "tests.programs.outputs:MostWrong"}}

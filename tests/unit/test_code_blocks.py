@@ -475,11 +475,13 @@ def test_each_configuration_and_each_program_has_a_promise():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.slow("trains with each block of the text")
 def test_a_program_trains_and_does_what_the_text_says(folder, name):
     folder.check(name)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.slow("trains with each block of the text")
 def test_a_configuration_trains_and_does_what_the_text_says(folder, name):
     folder.check(name)
 

@@ -13,6 +13,7 @@ from tests import ROOT
 @pytest.mark.parametrize(
     ("module", "last_line"), [("step_overhead", r"median ratio \d\.\d{3}"), ("everything_on", r"\w+: median \d\.\d{3} of off")]
 )
+@pytest.mark.slow("runs a whole benchmark")
 def test_a_benchmark_runs_to_its_result(module, last_line):
     command = [sys.executable, "-m", f"benchmarks.{module}", "configs/tiny.yaml", "--rounds", "1", "--steps", "3"]
     env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -21,6 +22,7 @@ def test_a_benchmark_runs_to_its_result(module, last_line):
     assert re.fullmatch(last_line, done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow("runs a whole benchmark")
 def test_the_benchmark_of_the_data_runs_to_its_result():
     command = [sys.executable, "-m", "benchmarks.data", "--megabytes", "1", "--lines", "10000", "--sequence-length", "64"]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -30,6 +32,7 @@ def test_the_benchmark_of_the_data_runs_to_its_result():
     assert re.fullmatch(r"index kept: \d+\.\d\d s, \d+ MB of memory at most, \d+ before", lines[-1])
 
 
+@pytest.mark.slow("runs a whole benchmark")
 def test_the_benchmark_of_small_models_tells_the_held_out_loss_of_each(tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
     command = [sys.executable, "-m", "benchmarks.shakespeare", str(tmp_path / "text.txt"), "--seeds", "1", "--steps", "2"]

@@ -101,6 +101,7 @@ def test_a_step_that_does_not_fit_is_refused_with_its_size(compiler, capsys):
     assert re.search(r"does not fit in the memory of a device: .*\(\d+\.\d+G\) exceeds .*\(15\.75G\)", capsys.readouterr().err)
 
 
+@pytest.mark.slow("compiles for many devices")
 def test_what_a_person_reads(capsys):
     status = command.main([str(ROOT / "configs" / "tiny.yaml"), "hosts.count=4", "mesh.data=1", "mesh.fsdp=4"])
     told = capsys.readouterr().out.splitlines()

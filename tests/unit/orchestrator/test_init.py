@@ -128,6 +128,7 @@ def test_the_configuration_of_the_project_is_in_order(project):
     assert config.run_dir == str(project / "runs" / "spirals")
 
 
+@pytest.mark.slow("runs the tests of a new project")
 def test_the_tests_of_the_project_pass(project, tmp_path):
     tests = importlib.import_module("test_project")
     assert tests.__file__ == str(project / "test_project.py")

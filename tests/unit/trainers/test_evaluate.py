@@ -169,6 +169,7 @@ def test_overrides_reach_sections_that_the_file_does_not_have():
         run.override(settings, "=3")
 
 
+@pytest.mark.slow("trains, and runs a command")
 def test_the_command_prints_the_results_alone(trained):
     config, folder, _ = trained
     command = [sys.executable, "-m", "trainers.evaluate", str(config), "--checkpoint", str(folder), "--json"]

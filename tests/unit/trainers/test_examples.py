@@ -18,6 +18,7 @@ from trainers.config.arguments import load_object
 from trainers.step.state import initial_parameters
 
 
+@pytest.mark.slow("trains an example")
 def test_a_regression_on_arrays(capsys):
     made = runpy.run_module("examples.regression", run_name="__main__")
     printed = capsys.readouterr().out
@@ -32,6 +33,7 @@ class OnOneDevice(OneDevice, PictureTrainer):
     """Compiles faster than for the 8 devices of the tests."""
 
 
+@pytest.mark.slow("trains an example")
 def test_a_model_that_sees_pictures_learns_with_its_encoder_frozen(tmp_path, events):
     changes = [
         "max_num_steps=60",

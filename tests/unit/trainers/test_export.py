@@ -50,6 +50,7 @@ def run_folder(made):
     return Path(made.output.checkpoint_path).parents[1]
 
 
+@pytest.mark.slow("trains, and reads what was exported")
 def test_one_file_has_all_of_a_sharded_model_and_can_be_trained_on(trained, tmp_path):
     file = tmp_path / "model.safetensors"
     to_safetensors(trained.output.checkpoint_path, file)
@@ -62,6 +63,7 @@ def test_one_file_has_all_of_a_sharded_model_and_can_be_trained_on(trained, tmp_
 
 
 @pytest.mark.parametrize("groups", [[], [{"pattern": "out", "learning_rate": 0.1}]])
+@pytest.mark.slow("trains, and reads what was exported")
 def test_of_a_schedule_free_run_the_averages_are_exported(tmp_path, groups):
     optimizer = {"name": "schedule_free_adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}, "groups": groups}
     made = trainer(tmp_path, max_num_steps=4, optimizer=optimizer)
@@ -189,6 +191,7 @@ def test_several_hosts_write_a_folder_together_and_it_is_there_when_the_last_is_
     assert [path.name for path in tmp_path.glob("small*")] == ["small"]
 
 
+@pytest.mark.slow("trains, and reads what was exported")
 def test_one_parameter_is_read_at_a_time(trained, tmp_path, monkeypatch):
     """However many files they are in; each is read once."""
     alive, most, read = weakref.WeakSet(), [], []
@@ -286,6 +289,7 @@ def test_another_model_than_a_decoder_is_refused(tmp_path):
         to_hugging_face(made.output.checkpoint_path, tmp_path / "hf")
 
 
+@pytest.mark.slow("trains, and reads what was exported")
 def test_a_callback_exports_on_the_way_and_at_the_end(tmp_path, events):
     (tmp_path / "hf" / "5").mkdir(parents=True)  # of an earlier life
     made = trainer(tmp_path, HuggingFaceExport(str(tmp_path / "hf"), every_steps=2), **{**LLAMA, "max_num_steps": 5})
@@ -295,6 +299,7 @@ def test_a_callback_exports_on_the_way_and_at_the_end(tmp_path, events):
     assert of(events, "note") == []
 
 
+@pytest.mark.slow("trains, and reads what was exported")
 def test_no_checkpoint_is_deleted_before_its_export_is_made(tmp_path, events, monkeypatch):
     """However long the export takes, and however few checkpoints are to stay."""
     trained, exported, export_now = threading.Event(), [], hugging_face.to_hugging_face

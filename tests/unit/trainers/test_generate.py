@@ -69,6 +69,7 @@ def rows(capsys, *options):
     return json.loads(asked(capsys, *options, "--json").out)
 
 
+@pytest.mark.slow("generates with whole models")
 def test_many_prompts_get_what_each_gets_alone_whatever_the_batch(run, capsys):
     prompts = ["the gang", "a", "one model restarts"]
     options = [run, "--max-new-tokens", 6, "--temperature", 1.0, "--seed", 3]
@@ -82,6 +83,7 @@ def test_many_prompts_get_what_each_gets_alone_whatever_the_batch(run, capsys):
     assert twice[0]["text"] == together[1]["text"] != twice[1]["text"]
 
 
+@pytest.mark.slow("generates with whole models")
 def test_one_prompt_is_shown_as_a_stream_and_nothing_else_is_on_standard_output(run, exported, capsys, tmp_path):
     expected = rows(capsys, run, "--prompt", "the gang", "--max-new-tokens", 9)[0]
     assert expected["finish"] == "length"
@@ -105,6 +107,7 @@ def test_a_stream_holds_back_half_a_character_and_the_beginning_of_a_stop_text()
     assert made._held_back("the EN", done=True) == made._held_back("the end", done=False) == 0
 
 
+@pytest.mark.slow("generates with whole models")
 def test_a_text_ends_at_a_stop_text_or_a_stop_token(exported, capsys, tmp_path):
     whole = rows(capsys, exported, "--prompt", "the gang", "--max-new-tokens", 24)[0]
     stop = whole["text"][3:5]
@@ -169,6 +172,7 @@ def test_sources_that_cannot_generate_are_named(capsys, tmp_path):
     assert "model.vocab_size = 64: expected at least 256, for the data are bytes" in printed.err
 
 
+@pytest.mark.slow("generates with whole models")
 def test_of_a_run_with_lora_the_adapters_are_merged_with_their_base(exported, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT[::-1])
     settings = arguments(
@@ -192,6 +196,7 @@ def test_of_a_run_with_lora_the_adapters_are_merged_with_their_base(exported, tm
     assert found != rows(capsys, exported, *options)
 
 
+@pytest.mark.slow("generates with whole models")
 def test_learned_positions_have_an_end(capsys, tmp_path):
     made = trainer(
         tmp_path,

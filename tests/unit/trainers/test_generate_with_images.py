@@ -109,6 +109,7 @@ def pictures(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow("generates with whole models")
 def test_each_prompt_has_its_image_or_all_have_one(model, pictures, capsys):
     options = [model, "--max-new-tokens", 6, "--image", pictures / "a.png"]
     prompts = ["--prompt", "the gang", "--prompt", "a"]
@@ -120,6 +121,7 @@ def test_each_prompt_has_its_image_or_all_have_one(model, pictures, capsys):
     assert rows(capsys, model, "--max-new-tokens", 6, *prompts[2:])[0]["text"] not in (both[1]["text"], other[1]["text"])
 
 
+@pytest.mark.slow("generates with whole models")
 def test_a_run_that_began_with_the_folder_answers_as_the_folder_does(model, run, pictures, capsys, tmp_path):
     options = ["--max-new-tokens", 6, "--image", pictures / "a.png", "--image", pictures / "b.png", "--prompt", "the gang"]
     text = asked(capsys, model, *options).out

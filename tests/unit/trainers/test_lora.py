@@ -73,6 +73,7 @@ def checkpoint(made):
     return Path(made.output.checkpoint_path)
 
 
+@pytest.mark.slow("trains more than once")
 def test_only_adapters_are_trained_and_saved(trained):
     names = {f"{name}_lora_{end}" for name in ("query", "value", "down") for end in "ab"}
     assert set(trained.output.state.params) == {"layers"}
@@ -88,6 +89,7 @@ def test_only_adapters_are_trained_and_saved(trained):
         assert not leaf.sharding.is_fully_replicated
 
 
+@pytest.mark.slow("trains more than once")
 def test_with_b_zero_it_is_the_base_and_training_changes_it(trained):
     params, _ = jax.jit(lambda: trained_first(trained))()
     base = plain_logits(LLAMA, TOKENS, trained.arguments.model)
@@ -147,6 +149,7 @@ def test_a_run_goes_on_bit_for_bit(trained, tmp_path, events):
     assert_equal(trained.output.state, again.output.state)
 
 
+@pytest.mark.slow("trains more than once")
 def test_another_base_is_refused_and_both_are_named(trained, tmp_path, events):
     run = shutil.copytree(checkpoint(trained).parents[1], tmp_path / "run")
     other = shutil.copytree(LLAMA, tmp_path / "other")
@@ -178,6 +181,7 @@ def test_a_base_that_changes_or_goes_is_named(tmp_path, events):
         trainer(tmp_path, **settings)
 
 
+@pytest.mark.slow("trains more than once")
 def test_the_base_has_its_own_type_on_the_devices(tmp_path, events):
     lora = {**SETTINGS["lora"], "base_dtype": "bfloat16"}
     made = trainer(tmp_path, lora=lora, max_num_steps=1, evaluation={}, previews={"prompts": []})
@@ -197,6 +201,7 @@ def test_the_command_that_evaluates_gives_the_numbers_of_the_training(trained, t
     assert made.frozen.keys() == {"base"}
 
 
+@pytest.mark.slow("trains more than once")
 def test_a_preference_is_measured_against_the_base_without_a_second_model(tmp_path, events):
     task = "tests.programs.small_tokens:PreferenceTask"
     made = trainer(tmp_path, task=task, max_num_steps=2, evaluation={"at_start": True}, previews={"prompts": []})

@@ -52,6 +52,7 @@ def run(tmp_path_factory):
     return storage / "tiny"
 
 
+@pytest.mark.slow("trains, and runs a command")
 def test_the_margin_of_the_example_grows(tmp_path, run, events):
     begins = {"init_from": str(run), "frozen": {"reference": str(run)}, "preference": EXAMPLE["preference"]}
     trained(tmp_path, **begins, max_num_steps=40, optimizer={**EXAMPLE["optimizer"], "learning_rate": 3e-3})
@@ -77,6 +78,7 @@ def config(tmp_path, run):
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+@pytest.mark.slow("trains, and runs a command")
 def test_the_command_writes_the_log_probabilities_of_the_reference_beside_the_records(tmp_path, config, run, capsys, ending):
     output = tmp_path / f"with{ending}"
     assert reference.main([str(config), "--output", str(output)]) == 0
@@ -107,6 +109,7 @@ def log_p(model, row):
     return (of_targets * row["token_weight"][:, 1:]).sum(-1)
 
 
+@pytest.mark.slow("trains, and runs a command")
 def test_a_killed_command_leaves_nothing_under_its_name_and_the_next_call_works(tmp_path, config):
     """SIGKILL, while it writes."""
     many = [{**RECORDS[number % 19], "number": number} for number in range(3000)]

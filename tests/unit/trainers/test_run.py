@@ -62,6 +62,7 @@ def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run):
     assert "the state of step 4 is restored" in printed.out
 
 
+@pytest.mark.slow("runs a command twice")
 def test_a_later_launch_loads_what_an_earlier_one_has_compiled(run, monkeypatch):
     compile_one, compiled = ProgramStore._compile, []
 

@@ -156,6 +156,7 @@ class Own(BaseTrainer):
         return {"labels": ["a", "b"]}
 
 
+@pytest.mark.slow("trains more than once")
 def test_a_run_carries_the_files_along_and_needs_the_folders_no_more(folder, tmp_path, events, cache):
     parity = ROOT / "tests" / "unit" / "data" / "parity" / "llama3"
     model = tmp_path / "model"

@@ -37,6 +37,7 @@ def told(**changes) -> list[str]:
     return facts["without_effect"]
 
 
+@pytest.mark.slow("trains more than once")
 def test_nothing_is_said_of_settings_that_nobody_has_changed():
     assert told() == []
     data = {"paths": [__file__], "sequence_length": 8, "eval_fraction": 0.0}

@@ -8,6 +8,8 @@ import math
 import sys
 from pathlib import Path
 
+import pytest
+
 import cluster
 from orchestrator.driver import poller
 from tests.unit.simulated_ray import MeteredWorld, launched
@@ -60,6 +62,7 @@ def lines_of_a_run(hosts):
     return lines.num
 
 
+@pytest.mark.slow("drives thousands of hosts")
 def test_the_driver_does_no_more_for_each_host_of_many_than_of_few(monkeypatch):
     monkeypatch.setattr(poller, "HOSTS_PER_POLL_S", math.inf)  # as many polls of each host, however many there are
     few, more, most = (lines_of_a_run(hosts) for hosts in SIZES)

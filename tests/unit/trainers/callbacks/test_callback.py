@@ -34,6 +34,7 @@ for _event in EVENTS:
     setattr(Everything, _event, _listen(_event))
 
 
+@pytest.mark.slow("trains more than once")
 def test_every_event_comes_when_it_should_and_has_what_it_says(tmp_path):
     heard = Everything()
     made = trainer(tmp_path, heard, global_batch_size=20, max_num_steps=6, evaluation={"every_steps": 4, "max_batches": 1})

@@ -61,6 +61,7 @@ def states_by_step(folder, cls, **changes):
 
 
 @pytest.mark.parametrize("mesh", ["one device", "sharded"])
+@pytest.mark.slow("trains more than once")
 def test_they_are_those_of_the_present_step(tmp_path, mesh):
     cls, sharded = (OneDevice, {}) if mesh == "one device" else (BaseTrainer, SHARDED)
     keeps = Keeps()

@@ -40,6 +40,7 @@ class Asks(Callback):
             runtime.current().request_profile({"id": f"asked at {state.global_step}", "steps": 2})
 
 
+@pytest.mark.slow("trains more than once")
 def test_on_schedule_and_on_demand_files_for_xprof_are_written(tmp_path, events):
     """A request that comes while a profile is under way is refused; one that outlives the run is written at its end."""
     config = {"skip_steps": 1, "record_steps": 2}

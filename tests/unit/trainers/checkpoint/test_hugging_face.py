@@ -150,6 +150,7 @@ def test_other_weights_have_another_digest(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "gemma3", "gpt2"])
+@pytest.mark.slow("reads, writes and runs whole models")
 def test_a_pretrained_model_is_the_one_of_the_folder(tmp_path, events, name):
     made = trainer(tmp_path, **SETTINGS, model={"pretrained": str(PARITY / name)})
     made.train()
@@ -161,6 +162,7 @@ def test_a_pretrained_model_is_the_one_of_the_folder(tmp_path, events, name):
 
 
 @pytest.mark.parametrize(("name", "max_bytes"), [("qwen3", 1 << 30), ("gpt2", 20_000)])
+@pytest.mark.slow("reads, writes and runs whole models")
 def test_import_export_and_import_change_no_bit(tmp_path, name, max_bytes):
     from trainers.export import to_hugging_face
 

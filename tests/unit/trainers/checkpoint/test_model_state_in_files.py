@@ -41,6 +41,7 @@ def run_folder(made):
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}])
+@pytest.mark.slow("trains more than once")
 def test_a_saved_state_is_loaded_on_any_mesh(trained, tmp_path, mesh):
     trained.save_pretrained(str(tmp_path / "saved"))
     loaded = trainer(tmp_path, mesh=mesh).load_pretrained(str(tmp_path / "saved"))

@@ -23,6 +23,7 @@ IMAGES = load_file(VIT / "expected.safetensors")["images"]
 LABELS = np.array([1, 4], np.int32)
 
 
+@pytest.mark.slow("trains more than once")
 def test_a_run_begins_with_a_folder_and_gives_it_back(tmp_path):
     config = hugging_face.read_config(VIT)
     changes = {

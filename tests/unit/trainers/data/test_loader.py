@@ -41,6 +41,7 @@ def test_a_held_out_set_is_read_once_with_padding_of_both_kinds(num_devices):
     assert [sample for batch in batches for sample in real_rows(batch).values()] == list(range(21))
 
 
+@pytest.mark.slow("trains more than once")
 def test_the_digest_of_samples_does_not_know_the_padding():
     totals = {name: np.zeros(2, np.uint32) for name in ("tokens", "samples", "samples_digest")}
     found = [

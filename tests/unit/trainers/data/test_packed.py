@@ -130,6 +130,7 @@ def test_what_is_wrong_with_a_mixture_is_told_at_once():
     assert wrong(packing="best") == ["packing = 'best': expected one of 'concat', 'fit'"]
 
 
+@pytest.mark.slow("trains more than once")
 def test_a_mixture_is_trained_on_with_the_loss_and_the_epochs_of_each_source(tmp_path, events):
     mixture = [
         {"name": "a", "paths": [lines(tmp_path / "a.jsonl", ["aaaa bbbb"] * 20)], "weight": 3},

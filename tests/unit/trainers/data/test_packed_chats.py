@@ -49,6 +49,7 @@ def chats(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow("trains more than once")
 def test_packed_conversations_have_the_loss_of_a_row_each(chats):
     totals, num_rows = {}, {}
     for name, data in {"apart": {"dataset": CONVERSATIONS}, "packed": {"packing": "fit"}}.items():

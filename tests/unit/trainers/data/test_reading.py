@@ -58,6 +58,7 @@ def test_by_default_what_cannot_be_read_ends_training(tmp_path, events):
         trained(tmp_path, Failing(ConnectionError("gone"), [20]))
 
 
+@pytest.mark.slow("trains more than once")
 def test_what_is_skipped_does_not_count_and_is_counted(tmp_path, events):
     whole = trained(tmp_path / "whole", Numbers(96, 8))
     events.clear()

@@ -135,6 +135,7 @@ class Preprocessing(BaseTrainer):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.slow("trains more than once")
 def test_what_the_batch_hook_returns_is_trained_on_and_its_metrics_are_exact(tmp_path, events, accumulation_steps):
     made = trainer(
         tmp_path, cls=Preprocessing, global_batch_size=20, accumulation_steps=accumulation_steps, max_num_steps=3, optimizer=FIXED
@@ -212,6 +213,7 @@ def sources_trainer(folder, **changes):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.slow("trains more than once")
 def test_loss_and_tokens_of_each_source_are_exact_and_go_on_over_restarts(tmp_path, events, accumulation_steps):
     sources_trainer(tmp_path, accumulation_steps=accumulation_steps, max_num_steps=2).train()
     made = sources_trainer(tmp_path, accumulation_steps=accumulation_steps)
@@ -276,6 +278,7 @@ def test_a_stream_ends_training_when_it_ends_with_its_last_example(tmp_path, eve
     assert "epoch" not in of(events, "metrics")[0]["metrics"]
 
 
+@pytest.mark.slow("trains more than once")
 def test_a_stream_goes_on_by_counting_and_says_what_that_cost(tmp_path, events):
     changes = {"global_batch_size": 8, "num_examples": 196, "checkpoint": {"save_steps": 2}}
     whole = stream_trainer(tmp_path / "whole", **changes)
@@ -296,6 +299,7 @@ def test_a_stream_goes_on_by_counting_and_says_what_that_cost(tmp_path, events):
     assert f"positioned: {8 * reached - 64} examples were read" in told[0]  # the last 64 are kept
 
 
+@pytest.mark.slow("trains more than once")
 def test_a_stream_that_has_ended_stays_ended(tmp_path, events):
     state = stream_trainer(tmp_path).train()
     again = stream_trainer(tmp_path)

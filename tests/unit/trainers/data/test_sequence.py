@@ -84,6 +84,7 @@ def test_data_shuffle_false_keeps_the_order_of_the_data(tmp_path):
     assert ids(shuffled, 0, ROWS) != list(range(ROWS))
 
 
+@pytest.mark.slow("trains more than once")
 def test_a_resumed_run_goes_on_in_the_same_order(tmp_path, events):
     settings = {"optimizer": FIXED, "checkpoint": {"save_steps": 1}}
     whole = BaseTrainer(arguments(tmp_path / "whole", max_num_steps=7, **settings), KINDS["torch"]())

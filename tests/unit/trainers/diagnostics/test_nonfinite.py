@@ -53,6 +53,7 @@ MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
         (MESHES[1], 3, "query", "layers/2/attention", "dot_general", attention.attend, "return jax.nn.dot_product_attention"),
     ],
 )
+@pytest.mark.slow("compiles a step, and reads its parts")
 def test_an_overflow_in_one_layer_is_named_with_layer_and_line(
     tmp_path, mesh, num_layers, planted, module, operation, function, text
 ):
@@ -72,6 +73,7 @@ def test_an_overflow_in_one_layer_is_named_with_layer_and_line(
     assert "micro-batch 0" in where
 
 
+@pytest.mark.slow("compiles a step, and reads its parts")
 def test_a_parameter_or_an_input_that_is_not_finite_is_named_first(tmp_path):
     made = language_model(tmp_path, num_layers=1)
 
@@ -131,6 +133,7 @@ class Steep(TableTask):
 STEEP = {"task": "tests.unit.trainers.diagnostics.test_nonfinite:Steep", "max_num_steps": 8}
 
 
+@pytest.mark.slow("compiles a step, and reads its parts")
 def test_a_run_that_fails_of_it_says_where(tmp_path, events):
     with pytest.raises(NonFiniteLossError) as raised:
         trainer(tmp_path, **STEEP, anomalies={"non_finite": "raise"}).train()
@@ -143,6 +146,7 @@ def test_a_run_that_fails_of_it_says_where(tmp_path, events):
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.slow("compiles a step, and reads its parts")
 def test_a_run_that_goes_on_says_it_once(tmp_path, events, policy):
     made = trainer(tmp_path, **{**STEEP, "max_num_steps": 20}, anomalies={"non_finite": policy})
     state = made.train()

@@ -59,6 +59,7 @@ def plainly(model):
     return continued
 
 
+@pytest.mark.slow("compiles a decoder and a step")
 def test_greedy_texts_are_those_of_the_whole_model(generator, plainly):
     """Of prompts of several lengths, with one image or two, in a model with wide and near layers."""
     found = [each.tokens for each in generator.all(PROMPTS, IMAGES)]
@@ -68,6 +69,7 @@ def test_greedy_texts_are_those_of_the_whole_model(generator, plainly):
     assert all(other != tokens for other, tokens in zip(others[::2], found[::2], strict=True))
 
 
+@pytest.mark.slow("compiles a decoder and a step")
 def test_a_text_without_images_is_continued_by_the_decoder(generator, model):
     (found,) = generator.all([[5, 2, 3]])
     whole = jax.jit(model.decoder.__call__)(np.array([[5, 2, 3]]))

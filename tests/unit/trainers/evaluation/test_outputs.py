@@ -27,6 +27,7 @@ def wrong_guesses(state, examples):
 
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.slow("compiles a decoder and a step")
 def test_each_example_counts_once_on_any_devices(tmp_path, events, mesh):
     units = {"eval": {"metrics": METRICS}, "few": {"metrics": METRICS, "max_batches": 1}}
     changes = {"max_num_steps": 3, "task": TASK, "mesh": mesh}

@@ -81,6 +81,7 @@ def without_a_cache(parts, params, prompts, num_tokens):
         ({"data": 1, "fsdp": 2, "tensor": 4}, {"num_kv_heads": 1, "num_layers": UNROLLED_LAYERS + 1}),
     ],
 )
+@pytest.mark.slow("compiles a decoder and a step")
 def test_greedy_texts_are_those_of_the_model_without_a_cache_token_for_token(mesh, model):
     task, mesh = task_of(**model), meshes.make_mesh(MeshConfig(**mesh))
     parts, params = parameters(task, mesh)
@@ -184,6 +185,7 @@ def test_a_draw_depends_on_its_own_key_and_on_no_other_row():
     assert len(set(np.asarray(draw(np.broadcast_to(logits[0], (50, 9)), keys(0, 0, 50))).tolist())) > 3
 
 
+@pytest.mark.slow("compiles a decoder and a step")
 def test_the_mesh_does_not_change_what_is_drawn():
     task = task_of(num_layers=1)
     config = PreviewConfig(prompts=("same", "same"), num_tokens=NEW, temperature=1.0)
@@ -211,6 +213,7 @@ RUN = {
 PREVIEWS = {"every_steps": 2, "prompts": ["ab", "def "], "num_tokens": 5}
 
 
+@pytest.mark.slow("compiles a decoder and a step")
 def test_every_n_steps_and_at_the_end_without_an_effect_on_training(tmp_path, events):
     plain = trainer(tmp_path / "plain", **RUN, previews={"prompts": []})
     expected = plain.train()

@@ -288,6 +288,7 @@ class StopsAtFour(Scored):
         return state, metrics
 
 
+@pytest.mark.slow("compiles a decoder and a step")
 def test_evaluations_over_restarts_are_those_of_one_run(tmp_path, events):
     whole = scored(tmp_path / "whole", at_start=True)
     whole.train()

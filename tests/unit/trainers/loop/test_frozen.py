@@ -43,6 +43,7 @@ def distilled(storage, teacher, **changes):
     return made
 
 
+@pytest.mark.slow("trains more than once")
 def test_the_loss_is_that_of_a_direct_computation(tmp_path, events, teacher):
     made = distilled(tmp_path, str(teacher), max_num_steps=1)
     rows = [made.dataset_train[int(i)] for i in order_of_batch(made)]

@@ -281,6 +281,7 @@ def test_the_newest_whole_checkpoint_of_a_run_is_taken(tmp_path, events, source)
     assert json.loads((tmp_path / "run" / "init_from.json").read_text())["begun"]["checkpoint"] == f"{copy}/checkpoints/4"
 
 
+@pytest.mark.slow("trains more than once")
 def test_averages_that_lie_in_the_optimizers_state_are_not_missed(tmp_path, events):
     optimizer = {"name": "schedule_free_adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}}
     made = trainer(tmp_path / "source", max_num_steps=2, optimizer=optimizer)

@@ -42,6 +42,7 @@ def test_a_plan_finds_the_leaves_that_the_hook_adds(tmp_path):
     assert any("teacher_logits" in problem for problem in without)
 
 
+@pytest.mark.slow("trains more than once")
 def test_what_depends_on_the_state_is_the_same_after_a_restart(tmp_path, events):
     whole = trainer(tmp_path / "whole", cls=Rollouts, **STUDENT)
     state = whole.train()

@@ -47,6 +47,7 @@ def measured_at(events):
     return {e["step"]: e["distributions"] for e in of(events, "metrics") if e.get("distributions")}
 
 
+@pytest.mark.slow("trains more than once")
 def test_they_come_with_the_publish_when_due_and_change_nothing(tmp_path, events):
     config = {"pattern": "out", "every_steps": 4, "bins": 8}
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}

@@ -63,6 +63,7 @@ class PlainTask(NormedTask):
 
 
 @pytest.mark.parametrize("task", ["LinenTask", "FunctionTask"])
+@pytest.mark.slow("compiles a model several times")
 def test_it_learns_and_a_resumed_run_equals_an_undisturbed_one(tmp_path, events, task):
     about = {"task": HERE + task, "accumulation_steps": 3, "max_num_steps": 40, "cls": OneDevice}
     whole = trainer(tmp_path / "whole", **about)
@@ -77,6 +78,7 @@ def test_it_learns_and_a_resumed_run_equals_an_undisturbed_one(tmp_path, events,
     assert_equal(again.train(), whole.output.state)
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_the_statistics_of_a_linen_module_are_those_of_the_rows_that_count(tmp_path):
     made = trainer(tmp_path, task=HERE + "LinenTask", cls=OneDevice, max_num_steps=2, accumulation_steps=3, **STILL)
     state = made.train()

@@ -111,6 +111,7 @@ def by_hand(config, params, tokens):
 
 
 @pytest.mark.parametrize(("tied", "num_layers"), [(True, 2), (False, UNROLLED_LAYERS + 1)])
+@pytest.mark.slow("compiles a model several times")
 def test_the_model_is_the_one_written_out_with_loops(tied, num_layers):
     config = dataclasses.replace(CONFIG, tie_embeddings=tied, num_layers=num_layers)
     model = build(config)
@@ -203,6 +204,7 @@ def test_a_setting_of_the_scaled_positions_changes_the_angles(setting, value):
     assert np.abs(np.asarray(scaled(frequencies, usual)) - np.asarray(other)).max() > 1e-3
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_the_heads_may_have_other_channels_than_the_width_gives():
     found = weights(build(config=dataclasses.replace(CONFIG, head_dim=6)))
     shapes = {name: found["layers"][name].shape for name in ("query", "key", "out")}

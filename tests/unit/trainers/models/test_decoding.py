@@ -86,6 +86,7 @@ def generate(model, texts, config=GREEDY, stop_ids=(), seeds=None, steps=(NEW,),
     return [row[:num].tolist() for row, num in zip(np.asarray(progress.tokens_BN), np.asarray(progress.num_B), strict=True)]
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_greedy_tokens_are_those_without_a_cache_also_past_the_window(model):
     texts = prompts()
     expected = without_a_cache(model, texts, NEW)
@@ -104,6 +105,7 @@ def test_layers_with_a_window_keep_no_more_than_that(name, stacks):
     assert {slots["value"].shape[-3] for slots in short.values()} == {2}
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_many_prompts_at_once_get_what_each_gets_alone(model):
     texts = prompts()
     drawn = PreviewConfig(temperature=1.0, top_k=20, num_tokens=NEW)
@@ -118,6 +120,7 @@ def test_a_generation_goes_on_where_it_stopped(model):
     assert generate(model, texts, steps=(1, 2, 7, NEW + 5)) == generate(model, texts)
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_a_stop_token_ends_its_row_alone_and_the_last_one_ends_all():
     model, texts = model_of("all layers see all"), prompts((3, 9))
     first, second = generate(model, texts)

@@ -55,6 +55,7 @@ def test_the_parameters_have_the_sizes_of_the_settings():
 
 
 @pytest.mark.parametrize("changes", [{"num_heads": 4}, {"norm_eps": 0.5}])
+@pytest.mark.slow("compiles a model several times")
 def test_a_setting_without_parameters_changes_the_result(changes):
     other = VisionConfig(family="vit", num_labels=5, **{**SIZES, **changes})
     logits = [np.asarray(jax.jit(lambda model: model(IMAGES))(build(config))) for config in (VIT, other)]
@@ -90,6 +91,7 @@ def test_every_parameter_names_its_dimensions():
             assert len(leaf.get_metadata("logical_axes")) == len(leaf.shape), path
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_computation_and_parameters_have_the_types_asked_for():
     model = build(VIT, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("bfloat16")}

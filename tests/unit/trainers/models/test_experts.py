@@ -158,6 +158,7 @@ def noted(rows, matrices, sizes):
     return jax.lax.ragged_dot(rows, matrices, sizes)
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_training_evaluations_and_previews_divide_the_experts(tmp_path, events):
     model = {"family": "mixtral", "width": 8, "mlp_width": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
     made = trainer(
@@ -231,6 +232,7 @@ def test_the_router_is_float32_whatever_the_computation_is():
     assert index.tolist() == [[3, 2]]
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_recomputed_activations_change_no_number():
     tokens = np.random.default_rng(2).integers(0, 256, (2, 6), np.int32)
 

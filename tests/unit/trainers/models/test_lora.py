@@ -36,6 +36,7 @@ def filled(model):
     return model
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_the_decoder_with_a_cache_says_what_it_says_without():
     model = adapted(LoraConfig(rank=2))
 
@@ -53,6 +54,7 @@ def test_the_decoder_with_a_cache_says_what_it_says_without():
     assert np.abs(jax.jit(lambda: plain(TOKENS)[:, -1])() - whole).max() > 0.1
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_with_checkpointing_the_gradients_are_the_same():
     """Also with dropout: the same values are dropped when activations are computed again."""
 

@@ -28,6 +28,7 @@ def compiled(policy, num_layers):
 
 
 @pytest.mark.parametrize("num_layers", [4, 6])
+@pytest.mark.slow("compiles a model several times")
 def test_it_needs_less_memory_and_changes_no_number(num_layers):
     plain, params = compiled("none", num_layers)
     loss, gradients = plain(params)

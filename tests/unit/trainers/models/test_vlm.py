@@ -38,6 +38,7 @@ def changed_places(before, after):
     return np.flatnonzero(np.abs(np.asarray(before) - np.asarray(after)).max((0, 2)) > 1e-6).tolist()
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_an_image_is_seen_by_its_own_tokens_in_both_directions_and_by_later_ones():
     model = model_of()
     before = hidden_of(model, TOKENS, IMAGES)

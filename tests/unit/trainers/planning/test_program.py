@@ -30,6 +30,7 @@ def arguments(**changed) -> TrainingArguments:
     return TrainingArguments(**settings)
 
 
+@pytest.mark.slow("compiles a step for several devices")
 def test_a_divided_state_is_told_with_its_memory_and_its_exchanges():
     divided, whole = (
         program.compiled(arguments(mesh=MeshConfig(data=1, fsdp=size), global_batch_size=8), jax.devices()[:size])
@@ -50,6 +51,7 @@ def test_a_divided_state_is_told_with_its_memory_and_its_exchanges():
     assert all(each.bytes <= each.times * 3 * largest for each in divided[1]["exchanged"] if "layers/mlp" in each.scope)
 
 
+@pytest.mark.slow("compiles a step for several devices")
 def test_the_examples_are_divided_in_all_layers():
     few, many = (
         program.compiled(arguments(mesh=MeshConfig(data=1, fsdp=DEVICES), data=data), jax.devices()[:DEVICES])[1]
@@ -73,6 +75,7 @@ def test_an_array_that_each_device_has_whole_is_named(monkeypatch):
     assert facts["whole"]["params.embed"] == 256 * 64 * 4
 
 
+@pytest.mark.slow("compiles a step for several devices")
 def test_the_logits_of_a_batch_in_parts_gather_the_table_once(monkeypatch):
     monkeypatch.setattr("trainers.tasks.cross_entropy.MAX_LOGITS", 1024)
     made = arguments(mesh=MeshConfig(data=1, fsdp=DEVICES), loss=LossConfig(), model=MODEL)

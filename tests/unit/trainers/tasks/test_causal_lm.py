@@ -59,6 +59,7 @@ def test_the_loss_is_the_mean_of_minus_log_p_of_each_next_token(task, model):
     assert float(weight) == 3 * LENGTH
 
 
+@pytest.mark.slow("compiles several steps")
 def test_padding_rows_count_for_nothing_and_get_no_gradient(task, model):
     rows = batch(4, [1, 0, 1, 0])
     real = {"tokens": rows["tokens"][::2], "weight": np.ones(2, np.float32)}
@@ -150,6 +151,7 @@ ROUTER_WEIGHTS = {"load_balancing_weight": 0.5, "router_z_loss_weight": 0.25}
 OF_ROUTER = ("load_balancing_loss", "router_z_loss", "busiest_expert", "router_entropy")
 
 
+@pytest.mark.slow("compiles several steps")
 def test_the_losses_of_the_router_are_parts_of_the_loss_by_their_weights(task, mixture_losses):
     plain, weighted = mixture_losses(batch(3, [1, 1, 1])).values()
     assert set(plain.parts) == {"accuracy", "busiest_expert", "router_entropy"}

@@ -130,6 +130,7 @@ def test_a_teacher_with_another_vocabulary_is_an_error():
             DistillationConfig(**settings)
 
 
+@pytest.mark.slow("compiles several steps")
 def test_a_run_learns_from_its_teacher_in_parts_on_any_devices(tmp_path, events, monkeypatch):
     monkeypatch.setattr(distillation, "MAX_LOGITS", 64)
     changes = {

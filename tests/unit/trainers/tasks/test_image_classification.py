@@ -52,6 +52,7 @@ def data():
     return columns, {"image": IMAGES[:3], "label": LABELS[:3]}
 
 
+@pytest.mark.slow("compiles several steps")
 def test_training_counts_no_row_that_only_fills_up_a_batch(tmp_path, events):
     changes = {
         "task": "trainers.tasks.image_classification:ImageClassificationTask",

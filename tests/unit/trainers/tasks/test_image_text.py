@@ -19,6 +19,7 @@ def task_of(**changes):
     return ImageTextTask(TrainingArguments(name="t", max_num_steps=1, **{"model": MODEL, "vision": VISION, **changes}))
 
 
+@pytest.mark.slow("compiles several steps")
 def test_the_loss_is_that_of_the_tokens_that_count():
     task = task_of()
     model = nnx.jit(lambda: task.build_model(nnx.Rngs(0)))()

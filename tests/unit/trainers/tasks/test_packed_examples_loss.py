@@ -112,6 +112,7 @@ def test_predictions_of_packed_rows_are_those_of_each_text_alone(tmp_path):
     np.testing.assert_allclose(found["fit"], found[None], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("compiles several steps")
 def test_a_step_is_the_mean_over_pairs_at_any_accumulation_and_with_filled_up_rows(tmp_path, events):
     """12 rows in micro-batches of 12 and 6, for 4 replicas: filled up to 12 and 8. Rows have different numbers of pairs."""
     runs = {}
@@ -135,6 +136,7 @@ def test_a_step_is_the_mean_over_pairs_at_any_accumulation_and_with_filled_up_ro
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params, other_params)
 
 
+@pytest.mark.slow("compiles several steps")
 def test_held_out_pairs_have_the_same_loss_packed_and_apart(tmp_path):
     found, state = [], None
     for packing in (None, "fit"):

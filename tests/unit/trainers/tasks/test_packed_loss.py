@@ -63,6 +63,7 @@ def loss_and_gradients(task, batch):
     ],
     ids=["dense", "blockwise-in-parts", "positions", "experts"],
 )
+@pytest.mark.slow("compiles several steps")
 def test_packed_loss_and_gradients_are_those_of_each_document_alone(monkeypatch, model, loss, max_logits):
     if max_logits is not None:
         monkeypatch.setattr(cross_entropy, "MAX_LOGITS", max_logits)

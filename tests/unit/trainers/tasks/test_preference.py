@@ -122,6 +122,7 @@ def direct_step(made, params, reference, rows, config):
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
+@pytest.mark.slow("compiles several steps")
 def test_a_step_is_that_of_one_big_batch_at_any_accumulation(tmp_path, events, accumulation_steps):
     """20 rows in micro-batches of 20 and 5, for 4 replicas: padded to 20 and 8."""
     made = trainer(tmp_path, accumulation_steps=accumulation_steps, preference={"beta": 0.5}, max_num_steps=1)
@@ -140,6 +141,7 @@ def test_a_step_is_that_of_one_big_batch_at_any_accumulation(tmp_path, events, a
     )
 
 
+@pytest.mark.slow("compiles several steps")
 def test_the_base_of_lora_is_a_reference_like_a_second_model(tmp_path, events):
     lora = {"lora": {"rank": 2, "alpha": 8}, "optimizer": {**SETTINGS["optimizer"], "learning_rate": 1.0}}
     runs = {}
@@ -153,6 +155,7 @@ def test_the_base_of_lora_is_a_reference_like_a_second_model(tmp_path, events):
     assert len(set(runs["base"])) == 3
 
 
+@pytest.mark.slow("compiles several steps")
 def test_log_probabilities_in_columns_are_a_reference_too(tmp_path, events):
     made = trainer(tmp_path, preference={"reference": "columns", "loss": "ipo", "beta": 1.0}, frozen={}, max_num_steps=1)
     made.train()

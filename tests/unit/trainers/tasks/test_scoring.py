@@ -109,6 +109,7 @@ def test_labels_are_at_least_two_and_each_once():
             task_of(ClassificationTask, classification={"labels": labels})
 
 
+@pytest.mark.slow("compiles several steps")
 def test_a_folder_fills_the_decoder_and_leaves_the_head(tmp_path, events):
     changes = {"global_batch_size": 8, "max_num_steps": 1, "previews": {"prompts": []}, "model": {"pretrained": str(LLAMA)}}
     optimizer = {"name": "sgd", "learning_rate": 1e-30, "schedule": {"name": "constant"}}

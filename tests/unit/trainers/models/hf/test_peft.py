@@ -45,6 +45,7 @@ def adapters_of(case, tensors):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow("reads and runs whole models")
 def test_adapters_of_peft_give_the_logits_of_peft(case):
     folder, expected = hugging_face.look(DATA / "parity" / case), load_file(DATA / "peft" / case / "expected.safetensors")
     adapters = adapters_of(case, load_file(DATA / "peft" / case / "adapter_model.safetensors"))

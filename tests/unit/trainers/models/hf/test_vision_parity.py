@@ -104,6 +104,7 @@ def test_images_in_the_place_of_missing_ones_change_nothing(gemma3):
     assert_near(logits_of(gemma3, expected["tokens"], images), expected["logits"])
 
 
+@pytest.mark.slow("reads and runs whole models")
 def test_a_row_that_asks_for_more_images_than_there_are_is_not_a_number(gemma3):
     expected = expected_of("gemma3")
     logits = np.asarray(logits_of(gemma3, expected["tokens"], expected["images"][:, :1]))
@@ -111,6 +112,7 @@ def test_a_row_that_asks_for_more_images_than_there_are_is_not_a_number(gemma3):
     assert_near(logits[1], expected["logits"][1])
 
 
+@pytest.mark.slow("reads and runs whole models")
 def test_on_a_mesh(gemma3):
     expected = expected_of("gemma3")
     mesh = meshes.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))

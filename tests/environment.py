@@ -1,0 +1,80 @@
+"""What the tests see of the machine: nothing that a user has set, kept or started.
+
+A setting of the user's shell (`RAY_ADDRESS`, `XLA_FLAGS`, keys of a cloud), a file of the home folder, or a Ray of somebody else would
+change what a test measures. So the environment is cleared of them, and the home folder is an empty one below `build/`. Ray's sockets
+are in a folder of the temporary folder: their paths must be short.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import MutableMapping
+from pathlib import Path
+
+from cluster.hosts.process_env import IN_ORDER
+
+NUM_DEVICES = 8
+BUILD = Path(__file__).resolve().parents[1] / "build" / "tests"
+PREPARED = "TESTS_PREPARED"
+"""Set in what these tests start: workers of pytest-xdist keep the environment of the one process that prepared it."""
+OF_THE_USER = (
+    *("RAY_", "JAX_", "XLA_", "TPU_", "MEGASCALE_", "CUDA_", "NVIDIA_", "GANGWAY_", "MLFLOW_", "WANDB_", "TENSORBOARD_"),
+    *("HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "AWS_", "GOOGLE_", "GCLOUD_", "CLOUDSDK_", "GCE_", "AZURE_"),
+    *("XDG_", "SLURM_", "OMPI_", "PMI_", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "all_proxy"),
+)
+"""How the names begin of the variables that a test must not see."""
+XLA_FLAGS = (
+    # As every training process has it. Without it a step that accumulates gradients hung here too, once in some runs.
+    IN_ORDER,
+    f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+    # Default 40 s: on a machine that does much else, XLA would abort the process while some devices wait for the others.
+    "--xla_cpu_collective_call_terminate_timeout_seconds=300",
+)
+NO_CLOUD = {
+    # A client of a cloud finds no keys and no metadata server, and no hub: at once, not after a timeout.
+    "AWS_ACCESS_KEY_ID": "none",
+    "AWS_SECRET_ACCESS_KEY": "none",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "GCE_METADATA_HOST": "127.0.0.1:9",
+    "NO_GCE_CHECK": "true",
+    "HF_HUB_OFFLINE": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_MODE": "offline",
+}
+
+
+def prepare(environ: MutableMapping[str, str]) -> None:
+    """Clears the environment of this process of the user's settings, once, before JAX and Ray read it."""
+    if environ.get(PREPARED):
+        return
+    for name in [name for name in environ if name.startswith(OF_THE_USER) or name in ("NPROC", "PYTHONPATH")]:
+        del environ[name]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    home = _temporary(prefix="home-", folder=BUILD)
+    environ.update(
+        NO_CLOUD,
+        HOME=home,
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS=" ".join(XLA_FLAGS),
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_TMPDIR=_temporary(prefix="gw-", folder=Path(tempfile.gettempdir())),
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),  # of all Rays that the tests start
+    )
+    environ[PREPARED] = home
+
+
+def _temporary(prefix: str, folder: Path) -> str:
+    """A new folder that is gone when this process has ended."""
+    made = tempfile.mkdtemp(prefix=prefix, dir=folder)
+    atexit.register(_remove, made, os.getpid())
+    return made
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # not in a fork
+        shutil.rmtree(folder, ignore_errors=True)
