@@ -28,7 +28,7 @@ def folder(kind: str) -> Path:
 
 @contextmanager
 def written_whole() -> Iterator[None]:
-    """Lets JAX write each program whole or not at all. It writes in place, and another process may read, or this one be killed."""
+    """Lets JAX write each program whole or not at all: another process may read it meanwhile, or this one be killed."""
     before = LRUCache.put
 
     def put(self: LRUCache, key: str, value: bytes) -> None:

@@ -1,8 +1,8 @@
 """What the tests see of the machine: nothing that a user has set, kept or started.
 
-A setting of the user's shell (`RAY_ADDRESS`, `XLA_FLAGS`, keys of a cloud), a file of the home folder, or a Ray of somebody else would
-change what a test measures. So the environment is cleared of them, and the home folder is an empty one below `build/`. Ray's sockets
-are in a folder of the temporary folder: their paths must be short.
+A setting of the user's shell (`RAY_ADDRESS`, `XLA_FLAGS`, keys of a cloud), a file of the home folder, or a Ray of somebody else
+would change what a test measures. So the environment is cleared of them, and the home folder is an empty one below `build/`.
+Ray's sockets are in a folder of the temporary folder: their paths must be short.
 """
 
 from __future__ import annotations

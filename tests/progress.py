@@ -1,4 +1,4 @@
-"""What a run of the tests shows: a line for each file when its last test has ended, and the tests that cost more than they may."""
+"""What a run of the tests shows: a line for each file that has ended, and the tests that cost more than they may."""
 
 from __future__ import annotations
 
