@@ -37,8 +37,16 @@ def one_process(tmp_path_factory):
     return host
 
 
+OTHER_MESHES = ({"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "tensor": 4})
+
+
+@pytest.mark.costs("the one mesh of two hosts with every axis")
 @pytest.mark.parametrize(
-    "mesh", [{"data": 8}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "tensor": 4}]
+    "mesh",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        *(pytest.param(mesh, marks=pytest.mark.slow("starts the processes of two hosts")) for mesh in OTHER_MESHES),
+    ],
 )
 def test_two_hosts_of_four_devices_give_the_losses_of_one_of_eight(tmp_path, one_process, mesh):
     made = arguments(tmp_path, mesh=mesh, trainer="tests.programs.mesh_groups:NotesMeshGroups")

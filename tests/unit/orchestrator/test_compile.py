@@ -41,6 +41,7 @@ LARGE = {
     "llama3_8b_h100": (8.03e9, 1),
 }
 """The weights of each, and over how many devices a layer's weights stay divided while they are used."""
+CHEAPEST = "llama3_8b_h100"
 
 
 @pytest.fixture
@@ -62,7 +63,13 @@ def test_each_configuration_of_a_real_size_is_compiled():
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.costs("one real size") if name == CHEAPEST else pytest.mark.slow("a real size"))
+        for name in LARGE
+    ],
+)
 def test_it_fits_and_exchanges_its_weights_alone(name, compiler, folder):
     path = ROOT / "configs" / "large" / f"{name}.yaml"
     config = load(str(path), [f"model.pretrained={folder}"] if "pretrained:" in path.read_text() else [])
