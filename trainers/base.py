@@ -84,6 +84,7 @@ class BaseTrainer(Builder):
             raise error from raised
         finally:
             self._is_training = False
+            runtime.current().training_ended()
 
     def evaluate(
         self,

@@ -63,7 +63,7 @@ class ScoreConfig(Section):
     metrics: tuple[str, ...] = ("eval_loss",)
     """The published names of the metrics: the unit's name, `_`, the metric's name."""
     combine: Literal["mean", "min", "max"] = "mean"
-    """How several metrics become one number."""
+    """How several metrics become one number. It is NaN if one of them is, and so never the best."""
     lower_better: bool | None = None
     """Whether a lower score is better. Default: as the names of the metrics tell, such as `loss` and `accuracy`."""
     min_delta: float = 0.0

@@ -54,7 +54,9 @@ def combined(metrics: Mapping[str, float], config: ScoreConfig) -> float:
             f"evaluation.score.metrics = {list(config.metrics)}: the evaluation gave no {', '.join(missing)}; "
             f"expected names among {', '.join(sorted(metrics))}"
         )
-    return float(COMBINE[config.combine]([metrics[name] for name in config.metrics]))
+    values = [metrics[name] for name in config.metrics]
+    # Python's min and max return or drop a NaN by its place in the list.
+    return math.nan if any(map(math.isnan, values)) else float(COMBINE[config.combine](values))
 
 
 @dataclass

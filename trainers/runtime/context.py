@@ -67,6 +67,9 @@ class Runtime:
         """The batches of evaluations so far. An evaluation writes it, the heartbeat's thread reads it."""
         self._phase: str | None = None
         self._stop: str | None = None
+        self._asked = False
+        """Whether the training itself asked for its end. Apart from `_stop`: it ends with that training (`training_ended`), and a
+        signal that came after it must not."""
         self._save_requests = 0
         self.profiling = False
         """Whether the loop is recording a profile."""
@@ -101,7 +104,15 @@ class Runtime:
     def request_stop(self, reason: str) -> None:
         """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler."""
         # No lock: the handler may interrupt this very thread while it holds one.
-        self._stop = self._stop or reason
+        if reason != StopReason.REQUESTED:
+            self._stop = self._stop or reason
+        elif self._stop is None:
+            self._asked = True
+
+    def training_ended(self) -> None:
+        """Must be called at the end of each training. A stop that the training itself asked for (`requested`) is done with; a
+        signal, a notice or an order is for the whole process, and ends a later training too."""
+        self._asked = False
 
     def request_save(self) -> None:
         with self._lock:
@@ -154,7 +165,7 @@ class Runtime:
 
     @property
     def stop_reason(self) -> str | None:
-        return self._stop
+        return StopReason.REQUESTED if self._asked else self._stop
 
     @property
     def save_requests(self) -> int:
@@ -185,7 +196,7 @@ def progress(step: int, metrics: Mapping[str, float] | None = None) -> None:
 
 def request_stop(why: str) -> None:
     """Asks for the end of training: all hosts stop at one step and save, and the run ends as `requested`. One host is enough.
-    `why` is a sentence for people."""
+    `BaseTrainer.train` clears the request at its end. `why` is a sentence for people."""
     if _current.stop_reason is None:
         _current.note(f"training is asked to stop: {why}")
     _current.request_stop(StopReason.REQUESTED)

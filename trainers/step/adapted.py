@@ -59,12 +59,17 @@ def train_layout(step: UserStep, state: Any, batch: Mapping[str, Any]) -> Layout
     _check_state(new_state, state)
     names = [name for name in metrics if name not in STEP_METRICS]
     kinds = {**dict.fromkeys(names, Kind.MEAN), **STEP_METRICS}
-    return Layout(tuple(kinds), tuple(kinds.values()))
+    return _layout(kinds)
 
 
 def eval_layout(step: UserStep, state: Any, batch: Mapping[str, Any]) -> Layout:
     metrics = jax.eval_shape(lambda state, batch: scalar_metrics(step(state, flat(batch)), "eval_step_fn"), state, batch)
-    return Layout(tuple(metrics), (Kind.MEAN,) * len(metrics))
+    return _layout(dict.fromkeys(metrics, Kind.MEAN))
+
+
+def _layout(kinds: Mapping[str, Kind]) -> Layout:
+    # What its loss is, only the user's step knows: exp of a squared error is no perplexity.
+    return Layout(tuple(kinds), tuple(kinds.values()), of_tokens=False)
 
 
 def adapted_train_step(

@@ -103,10 +103,16 @@ def with_row_metrics(loss: Loss, batch: Batch) -> Loss:
     return loss._replace(parts={**loss.parts, **added}) if added else loss
 
 
+def safe_divisor(num_targets: jax.Array) -> jax.Array:
+    """Returns what a sum over targets is divided by: their number, or 1 if there are none. No floor of 1: the weights of a
+    batch may add up to less."""
+    return jnp.where(num_targets <= 0, 1.0, num_targets)
+
+
 def scales_of(num_targets: Sequence[jax.Array]) -> Scales:
     """Returns the scales from the number of targets of each term in the global batch. A term without targets adds nothing to
     the total, and changes nothing for the others."""
-    counts = [jnp.maximum(count.astype(jnp.float32), 1.0) for count in num_targets]
+    counts = [safe_divisor(count.astype(jnp.float32)) for count in num_targets]
     return [counts[0] / count for count in counts]
 
 

@@ -24,7 +24,7 @@ from trainers.step import rest_of_model
 from trainers.step.clip import clip
 from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats
 from trainers.step.kept_update import kept_update
-from trainers.step.loss import LossFunction, scales_of
+from trainers.step.loss import LossFunction, safe_divisor, scales_of
 from trainers.step.loss_scale import overflow, update_scaler
 from trainers.step.rest_of_model import Rest, stays_finite
 from trainers.step.sample_digest import count_samples
@@ -194,7 +194,7 @@ def pruned(pruner: Pruner | None, param_groups: Sequence[ParameterGroup], state:
 def means(sums: Sums) -> tuple[jax.Array, Any]:
     """Returns the mean loss and the mean gradients over the targets of the global batch."""
     # A batch of padding alone must give a loss of 0, and not NaN.
-    num_targets = jnp.maximum(sums.num_targets, 1.0)
+    num_targets = safe_divisor(sums.num_targets)
     return sums.loss_sum / num_targets, jax.tree.map(lambda g: g / num_targets.astype(g.dtype), sums.gradients)
 
 

@@ -125,6 +125,10 @@ def test_one_sentence_ends_training_on_all_hosts_and_saves(tmp_path, events):
     assert made.output.stop_reason is StopReason.REQUESTED
     assert of(events, "saved")[-1]["step"] == int(state.step) < 1000
     assert [note["message"] for note in of(events, "note")] == ["training is asked to stop: the loss is low enough"]
+    # The request was for that training, and not for the process.
+    later = trainer(tmp_path / "later", max_num_steps=8)
+    later.train()
+    assert later.output.stop_reason is StopReason.MAX_STEPS
 
 
 def test_who_inherits_the_protocol_must_define_it_all(tmp_path):

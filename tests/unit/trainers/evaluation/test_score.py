@@ -86,6 +86,13 @@ def test_several_units_scores_are_combined(combine, expected):
     assert combined({"eval_loss": 1.0, "long_loss": 3.0, "long_accuracy": 9.0}, config) == expected
 
 
+@pytest.mark.parametrize("combine", ["mean", "min", "max"])
+@pytest.mark.parametrize("losses", [(1.0, math.nan), (math.nan, 1.0)])
+def test_a_metric_that_is_nan_makes_the_score_nan_wherever_it_stands(combine, losses):
+    config = ScoreConfig(metrics=("eval_loss", "long_loss"), combine=combine)
+    assert math.isnan(combined(dict(zip(config.metrics, losses, strict=True)), config))
+
+
 def test_a_metric_that_is_not_there_is_an_error_that_names_those_that_are():
     with pytest.raises(UsageError, match=r"gave no evil_loss; expected names among eval_accuracy, eval_loss"):
         combined({"eval_loss": 1.0, "eval_accuracy": 0.5}, ScoreConfig(metrics=("evil_loss",)))

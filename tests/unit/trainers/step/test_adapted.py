@@ -67,6 +67,8 @@ def test_steps_of_ones_own_do_what_the_built_in_ones_do(tmp_path, events, cls):
     assert not [event for event in of(events, "note") if "compiles again" in event["message"]]
     published = of(events, "metrics")[0]["metrics"]
     assert {"accuracy", "grad_norm", "learning_rate", "mean_loss", "tokens", "total_samples", "tokens_per_s"} <= published.keys()
+    # Only the user's step knows whether its loss is the cross-entropy of tokens.
+    assert not [name for event in of(events, "metrics") for name in event["metrics"] if "perplexity" in name]
     events.clear()
     other = trainer(tmp_path / "plain", evaluation={"every_steps": 4}, **PLAIN)
     expected = other.train()

@@ -13,7 +13,8 @@ from tests.unit.training import FIXED, arguments, losses, of, trainer
 from trainers.errors import UsageError
 from trainers.planning.estimate import plan
 from trainers.protocol import Last, Loss, Max, PerExample
-from trainers.step.loss import as_loss, terms_of, weighted
+from trainers.step.loss import as_loss, scales_of, terms_of, weighted
+from trainers.step.train_step import Sums, means
 
 # ---------------------------------------------------------------------- the forms
 
@@ -61,6 +62,26 @@ def test_rows_that_only_fill_up_a_batch_count_in_no_sum_of_single_examples(garba
 def test_an_array_is_the_loss_of_each_example():
     loss = weighted(jnp.array([3.0, 1.0, 9.0]), WEIGHT)
     assert (float(loss.loss_sum), float(loss.num_targets), loss.parts) == (5, 3, {})
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 1e-6])
+def test_the_size_of_the_weights_changes_no_mean(weight):
+    """Of a batch whose weights are all the same: the guard against no targets is no floor of 1."""
+    number = jnp.float32(weight)
+    sums = Sums(3.0 * number, number, number, None, {"w": 5.0 * number}, {})
+    mean_loss, gradients = means(sums)
+    assert (float(mean_loss), float(gradients["w"])) == pytest.approx((3, 5))
+    # The first term has two targets, and the second one.
+    assert [float(scale) for scale in scales_of([2 * number, number])] == pytest.approx([1, 2])
+    terms = as_loss({"one": (6 * number, 2 * number), "two": (5 * number, number)})
+    assert float(terms.loss_sum / terms.num_targets) == pytest.approx(6 / 2 + 5)
+
+
+def test_a_batch_without_targets_has_a_loss_of_0():
+    zero = jnp.float32(0)
+    mean_loss, gradients = means(Sums(zero, zero, zero, None, {"w": zero}, {}))
+    assert (float(mean_loss), float(gradients["w"])) == (0, 0)
+    assert [float(scale) for scale in scales_of([zero, jnp.float32(0.5)])] == [1, 2]
 
 
 def test_single_examples_may_be_terms_of_a_dict_and_keep_their_metrics():
