@@ -1,10 +1,9 @@
 import pytest
 
-from tests import compiled
 from tests.multihost import harness
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _session():
-    with harness.session(compiled.folder("multihost")):
+def _session(tmp_path_factory):
+    with harness.session(tmp_path_factory.mktemp("compiled")):
         yield

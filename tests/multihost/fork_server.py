@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from cluster.agent.child_process import ChildProcess
-from tests import compiled
 from trainers import worker
 from trainers.runtime import distributed
 
@@ -138,8 +137,7 @@ def become_worker(env: dict[str, str], stdin: int, log: int, events: int) -> Non
     os.environ.update(env, EVENT_FD=str(events))
     distributed.use_compile_cache(env[CACHE_DIR])
     np.random.seed()
-    with compiled.written_whole():
-        worker.main()
+    worker.main()
 
 
 if __name__ == "__main__":
