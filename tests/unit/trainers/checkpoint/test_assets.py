@@ -50,6 +50,7 @@ class WithAssets(BaseTrainer):
         return self.given
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_assets_come_back_and_training_goes_on_bit_for_bit(tmp_path):
     whole = trainer(tmp_path / "whole", optimizer=FIXED).train()
     made = trainer(tmp_path / "cut", cls=WithAssets, max_num_steps=6, optimizer=FIXED)

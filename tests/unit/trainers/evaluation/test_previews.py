@@ -247,6 +247,7 @@ class Silent(Wordless):
     broken = "encode"
 
 
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize(
     ("task", "why"),
     [("Wordless", "RuntimeError: no words for it"), ("Silent", "UsageError: previews.prompts: 'ab' has no tokens")],

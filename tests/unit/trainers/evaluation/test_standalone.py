@@ -120,6 +120,7 @@ class FromElsewhere(BaseTrainer):
         return {"loss": 1.0}
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("cls", "num_notes"), [(BaseTrainer, 1), (FromElsewhere, 0)])
 def test_evaluations_that_have_no_data_are_told_once(tmp_path, events, cls, num_notes):
     without_held_out_data(tmp_path, cls, evaluation={"every_steps": 1}).train()

@@ -152,6 +152,7 @@ def test_a_new_model_expects_every_token_alike_whatever_its_depth(num_layers):
     assert out.std() < 0.3
 
 
+@pytest.mark.costs("compiles a model in several forms")
 def test_computation_and_parameters_have_the_types_asked_for():
     model = build(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights(model))} == {jnp.dtype(jnp.bfloat16)}
@@ -211,6 +212,7 @@ def test_the_heads_may_have_other_channels_than_the_width_gives():
     assert shapes == {"query": (3, 32, 24), "key": (3, 32, 12), "out": (3, 24, 32)}
 
 
+@pytest.mark.costs("compiles a model in several forms")
 def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_settings_say():
     gpt2 = dataclasses.replace(CONFIG, family="gpt2", num_positions=12)
     found = weights(build(gpt2))
@@ -222,6 +224,7 @@ def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_setting
     }
 
 
+@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family):
     of_experts = {"num_experts": 4, "experts_per_token": 2} if FAMILIES[family].experts else {}

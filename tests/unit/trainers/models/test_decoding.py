@@ -115,6 +115,7 @@ def test_many_prompts_at_once_get_what_each_gets_alone(model):
     assert generate(model, texts, drawn, seeds=[15, 6, 7, 8])[0] != together[0]
 
 
+@pytest.mark.slow("compiles a model in several forms")
 def test_a_generation_goes_on_where_it_stopped(model):
     texts = prompts((3, 9))
     assert generate(model, texts, steps=(1, 2, 7, NEW + 5)) == generate(model, texts)

@@ -148,6 +148,7 @@ made.close(1)
 """
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_service_that_hangs_does_not_keep_the_process_from_ending(tmp_path):
     began_s = time.monotonic()
     # To a file: the service inherits it, and a pipe would be read until the service ends too.
