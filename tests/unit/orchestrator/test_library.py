@@ -84,6 +84,7 @@ def test_the_configuration_of_a_launch(tmp_path):
     assert data["hosts"]["env"] == {"A": "b", importable.LAUNCHING: "1"}
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_class_of_callbacks_is_used_here_and_there(tmp_path):
     config, _ = library.configuration(training(tmp_path, callbacks=[Seen]), 1, {})
     assert config.training.trainer == "trainers.library:PiecesTrainer"

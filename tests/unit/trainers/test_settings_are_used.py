@@ -261,6 +261,7 @@ def test_metrics_come_as_often_as_the_settings_say(tmp_path, events):
     assert sorted({event["step"] for event in of(events, "metrics") if "loss" in event["metrics"]}) == [4, 8, 9]
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -292,6 +293,7 @@ def test_metrics_must_come_some_time(tmp_path, settings, problem):
         trainer(tmp_path, **settings)
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_the_running_mean_of_the_losses_forgets_as_fast_as_the_settings_say(tmp_path, events):
     made = trainer(tmp_path, anomalies={"spike_decay": 0.5}, max_num_steps=4, checkpoint={"save_at_end": False})
     after = made.train()
@@ -306,6 +308,7 @@ def test_the_last_state_is_saved_if_the_settings_say_so(tmp_path, events, save_a
     assert [event["step"] for event in of(events, "saved")] == ([2, 3] if save_at_end else [2])
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_schedule_over_epochs_ends_with_the_data(tmp_path, events):
     """96 examples in batches of 16: two epochs are 12 steps."""
     schedule = {"name": "linear", "final_factor": 0.0, "warmup_ratio": 0.25}

@@ -118,6 +118,7 @@ def test_a_transform_that_leaves_everything_out_is_an_error():
         Collated(Numbers(96, 8), lambda example: None, {}, "keep_start")[0]
 
 
+@pytest.mark.costs("reads much data")
 def test_examples_of_different_lengths_without_collate_info_say_what_to_do(tmp_path, events):
     made = arguments(tmp_path, data={"sequence_length": 8, "dataset": f"{__name__}:ragged"})
     with pytest.raises(

@@ -106,6 +106,7 @@ def without_held_out_data(tmp_path, cls=BaseTrainer, **changes):
     return cls(made, numbers(made)[0], None)
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_without_held_out_data_an_evaluation_is_an_error_that_says_what_to_set(tmp_path, events):
     made = without_held_out_data(tmp_path)
     state = made.train()

@@ -254,6 +254,7 @@ def test_of_the_best_the_parameters_alone_may_be_kept(tmp_path, events):
     assert kept(tmp_path, "models") == [4]
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_patience_ends_a_run_for_good(tmp_path, events):
     made = scored(tmp_path, patience=2)
     state = made.train()

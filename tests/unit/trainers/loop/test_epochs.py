@@ -70,6 +70,7 @@ def test_a_resume_in_or_at_the_edge_of_any_epoch_neither_stops_early_nor_repeats
     assert seen == epochs
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, events):
     seen = []
     first = three_epochs(tmp_path, seen)

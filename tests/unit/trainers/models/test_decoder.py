@@ -144,6 +144,7 @@ def test_the_program_has_the_layers_one_by_one_or_as_a_loop(num_layers, loops):
     assert program.count("stablehlo.while") == loops
 
 
+@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize("num_layers", [1, 12])
 def test_a_new_model_expects_every_token_alike_whatever_its_depth(num_layers):
     out = np.asarray(logits(build(ModelConfig(width=64, num_layers=num_layers)), TOKENS))
@@ -187,6 +188,7 @@ def test_a_setting_without_parameters_changes_the_logits(setting, value):
     assert np.abs(logits(usual, TOKENS) - logits(other, TOKENS)).max() > 1e-3
 
 
+@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize(("setting", "value"), [("global_every", 2), ("local_rope_theta", 10.0)])
 def test_a_setting_of_layers_with_a_window_changes_the_logits(setting, value):
     usual = dataclasses.replace(CONFIG, window=3)

@@ -69,6 +69,7 @@ def services() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.name() == SERVICE]
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_what_is_published_is_in_the_files_of_the_offline_run(tmp_path):
     notes = []
     made = Recorders(["wandb"], about(tmp_path / "new"), notes.append)

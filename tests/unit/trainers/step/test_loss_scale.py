@@ -105,6 +105,7 @@ def test_it_resumes_bit_for_bit_amid_overflows(tmp_path, events):
     assert published(events, "loss_scale") == scales
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_below_the_minimum_it_is_an_error_that_says_what_to_do(tmp_path, events):
     made = half(tmp_path, loss_scale={"initial": 2.0**40, "minimum": 2.0**38})
     with pytest.raises(
