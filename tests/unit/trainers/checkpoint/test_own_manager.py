@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 
 from tests.unit.training import FIXED, assert_equal, of, trainer
 from trainers.base import BaseTrainer
