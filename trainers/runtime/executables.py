@@ -47,6 +47,9 @@ COMPILER_OPTIONS = (
 )
 """JAX's settings that change what is compiled, and cannot be seen in the lowered program."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+AFRESH = {"xla_embed_ir_in_executable": False}
+"""A compiler option at its default. JAX holds in memory what this process has compiled or read from the compile cache, and
+returns that again. A program with an option of its own is another one."""
 
 
 class ProgramStore:
@@ -191,7 +194,7 @@ class ProgramStore:
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         with without_compile_cache():
-            return lowered.compile()
+            return lowered.compile(compiler_options=AFRESH if jax.default_backend() == "cpu" else None)
 
     def _keep(self, pointer: Path, path: Path, compiled: jax.stages.Compiled | None) -> None:
         """Writes both files; only the pointer if the executable exists already (`compiled` is None)."""
@@ -222,7 +225,8 @@ def _is_sound(output: jax.Array) -> bool:
 @contextmanager
 def without_compile_cache() -> Iterator[None]:
     """Turns JAX's compile cache off. On a CPU, an executable that came out of that cache serializes without an error into one
-    that does not run ("Function ... not found"). So what we keep must be compiled afresh."""
+    that does not run ("Function ... not found"). So what we keep must be compiled afresh, also if JAX holds such an executable in
+    memory (`AFRESH`)."""
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     # JAX decides once whether it uses its cache: without a reset the setting would have no effect.
     compilation_cache.reset_cache()
