@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from trainers.config.section import did_you_mean
 
 Json = Mapping[str, Any]
+Plain = int | float | str | bool
 
 
 class Kind(NamedTuple):
@@ -19,16 +20,25 @@ class Kind(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-def only(*values: Any) -> Kind:
-    """One of these values, or null. 0 and false are not the same."""
-    pairs = {(_type(value), value) for value in values}
-    shown = " or ".join("true" if value is True else "false" if value is False else str(value) for value in values)
-    return Kind(shown, lambda found: found is None or (isinstance(found, Plain) and (_type(found), found) in pairs))
+def _shown(value: Any) -> str:
+    """As it stands in the file."""
+    text = str({None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _type(value: Any) -> type:
-    # 0 and 0.0 are the same number.
-    return float if type(value) is int else type(value)
+class Only:
+    """One of some plain values, or null. 0 and false are not the same; 0 and 0.0 are."""
+
+    def __init__(self, *values: Plain):
+        self.values = values
+
+    def __call__(self, found: Any) -> bool:
+        same = (value == found and isinstance(value, bool) == isinstance(found, bool) for value in self.values)
+        return found is None or (isinstance(found, Plain) and any(same))
+
+
+def only(*values: Plain) -> Kind:
+    return Kind(" or ".join(map(_shown, values)), Only(*values))
 
 
 def or_null(kind: Kind) -> Kind:
@@ -39,7 +49,6 @@ def is_number(found: Any) -> bool:
     return type(found) in (int, float) and math.isfinite(found)
 
 
-Plain = int | float | str | bool
 ANY = Kind("anything", lambda found: True)
 COUNT = Kind("a whole number of at least 1", lambda found: type(found) is int and found >= 1)
 INDEX = Kind("a whole number of at least 0", lambda found: type(found) is int and found >= 0)
@@ -273,11 +282,6 @@ def problems(found: Json, keys: Keys, of: str, within: str = "") -> Iterator[str
             )
         elif not kind.fits(value):
             yield f"{within}{name} = {_shown(value)}: expected {kind.shown} in {of}"
-
-
-def _shown(value: Any) -> str:
-    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def without_aliases(family: str, found: Json) -> dict[str, Any]:
