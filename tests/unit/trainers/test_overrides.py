@@ -100,7 +100,7 @@ class Live(BaseTrainer):
         return self.first(state)
 
     def first(self, state):
-        return [self.compute_loss for _ in (1,)][0](state)
+        return next(self.compute_loss for _ in (1,))(state)
 
     def compute_loss(self, state):
         return getattr(self, "predict")(state)  # noqa: B009
@@ -148,7 +148,7 @@ def test_a_method_that_is_called_is_no_error(tmp_path):
 
 
 def test_a_method_that_only_itself_or_such_methods_call_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match="compute_loss: .*\n  log: .*\n  on_step_begin: .*\n  predict: "):
+    with pytest.raises(UsageError, match=r"compute_loss: .*\n  log: .*\n  on_step_begin: .*\n  predict: "):
         trainer(tmp_path, cls=Dead)
 
 
