@@ -15,6 +15,8 @@ from tests.ray.jobs import run_job, settings
 WITHOUT = """
 import os, sys
 
+pytestmark = pytest.mark.slow("starts Ray nodes")
+
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name == os.environ["NOT_ON_THIS_MACHINE"]:
