@@ -12,10 +12,10 @@ from orchestrator.launching import exit_status
 from tests.ray.fake import FakeNode, cluster_of
 from tests.ray.jobs import run_job, settings
 
+pytestmark = pytest.mark.slow("starts Ray nodes")
+
 WITHOUT = """
 import os, sys
-
-pytestmark = pytest.mark.slow("starts Ray nodes")
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
