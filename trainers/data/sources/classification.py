@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers import tokenizers
+from trainers import runtime, tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.section import did_you_mean
 from trainers.data.chat import digest_of, shown, value_of
@@ -15,7 +15,7 @@ from trainers.data.documents import TEXT, Document, Record, Records
 from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import Rows, only, padded, split
-from trainers.data.sources.records import open_records
+from trainers.data.sources.records import open_told
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
 
@@ -50,7 +50,7 @@ def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[Tr
         kind = Kind(LabelledEncoder(tokenizer), config.sequence_length, leaves=leaves_of(arguments))
         return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
-    train, held_out = split(open_records(config), config.eval_fraction)
+    train, held_out = split(open_told(config, runtime.current().note), config.eval_fraction)
     return labelled(train, tokenizer, arguments), labelled(held_out, tokenizer, arguments)
 
 
