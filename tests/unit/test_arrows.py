@@ -29,6 +29,7 @@ FLOORS = {
     "trainers": (
         ("config", "storage", "foreign_errors", "first_line", "program"),
         ("errors", "parallel", "recorders", "console"),
+        ("turns",),
         ("runtime", "models", "optim", "tokenizers"),
         ("protocol",),
         ("metrics", "data", "tasks"),

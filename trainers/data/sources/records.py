@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
+from trainers.config import DataConfig
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT, Record
 from trainers.data.sources import access
@@ -102,6 +103,13 @@ def open_records(source: SourceConfig) -> FilesRecords:
         malformed = f": all {records.num_malformed} lines are malformed" if records.num_malformed else ""
         raise DataMissingError(f"data.paths {', '.join(source.paths)}: there are no records in these files{malformed}")
     return records
+
+
+def ignored_of(config: DataConfig, source: SourceConfig | None = None) -> frozenset[str]:
+    """Returns the columns that may stay unread: `data.ignore_columns`, and those that are read under another name. `source`: that
+    of a mixture, whose columns have names of their own."""
+    columns = (source or config).columns
+    return frozenset({*config.ignore_columns, *columns.values()} - {*columns})
 
 
 READERS: dict[str, Callable[[SourceFile, SourceConfig], FileRecords]] = {
