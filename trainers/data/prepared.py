@@ -115,7 +115,7 @@ def checksum(path: Path) -> str:
 
 def settings_of(source: SourceConfig) -> dict[str, Any]:
     """Returns the settings of a source that its documents depend on, as JSON has them."""
-    names = ("paths", "pattern", "format", "columns", "examples", "on_malformed")
+    names = ("paths", "pattern", "format", "encoding", "columns", "examples", "on_malformed")
     return {name: list(value) if isinstance(value := getattr(source, name), tuple) else value for name in names}
 
 

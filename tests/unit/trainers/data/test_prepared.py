@@ -382,7 +382,7 @@ def test_a_damaged_folder(lines, prepared, tmp_path):
         use(lines, prepared)
     about = sealed.unseal((folder / "prepared.json").read_text())
     (folder / "prepared.json").write_text(sealed.seal({**about, "format": 99}))
-    with pytest.raises(DataError, match="has format 99, and this version reads format 1"):
+    with pytest.raises(DataError, match="has format 99, and this version reads format 2"):
         use(lines, prepared)
     (folder / "prepared.json").write_text("{}")
     with pytest.raises(DataError, match=r"prepared\.json is damaged: its contents do not have the digest"):
