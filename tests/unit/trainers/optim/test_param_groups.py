@@ -33,7 +33,7 @@ def groups(*settings):
 
 
 def first_update(config, param_groups, schedule=None):
-    optimizer = build_grouped(config, schedule or optax.constant_schedule(config.learning_rate), param_groups)
+    optimizer = build_grouped(config, schedule or optax.constant_schedule(config.learning_rate), {}, param_groups)
     tree = params()
     updates, _ = jax.jit(lambda p: optimizer.update(jax.tree.map(jnp.ones_like, p), optimizer.init(p), p))(tree)
     return tree, updates
@@ -70,7 +70,7 @@ def test_a_group_follows_the_schedule_of_all():
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "muon", "sgd", "rmsprop"])
 def test_every_optimizer_takes_groups_and_frozen_parameters(name):
     made = groups({"pattern": "encoder", "frozen": True}, {"pattern": "head", "learning_rate": 0.1})
-    optimizer = freezing(build_grouped(OptimizerConfig(name=name), optax.constant_schedule(RATE), made), made)
+    optimizer = freezing(build_grouped(OptimizerConfig(name=name), optax.constant_schedule(RATE), {}, made), made)
     tree = params()
     gradients = trainable(made, jax.tree.map(jnp.ones_like, tree))
     updates, state = jax.jit(lambda p, g: optimizer.update(g, optimizer.init(p), p))(tree, gradients)
