@@ -12,9 +12,10 @@ from typing import Protocol
 from trainers.config import DataConfig
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT, Record
-from trainers.data.sources import access
+from trainers.data.sources.encoded import read_text
 from trainers.data.sources.files import SourceFile, files_of
-from trainers.data.sources.lines import Csv, JsonLines
+from trainers.data.sources.json_records import JsonLines, json_file
+from trainers.data.sources.lines import Csv
 from trainers.data.sources.tables import ArrayRecord, Arrow, Parquet
 from trainers.errors import DataError, DataMissingError
 
@@ -38,14 +39,14 @@ class TextFile:
 
     num_malformed = 0
 
-    def __init__(self, file: SourceFile):
-        self.path = file.path
+    def __init__(self, file: SourceFile, source: SourceConfig):
+        self.path, self.encoding = file.path, source.encoding
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> Record:
-        return {TEXT: access.read_bytes(self.path).decode(errors="replace")}
+        return {TEXT: read_text(self.path, self.encoding)}
 
     def where(self, index: int) -> str:
         return self.path
@@ -125,9 +126,10 @@ def ignored_of(config: DataConfig, source: SourceConfig | None = None) -> frozen
 
 
 READERS: dict[str, Callable[[SourceFile, SourceConfig], FileRecords]] = {
-    "text": lambda file, source: TextFile(file),
-    "jsonl": lambda file, source: JsonLines(file, source.on_malformed),
-    "csv": lambda file, source: Csv(file, source.on_malformed),
+    "text": TextFile,
+    "jsonl": JsonLines,
+    "json": json_file,
+    "csv": Csv,
     "parquet": lambda file, source: Parquet(file),
     "arrow": lambda file, source: Arrow(file),
     "arrayrecord": lambda file, source: ArrayRecord(file),
