@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import environment
+
 IMPORTED = ("jax", "flax.nnx", "optax", "orbax.checkpoint", "hypothesis", "pydantic", "pytest", "yaml")
 COPIED = (
     "trainers",
@@ -43,6 +45,8 @@ class Result:
 
 def prepare() -> None:
     """Imports what every test imports. Raises RuntimeError if a thread was started by it."""
+    # Here, and not in each fork: a fork ends without the clean-up of its folders.
+    environment.prepare(os.environ)
     os.environ.update(JAX_PLATFORMS="cpu", OPENBLAS_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
     sys.dont_write_bytecode = True
     for name in IMPORTED:

@@ -1,7 +1,7 @@
 """Do the tests hold? Puts one fault at a time into a copy of a module, and runs the tests that belong to it.
 
     python -m benchmarks.mutants [MODULE ...] [--count 5] [--seed 1] [--rings 3]
-                                [--results build/mutants/results.jsonl] [--report]
+                                [--without-slow] [--results build/mutants/results.jsonl] [--report]
     python -m benchmarks.mutants --ignore-keys [KEY ...]
 
 A module's faults are drawn by the seed. The first ring of tests is the module's own file and those that import the module. A
@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=5, help="mutants of each module")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rings", type=int, default=3, choices=(1, 2, 3), help="how many rings of tests a mutant meets")
+    parser.add_argument("--without-slow", action="store_true", help="only with the tests of `make test`")
     parser.add_argument("--root", type=Path, default=ROOT, help="the tree to measure, which is copied")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants" / "results.jsonl")
     parser.add_argument("--ignore-keys", action="store_true", help="ignore each key of the configuration: does its test fail?")
@@ -53,7 +54,8 @@ def main() -> None:
     chosen = [m for path in modules(root, options.modules or DEFAULT) for m in sample(root, path, options.count, options.seed)]
     if not options.report:
         forked_tests.prepare()
-        for mutant, line in try_all(root, chosen, results, forked_tests.copy_tree(root, results.parent), options.rings):
+        tests = Tests(forked_tests.copy_tree(root, results.parent), ("-m", "not slow") if options.without_slow else ())
+        for mutant, line in try_all(root, chosen, results, tests, options.rings):
             print(f"{line['outcome']:9} {mutant.path}:{mutant.line}: {mutant.change}", line["by"], flush=True)
     text = report(root, chosen, read(results))
     results.with_suffix(".md").write_text(text)
@@ -75,31 +77,31 @@ def sample(root: Path, path: str, count: int, seed: int) -> list[Mutant]:
 
 
 def try_all(
-    root: Path, chosen: Sequence[Mutant], results: Path, tree: Path, num_rings: int = 3
+    root: Path, chosen: Sequence[Mutant], results: Path, tests: Tests, num_rings: int = 3
 ) -> Iterator[tuple[Mutant, dict[str, Any]]]:
     """Tries the mutants that have no result yet. Yields each with the line that was added to `results`."""
-    known, equivalent, healthy = read(results), equivalents(EQUIVALENT), Healthy(tree)
+    known, equivalent = read(results), equivalents(EQUIVALENT)
     for mutant in chosen:
         if mutant.key in known or is_equivalent(mutant, root, equivalent):
             continue
         about = {"key": mutant.key, "path": mutant.path, "line": mutant.line, "change": mutant.change}
-        line = about | _try(tree, mutant, healthy, num_rings)
+        line = about | _try(tests, mutant, num_rings)
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
         yield mutant, line
 
 
-def _try(tree: Path, mutant: Mutant, healthy: Healthy, num_rings: int) -> dict[str, Any]:
+def _try(tests: Tests, mutant: Mutant, num_rings: int) -> dict[str, Any]:
     """Returns the outcome of the first ring that kills the mutant in the tree."""
-    seconds, path = 0.0, tree / mutant.path
-    for ring in rings_of(tree, mutant.path)[:num_rings]:
-        tests, limit_s = healthy.first(ring)  # only now: most mutants never meet the later rings
-        if not tests:
+    seconds, path = 0.0, tests.tree / mutant.path
+    for ring in rings_of(tests.tree, mutant.path)[:num_rings]:
+        files, limit_s = tests.healthy(ring)  # only now: most mutants never meet the later rings
+        if not files:
             continue
         whole = path.read_text()
         path.write_text(mutant.source)
         try:
-            result = forked_tests.run(tree, tests, limit_s)
+            result = tests.run(files, limit_s)
         finally:
             path.write_text(whole)
         seconds += result.seconds
@@ -109,23 +111,27 @@ def _try(tree: Path, mutant: Mutant, healthy: Healthy, num_rings: int) -> dict[s
     return {"outcome": "survived", "by": "", "seconds": seconds}
 
 
-class Healthy:
-    """The seconds of each test file without a mutant. A file that fails then would kill everything: it is left out, and named."""
+class Tests:
+    """The tests of a tree; `options` of pytest choose some of them. A file that fails without a mutant would kill everything: it
+    is left out, and named. So is one that has none of those that are chosen."""
 
-    def __init__(self, tree: Path):
-        self._tree = tree
+    def __init__(self, tree: Path, options: Sequence[str] = ()):
+        self.tree, self._options = tree, options
         self._seconds: dict[str, float] = {}
 
-    def first(self, ring: Sequence[str]) -> tuple[list[str], float]:
+    def run(self, files: Sequence[str], limit_s: float) -> forked_tests.Result:
+        return forked_tests.run(self.tree, [*self._options, *files], limit_s)
+
+    def healthy(self, ring: Sequence[str]) -> tuple[list[str], float]:
         """Returns the files of a ring that pass, the shortest first, and the limit of a run of all."""
-        for test in ring:
-            if test not in self._seconds:
-                result = forked_tests.run(self._tree, [test], 600.0)
-                self._seconds[test] = result.seconds if result.outcome == "passed" else float("inf")
+        for file in ring:
+            if file not in self._seconds:
+                result = self.run([file], 600.0)
+                self._seconds[file] = result.seconds if result.outcome == "passed" else float("inf")
                 if result.outcome != "passed":
-                    print(f"left out: {test} fails without a mutant ({result.outcome}: {result.by})", flush=True)
-        passing = sorted((test for test in ring if self._seconds[test] < float("inf")), key=lambda test: self._seconds[test])
-        return passing, max(LEAST_LIMIT_S, LIMIT_FACTOR * sum(self._seconds[test] for test in passing))
+                    print(f"left out: {file} fails without a mutant ({result.outcome}: {result.by})", flush=True)
+        passing = sorted((file for file in ring if self._seconds[file] < float("inf")), key=lambda file: self._seconds[file])
+        return passing, max(LEAST_LIMIT_S, LIMIT_FACTOR * sum(self._seconds[file] for file in passing))
 
 
 def rings_of(root: Path, path: str) -> list[list[str]]:

@@ -23,6 +23,7 @@ from trainers.evaluation.validation import shapes_of_rows
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, build_grouped, parameters_to_evaluate
+from trainers.optim.parameter_kinds import Kinds
 from trainers.optim.schedules import build_schedule
 from trainers.protocol import (
     Pruner,
@@ -62,7 +63,7 @@ class ModelBuilder(BatchBuilder):
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Returns (the parts of the model, the shapes of the state). Touches no device. May be called by hand: `model` is there
         from then on."""
-        parts, params, self._axes = abstract_model(self.task, self.arguments.seed, self.arguments.lora)
+        parts, params, self._axes = self._abstract_model
         frozen.check_use(self.task, self.arguments, prepares=self.overrides("prepare_batch"))
         trained = param_groups.trainable(self.param_groups, params)
         if self.pruner is not None:  # before the shapes of a state, of which its own is a part
@@ -97,7 +98,12 @@ class ModelBuilder(BatchBuilder):
 
     @cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        return build_grouped(self.arguments.optimizer, self.scheduler, self.param_groups)
+        return build_grouped(self.arguments.optimizer, self.scheduler, self.parameter_kinds, self.param_groups)
+
+    @property
+    def parameter_kinds(self) -> Kinds:
+        """What the parameters are to an optimizer, by name: `trainers.optim.optimizers.build_optimizer` takes it."""
+        return self._abstract_model[0].kinds
 
     def freeze_module(self) -> tuple[str, ...]:
         """Returns patterns of parameters to freeze. They come before all groups; `optimizer.groups` may freeze others."""
@@ -185,6 +191,10 @@ class ModelBuilder(BatchBuilder):
         return parameters_to_evaluate(state.opt_state, state.params)
 
     # ------------------------------------------------------------------ inside
+
+    @cached_property
+    def _abstract_model(self) -> tuple[ModelParts, Any, Any]:
+        return abstract_model(self.task, self.arguments.seed, self.arguments.lora)
 
     @cached_property
     def _update_rule(self) -> optax.GradientTransformation:

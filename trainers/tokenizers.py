@@ -113,9 +113,17 @@ class FolderTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.source, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(self.source, local_files_only=True)
         except Exception as error:  # whatever its many classes raise, the files are the reason
             raise UsageError(f"the tokenizer in {self.source} cannot be read: {type(error).__name__}: {error}") from error
+        if tokenizer.is_fast:
+            reset(tokenizer.backend_tokenizer)
+        elif (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling"):
+            raise UsageError(
+                f"{self.source}: tokenizer_config.json has sp_model_kwargs.enable_sampling = true: a text would have other "
+                "tokens each time; set it to false"
+            )
+        return tokenizer
 
     @property
     def num_ids(self) -> int:
@@ -133,9 +141,9 @@ class FolderTokenizer:
         if not tokenizer.is_fast:
             # Longer than the model's context is right here: the text is cut afterwards.
             return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        # A call before may have asked `transformers` for it.
+        reset(tokenizer.backend_tokenizer)
         # Without what `transformers` makes beside the tokens, which takes as long as they do.
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
         found = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [each.ids for each in found]
 
@@ -272,7 +280,7 @@ class FileTokenizer:
         from tokenizers import Tokenizer as Read
 
         try:
-            return Read.from_file(self.source)
+            return reset(Read.from_file(self.source))
         except Exception as error:  # the library raises nothing more special
             raise UsageError(f"{self.source} is no tokenizer: {error}") from error
 
@@ -300,6 +308,16 @@ class FileTokenizer:
 
     def digest(self) -> str:
         return hashlib.sha256(version("tokenizers").encode() + Path(self.source).read_bytes()).hexdigest()
+
+
+def reset(tokenizer: Any) -> Any:
+    """Returns a tokenizer of `tokenizers` without what its file may keep of an earlier use: a length that texts are cut to, a
+    length that they are filled up to, and merges that are left out by chance (`dropout`)."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def of(arguments: TrainingArguments) -> Tokenizer:

@@ -28,6 +28,7 @@ def random_seed():
     return seed
 
 
+@pytest.mark.slow("trains under many faults")
 def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
     """Parameters and samples equal to those of the replay of its lineage, bit for bit; every fault was noticed and named. A kind
     that is not possible here is left out visibly."""
@@ -68,6 +69,7 @@ def test_who_writes_to_frozen_storage_waits_and_who_reads_does_not():
     assert not disk.folder.exists()
 
 
+@pytest.mark.slow("trains a whole job")
 def test_the_shipped_tiny_configuration_is_lengthened_and_gets_a_free_name(tmp_path, capsys):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "launch.json").write_text("{}")
@@ -94,6 +96,7 @@ SLICES = (
 """Machines that are TPU hosts by what they say of themselves, two to a slice."""
 
 
+@pytest.mark.slow("trains under many faults")
 @pytest.mark.timeout(600)  # a cluster of five Ray nodes, and a reference run: minutes on a slow machine
 def test_a_lost_slice(tmp_path):
     overrides = [f"storage={tmp_path}", "tracking.mlflow=false", "max_num_steps=120", "checkpoint.save_steps=20", *SLICES.split()]

@@ -14,6 +14,8 @@ from orchestrator.driver.driver import Driver
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, checkpoint, recovered, step
 
+pytestmark = pytest.mark.slow("trains while hosts come and go")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():

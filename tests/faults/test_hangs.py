@@ -13,6 +13,8 @@ from orchestrator.driver.halt import AGENT_TIMEOUT_S
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, step
 
+pytestmark = pytest.mark.slow("waits for the limits of a hang")
+
 LIMIT_S = 3.0
 STUCK_AT = {
     "hang": ("hang_for_ever", "fault_injection.py"),

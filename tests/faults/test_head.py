@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from orchestrator.testbed.local_cluster import local_cluster
 from tests import ROOT
 from tests.programs.processes import wait_until
+
+pytestmark = pytest.mark.slow("starts two clusters")
 
 SETTINGS = ("hosts.count=1", "publish_every_steps=5", "checkpoint.save_steps=10", "previews=null", "tracking.mlflow=false")
 

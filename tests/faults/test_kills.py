@@ -39,6 +39,7 @@ def saved(tmp_path, step):
     return (tmp_path / "tiny" / "checkpoints" / str(step)).exists
 
 
+@pytest.mark.slow("trains a whole job")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(tmp_path, number):
     process = start(tmp_path, "max_num_steps=100000")
@@ -59,6 +60,7 @@ def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(tmp_path, number):
     assert summary_of_second["samples"] == 8 * summary_of_second["steps"]
 
 
+@pytest.mark.slow("trains a whole job")
 def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
     process = start(tmp_path, "max_num_steps=100000")
     try:
@@ -74,6 +76,7 @@ def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
         process.wait(60)
 
 
+@pytest.mark.costs("the one whole job that is killed")
 def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
     process = start(tmp_path, "max_num_steps=100000")
     wait_until(saved(tmp_path, 40), process, tmp_path)

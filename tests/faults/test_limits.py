@@ -11,6 +11,8 @@ import ray
 from tests.ray.jobs import run_job, settings
 from tests.strikes import Folder, Striking, checkpoint
 
+pytestmark = pytest.mark.slow("waits for the limits of a run")
+
 LIMIT_S = 20.0
 STEP_S = 0.2
 

@@ -10,6 +10,8 @@ import yaml
 from orchestrator.verify import command as verify
 from tests import ROOT
 
+pytestmark = pytest.mark.slow("trains each program several times")
+
 STEPS = 16
 
 

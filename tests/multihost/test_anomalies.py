@@ -41,6 +41,7 @@ def test_a_nan_on_one_host_is_skipped_by_both_as_on_order(tmp_path, ordered):
     assert found[1].of("anomaly") == []  # host 0 tells for all
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_a_rollback_outlives_its_processes(tmp_path, ordered):
     """A process dies before the next checkpoint: the file alone knows which batches to leave out."""
     hosts = run(tmp_path, TROUBLED + "DiesOfRollback", policy="rollback", start=harness.start)

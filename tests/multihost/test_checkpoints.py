@@ -77,6 +77,7 @@ def go_on(trained, tmp_path, **changes):
     return [host.of("restored")[0] for host in hosts]
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_all_files_of_both_hosts_are_in_the_manifest(trained):
     for step in (3, 6):
         folder = trained / "run" / "checkpoints" / str(step)

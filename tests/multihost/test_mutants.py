@@ -83,3 +83,15 @@ def test_a_test_that_fails_without_a_fault_kills_nothing(root):
     outcomes, text = mutants(root, "--count", "3")
     assert "left out: tests/unit/trainers/test_broken.py fails without a mutant" in text
     assert "survived" in outcomes.values()
+
+
+@pytest.mark.slow("puts faults into a copy of the tree")
+def test_what_only_a_slow_test_sees_survives_without_the_slow_tests(root):
+    (root / "trainers" / "sums.py").write_text("def is_more(a, b):\n    return a > b\n")
+    (root / "tests" / "unit" / "trainers" / "test_sums.py").write_text(
+        "import pytest\nfrom trainers.sums import is_more\n\n\ndef test_more():\n    assert is_more(2, 1) is True\n\n\n"
+        f'@pytest.mark.slow("why")\ndef test_equal():\n{AND_EQUAL}'
+    )
+    assert mutants(root, "--without-slow")[0]["a > b -> a >= b"] == "survived"
+    (root.parent / "work" / "results.jsonl").unlink()
+    assert mutants(root)[0]["a > b -> a >= b"] == "killed"

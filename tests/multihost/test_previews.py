@@ -33,6 +33,7 @@ def test_a_preview_that_fails_on_one_host_is_told_and_all_go_on(hosts):
     assert samples[0].startswith("def ")
 
 
+@pytest.mark.slow("starts the processes of several hosts")
 def test_the_first_non_finite_value_is_found_by_all_and_told_by_host_0(hosts):
     (note,) = (event["message"] for event in hosts[0].of("note") if event["message"].startswith("batch 2: "))
     assert "is made by penalty, operation exp (tests/programs/mute.py:" in note

@@ -43,6 +43,7 @@ def hosts(run_dir):
     return len(list((run_dir / "logs").iterdir()))
 
 
+@pytest.mark.costs("the one example")
 def test_a_trainer_that_inherits_nothing_trains_on_two_hosts(tmp_path):
     trainer = load_object(load(EXAMPLES["custom_trainer"]).training.trainer)
     assert trainer.__mro__ == (trainer, object)
@@ -53,6 +54,7 @@ def test_a_trainer_that_inherits_nothing_trains_on_two_hosts(tmp_path):
     assert summary["checkpoint"] == str(tmp_path / "custom_trainer" / "40.json")
 
 
+@pytest.mark.slow("trains a whole example")
 def test_a_trainer_that_overrides_one_configure_method_trains_on_two_hosts(tmp_path):
     trainer = load_object(load(EXAMPLES["subclass"]).training.trainer)
     assert issubclass(trainer, BaseTrainer)
@@ -72,6 +74,7 @@ def digits(tmp_path_factory):
     return run("digits", tmp_path), tmp_path
 
 
+@pytest.mark.slow("trains a whole example")
 def test_a_classifier_with_batch_statistics_and_dropout_learns_digits_also_when_it_is_killed(digits):
     summary, tmp_path = digits
     assert (summary["status"], summary["steps"], hosts(tmp_path / "digits")) == ("finished", 300, 2)
@@ -84,6 +87,7 @@ def test_a_classifier_with_batch_statistics_and_dropout_learns_digits_also_when_
     assert accuracy(tmp_path / "killed" / "digits") == accuracy(tmp_path / "digits")
 
 
+@pytest.mark.slow("trains a whole example")
 def test_a_fine_tune_begins_with_the_layers_of_another_run(digits):
     _, tmp_path = digits
     # The file names the run `digits` in the default storage.
@@ -98,6 +102,7 @@ def test_a_fine_tune_begins_with_the_layers_of_another_run(digits):
     assert len(kept) == 8
 
 
+@pytest.mark.slow("trains a whole example")
 def test_preferences_are_learned_against_the_run_that_they_begin_with(tmp_path):
     run_job(to_dict(load(ROOT / "configs" / "tiny.yaml", [f"storage={tmp_path}", "tracking.mlflow=false"])))
     tiny = f"{tmp_path}/tiny"
@@ -116,16 +121,17 @@ def accuracy(run_dir):
     return [r["metrics"]["eval_accuracy"] for r in records if "eval_accuracy" in r.get("metrics", ())][-1]
 
 
-def test_a_vision_transformer_learns_digits_on_one_host_and_on_two(tmp_path):
+@pytest.mark.slow("trains a whole example")
+def test_a_vision_transformer_learns_digits_and_takes_the_same_samples_on_two_hosts(tmp_path):
     summary = run("vit_digits", tmp_path)
     assert (summary["status"], summary["steps"]) == ("finished", 1500)
-    two = run("vit_digits", tmp_path / "two", "hosts.count=2")
-    assert hosts(tmp_path / "two" / "vit_digits") == 2
-    assert (two["samples"], two["samples_digest"]) == (summary["samples"], summary["samples_digest"])
-    for folder in (tmp_path, tmp_path / "two"):
-        assert accuracy(folder / "vit_digits") >= 0.97
+    assert accuracy(tmp_path / "vit_digits") >= 0.97
+    one, two = (run("vit_digits", tmp_path / f"{n}", f"hosts.count={n}", "max_num_steps=100") for n in (1, 2))
+    assert [hosts(tmp_path / f"{n}" / "vit_digits") for n in (1, 2)] == [1, 2]
+    assert (two["samples"], two["samples_digest"]) == (one["samples"], one["samples_digest"])
 
 
+@pytest.mark.slow("trains a whole example")
 def test_a_model_with_images_answers_questions_about_pictures(tmp_path):
     summary = run("vlm", tmp_path)
     assert (summary["status"], summary["steps"]) == ("finished", 300)
@@ -135,6 +141,7 @@ def test_a_model_with_images_answers_questions_about_pictures(tmp_path):
     assert {name for name in before if before[name] == after[name]} == {name for name in before if ".params['vision" in name}
 
 
+@pytest.mark.slow("trains a whole example")
 def test_a_callback_of_ones_own_sees_the_run(tmp_path):
     assert run("callback", tmp_path)["status"] == "finished"
     line = (tmp_path / "callback" / "loss_line.txt").read_text()
@@ -143,6 +150,7 @@ def test_a_callback_of_ones_own_sees_the_run(tmp_path):
     assert " " in line[10:]
 
 
+@pytest.mark.slow("trains a whole example")
 def test_arguments_of_ones_own_are_reached_by_the_file_and_the_command_line(tmp_path):
     path = EXAMPLES["extended_arguments"]
     assert load(path).training.smoothing.amount == 0.05

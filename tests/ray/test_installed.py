@@ -18,6 +18,8 @@ from packaging.version import Version
 
 from tests import ROOT
 
+pytestmark = pytest.mark.slow("installs the project")
+
 SOURCES = ("trainers", "cluster", "orchestrator", "configs", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 NEEDED_TO_BUILD = Version("77")
 

@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests import ROOT
 from tests.programs.processes import wait_until
 from tests.strikes import Folder
 from tests.unit.documents import blocks
+
+pytestmark = pytest.mark.slow("trains under a Ray of its own")
 
 
 def start(path, **env):

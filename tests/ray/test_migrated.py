@@ -32,6 +32,7 @@ def run(name, storage, **hosts):
     return run_job(made)
 
 
+@pytest.mark.slow("trains a script twice")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_migrated_script_that_is_killed_once_ends_like_an_undisturbed_run(tmp_path, name):
     faults = Folder(tmp_path / "faults")

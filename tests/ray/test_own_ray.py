@@ -11,12 +11,15 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import psutil
+import pytest
 import yaml
 
 from orchestrator.driver.ray_cluster import authentication_of
 from orchestrator.run_state.launch import read_gang
 from tests import ROOT
 from tests.programs.processes import wait_until
+
+pytestmark = pytest.mark.slow("trains under a Ray of its own")
 
 ENTER = """
 import sys, ray

@@ -16,6 +16,8 @@ from orchestrator.board import Board
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
 from trainers.recorders.jsonl import read
 
+pytestmark = pytest.mark.slow("traces a running job")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():

@@ -19,6 +19,8 @@ from cluster.agent import machine
 from orchestrator.tracking.prometheus import PUBLISHED
 from tests import ROOT
 
+pytestmark = pytest.mark.slow("submits a job to a Ray with its dashboard")
+
 TIMEOUT_S = 240
 COMMAND = f"{sys.executable} -m orchestrator.run configs/tiny.yaml tracking.mlflow=false"
 

@@ -10,6 +10,8 @@ from cluster.hosts.config import HostsConfig
 from tests.ray import fake
 from tests.ray.jobs import run_job, settings
 
+pytestmark = pytest.mark.slow("trains on several Ray nodes")
+
 SLICE = {"kind": "tpu", "accelerator": "v4", "topology": "2x2x2"}
 AS_IF_FOUR_CHIPS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NPROC": "16"}
 

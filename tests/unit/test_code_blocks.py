@@ -491,6 +491,7 @@ def test_the_orchestrator_takes_the_same_configuration(folder, name):
     assert load(folder.path / name).training.name == Path(name).stem
 
 
+@pytest.mark.slow("trains what the documents show")
 def test_every_function_of_every_block_is_called(folder):
     for name in (*CONFIGURATIONS, *SCRIPTS):
         folder.check(name)

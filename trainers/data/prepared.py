@@ -23,7 +23,7 @@ from trainers.data.sources.files import PREPARED
 from trainers.errors import DataError, DataMissingError, DataUnavailableError
 from trainers.storage import durable, sealed
 
-FORMAT = 1
+FORMAT = 2
 TOKENS, OFFSETS, WEIGHTS = "tokens.bin", "offsets.npy", "weights.bin"
 AGAIN = "run `python -m trainers.prepare` again, into a new folder"
 

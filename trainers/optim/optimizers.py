@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
@@ -33,15 +34,7 @@ from trainers.config.arguments import load_object
 from trainers.errors import unknown_name
 from trainers.optim import optax_registry
 from trainers.optim.param_groups import Groups, group_of, parameter_path, rate_names
-
-STACKED = "layers"
-"""Parameters under this key have a leading dimension over the layers of the model."""
-
-EXPERTS = ("expert_gate", "expert_up", "expert_down")
-"""Of these a layer has one matrix for each expert."""
-
-TABLES = ("embed", "unembed")
-"""Matrices whose rows are looked up by token or scored against one. They are no linear maps, so Muon leaves them to AdamW."""
+from trainers.optim.parameter_kinds import Kinds, Mask, ParameterKind, matrices, tree_of_kinds
 
 SCHEDULE_FREE = "schedule_free_adamw"
 
@@ -53,14 +46,12 @@ ADAFACTOR_MAX_UPDATE_RMS = 1.0
 # Liu et al. 2025: the usual RMS of an AdamW update. An orthogonal [A, B] matrix has the RMS 1 / sqrt(max(A, B)).
 MUON_UPDATE_RMS = 0.2
 
-Mask = Callable[[Any], Any]
-"""A function from the parameters to a tree of bools of the same structure."""
-
 
 def build_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule, decay_mask: Mask | None = None
+    config: OptimizerConfig, schedule: optax.Schedule, kinds: Kinds, decay_mask: Mask | None = None
 ) -> optax.GradientTransformation:
-    """Returns the named optimizer with its learning rate and weight decay; `decay_mask` says what decays (default: `matrices`).
+    """Returns the named optimizer with its learning rate and weight decay. `kinds` are those of the model's parameters
+    (`BaseTrainer.parameter_kinds`); `decay_mask` says what decays (default: the matrices among them).
 
     Raises UsageError if the name is unknown.
     """
@@ -74,8 +65,8 @@ def build_optimizer(
     weight_decay = 0.0 if config.name == "adam" else config.weight_decay
     # The decay comes after the direction and before the rate: it is not part of the gradient, and follows the schedule.
     optimizer = optax.chain(
-        DIRECTIONS[config.name](config),
-        optax.add_decayed_weights(weight_decay, decay_mask or matrices),
+        DIRECTIONS[config.name](config, kinds),
+        optax.add_decayed_weights(weight_decay, decay_mask or matrices(kinds)),
         optax.scale_by_learning_rate(schedule),
     )
     if config.name != SCHEDULE_FREE:
@@ -111,14 +102,16 @@ def _averages(state: Any, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(average, params)
 
 
-def build_grouped(config: OptimizerConfig, schedule: optax.Schedule, param_groups: Groups) -> optax.GradientTransformation:
+def build_grouped(
+    config: OptimizerConfig, schedule: optax.Schedule, kinds: Kinds, param_groups: Groups
+) -> optax.GradientTransformation:
     """Returns the optimizer, with the settings of each group for its parameters. Frozen groups are left to
     `param_groups.freezing`."""
-    default = build_optimizer(config, schedule)
+    default = build_optimizer(config, schedule, kinds)
     groups = {f"group_{number}": group for number, group in enumerate(param_groups) if not group.frozen}
     if not groups:
         return default
-    transforms = {name: build_optimizer(*_settings_of(group, config, schedule)) for name, group in groups.items()}
+    transforms = {name: build_optimizer(*_settings_of(group, config, schedule), kinds) for name, group in groups.items()}
 
     def label(path: Any, _: Any) -> str:
         name = f"group_{group_of(param_groups, parameter_path(path))}"
@@ -141,75 +134,62 @@ def _settings_of(
     return dataclasses.replace(config, learning_rate=rate, weight_decay=decay), lambda step: factor * schedule(step)
 
 
-def matrices(params: Any) -> Any:
-    """Returns True for parameters that are matrices (in each layer, if layers are stacked): not for scales of norms or biases."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _num_dimensions(path, leaf) >= 2, params)
-
-
-def _num_dimensions(path: Any, leaf: Any) -> int:
-    names = _names(path)
-    return leaf.ndim - (STACKED in names) - any(name in EXPERTS for name in names)
-
-
-def _names(path: Any) -> list[str]:
-    return [str(getattr(entry, "key", getattr(entry, "name", entry))) for entry in path]
-
-
-def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+def _adam(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
     b1, b2 = config.betas
     return optax.scale_by_adam(b1=b1, b2=b2, eps=config.eps, mu_dtype=config.moment_dtype)
 
 
-def _lion(config: OptimizerConfig) -> optax.GradientTransformation:
+def _lion(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
     b1, b2 = config.betas
     return optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=config.moment_dtype)
 
 
-def _sgd(config: OptimizerConfig) -> optax.GradientTransformation:
+def _sgd(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
     return optax.trace(decay=config.betas[0], accumulator_dtype=config.moment_dtype)
 
 
-def _rmsprop(config: OptimizerConfig) -> optax.GradientTransformation:
+def _rmsprop(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
     return optax.scale_by_rms(decay=config.betas[1], eps=config.eps)
 
 
-def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
-    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(ADAFACTOR_MAX_UPDATE_RMS))
+def _adafactor(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
+    def clip(update: jax.Array, kind: ParameterKind) -> jax.Array:
+        rms = jnp.sqrt(jnp.mean(update**2, axis=kind.dimensions, keepdims=True))
+        return update / jnp.maximum(1.0, rms / ADAFACTOR_MAX_UPDATE_RMS)
+
+    # Not optax's `clip_by_block_rms`: it takes all stacked parameters for one.
+    clipped = optax.stateless(lambda updates, _: jax.tree.map(clip, updates, tree_of_kinds(kinds, updates)))
+    return optax.chain(optax.scale_by_factored_rms(), clipped)
 
 
-def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+def _muon(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
+    def dimension_numbers(params: Any) -> Any:
+        # Of stacked parameters each one is orthogonalized by itself.
+        return jax.tree.map(lambda kind: contrib.MuonDimensionNumbers(*kind.dimensions), tree_of_kinds(kinds, params))
+
+    def with_size_of_adam(update: jax.Array, kind: ParameterKind) -> jax.Array:
+        return update * (MUON_UPDATE_RMS * math.sqrt(max(update.shape[dimension] for dimension in kind.dimensions)))
+
+    def label(kind: ParameterKind) -> str:
+        return "linear_maps" if kind.is_linear_map else "others"
+
     # Not optax's own composition (contrib.muon): it decays vectors too, and gives its AdamW a Nesterov momentum.
     orthogonal = contrib.scale_by_muon(
-        beta=config.betas[1], eps=config.eps, mu_dtype=config.moment_dtype, weight_dimension_numbers=_dimension_numbers
+        beta=config.betas[1], eps=config.eps, mu_dtype=config.moment_dtype, weight_dimension_numbers=dimension_numbers
     )
-    resized = optax.stateless(lambda updates, _: jax.tree.map(_with_size_of_adam, updates))
-    return optax.partition({"linear_maps": optax.chain(orthogonal, resized), "others": _adam(config)}, _muon_labels)
+    resized = optax.stateless(lambda updates, _: jax.tree.map(with_size_of_adam, updates, tree_of_kinds(kinds, updates)))
+    return optax.partition(
+        {"linear_maps": optax.chain(orthogonal, resized), "others": _adam(config, kinds)},
+        lambda params: jax.tree.map(label, tree_of_kinds(kinds, params)),
+    )
 
 
-def _with_size_of_adam(update: jax.Array) -> jax.Array:
-    # update: [A, B], [layers, A, B], or [layers, experts, A, B].
-    return update * (MUON_UPDATE_RMS * math.sqrt(max(update.shape[-2:])))
-
-
-def _dimension_numbers(params: Any) -> Any:
-    # Counted from the end: of stacked layers each one is orthogonalized by itself.
-    return jax.tree.map(lambda _: contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1), params)
-
-
-def _muon_labels(params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: "linear_maps" if _is_linear_map(path, leaf) else "others", params)
-
-
-def _is_linear_map(path: Any, leaf: Any) -> bool:
-    return _num_dimensions(path, leaf) == 2 and not any(name in TABLES for name in _names(path))
-
-
-def _schedule_free(config: OptimizerConfig) -> optax.GradientTransformation:
+def _schedule_free(config: OptimizerConfig, kinds: Kinds) -> optax.GradientTransformation:
     # AdamW without its momentum, which the average replaces.
     return optax.scale_by_rms(decay=config.betas[1], eps=config.eps, eps_in_sqrt=False, bias_correction=True)
 
 
-DIRECTIONS: dict[str, Callable[[OptimizerConfig], optax.GradientTransformation]] = {
+DIRECTIONS: dict[str, Callable[[OptimizerConfig, Kinds], optax.GradientTransformation]] = {
     "adamw": _adam,
     "adam": _adam,
     "lion": _lion,

@@ -112,7 +112,7 @@ def lower(trainer: BaseTrainer, mesh: Mesh) -> jax.stages.Lowered:
     trainer.prepare()
     replicated, model = meshes.replicated(mesh), TrainerConfigureModelOutput(trainer.model, trainer._model_state)
     sums = trainer.step_layout.zeros()
-    return trainer._jit_train_step(trainer._train_step()).lower(
+    return trainer._jit_train_step(trainer._traced_step()).lower(
         with_shardings(model.state, trainer._state_shardings),
         jax.ShapeDtypeStruct(sums.shape, sums.dtype, sharding=replicated),
         trainer._batch_shapes(trainer._micro_batches_shape, model, meshes.micro_batches(mesh)),

@@ -20,11 +20,14 @@ from trainers.config import LoraConfig, MeshConfig
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
+from trainers.models.created import CREATED, dimensions_as_created, noting_shapes
 from trainers.models.lora import Frozen
 from trainers.optim.param_groups import parameter_path, parameter_paths
+from trainers.optim.parameter_kinds import Kinds
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
 from trainers.step import rest_of_model, rng
+from trainers.step.parameter_kinds import kinds_of
 from trainers.step.rest_of_model import STREAMS
 
 
@@ -84,6 +87,8 @@ class ModelParts:
     seed: int = 0
     axis_rules: Mapping[str, str | None] = field(default_factory=dict)
     """The model's own `logical_axis_rules`."""
+    kinds: Kinds = field(default_factory=dict)
+    """What the parameters are to an optimizer."""
 
     @property
     def state_shapes(self) -> Any:
@@ -136,18 +141,20 @@ def abstract_model(task: Task, seed: int, adapters: LoraConfig | None = None) ->
     """Returns (parts, parameter shapes, logical axes of the parameters), without touching a device. Raises UsageError if the
     model cannot have such adapters."""
     # Shapes alone: a standby does this too, and touches no device.
-    model = batch_norm.with_masks(nnx.eval_shape(lambda: _first_model(task, seed, adapters)))
+    with noting_shapes():
+        model = batch_norm.with_masks(nnx.eval_shape(lambda: _first_model(task, seed, adapters)))
     rest_of_model.check_attributes(model)
     graph, (template, frozen, streams, state) = nnx.graphdef(model), nnx.state(model, nnx.Param, Frozen, STREAMS, ...)
     rules = own_axis_rules(model)
-    parts = ModelParts(graph, template, state, streams, frozen, seed, rules)
+    parts = ModelParts(graph, template, state, streams, frozen, seed, rules, kinds_of(model))
     return parts, nnx.to_pure_dict(template), logical_axes(template, rules)
 
 
 def abstract_frozen(build: Callable[[nnx.Rngs], Any]) -> tuple[ModelParts, Any, Any]:
     """Returns (parts, shapes, logical axes) of a model of which nothing is trained: all that it has, except random streams, is
     one tree, as if it were parameters. Touches no device."""
-    model = nnx.eval_shape(lambda: build(nnx.Rngs(rng.key(0, "init", 0))))
+    with noting_shapes():
+        model = nnx.eval_shape(lambda: build(nnx.Rngs(rng.key(0, "init", 0))))
     rest_of_model.check_attributes(model)
     graph, (streams, template) = nnx.graphdef(model), nnx.state(model, STREAMS, ...)
     axes = logical_axes(template, own_axis_rules(model))
@@ -173,15 +180,26 @@ def own_axis_rules(model: Any) -> Mapping[str, str | None]:
 
 def logical_axes(template: Any, rules: Mapping[str, str | None] = MappingProxyType({})) -> Any:
     """Returns the logical axis names of each variable, from its NNX metadata `logical_axes`, or what `rules` say for a name; a
-    variable without them is replicated."""
+    variable without them is replicated. Raises UsageError for names that are not as many as the dimensions."""
 
-    def names(variable: Any) -> tuple[str | None, ...]:
+    def names(path: Any, variable: Any) -> tuple[str | None, ...]:
         # A module may also hold plain arrays.
         metadata = variable.get_metadata() if _is_variable(variable) else {}
-        return tuple(rules.get(name, name) for name in metadata.get("logical_axes", (None,) * variable.ndim))
+        axes = metadata.get("logical_axes", (None,) * variable.ndim)
+        if CREATED in metadata and len(axes) == len(dimensions := dimensions_as_created(variable)):
+            # They may have been named inside `nnx.vmap`, which has stacked the variable then.
+            of_dimensions = dict(zip(dimensions, axes, strict=True))
+            axes = tuple(of_dimensions.get(dimension, "layers") for dimension in range(-variable.ndim, 0))
+        if len(axes) != variable.ndim:
+            raise UsageError(
+                f"logical_axes of the variable {parameter_path(path)} = {axes}: expected one name, or None, for each dimension "
+                f"of {list(variable.shape)}"
+            )
+        return tuple(rules.get(name, name) for name in axes)
 
     # A variable is a leaf here: the arrays inside it no longer have its metadata.
-    return jax.tree.map(names, nnx.to_pure_dict(template, extract_fn=lambda variable: variable), is_leaf=_is_variable)
+    tree = nnx.to_pure_dict(template, extract_fn=lambda variable: variable)
+    return jax.tree_util.tree_map_with_path(names, tree, is_leaf=_is_variable)
 
 
 def _is_variable(node: Any) -> bool:

@@ -91,6 +91,7 @@ SUMS = {"llama3_70b_v5p": 10.0, "qwen3_30b_a3b_v6e": 2.5, "llama3_8b_lora_v5e": 
 """What is summed, by the weights: gradients; of a tensor axis and of experts, activations too; of LoRA, next to nothing."""
 
 
+@pytest.mark.costs("compiles a step of real size")
 def test_a_step_that_does_not_fit_is_refused_with_its_size(compiler, capsys):
     status = command.main(
         [

@@ -71,6 +71,7 @@ def files_below(folder):
     return {path: path.stat().st_mtime_ns for path in Path(folder).rglob("*")}
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_run_is_its_newest_checkpoint_and_gives_what_training_published(trained, capsys):
     config, folder, published = trained
     before = files_below(folder)
@@ -82,6 +83,7 @@ def test_a_run_is_its_newest_checkpoint_and_gives_what_training_published(traine
     assert files_below(folder) == before  # nothing is written
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_several_checkpoints_those_of_the_parameters_alone_and_files(trained, capsys, tmp_path):
     config, folder, published = trained
     file, model = tmp_path / "model.safetensors", folder / "models" / "4"
@@ -109,6 +111,7 @@ class NoBase:
     pass
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
@@ -142,6 +145,7 @@ def test_a_checkpoint_that_is_not_there_or_damaged_is_told(trained, capsys):
     assert "is not whole" in capsys.readouterr().err
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_without_held_out_data_there_is_nothing_to_evaluate(trained, capsys):
     config, folder, _ = trained
     arguments = [f"data.dataset={HERE}no_held_out", "evaluation={}", "checkpoint={}"]

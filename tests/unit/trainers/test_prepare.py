@@ -84,6 +84,7 @@ def command(config, output, *more):
     return [sys.executable, "-m", "trainers.prepare", str(config), "--output", str(output), "--workers", "2", *more]
 
 
+@pytest.mark.costs("reads much data")
 def test_a_killed_command_goes_on_with_the_finished_parts(config, tmp_path):
     """SIGKILL, after the first parts: the workers end too, and the second call makes the same bytes as one undisturbed."""
     (tmp_path / "slow.py").write_text(SLOW)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers import tokenizers
+from trainers import runtime, tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.section import did_you_mean
 from trainers.data.chat import digest_of
@@ -16,7 +16,7 @@ from trainers.data.messages import value_of
 from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import Rows, only, padded, split
-from trainers.data.sources.records import ignored_of, open_records
+from trainers.data.sources.records import ignored_of, open_told
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
 from trainers.turns import shown
@@ -53,7 +53,7 @@ def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[Tr
         kind = Kind(LabelledEncoder(tokenizer, ignored_of(config)), config.sequence_length, leaves=leaves_of(arguments))
         return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
-    train, held_out = split(open_records(config), config.eval_fraction)
+    train, held_out = split(open_told(config, runtime.current().note), config.eval_fraction)
     return labelled(train, tokenizer, arguments), labelled(held_out, tokenizer, arguments)
 
 

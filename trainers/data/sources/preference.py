@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers import tokenizers
+from trainers import runtime, tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.data.chat import PROMPT, completed, digest_of
 from trainers.data.documents import Document, Record, Records
@@ -15,7 +15,7 @@ from trainers.data.messages import messages_of, value_of
 from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import Rows, cut, padded, split, stacked
-from trainers.data.sources.records import ignored_of, open_records
+from trainers.data.sources.records import ignored_of, open_told
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
 from trainers.turns import num_common
@@ -86,7 +86,7 @@ def preference_pairs(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[
         )
         return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
-    train, held_out = split(open_records(arguments.data), arguments.data.eval_fraction)
+    train, held_out = split(open_told(arguments.data, runtime.current().note), arguments.data.eval_fraction)
     return pairs(train, tokenizer, arguments), pairs(held_out, tokenizer, arguments)
 
 

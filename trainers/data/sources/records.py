@@ -112,6 +112,18 @@ def ignored_of(config: DataConfig, source: SourceConfig | None = None) -> frozen
     return frozenset({*config.ignore_columns, *columns.values()} - {*columns})
 
 
+def open_told(source: SourceConfig, note: Callable[[str], None]) -> FilesRecords:
+    """Returns the records as `open_records` does, and notes how many lines are left out."""
+    records = open_records(source)
+    tell_left_out(source, records.num_malformed, note)
+    return records
+
+
+def tell_left_out(source: SourceConfig, num_malformed: int, note: Callable[[str], None]) -> None:
+    if num_malformed:
+        note(f"data.paths {', '.join(source.paths)}: {num_malformed} malformed lines are left out (data.on_malformed: skip)")
+
+
 READERS: dict[str, Callable[[SourceFile, SourceConfig], FileRecords]] = {
     "text": lambda file, source: TextFile(file),
     "jsonl": lambda file, source: JsonLines(file, source.on_malformed),

@@ -103,6 +103,7 @@ def test_an_agent_that_is_out_of_reach_for_a_moment_is_not_given_up(world, unava
     assert finished(launched, world) == []
 
 
+@pytest.mark.costs("drives through many failures")
 @pytest.mark.parametrize("unavailable", [False, True], ids=["no answer", "unavailable"])
 def test_an_agent_that_stays_out_of_reach_is_given_up(world, unavailable):
     world.max_steps = 2000
@@ -134,6 +135,7 @@ def test_a_driver_that_stalls_while_it_handles_a_failure_gives_up_no_healthy_hos
     assert world.violations == []
 
 
+@pytest.mark.costs("drives through many failures")
 def test_a_driver_that_stalls_for_longer_than_the_lease_goes_on_with_new_agents(world):
     world.max_steps = 3000
     launched = Launched(world)

@@ -76,6 +76,7 @@ class Meddler(Callback):
         metrics["loss"] = -1.0
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("order", ["", "ab", "ba"])
 def test_the_order_of_callbacks_never_changes_results(tmp_path, order):
     """Nor whether there are any."""
@@ -108,6 +109,7 @@ def test_an_error_in_a_callback_never_ends_training_as_a_success(tmp_path, event
     assert [type(had["error"]) for _, had in heard.of("on_exception")] == [KeyboardInterrupt]
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_callbacks_may_be_added_later_and_must_be_callbacks(tmp_path):
     made, heard = trainer(tmp_path, max_num_steps=1), Everything()
     made.add_callback(heard)

@@ -50,6 +50,7 @@ class WithAssets(BaseTrainer):
         return self.given
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_assets_come_back_and_training_goes_on_bit_for_bit(tmp_path):
     whole = trainer(tmp_path / "whole", optimizer=FIXED).train()
     made = trainer(tmp_path / "cut", cls=WithAssets, max_num_steps=6, optimizer=FIXED)
@@ -144,6 +145,7 @@ def test_a_run_has_its_assets_and_so_has_each_of_its_checkpoints(tmp_path, event
         assert found["limit"] == 3
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_restart_keeps_the_same_assets_and_replaces_others(tmp_path, events):
     folder = tmp_path / "run" / "assets"
     trained_with(tmp_path, {"tokenizer": Tokenizer(["a"])})

@@ -19,7 +19,7 @@ from trainers.config.arguments import TrainingArguments
 from trainers.data import encoders, kept, parts, preparing
 from trainers.data.documents import Document
 from trainers.data.encoders import TextEncoder, encoder_of
-from trainers.data.prepared import PreparedDocuments, dtype_of
+from trainers.data.prepared import FORMAT, PreparedDocuments, dtype_of
 from trainers.data.preparing import Source, documents_of, make, of_source
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, DataMissingError, UsageError
@@ -382,7 +382,7 @@ def test_a_damaged_folder(lines, prepared, tmp_path):
         use(lines, prepared)
     about = sealed.unseal((folder / "prepared.json").read_text())
     (folder / "prepared.json").write_text(sealed.seal({**about, "format": 99}))
-    with pytest.raises(DataError, match="has format 99, and this version reads format 1"):
+    with pytest.raises(DataError, match=f"has format 99, and this version reads format {FORMAT}"):
         use(lines, prepared)
     (folder / "prepared.json").write_text("{}")
     with pytest.raises(DataError, match=r"prepared\.json is damaged: its contents do not have the digest"):

@@ -55,6 +55,7 @@ def test_held_out_examples_of_every_kind_have_ids_after_those_of_the_training(tm
     assert ids(made.dataset_eval, 0, 2) == [ROWS, ROWS + 1]
 
 
+@pytest.mark.costs("reads much data")
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_of_every_kind_trains_over_epochs_to_the_same_state(tmp_path, kind):
     constant = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}}
@@ -147,6 +148,7 @@ def test_the_plan_refuses_it_before_a_machine_is_taken(tmp_path):
     assert any("the training data (list) has no examples" in problem for problem in plan(made, 1)[0])
 
 
+@pytest.mark.costs("reads much data")
 def test_shuffling_ten_million_examples_needs_no_list_of_them():
     """In a process of its own, whose memory nothing else has grown."""
     code = """if True:

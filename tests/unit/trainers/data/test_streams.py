@@ -90,6 +90,7 @@ def told(events, text):
     return [event["message"] for event in of(events, "note") if text in event["message"]]
 
 
+@pytest.mark.costs("reads much data")
 @pytest.mark.parametrize("make", [of_grain, Own, Held])
 def test_a_resumed_run_sets_the_state_and_reads_nothing_again(tmp_path, events, make):
     _, whole = made_of(tmp_path / "whole", make)
@@ -155,6 +156,7 @@ def test_the_end_is_found_without_counting(tmp_path, events):
 # ---------------------------------------------------------------------- what a checkpoint has of it
 
 
+@pytest.mark.costs("reads much data")
 def test_the_state_is_not_used_for_batches_of_another_size(tmp_path, events):
     made_of(tmp_path, Held, max_num_steps=6)[1].train()
     events.clear()

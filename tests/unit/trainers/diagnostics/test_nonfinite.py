@@ -86,6 +86,7 @@ def test_a_parameter_or_an_input_that_is_not_finite_is_named_first(tmp_path):
     assert found(made, batch={**batch, "weight": batch["weight"] * jnp.inf}) == "input ['weight'] is not finite itself"
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_in_an_ordinary_batch_nothing_is_found(tmp_path):
     assert found(language_model(tmp_path, num_layers=1)).startswith("computed once more, every value of the loss")
 

@@ -106,6 +106,7 @@ def without_held_out_data(tmp_path, cls=BaseTrainer, **changes):
     return cls(made, numbers(made)[0], None)
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_without_held_out_data_an_evaluation_is_an_error_that_says_what_to_set(tmp_path, events):
     made = without_held_out_data(tmp_path)
     state = made.train()
@@ -120,6 +121,7 @@ class FromElsewhere(BaseTrainer):
         return {"loss": 1.0}
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("cls", "num_notes"), [(BaseTrainer, 1), (FromElsewhere, 0)])
 def test_evaluations_that_have_no_data_are_told_once(tmp_path, events, cls, num_notes):
     without_held_out_data(tmp_path, cls, evaluation={"every_steps": 1}).train()

@@ -37,6 +37,7 @@ def ordered(events, **orders):
     runtime.install(runtime.Runtime(events.append, **orders))
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("kind", ["state", "parameters"])
 def test_what_is_given_is_the_beginning_and_the_checkpoint_wins_afterwards(tmp_path, events, kind):
     source = state_of(tmp_path, 2)
@@ -57,6 +58,7 @@ def test_what_is_given_is_the_beginning_and_the_checkpoint_wins_afterwards(tmp_p
     ]
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("kind", ["state", "parameters"])
 def test_a_rollback_to_the_beginning_finds_what_was_given(tmp_path, events, kind):
     source = state_of(tmp_path, 2)
@@ -81,6 +83,7 @@ class Warm(BaseTrainer):
         return dataclasses.replace(state, params=jax.tree.map(lambda leaf: 0.5 * leaf, state.params))
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_rollback_to_the_beginning_finds_what_the_hook_made_of_it(tmp_path, events):
     rolled = trainer(tmp_path / "rolled", Poison(3), cls=Warm, **ROLLBACK).train()
     assert [event["restored_step"] for event in of(events, "anomaly")] == [0]

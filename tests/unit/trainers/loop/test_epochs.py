@@ -52,6 +52,7 @@ def undisturbed(tmp_path_factory):
     return state, made.output.metrics, seen
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("cut", [1, 3, 5, 6, 7, 8])
 def test_a_resume_in_or_at_the_edge_of_any_epoch_neither_stops_early_nor_repeats(tmp_path, events, undisturbed, cut):
     """Others end a run that is resumed in its last epoch at once, or train that epoch again."""
@@ -69,6 +70,7 @@ def test_a_resume_in_or_at_the_edge_of_any_epoch_neither_stops_early_nor_repeats
     assert seen == epochs
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, events):
     seen = []
     first = three_epochs(tmp_path, seen)
@@ -85,6 +87,7 @@ def test_started_again_after_its_last_epoch_a_run_trains_nothing(tmp_path, event
     assert seen == [(what, epoch) for epoch in range(4) for what in ("begin", "end")]
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("limits", [{"max_num_steps": 8}, {"max_num_steps": 8, "max_num_data_epochs": 3}])
 def test_a_stop_request_is_honoured_when_a_step_limit_is_set(tmp_path, events, undisturbed, limits):
     """Others ask whether to stop only where nothing limits the steps."""

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("events")
 STUDENT = {"task": "tests.programs.distilling:Student", "optimizer": FIXED}
 
 
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_logits_of_a_teacher_are_as_if_the_task_made_them(tmp_path, events, accumulation_steps):
     changes = {"global_batch_size": 20, "accumulation_steps": accumulation_steps, "max_num_steps": 4, "optimizer": FIXED}
@@ -59,6 +60,7 @@ class NanAt7(Rollouts):
         return {**batch, "teacher_logits": batch["teacher_logits"] * factor}
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_a_rollback_prepares_the_same_batches_again(tmp_path, events):
     changes = {**STUDENT, "anomalies": {"non_finite": "rollback"}}
     state = trainer(tmp_path / "bad", cls=NanAt7, **changes).train()
@@ -70,6 +72,7 @@ def test_a_rollback_prepares_the_same_batches_again(tmp_path, events):
     assert_equal(state, skipping.train())
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_an_anomaly_of_a_prepared_batch_is_an_error(tmp_path):
     with pytest.raises(NonFiniteLossError):
         trainer(tmp_path, cls=NanAt7, anomalies={"non_finite": "raise"}, **STUDENT).train()
@@ -91,6 +94,7 @@ class OnTheHostWithShapes(OnTheHost):
         return {**shapes, "teacher_logits": jax.ShapeDtypeStruct((*rows, length, 256), np.float32)}
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_hook_that_reads_values_tells_its_shapes(tmp_path, events):
     with pytest.raises(UsageError, match=r"prepare_batch cannot be traced .*Tracer.* override prepared_shapes, too"):
         trainer(tmp_path, cls=OnTheHost, **STUDENT).train()

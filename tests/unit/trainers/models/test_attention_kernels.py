@@ -55,6 +55,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
 
 
+@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
@@ -76,11 +77,13 @@ def test_blocks_keep_no_scores_of_all_pairs():
     assert long < 6 * short
 
 
+@pytest.mark.costs("compiles a model in several forms")
 def test_the_kernel_of_tpus_gives_the_same_with_segments_a_window_and_a_soft_cap():
     settings = {"segments_BT": SEGMENTS, "window": WINDOW, "scale": 0.25, "softcap": SOFTCAP}
     assert_same(with_gradients(partial(splash, interpret=True), **settings), with_gradients(by_definition, **settings))
 
 
+@pytest.mark.costs("compiles a model in several forms")
 def test_the_kernel_of_tpus_divides_rows_and_heads_over_a_mesh():
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
     settings = {"segments_BT": SEGMENTS, "window": None, "scale": 0.25, "softcap": None}
@@ -115,6 +118,7 @@ def of_a_user(query, key, value, **settings):
     return -blockwise(query, key, value, **settings)
 
 
+@pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize(
     ("layers", "windows"),
     [({}, {CONFIG.window, None}), ({"global_every": None}, {CONFIG.window}), ({"window": None, "global_every": None}, {None})],

@@ -115,6 +115,7 @@ def test_many_prompts_at_once_get_what_each_gets_alone(model):
     assert generate(model, texts, drawn, seeds=[15, 6, 7, 8])[0] != together[0]
 
 
+@pytest.mark.slow("compiles a model in several forms")
 def test_a_generation_goes_on_where_it_stopped(model):
     texts = prompts((3, 9))
     assert generate(model, texts, steps=(1, 2, 7, NEW + 5)) == generate(model, texts)
@@ -138,6 +139,7 @@ def test_a_stop_token_ends_its_row_alone_and_the_last_one_ends_all():
     assert progress.num_B.tolist() == [1, second.index(second[1]) + 1]
 
 
+@pytest.mark.costs("compiles a model in several forms")
 def test_rows_without_a_prompt_are_done():
     model = model_of("all layers see all")
     assert generate(model, [[], [1, 2]])[0] == []

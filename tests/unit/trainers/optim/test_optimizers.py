@@ -13,7 +13,8 @@ import pytest
 from tests.unit.training import trainer
 from trainers.config import OptimizerConfig, ScheduleConfig
 from trainers.errors import UsageError
-from trainers.optim.optimizers import NAMES, SCHEDULE_FREE, build_optimizer, matrices, parameters_to_evaluate
+from trainers.optim.optimizers import NAMES, SCHEDULE_FREE, build_optimizer, parameters_to_evaluate
+from trainers.optim.parameter_kinds import ParameterKind, matrices
 from trainers.step.clip import clip
 
 RATE = 0.1
@@ -27,7 +28,7 @@ def config(name, **changes):
 
 def updates(settings, params, *gradients):
     """The updates of successive steps, each from the same parameters."""
-    optimizer = build_optimizer(settings, optax.constant_schedule(RATE))
+    optimizer = build_optimizer(settings, optax.constant_schedule(RATE), KINDS)
 
     @jax.jit
     def run(params, gradients):
@@ -47,6 +48,15 @@ def model():
         "layers": {"norm": np.ones((3, 4), np.float32), "up": normal(1, 3, 4, 6)},
         "head": {"kernel": normal(2, 4, 2), "bias": np.ones(2, np.float32)},
     }
+
+
+KINDS = {
+    "embed": ParameterKind((-2, -1), "table"),
+    "layers.norm": ParameterKind((-1,), "vector"),
+    "layers.up": ParameterKind((-2, -1), "matrix"),
+    "layers.expert_up": ParameterKind((-2, -1), "matrix"),
+}
+"""Of `model`: its layers are stacked."""
 
 
 def normal(seed, *shape):
@@ -140,7 +150,7 @@ def by_schedule_free_adamw(y, gradients, decay, rates):
 def three_steps(settings, schedule=None):
     params = {"layers": {}, **{name: normal(5, *shape) for name, shape in TREE.items()}}
     gradients = [jax.tree.map(lambda leaf, seed=seed: normal(seed + leaf.size, *leaf.shape), params) for seed in (10, 20, 30)]
-    optimizer = build_optimizer(settings, schedule or optax.constant_schedule(RATE))
+    optimizer = build_optimizer(settings, schedule or optax.constant_schedule(RATE), {})
 
     @jax.jit
     def run(params):
@@ -193,7 +203,7 @@ def test_the_averages_of_schedule_free_weigh_steps_by_their_rates():
 
 
 def test_the_averages_are_found_in_a_state_from_files_where_everything_is_dicts_and_lists():
-    optimizer = build_optimizer(config("schedule_free_adamw"), optax.constant_schedule(RATE))
+    optimizer = build_optimizer(config("schedule_free_adamw"), optax.constant_schedule(RATE), {})
     params = {"up": jnp.ones((2, 2))}
     state = optimizer.init(params)._replace(z={"up": jnp.full((2, 2), 3.0)})
     plain = [{"inner": {**state._asdict(), "base_optimizer_state": []}}]
@@ -202,6 +212,7 @@ def test_the_averages_are_found_in_a_state_from_files_where_everything_is_dicts_
     np.testing.assert_array_equal(parameters_to_evaluate(plain, params)["up"], averages["up"])
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_what_is_evaluated_is_the_average_in_a_whole_run_with_groups(tmp_path):
     groups = [{"pattern": "embed", "frozen": True}, {"pattern": "out", "learning_rate": 0.05}]
     settings = {"name": "schedule_free_adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}, "groups": groups}
@@ -220,7 +231,7 @@ def test_what_is_evaluated_is_the_average_in_a_whole_run_with_groups(tmp_path):
 
 
 def test_what_decays_is_matrices_and_a_stack_of_vectors_is_none():
-    assert matrices(model()) == {
+    assert matrices(KINDS)(model()) == {
         "embed": True,
         "final_norm": False,
         "layers": {"norm": False, "up": True},
@@ -234,8 +245,48 @@ def test_weight_decay_is_decoupled_and_for_matrices_only(name):
     gradient = gradient_of(params)
     (plain,) = updates(config(name), params, gradient)
     (decayed,) = updates(config(name, weight_decay=0.5), params, gradient)
-    expected = jax.tree.map(lambda leaf, flag: -RATE * 0.5 * leaf * flag, params, matrices(params))
+    expected = jax.tree.map(lambda leaf, flag: -RATE * 0.5 * leaf * flag, params, matrices(KINDS)(params))
     jax.tree.map(lambda a, b, c: np.testing.assert_allclose(np.subtract(a, b), c, atol=1e-5), decayed, plain, expected)
+
+
+def test_the_names_of_a_decoder_mean_nothing_in_a_model_that_does_not_say_so():
+    """The gradient is 0, so that an update is the decay alone."""
+    names = ("layers", "expert_up", "embed", "unembed")
+    params = {name: {"kernel": normal(0, 4, 6)} for name in names}
+    zeros = jax.tree.map(np.zeros_like, params)
+    optimizer = build_optimizer(config("adamw", weight_decay=0.5), optax.constant_schedule(RATE), {})
+    update, _ = jax.jit(lambda p: optimizer.update(zeros, optimizer.init(p), p))(params)
+    jax.tree.map(lambda u, p: np.testing.assert_allclose(u, -RATE * 0.5 * p, rtol=1e-6), update, params)
+    muon = build_optimizer(config("muon"), optax.constant_schedule(RATE), {})
+    update, _ = jax.jit(lambda p: muon.update(p, muon.init(p), p))(params)
+    for name in names:
+        singular = np.linalg.svd(update[name]["kernel"], compute_uv=False) / (RATE * 0.2 * np.sqrt(6))
+        assert np.all((singular > 0.6) & (singular < 1.3)), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stacked_parameters_get_the_updates_that_each_would_get_alone(name):
+    """Stacked along the second dimension too: any may be."""
+    alone = [{"up": normal(seed, 4, 6) * 10**seed, "norm": normal(seed + 9, 4)} for seed in range(3)]
+    kinds = {"up": ParameterKind((-3, -1), "matrix"), "norm": ParameterKind((-1,), "vector")}
+    stacked = {"up": np.stack([one["up"] for one in alone], 1), "norm": np.stack([one["norm"] for one in alone])}
+    settings = config(name, weight_decay=0.5)
+
+    def two_updates(params, kinds):
+        optimizer = build_optimizer(settings, optax.constant_schedule(RATE), kinds)
+
+        @jax.jit
+        def run(params):
+            _, state = optimizer.update(params, optimizer.init(params), params)
+            return optimizer.update(jax.tree.map(lambda leaf: leaf**2, params), state, params)[0]
+
+        return run(params)
+
+    got = two_updates(stacked, kinds)
+    for index, one in enumerate(alone):
+        want = two_updates(one, {})
+        np.testing.assert_allclose(got["up"][:, index], want["up"], rtol=2e-3, atol=1e-5)
+        np.testing.assert_allclose(got["norm"][index], want["norm"], rtol=1e-4, atol=1e-6)
 
 
 def test_adam_is_adamw_without_decay():
@@ -246,7 +297,7 @@ def test_adam_is_adamw_without_decay():
 def test_another_mask_may_be_given():
     params = model()
     everything = build_optimizer(
-        config("adamw", weight_decay=1.0), optax.constant_schedule(RATE), lambda tree: jax.tree.map(lambda _: True, tree)
+        config("adamw", weight_decay=1.0), optax.constant_schedule(RATE), KINDS, lambda tree: jax.tree.map(lambda _: True, tree)
     )
     zeros = jax.tree.map(np.zeros_like, params)
     update, _ = jax.jit(lambda p: everything.update(zeros, everything.init(p), p))(params)
@@ -286,7 +337,7 @@ def test_muon_treats_each_layer_by_itself():
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "muon"])
 def test_moments_may_be_bfloat16(name):
-    optimizer = build_optimizer(dataclasses.replace(config(name), moment_dtype="bfloat16"), optax.constant_schedule(RATE))
+    optimizer = build_optimizer(dataclasses.replace(config(name), moment_dtype="bfloat16"), optax.constant_schedule(RATE), KINDS)
     moments = [leaf for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, model())) if leaf.shape == (3, 4, 6)]
     assert any(leaf.dtype == jnp.bfloat16 for leaf in moments)
 
@@ -311,7 +362,7 @@ def test_every_optimizer_goes_downhill(name):
     def loss(tree):
         return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))
 
-    optimizer = build_optimizer(config(name), optax.constant_schedule(0.01))
+    optimizer = build_optimizer(config(name), optax.constant_schedule(0.01), KINDS)
     state, start = jax.jit(optimizer.init)(params), float(loss(params))
 
     @jax.jit
@@ -356,7 +407,7 @@ def test_any_factory_of_optax_takes_arguments_and_the_schedule():
 )
 def test_what_optax_does_not_have_is_named(name, arguments, message):
     with pytest.raises(UsageError, match=message):
-        build_optimizer(config(name, arguments=arguments), optax.constant_schedule(RATE))
+        build_optimizer(config(name, arguments=arguments), optax.constant_schedule(RATE), {})
 
 
 def test_arguments_are_for_optax_alone():
@@ -366,7 +417,7 @@ def test_arguments_are_for_optax_alone():
 
 def test_an_unknown_name_is_an_error_with_a_suggestion():
     with pytest.raises(UsageError) as error:
-        build_optimizer(config("AdamX"), optax.constant_schedule(RATE))
+        build_optimizer(config("AdamX"), optax.constant_schedule(RATE), {})
     assert str(error.value) == (
         "optimizer.name = 'AdamX': expected one of adamw, adam, lion, sgd, rmsprop, adafactor, muon, schedule_free_adamw, "
         "or package.module:function; did you mean adam?"

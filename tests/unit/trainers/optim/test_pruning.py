@@ -50,6 +50,7 @@ def part_of_zeros(state):
     return float(np.mean(np.asarray(state.params["out"]) == 0))
 
 
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}])
 def test_a_run_prunes_and_resumes_bit_for_bit_amid_it(tmp_path, events, mesh):
     settings = {
@@ -120,6 +121,7 @@ def columns_of_zeros(state):
     return int(np.sum(np.all(np.asarray(state.params["out"]) == 0, axis=0)))
 
 
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 1, "fsdp": 8}])
 def test_a_pruner_of_ones_own_prunes_and_a_resume_goes_on_bit_for_bit(tmp_path, events, mesh):
     made = trainer(tmp_path / "whole", mesh=mesh, **BY_PATH)
@@ -136,6 +138,7 @@ def test_a_pruner_of_ones_own_prunes_and_a_resume_goes_on_bit_for_bit(tmp_path, 
     assert_equal(hooked.params, whole.params)
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_restart_in_one_launch_prunes_by_kept_executables(tmp_path, events, monkeypatch):
     """Nothing is traced again there, so the pruner's Python code is called for the shapes alone."""
     calls = []
@@ -160,6 +163,7 @@ def test_a_restart_in_one_launch_prunes_by_kept_executables(tmp_path, events, mo
 SGD = {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "max_grad_norm": None, "schedule": {"name": "constant"}}
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_the_loss_of_training_sees_what_pre_forward_returns(tmp_path, events):
     """And the update is added to the parameters themselves; without masks here."""
 
@@ -186,6 +190,7 @@ def test_the_loss_of_training_sees_what_pre_forward_returns(tmp_path, events):
     np.testing.assert_allclose(moved, np.asarray(expected.params["out"]) - np.asarray(given["out"]), atol=1e-6)
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_frozen_parameters_are_not_the_pruners(tmp_path):
     class Everything(KeepsBlocks):
         def init(self, params):

@@ -64,6 +64,7 @@ def test_the_examples_are_divided_in_all_layers():
     assert of_layers(many) == of_layers(few) > 0
 
 
+@pytest.mark.costs("starts a process that builds the model")
 def test_the_data_need_not_be_there():
     facts = program.compiled(arguments(), jax.devices()[:2])[1]
     assert "'nowhere' does not exist" in facts["stand_in"]
@@ -159,6 +160,7 @@ def test_a_tpu_needs_its_compiler(monkeypatch):
         program.devices_of("tpu", 16, "v5e:4x4")
 
 
+@pytest.mark.costs("starts a process that builds the model")
 def test_the_child_answers_with_the_problems(tmp_path):
     request = {
         "arguments_class": "trainers.config.arguments:TrainingArguments",

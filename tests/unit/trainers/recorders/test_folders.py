@@ -26,6 +26,7 @@ def train(tmp_path, monkeypatch, steps, **changes):
     assert run.main() == 0
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_run_writes_where_it_is_told_and_goes_on_there(tmp_path, monkeypatch):
     absolute = tmp_path / "logs" / "tensorboard"
     folders = {"jsonl": "numbers/train", "tensorboard": str(absolute)}
@@ -39,6 +40,7 @@ def test_a_run_writes_where_it_is_told_and_goes_on_there(tmp_path, monkeypatch):
     assert not (folder / "tensorboard").exists()
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_weights_and_biases_write_there_and_stay_one_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -57,6 +57,24 @@ def test_another_launch_traces_again_since_the_code_may_have_changed(made, tmp_p
     assert len(list(tmp_path.glob("*.xla"))) == 1  # the same program, compiled once
 
 
+@pytest.mark.costs("compiles a program")
+@pytest.mark.parametrize("held_in_memory", [True, False])
+def test_what_comes_from_the_compile_cache_is_compiled_afresh_before_it_is_kept(tmp_path, held_in_memory):
+    def ranked(x, y):
+        return jnp.sort(jnp.tanh(x @ y) + held_in_memory, axis=0).sum(), x * 2
+
+    jitted, x = jax.jit(ranked), jnp.ones((64, 64))
+    expected = jitted.lower(x, x).compile()(x, x)[0]  # the compile cache has it now
+    ProgramStore(tmp_path / "other", "launch 1", print).get("ranked", jitted, (x, x))
+    jax.clear_caches()
+    if held_in_memory:
+        jitted.lower(x, x).compile()
+    ProgramStore(tmp_path / "kept", "launch 1", print).get("ranked", jitted, (x, x))
+    loaded, file = ProgramStore(tmp_path / "kept", "launch 1", print).get("ranked", jitted, (x, x))
+    assert file is not None
+    assert loaded(x, x)[0] == expected
+
+
 def flip(place):
     def damage(data):
         at = int(place * len(data))
@@ -220,8 +238,8 @@ def test_another_version_or_another_cpu_has_executables_of_its_own(made, tmp_pat
     assert len(list(tmp_path.glob("*.xla"))) == 2
 
 
-OTHER = {
-    "jax_disable_most_optimizations": True,
+OTHER = {  # than tests/unit has (conftest.py)
+    "jax_disable_most_optimizations": False,
     "jax_optimization_level": "O1",
     "jax_exec_time_optimization_effort": 0.5,
     "jax_memory_fitting_level": "O1",

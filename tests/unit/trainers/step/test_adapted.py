@@ -59,6 +59,7 @@ class OwnPlainSteps(OwnSteps):
     jitted, as_object = False, True
 
 
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("cls", [OwnSteps, OwnPlainSteps])
 def test_steps_of_ones_own_do_what_the_built_in_ones_do(tmp_path, events, cls):
     made = trainer(tmp_path, cls=cls, evaluation={"every_steps": 4}, **PLAIN)
@@ -91,6 +92,7 @@ class Poisoned(OwnSteps):
         return dataclasses.replace(state, params=params), {**metrics, "loss": metrics["loss"] * bad}
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_bad_batch_leaves_the_state_as_it_was(tmp_path, events):
     made = trainer(tmp_path, cls=Poisoned, anomalies={"non_finite": "skip"}, **PLAIN)
     state = made.train()
@@ -155,6 +157,7 @@ class Generated(Iterated):
         return super().configure_dataloaders()._replace(dataloader_train=iter(Batches(192)))
 
 
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("cls", [Iterated, Generated])
 def test_any_iterable_of_batches_will_do(tmp_path, events, cls):
     made = trainer(tmp_path, cls=cls, optimizer=FIXED)
@@ -183,6 +186,7 @@ def test_an_iterable_that_ends_ends_training_with_its_last_rows(tmp_path):
     )
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_micro_batches_of_an_iterable_are_those_of_the_data(tmp_path, events):
     changes = {"optimizer": FIXED, "accumulation_steps": 2, "max_num_steps": 4}
     made = trainer(tmp_path, cls=Iterated, **changes)
@@ -240,6 +244,7 @@ class Sharpness(BaseTrainer):
         return value, uphill
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_gradients_of_ones_own_add_up_over_micro_batches(tmp_path, accumulation_steps):
     changes = {"accumulation_steps": accumulation_steps, "max_num_steps": 3}
@@ -248,6 +253,7 @@ def test_gradients_of_ones_own_add_up_over_micro_batches(tmp_path, accumulation_
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), twice.params, plain.params)
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_a_gradient_uphill_is_another_one(tmp_path, events):
     first = trainer(tmp_path, cls=Sharpness, optimizer=SGD, max_num_steps=3)
     state = first.train()

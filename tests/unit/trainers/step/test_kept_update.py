@@ -12,12 +12,14 @@ import pytest
 
 from trainers.config import OptimizerConfig, ScheduleConfig
 from trainers.optim.optimizers import DIRECTIONS, build_optimizer
+from trainers.optim.parameter_kinds import ParameterKind
 from trainers.step.kept_update import kept_update
 
 PARAMS = {
     "layers": {"up": jnp.linspace(-1, 1, 48).reshape(2, 4, 6), "norm": jnp.ones((2, 4))},
     "embed": jnp.linspace(1, 2, 20).reshape(5, 4),
 }
+KINDS = {"layers.norm": ParameterKind((-1,), "vector"), "embed": ParameterKind((-2, -1), "table")}
 GRADIENTS = jax.tree.map(lambda leaf: jnp.sin(7 * leaf), PARAMS)
 
 
@@ -30,10 +32,11 @@ def assert_same(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("name", sorted(DIRECTIONS))
 def test_an_update_is_that_of_the_optimizer_and_a_refused_one_changes_nothing(name):
     config = OptimizerConfig(name=name, schedule=ScheduleConfig(name="constant"))
-    optimizer = build_optimizer(config, optax.linear_schedule(1e-2, 0, 10))
+    optimizer = build_optimizer(config, optax.linear_schedule(1e-2, 0, 10), KINDS)
     state = begun(optimizer)
     updates, new = kept_update(optimizer, jnp.array(True), GRADIENTS, state, PARAMS)
     expected, expected_state = optimizer.update(GRADIENTS, state, PARAMS)

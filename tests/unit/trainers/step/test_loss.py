@@ -116,6 +116,7 @@ class TableOfExamples(TableTask):
         return PerExample(jnp.sum(losses, -1), {"accuracy": jnp.sum(hits, -1)}, jnp.full(len(targets), targets.shape[1]))
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_task_of_single_examples_trains_and_evaluates_like_one_of_sums(tmp_path, steps):
     """In global batches that 8 devices cannot divide, and with a held-out set whose last batch is not full."""
@@ -149,6 +150,7 @@ def by_step(events, name):
     return [e["metrics"][name] for e in of(events, "metrics") if "loss" in e["metrics"]]
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_a_loss_may_be_a_dict_whose_total_drives_the_update_and_whose_parts_are_metrics(tmp_path, events):
     states = []
     for accumulation_steps in (1, 2):
@@ -178,6 +180,7 @@ class MeanOverBatches(TableTask):
         return super().loss(model, batch).loss_sum * 0.0 + jnp.max(batch["sample_id"]), None
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("accumulation_steps", "global_batch_size", "first"), [(1, 16, 15.0), (2, 16, 11.0), (4, 32, 19.0)])
 def test_without_targets_the_loss_is_the_mean_over_micro_batches(tmp_path, events, accumulation_steps, global_batch_size, first):
     made = trainer(
@@ -205,6 +208,7 @@ class Told(TableTask):
         return loss._replace(parts={"step_seen": Last(self.step)})
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_task_that_wants_it_is_told_the_step_as_a_traced_value(tmp_path, events):
     """Over a restart, with one program for all steps."""
     Told.told = ()
@@ -223,6 +227,7 @@ def test_a_task_that_wants_the_step_can_be_planned(tmp_path):
     assert len(numbers(made)) == 2
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_the_total_of_terms_over_held_out_data_is_the_sum_of_their_means(tmp_path):
     """Not a mean of the batches' totals: the second term has other numbers of targets in each batch."""
     made = trainer(tmp_path, task=f"{__name__}:TwoTerms", optimizer=FIXED, global_batch_size=8, max_num_steps=1)

@@ -32,6 +32,7 @@ def trainer(tmp_path, *callbacks, cls=BaseTrainer, data=None, **changes):
     return cls(arguments, *(data or normed.vectors(arguments)), callbacks=callbacks)
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_parameters_are_optimized_and_the_rest_is_carried_along(tmp_path, events):
     made = trainer(tmp_path, cls=OneDevice, max_num_steps=40, evaluation={"every_steps": 20})
     state = made.train()
@@ -51,6 +52,7 @@ def test_parameters_are_optimized_and_the_rest_is_carried_along(tmp_path, events
     assert_equal(made.output.state.model_state, state.model_state)  # evaluations changed nothing
 
 
+@pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("cls", "accumulation_steps"), [(BaseTrainer, 1), (BaseTrainer, 3), (OneDevice, 3)])
 def test_batch_statistics_are_those_of_the_rows_of_all_devices_that_count(tmp_path, cls, accumulation_steps):
     """27 rows on eight devices: some only fill up the batch. Each micro-batch updates them once, in order."""
@@ -79,6 +81,7 @@ def test_a_micro_batch_without_rows_changes_no_statistics(tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.params, state.model_state)))
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_the_same_noise_on_one_device_as_on_eight(tmp_path, events):
     trainer(tmp_path / "a", cls=OneDevice, accumulation_steps=3).train()
     one = losses(events)
@@ -87,6 +90,7 @@ def test_the_same_noise_on_one_device_as_on_eight(tmp_path, events):
     np.testing.assert_allclose(list(one.values()), list(losses(events).values()), rtol=1e-4)
 
 
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path, events, accumulation_steps):
     changes = {"accumulation_steps": accumulation_steps, "max_num_steps": 12}
@@ -104,6 +108,7 @@ def test_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(tmp_path, events, a
     assert stopped.output.metrics["params_digest"] != whole.output.metrics["params_digest"]
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_the_digest_of_a_run_has_the_statistics_too(tmp_path):
     made = trainer(tmp_path, max_num_steps=1)
     state = made.train()
@@ -176,6 +181,7 @@ class NoisyTask(NormedTask):
         return model(batch["x"]) ** 2
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_an_evaluation_that_draws_gives_the_same_numbers_each_time(tmp_path):
     made = trainer(tmp_path, task=HERE + "NoisyTask", max_num_steps=1, evaluation={"batch_size": 8})
     state = made.train()
@@ -203,6 +209,7 @@ class NotANumber(Poisoned):
     size = jnp.nan
 
 
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("cls", [Poisoned, NotANumber])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 def test_a_batch_that_spoils_the_statistics_is_skipped_and_leaves_nothing(tmp_path, events, cls, accumulation_steps):
@@ -234,6 +241,7 @@ class KeepingTask(NormedTask):
         return Keeping(rngs)
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_state_that_becomes_infinite_is_not_kept_though_the_loss_is_finite(tmp_path, events):
     state = trainer(tmp_path, cls=Poisoned, task=HERE + "KeepingTask", max_num_steps=5).train()
     assert [event["batch_index"] for event in of(events, "anomaly")] == [2]
@@ -249,6 +257,7 @@ class Half(NormedTask):
         return losses.astype(jnp.float16).astype(jnp.float32)
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_an_update_that_overflows_leaves_the_statistics_as_they_were(tmp_path, events):
     made = trainer(tmp_path, cls=OneDevice, task=HERE + "Half", dtype="float16", loss_scale={"initial": 2.0**30}, max_num_steps=2)
     state = made.train()
@@ -286,6 +295,7 @@ class CountingTask(NormedTask):
         return loss._replace(metrics={**loss.metrics, "calls": jnp.broadcast_to(model.calls[...], loss.losses.shape)})
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_variables_of_a_models_own_are_kept_over_micro_batches_steps_and_restarts(tmp_path, events):
     about = {"cls": OneDevice, "task": HERE + "CountingTask", "accumulation_steps": 3}
     trainer(tmp_path, StopAt(2, StopReason.TERMINATED), **about).train()
@@ -353,6 +363,7 @@ class OwnStep(OneDevice):
         return super().configure_functions()._replace(train_step_fn=train_step)
 
 
+@pytest.mark.slow("compiles a step and trains")
 def test_a_step_of_ones_own_may_change_the_state_too(tmp_path, events):
     about = {"global_batch_size": 16, "optimizer": {**STILL["optimizer"], "learning_rate": 0.1, "max_grad_norm": None}}
     own = trainer(tmp_path / "own", cls=OwnStep, **about).train()
@@ -381,6 +392,7 @@ class Dict(NormedTask):
         return {"fit": super().loss(model, batch), "size": (jnp.sum(model.out.kernel[...] ** 2), None)}
 
 
+@pytest.mark.costs("compiles a step and trains")
 def test_a_loss_of_several_terms_updates_the_state_once(tmp_path, events):
     made = trainer(tmp_path, cls=OneDevice, task=HERE + "Dict", max_num_steps=1, accumulation_steps=3, **STILL)
     state = made.train()

@@ -23,6 +23,7 @@ from trainers.models.decoder import Decoder
 from trainers.models.decoding import decode
 from trainers.models.experts import load_balancing_loss
 from trainers.models.hf import config as hf_config
+from trainers.models.hf.meaning import of_model
 from trainers.models.hf.weights import from_tensors, to_tensors
 from trainers.parallel import mesh as meshes
 from trainers.step.state import logical_axes
@@ -70,6 +71,7 @@ def test_logits(family, model):
     assert_near(logits_of(model, expected["tokens"]), expected["logits"])
 
 
+@pytest.mark.costs("compiles decoders of several families")
 def test_loss_and_gradients(family, model):
     config, _, expected = family
     tokens, (graph, state) = expected["tokens"], nnx.split(model)
@@ -90,6 +92,7 @@ def test_loss_and_gradients(family, model):
         np.testing.assert_allclose(values, sample, rtol=0, atol=1e-4 * sample[0], err_msg=name)
 
 
+@pytest.mark.costs("compiles decoders of several families")
 def test_greedy_tokens_by_the_cache(family, model):
     expected = family[2]
     prompts, greedy = expected["tokens"][:, :PROMPT], expected["greedy"]
@@ -103,6 +106,7 @@ def test_greedy_tokens_by_the_cache(family, model):
     np.testing.assert_array_equal(run(model), greedy)
 
 
+@pytest.mark.costs("compiles decoders of several families")
 def test_packed_rows_are_their_documents_alone(family, model):
     tokens = family[2]["tokens"]
     lengths = (13, 7, 20)
@@ -116,6 +120,7 @@ def test_packed_rows_are_their_documents_alone(family, model):
         start += length
 
 
+@pytest.mark.costs("compiles decoders of several families")
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}])
 def test_on_a_mesh(family, model, sizes):
     expected = family[2]
@@ -131,6 +136,7 @@ def test_on_a_mesh(family, model, sizes):
     assert_near(logits_of(nnx.merge(graph, state), expected["tokens"]), expected["logits"])
 
 
+@pytest.mark.costs("compiles decoders of several families")
 @OF_EXPERTS
 def test_experts_on_a_mesh(family, model):
     """As a train step has it: with the axis of the experts, over which the model divides its work by hand."""
@@ -172,4 +178,4 @@ def test_their_files_come_back_bit_for_bit(family):
 
 def test_the_configuration_comes_back(family):
     config = family[0]
-    assert hf_config.meaning(hf_config.read(hf_config.write(config, max_length=64, dtype="float32"))) == hf_config.meaning(config)
+    assert of_model(hf_config.read(hf_config.write(config, max_length=64, dtype="float32"))) == of_model(config)
