@@ -47,7 +47,7 @@ COMPILER_OPTIONS = (
 )
 """JAX's settings that change what is compiled, and cannot be seen in the lowered program."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-AFRESH = {"xla_embed_ir_in_executable": False}
+AFRESH: dict[str, str | bool] = {"xla_embed_ir_in_executable": False}
 """A compiler option at its default. JAX holds in memory what this process has compiled or read from the compile cache, and
 returns that again. A program with an option of its own is another one."""
 
