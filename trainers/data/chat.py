@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers import turns
+from trainers import tokenizers, turns
 from trainers.data.documents import Document, Record, check_all_read
 from trainers.data.messages import Chat, chat_of, leave_out, value_of
 from trainers.data.tool_calls import with_arguments
@@ -78,9 +78,9 @@ def _of_texts(tokenizer: Tokenizer, prompt: str, completion: str) -> Document:
         raise DataError(f"the completion of the prompt {shown(prompt)} is empty: there is no target")
     # Each by itself, as in a generation: no token reaches from the prompt into the completion.
     given, (written,) = tokenizer.encode(prompt), tokenizer.encode_documents([completion])
-    end = [] if tokenizer.separator is None else [tokenizer.separator]
-    weight = [0.0] * len(given) + [1.0] * len(written) + [1.0] * len(end)
-    return _document([*given, *written, *end], weight, f"the text {shown(prompt + completion)}")
+    written = tokenizers.ended(tokenizer, written)
+    weight = [0.0] * len(given) + [1.0] * len(written)
+    return _document([*given, *written], weight, f"the text {shown(prompt + completion)}")
 
 
 def conversation(tokenizer: FolderTokenizer, chat: Chat, *, num_given: int = 0) -> Document:

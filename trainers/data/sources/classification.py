@@ -37,12 +37,11 @@ class LabelledEncoder:
         return digest_of("labelled", self.tokenizer, *sorted(self.ignored))
 
     def _document(self, record: Record) -> Document:
-        end = [] if self.tokenizer.separator is None else [self.tokenizer.separator]
         text = value_of(record, TEXT)
         if not isinstance(text, str) or not text:
             raise DataError(f"column {TEXT!r} is {shown(repr(text))}: expected a text")
         check_all_read(record, read=(TEXT, LABEL), ignored=self.ignored)
-        return Document(np.array([*self.tokenizer.encode(text), *end], np.int32))
+        return Document(np.array(tokenizers.ended(self.tokenizer, self.tokenizer.encode(text)), np.int32))
 
 
 def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[TrainingRows, HeldOutRows]:
