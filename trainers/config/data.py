@@ -27,7 +27,8 @@ class DataConfig(SourceConfig):
     sequence_length: int = 256
     """The tokens of an example."""
     eval_fraction: float = 0.05
-    """The fraction of the text that is held out; it is the tail."""
+    """The fraction of the data that is held out: the tail of a text that is one stream, else a random choice, the same with any
+    seed."""
     packing: Literal["concat", "fit"] | None = None
     """How documents share the rows of a batch; a token sees its own document alone. `concat`: rows are cut from the stream of all
     documents. `fit`: rows hold whole documents, or whole examples such as pairs, as many as fit. null: text is one stream without
