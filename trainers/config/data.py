@@ -63,6 +63,8 @@ class DataConfig(SourceConfig):
             yield from not_paths(self, "collator")
         if needed := {"sample_id", "weight"} & set(self.ignore_columns):
             yield f"ignore_columns = {list(self.ignore_columns)}: {', '.join(sorted(needed))} cannot be left out"
+        if self.tokenizer == "" or self.prepared == "":
+            yield "tokenizer or prepared is empty: expected a path, or null"
         yield from too_small(self, 2, "sequence_length")
         yield from too_small(self, 0, "retries", "retry_backoff_s")
         yield from mixtures.problems(self.mixture)
