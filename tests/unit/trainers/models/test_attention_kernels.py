@@ -208,9 +208,7 @@ def test_float16_on_a_cpu_is_that_of_float32_forward_and_backward():
 def test_a_product_of_float16_that_the_platform_lacks_is_an_error_that_says_what_to_choose():
     head = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float16)
     attention = jax.jit(jax.nn.dot_product_attention)
-    with pytest.raises(
-        UsageError, match=r"dtype = 'float16': .* on CPU\): expected bfloat16 or float32 here, or trainers"
-    ):
+    with pytest.raises(UsageError, match=r"dtype = 'float16': .* on CPU\): expected bfloat16 or float32 here, or trainers"):
         lowered(attention, (head, head, head))
     with pytest.raises(ValueError, match="something else"):
         lowered(SimpleNamespace(lower=Mock(side_effect=ValueError("something else"))), ())
