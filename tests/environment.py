@@ -61,6 +61,8 @@ def prepare(environ: MutableMapping[str, str]) -> None:
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=" ".join(XLA_FLAGS),
         RAY_USAGE_STATS_ENABLED="0",
+        # Default 15. With anything else on the machine, Ray's workers, and what they start, would wait for it until limits pass.
+        RAY_worker_niceness="0",
         RAY_TMPDIR=_temporary(prefix="gw-", folder=Path(tempfile.gettempdir())),
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN=secrets.token_hex(32),  # of all Rays that the tests start

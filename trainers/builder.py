@@ -28,11 +28,12 @@ from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.unit_builder import UnitBuilder
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
 from trainers.loop.frozen import FrozenWeights, Source
-from trainers.loop.hook_names import check_hook_names
 from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.model_builder import ModelBuilder
 from trainers.models.hf.pretrained import is_there, resolved
+from trainers.other_systems import INSTEAD_OF_A_METHOD
+from trainers.overrides import check_attributes, check_overrides
 from trainers.parallel import mesh as meshes
 from trainers.protocol import (
     Batch,
@@ -66,7 +67,7 @@ class Builder(ModelBuilder):
         *,
         callbacks: tuple[Callback, ...] = (),
     ):
-        check_hook_names(type(self))
+        check_overrides(type(self), INSTEAD_OF_A_METHOD)
         self.arguments = arguments = with_own_parameters(resolved(arguments))
         self.dataset_train = dataset_train
         self.dataset_eval = dataset_eval
@@ -86,6 +87,7 @@ class Builder(ModelBuilder):
             distributed.let_cpus_run_one_program_at_a_time()
         # Before the datasets are wrapped: a subclass sets here what its transforms need.
         self.post_init()
+        check_attributes(self)
         own = assets.named(self.build_model_assets())
         self.model_assets = {**carried.of(arguments, self._run_folder), **own}
         """The files of Hugging Face that the run began with, and what `build_model_assets` has returned, by name."""
@@ -112,7 +114,7 @@ class Builder(ModelBuilder):
         host = runtime.current()
         eval_step = self._unit_builder.jit(self.eval_loss_function, self.loss_layout)
         self._functions = TrainerConfigureFunctionOutput(
-            Program("train_step", self._jit_train_step(self._train_step()), self._programs, host.note, self._frozen),
+            Program("train_step", self._jit_train_step(self._traced_step()), self._programs, host.note, self._frozen),
             Program("eval_step", eval_step, self._programs, host.note, self._frozen),
             self._mesh,
             self.build_checkpoint_manager(),
@@ -292,7 +294,7 @@ class Builder(ModelBuilder):
             evaluate = Program("eval_step", step, self._programs, note, self._frozen)
         return functions._replace(train_step_fn=train, eval_step_fn=evaluate)
 
-    def _train_step(self) -> Any:
+    def _traced_step(self) -> Any:
         return make_train_step(
             self.loss_function,
             self.step_layout,

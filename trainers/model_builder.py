@@ -23,7 +23,7 @@ from trainers.evaluation.validation import shapes_of_rows
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, build_grouped, parameters_to_evaluate
-from trainers.optim.parameter_kinds import Kinds
+from trainers.optim.parameter_kinds import Kinds, KindsOnDemand
 from trainers.optim.precision import check_averages, in_float32
 from trainers.optim.schedules import build_schedule
 from trainers.protocol import (
@@ -106,7 +106,7 @@ class ModelBuilder(BatchBuilder):
     @property
     def parameter_kinds(self) -> Kinds:
         """What the parameters are to an optimizer, by name: `trainers.optim.optimizers.build_optimizer` takes it."""
-        return self._abstract_model[0].kinds
+        return KindsOnDemand(lambda: self._abstract_model[0].kinds)
 
     def freeze_module(self) -> tuple[str, ...]:
         """Returns patterns of parameters to freeze. They come before all groups; `optimizer.groups` may freeze others."""

@@ -7,22 +7,27 @@ wait for.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from trainers import turns
 from trainers.config.arguments import TrainingArguments
-from trainers.config.hf_files import BYTES, MODEL_FILES, TOKENIZER_FILES, has_tokenizer
+from trainers.config.hf_files import BYTES, MODEL_FILES, MORE_TEMPLATES, TOKENIZER_FILES, has_tokenizer
 from trainers.errors import DataMissingError, UsageError
 
 NUM_BYTES = 256
 KEPT = os.path.join("assets", "hugging_face")
 """Where a run's folder has its tokenizer: the folder that it came from may be gone."""
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 NO_TEMPLATE = "has no chat template: expected chat_template.jinja, or chat_template in tokenizer_config.json"
 
 
@@ -52,7 +57,10 @@ class Tokenizer(Protocol):
         the text in its place). Raises UsageError if there is no template."""
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Returns the tokens that end a text."""
+        """Returns the tokens that end a text, or a turn of the assistant."""
+
+    def stop_texts(self) -> tuple[str, ...]:
+        """Returns the texts that end a turn of the assistant, where that is no token of its own."""
 
     def digest(self) -> str:
         """Returns what tells this tokenizer from others."""
@@ -85,15 +93,18 @@ class ByteTokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         return ()
 
+    def stop_texts(self) -> tuple[str, ...]:
+        return ()
+
     def digest(self) -> str:
         return BYTES
 
 
 class FolderTokenizer:
-    """The tokenizer of a folder of Hugging Face, as `transformers` reads it."""
+    """The tokenizer of a folder of Hugging Face, as `transformers` reads it. `day`: what a chat template takes for today."""
 
-    def __init__(self, folder: str):
-        self.source = folder
+    def __init__(self, folder: str, day: date | None = None):
+        self.source, self.day = folder, day
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -102,9 +113,17 @@ class FolderTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.source, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(self.source, local_files_only=True)
         except Exception as error:  # whatever its many classes raise, the files are the reason
             raise UsageError(f"the tokenizer in {self.source} cannot be read: {type(error).__name__}: {error}") from error
+        if tokenizer.is_fast:
+            reset(tokenizer.backend_tokenizer)
+        elif (tokenizer.init_kwargs.get("sp_model_kwargs") or {}).get("enable_sampling"):
+            raise UsageError(
+                f"{self.source}: tokenizer_config.json has sp_model_kwargs.enable_sampling = true: a text would have other "
+                "tokens each time; set it to false"
+            )
+        return tokenizer
 
     @property
     def num_ids(self) -> int:
@@ -122,9 +141,9 @@ class FolderTokenizer:
         if not tokenizer.is_fast:
             # Longer than the model's context is right here: the text is cut afterwards.
             return tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        # A call before may have asked `transformers` for it.
+        reset(tokenizer.backend_tokenizer)
         # Without what `transformers` makes beside the tokens, which takes as long as they do.
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
         found = tokenizer.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [each.ids for each in found]
 
@@ -151,21 +170,63 @@ class FolderTokenizer:
         # The template has written the token that begins texts already.
         return self._tokenizer(text if replaced is None else text.replace(*replaced), add_special_tokens=False)["input_ids"]
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = False,
+        fields: Mapping[str, Any] = NO_FIELDS,
+        day: date | None = None,
+    ) -> str:
         """Returns the text that the chat template makes of a conversation. `reply`: with the beginning of the assistant's next
-        message. Raises whatever the template raises."""
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply)
+        message. `fields`: what else the template gets, such as `tools`. `day`: another one than the tokenizer's. Raises whatever
+        the template raises."""
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=self.template(fields, day),
+            tokenize=False,
+            add_generation_prompt=reply,
+            **fields,
+        )
+
+    def template(self, fields: Mapping[str, Any] = NO_FIELDS, day: date | None = None) -> str:
+        """Returns the chat template for conversations with such fields. It has `day` for today, else that of the tokenizer, else
+        that of the calendar."""
+        text = self._tokenizer.get_chat_template(tools=fields.get("tools"))
+        return turns.with_day(text, day or self.day or date.today())
 
     @cached_property
-    def has_marks(self) -> bool:
-        """Whether the chat template marks what the assistant writes: `{% generation %}`."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self._tokenizer.get_chat_template()) is not None
+    def reserved(self) -> frozenset[str]:
+        """The names that a field for the template cannot have: the library has them for itself."""
+        names = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() | {"messages", *turns.OF_THE_DAY}
+        return frozenset(names - {"tools", "documents", "kwargs"})
 
-    def marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
+    def has_marks(self, fields: Mapping[str, Any] = NO_FIELDS) -> bool:
+        """Whether the chat template marks what the assistant writes: `{% generation %}`."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.template(fields)) is not None
+
+    def marked(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] = NO_FIELDS) -> tuple[list[int], list[int]]:
         """Returns (the tokens of a conversation, 1 for each token that the template marks as the assistant's). Raises whatever
         the template raises."""
-        found = self._tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
+        found = self._tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=self.template(fields),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **fields,
+        )
         return list(found["input_ids"]), list(found["assistant_masks"])
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """The text that ends each turn of the assistant, up to its first special token; "" if the template writes none, and None
+        if it does not tell."""
+        text = turns.end_of_turn(self) if self.has_template else None
+        if text is None:
+            return None
+        tokens, offsets = self.encode_rendered(text)
+        ends = (stop for token, (_, stop) in zip(tokens, offsets, strict=True) if token in self.special_ids)
+        return text[: next(ends, len(text))]
 
     def encode_rendered(self, text: str) -> Rendered:
         """Returns the tokens of what `render` returned, and where each is in the text."""
@@ -179,19 +240,30 @@ class FolderTokenizer:
         return frozenset({*self._tokenizer.all_special_ids, *(token for token, about in added if about.special)})
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Returns those of `generation_config.json`, or else of `config.json`, and the tokenizer's own."""
-        found = () if self.separator is None else (self.separator,)
+        """Returns those of `generation_config.json`, or else of `config.json`, the tokenizer's own, and the token that ends a
+        turn of the assistant. If that is several tokens, `stop_texts` has it."""
+        found: tuple[int, ...] = () if self.separator is None else (self.separator,)
+        tokens = self.encode_rendered((self.end_of_turn or "").strip()).tokens
+        if len(tokens) == 1 and tokens[0] in self._tokenizer.added_tokens_decoder:
+            found += (tokens[0],)
         for name in reversed(MODEL_FILES):
             if ids := _end_ids(Path(self.source, name)):
                 return tuple(dict.fromkeys((*ids, *found)))
         return found
 
+    def stop_texts(self) -> tuple[str, ...]:
+        """Returns the text that ends a turn of the assistant, if it is no token of its own."""
+        end = (self.end_of_turn or "").strip()
+        tokens = self.encode_rendered(end).tokens
+        return () if not end or {*tokens} <= {*self.stop_ids()} else (end,)
+
     def digest(self) -> str:
-        # Another version of the library may take the same files otherwise.
-        digest = hashlib.sha256(version("transformers").encode())
-        for name in TOKENIZER_FILES:
-            if (path := Path(self.source, name)).is_file():
-                digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+        # Another version of the libraries may take the same files otherwise.
+        digest = hashlib.sha256(f"{version('transformers')} {version('tokenizers')} {self.day}".encode())
+        folder = Path(self.source)
+        for path in (*map(folder.joinpath, TOKENIZER_FILES), *sorted(folder.glob(f"{MORE_TEMPLATES}/*"))):
+            if path.is_file():
+                digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
         return digest.hexdigest()
 
 
@@ -208,7 +280,7 @@ class FileTokenizer:
         from tokenizers import Tokenizer as Read
 
         try:
-            return Read.from_file(self.source)
+            return reset(Read.from_file(self.source))
         except Exception as error:  # the library raises nothing more special
             raise UsageError(f"{self.source} is no tokenizer: {error}") from error
 
@@ -231,8 +303,21 @@ class FileTokenizer:
     def stop_ids(self) -> tuple[int, ...]:
         return ()
 
+    def stop_texts(self) -> tuple[str, ...]:
+        return ()
+
     def digest(self) -> str:
-        return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
+        return hashlib.sha256(version("tokenizers").encode() + Path(self.source).read_bytes()).hexdigest()
+
+
+def reset(tokenizer: Any) -> Any:
+    """Returns a tokenizer of `tokenizers` without what its file may keep of an earlier use: a length that texts are cut to, a
+    length that they are filled up to, and merges that are left out by chance (`dropout`)."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def of(arguments: TrainingArguments) -> Tokenizer:
@@ -242,7 +327,8 @@ def of(arguments: TrainingArguments) -> Tokenizer:
     kept = os.path.join(arguments.storage, arguments.name, KEPT)
     if source != BYTES and not os.path.exists(os.path.expanduser(source)) and has_tokenizer(kept):
         source = kept
-    return load(source, "data.tokenizer")
+    day = arguments.data.template_date
+    return load(source, "data.tokenizer", None if day is None else date.fromisoformat(day))
 
 
 def check(tokenizer: Tokenizer, arguments: TrainingArguments, num_ids: int | None = None) -> None:
@@ -257,9 +343,9 @@ def check(tokenizer: Tokenizer, arguments: TrainingArguments, num_ids: int | Non
 
 
 @cache
-def load(source: str, key: str = "tokenizer") -> Tokenizer:
-    """Returns the tokenizer that `source` names. `key` names the setting in errors. Raises UsageError if it is none, and
-    DataMissingError if it is not there."""
+def load(source: str, key: str = "tokenizer", day: date | None = None) -> Tokenizer:
+    """Returns the tokenizer that `source` names. `key` names the setting in errors; `day` is today for its template. Raises
+    UsageError if it is none, and DataMissingError if it is not there."""
     if source == BYTES:
         return ByteTokenizer()
     path = os.path.expanduser(source)
@@ -271,7 +357,7 @@ def load(source: str, key: str = "tokenizer") -> Tokenizer:
         )
     if not has_tokenizer(path):
         raise UsageError(f"{key} = {source!r} has no tokenizer: expected a folder with tokenizer.json or tokenizer.model")
-    return FolderTokenizer(path)
+    return FolderTokenizer(path, day)
 
 
 def _end_ids(path: Path) -> tuple[int, ...]:

@@ -27,9 +27,10 @@ ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax"
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
-        ("config", "storage", "foreign_errors", "first_line", "program"),
+        ("config", "storage", "foreign_errors", "first_line", "program", "other_systems"),
         ("errors", "parallel", "recorders", "console"),
-        ("runtime", "models", "optim", "tokenizers"),
+        ("turns",),
+        ("runtime", "models", "optim", "tokenizers", "overrides"),
         ("protocol",),
         ("metrics", "data", "tasks"),
         ("step",),
@@ -77,6 +78,7 @@ LIGHT_MODULES = tuple(
         "config/__init__",
         "config/attention",
         "config/arguments",
+        "config/combinations",
         "config/conversion",
         "config/data",
         "config/evaluation",
@@ -112,7 +114,10 @@ LIGHT_MODULES = tuple(
         "metrics/host_usage",
         "models/__init__",
         "models/hf/__init__",
+        "models/hf/computed",
         "models/hf/config",
+        "models/hf/keys",
+        "models/hf/meaning",
         "models/hf/pretrained",
         "models/hf/vision_config",
         "recorders/__init__",

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol
+
+ROTARY = frozenset({"num_kv_heads", "head_dim", "rope_theta", "rope_scaling"})
+OPTIONAL = (
+    *("num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "local_rope_theta", "num_positions", "window", "global_every"),
+    *("query_scalar", "attention_softcap", "logit_softcap", "num_experts", "experts_per_token", "normalize_routing"),
+)
+"""The keys of `model` that not every family has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +40,38 @@ class Family:
     positions: Literal["rotary", "learned"] = "rotary"
     experts: bool = False
     """In place of the MLP: many MLPs, of which a router chooses a few for each token (Shazeer et al., 2017)."""
+    settings: frozenset[str] = ROTARY
+    """The keys of OPTIONAL that models of the family have in transformers."""
+    whole_heads: bool = False
+    """transformers loads only models whose width is a multiple of `num_heads`, even if `head_dim` says the channels of a head."""
 
 
-GEMMA = {"norm_offset": True, "post_norms": True, "activation": "gelu", "scaled_embedding": True}
+EVERY_OTHER = ROTARY | {"window", "global_every"}
+EXPERTS = ROTARY | {"window", "num_experts", "experts_per_token"}
+OF_GEMMA = EVERY_OTHER | {"query_scalar", "logit_softcap"}
+GEMMA = {"norm_offset": True, "post_norms": True, "activation": "gelu", "scaled_embedding": True, "whole_heads": True}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": Family(),
-        "mistral": Family(),
-        "qwen2": Family(qkv_bias=True),
-        "qwen3": Family(qk_norm=True),
-        "gemma2": Family(**GEMMA),  # type: ignore[arg-type]  # mypy takes the values for one type
-        "gemma3": Family(**GEMMA, qk_norm=True),  # type: ignore[arg-type]
-        "gpt2": Family(norm="layer", qkv_bias=True, bias=True, activation="gelu", gated=False, positions="learned"),
-        "mixtral": Family(experts=True),
-        "qwen3_moe": Family(qk_norm=True, experts=True),
+        "llama": Family(whole_heads=True),
+        "mistral": Family(settings=ROTARY | {"window"}),
+        "qwen2": Family(qkv_bias=True, settings=EVERY_OTHER),
+        "qwen3": Family(qk_norm=True, settings=EVERY_OTHER),
+        # mypy takes the values for one type.
+        "gemma2": Family(**GEMMA, settings=OF_GEMMA | {"attention_softcap"}),  # type: ignore[arg-type]
+        "gemma3": Family(**GEMMA, qk_norm=True, settings=OF_GEMMA | {"local_rope_theta"}),  # type: ignore[arg-type]
+        "gpt2": Family(
+            norm="layer",
+            qkv_bias=True,
+            bias=True,
+            activation="gelu",
+            gated=False,
+            positions="learned",
+            settings=frozenset({"num_positions"}),
+            whole_heads=True,
+        ),
+        "mixtral": Family(experts=True, settings=EXPERTS),
+        "qwen3_moe": Family(qk_norm=True, experts=True, settings=EXPERTS | {"normalize_routing"}),
     }
 )
 """By the name of `model.family`."""
@@ -61,6 +85,24 @@ ENCODERS: Mapping[str, Family] = MappingProxyType(
     }
 )
 """By the name of `vision.family`."""
+
+
+def misspelt(name: str, known: Iterable[str]) -> str:
+    """Returns the end of an error about an unknown family: `; did you mean llama?`, or nothing. Families whose names are alike
+    compute different things, so only a name with other separators or cases, a letter left out, or two turned round is one
+    that is meant."""
+    plain = {_plain(family): family for family in known}
+    found = _plain(name)
+    spellings = {found, *(found[:i] + found[i + 1] + found[i] + found[i + 2 :] for i in range(len(found) - 1))}
+    for written, family in plain.items():
+        shorter = {written[:i] + written[i + 1 :] for i in range(len(written)) if not written[i].isdigit()}
+        if written in spellings or found in shorter:
+            return f"; did you mean {family}?"
+    return ""
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 class LayerSizes(Protocol):

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from trainers.config import combinations
 from trainers.config.attention import KERNELS
 from trainers.config.conversion import convert_sections
-from trainers.config.families import FAMILIES, Family
+from trainers.config.families import FAMILIES, Family, misspelt
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -168,7 +169,7 @@ class ModelConfig(Section):
                 if (value := getattr(self, item.name)) != default:
                     yield f"{item.name} = {value}: the folder of pretrained says it; leave it out"
         if self.family not in FAMILIES:
-            yield f"family = {self.family!r}: expected one of {', '.join(FAMILIES)}{did_you_mean(self.family, FAMILIES)}"
+            yield f"family = {self.family!r}: expected one of {', '.join(FAMILIES)}{misspelt(self.family, FAMILIES)}"
         # Even, for rotary positions turn pairs of channels.
         if self.head_dim is not None and self.head_dim % 2:
             yield f"head_dim = {self.head_dim}: expected an even number of channels"
@@ -184,38 +185,7 @@ class ModelConfig(Section):
         for name in ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 yield f"{name} = {value}: expected a positive number"
-        yield from self._without_effect()
-
-    def _without_effect(self) -> Iterator[str]:
-        for name in ("global_every", "local_rope_theta"):
-            if self.window is None and getattr(self, name) is not None:
-                yield f"{name} = {getattr(self, name)}: it is about layers with a window; set window too, or leave {name} out"
-        if self.family not in FAMILIES:
-            return
-        yield from self._problems_of_experts()
-        if FAMILIES[self.family].positions == "learned":
-            if self.num_positions is None:
-                yield f"num_positions = null: family {self.family} has learned positions; set how many"
-            for name in ("rope_scaling", "local_rope_theta"):
-                if getattr(self, name) is not None:
-                    yield f"{name}: family {self.family} has no rotary positions; leave it out"
-        elif self.num_positions is not None:
-            yield f"num_positions = {self.num_positions}: family {self.family} has rotary positions; leave it out"
-
-    def _problems_of_experts(self) -> Iterator[str]:
-        names = ("num_experts", "experts_per_token")
-        if not self.structure.experts:
-            for name in names:
-                if getattr(self, name) is not None:
-                    yield f"{name} = {getattr(self, name)}: family {self.family} has no experts; leave it out"
-            return
-        for name in names:
-            if getattr(self, name) is None:
-                yield f"{name} = null: family {self.family} has experts; set how many"
-        if (self.experts_per_token or 0) > (self.num_experts or math.inf):
-            yield f"experts_per_token = {self.experts_per_token}: expected at most num_experts ({self.num_experts})"
-        if self.grouped_product != "xla" and ":" not in self.grouped_product:
-            yield f"grouped_product = {self.grouped_product!r}: expected xla, or package.module:function"
+        yield from combinations.problems(self)
 
     @property
     def structure(self) -> Family:

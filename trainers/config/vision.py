@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainers.config.families import ENCODERS, Family
+from trainers.config.families import ENCODERS, Family, misspelt
 from trainers.config.model import REMAT, unrolled
 from trainers.config.section import Section, did_you_mean, require_none, too_small
 
@@ -46,7 +46,7 @@ class VisionConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         if self.family not in ENCODERS:
-            yield f"family = {self.family!r}: expected one of {', '.join(ENCODERS)}{did_you_mean(self.family, ENCODERS)}"
+            yield f"family = {self.family!r}: expected one of {', '.join(ENCODERS)}{misspelt(self.family, ENCODERS)}"
         if self.image_size % self.patch_size:
             yield f"patch_size = {self.patch_size}: expected a divisor of image_size ({self.image_size})"
         if self.width % self.num_heads:

@@ -33,7 +33,7 @@ from trainers.data.encoders import encoder_of
 from trainers.data.parts import Part, is_finished, join, parts_of, write_part
 from trainers.data.prepared import AGAIN, PREPARED, PreparedDocuments, settings_of
 from trainers.data.sources.files import files_of, stamps
-from trainers.data.sources.records import FilesRecords, open_records
+from trainers.data.sources.records import FilesRecords, open_records, tell_left_out
 from trainers.errors import DataError, DataMissingError, TransientError
 from trainers.storage import durable, sealed
 from trainers.storage.documents import is_url
@@ -107,8 +107,7 @@ def documents_of(config: SourceConfig, arguments: TrainingArguments, encoder: En
         return found
     place = kept.folder(kept.TOKENS) / source.digest()
     found = _kept(place) or _make_and_keep(source, place, note)
-    if left_out := found.about["num_malformed"]:
-        note(f"data.paths {', '.join(config.paths)}: {left_out} malformed lines are left out (data.on_malformed: skip)")
+    tell_left_out(config, found.about["num_malformed"], note)
     return found
 
 

@@ -46,6 +46,8 @@ class ImageTextModel(nnx.Module):
                 f"vision.image_token = {vision.image_token}: expected a token of the vocabulary (model.vocab_size = "
                 f"{config.vocab_size})"
             )
+        if config.logit_softcap is not None:
+            raise UsageError(f"model.logit_softcap = {config.logit_softcap}: {config.family} with images has none; leave it out")
         self.config, self.image_token, self.tokens_per_image = config, vision.image_token, vision.tokens_per_image
         self.vision = Encoder(vision, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
         self.projector = Projector(vision, config.width, rngs=rngs, param_dtype=param_dtype)

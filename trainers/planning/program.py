@@ -120,7 +120,7 @@ def lower(trainer: BaseTrainer, mesh: Mesh) -> jax.stages.Lowered:
         jax.ShapeDtypeStruct((mesh.size, len(FLAGS)), np.int32, sharding=meshes.one_per_device(mesh)),
         *(() if trainer._frozen is None else trainer._frozen.shapes),
     )
-    return lowered(trainer._jit_train_step(trainer._train_step()), args)
+    return lowered(trainer._jit_train_step(trainer._traced_step()), args)
 
 
 def whole_arrays(trainer: BaseTrainer) -> dict[str, int]:

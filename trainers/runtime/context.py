@@ -67,9 +67,9 @@ class Runtime:
         """The batches of evaluations so far. An evaluation writes it, the heartbeat's thread reads it."""
         self._phase: str | None = None
         self._stop: str | None = None
-        self._asked = False
-        """Whether the training itself asked for its end. Apart from `_stop`: it ends with that training (`training_ended`), and a
-        signal that came after it must not."""
+        self._asked: str | None = None
+        """Why the training itself, or a signal to it alone, asked for its end. Apart from `_stop`: it ends with that training
+        (`training_ended`), and a signal that came after it must not."""
         self._save_requests = self._handled_saves = 0
         self.profiling = False
         """Whether the loop is recording a profile."""
@@ -101,18 +101,19 @@ class Runtime:
     def note(self, message: str) -> None:
         self.emit({"ev": "note", "message": message})
 
-    def request_stop(self, reason: str) -> None:
-        """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler."""
+    def request_stop(self, reason: str, *, of_training: bool = False) -> None:
+        """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler. `of_training`: the request
+        ends with the present training, as one of reason `requested` always does."""
         # No lock: the handler may interrupt this very thread while it holds one.
-        if reason != StopReason.REQUESTED:
+        if reason != StopReason.REQUESTED and not of_training:
             self._stop = self._stop or reason
         elif self._stop is None:
-            self._asked = True
+            self._asked = self._asked or reason
 
     def training_ended(self) -> None:
         """Must be called at the end of each training. A stop that the training itself asked for (`requested`) is done with; a
         signal, a notice or an order is for the whole process, and ends a later training too. Requests to save are done with."""
-        self._asked = False
+        self._asked = None
         self.take_save_requests()
 
     def request_save(self) -> None:
@@ -173,7 +174,7 @@ class Runtime:
 
     @property
     def stop_reason(self) -> str | None:
-        return StopReason.REQUESTED if self._asked else self._stop
+        return self._asked or self._stop
 
 
 _current = Runtime(lambda event: None)

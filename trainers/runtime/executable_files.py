@@ -6,6 +6,7 @@ it has changed since it was written.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import io
 import os
@@ -146,7 +147,17 @@ class _ImportedOnly:
         # No other class of the standard library: some of them run commands when they are created (subprocess.Popen).
         if isinstance(attribute, type) and (package in PLAIN or package not in sys.stdlib_module_names):
             return attribute
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} is no class that this process has imported")
+
+
+def _member(cls: Any, name: str) -> enum.Enum:
+    """Returns a member of an enumeration. Python 3.11.0 to 3.11.3 pickle a member as a call of `getattr`, which could also reach
+    the functions of a module."""
+    if isinstance(cls, enum.EnumType):
+        return cls[name]
+    raise pickle.UnpicklingError(f"getattr of {cls!r}, which is no enumeration")
 
 
 class _Trees(_ImportedOnly, pickle.Unpickler):

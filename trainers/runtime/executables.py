@@ -17,9 +17,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,7 +47,7 @@ COMPILER_OPTIONS = (
 )
 """JAX's settings that change what is compiled, and cannot be seen in the lowered program."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-AFRESH = {"xla_embed_ir_in_executable": False}
+AFRESH: dict[str, str | bool] = {"xla_embed_ir_in_executable": False}
 """A compiler option at its default. JAX holds in memory what this process has compiled or read from the compile cache, and
 returns that again. A program with an option of its own is another one."""
 
@@ -200,16 +199,12 @@ class ProgramStore:
             f"{name}-{_digest(lowered.as_text(), _trees(lowered), _libraries(), _compiled_for(), _devices())}.xla"
         )
         loaded = self._load(path)
-        compiled = loaded or self._compile(lowered)
+        compiled = loaded or compile_afresh(lowered)
         try:
             self._keep(pointer, path, None if loaded else compiled)
         except Exception as error:  # the program runs all the same
             self.note(f"{path.name} is not kept for the next restart: {type(error).__name__}: {error}")
         return compiled, path.name if loaded else None
-
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        with without_compile_cache():
-            return lowered.compile(compiler_options=AFRESH if jax.default_backend() == "cpu" else None)
 
     def _keep(self, pointer: Path, path: Path, compiled: jax.stages.Compiled | None) -> None:
         """Writes both files; only the pointer if the executable exists already (`compiled` is None)."""
@@ -237,17 +232,15 @@ def _is_sound(output: jax.Array) -> bool:
     return True
 
 
-@contextmanager
-def without_compile_cache() -> Iterator[None]:
-    """Turns JAX's compile cache off. On a CPU, an executable that came out of that cache serializes without an error into one
-    that does not run ("Function ... not found"). So what we keep must be compiled afresh, also if JAX holds such an executable in
-    memory (`AFRESH`)."""
+def compile_afresh(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Returns an executable that can be kept. On a CPU, one that came out of JAX's compile cache serializes without an error into
+    one that does not run ("Function ... not found")."""
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     # JAX decides once whether it uses its cache: without a reset the setting would have no effect.
     compilation_cache.reset_cache()
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        yield
+        return lowered.compile(compiler_options=AFRESH if jax.default_backend() == "cpu" else None)
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()

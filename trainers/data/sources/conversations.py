@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainers import tokenizers
+from trainers import runtime, tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.data.encoders import encoder_of
 from trainers.data.padded import Rows, padded_rows, split
-from trainers.data.sources.records import open_records
+from trainers.data.sources.records import open_told
 
 
 def conversations(arguments: TrainingArguments) -> tuple[Rows, Rows]:
@@ -14,7 +14,7 @@ def conversations(arguments: TrainingArguments) -> tuple[Rows, Rows]:
     `data.sequence_length`."""
     config = arguments.data
     tokenizers.check(tokenizers.of(arguments), arguments)
-    records = open_records(config)
+    records = open_told(config, runtime.current().note)
     encoder = encoder_of(config, arguments, records.columns)
     train, held_out = (
         padded_rows(part, encoder, config.sequence_length, config.truncation) for part in split(records, config.eval_fraction)

@@ -1,12 +1,10 @@
-"""Lines of JSON and rows of CSV by index: where each begins is found once on a machine, and kept there."""
+"""Lines and rows by index: where each begins is found once on a machine, and kept there."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
-import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -16,25 +14,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.config.source import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Record
-from trainers.data.sources.access import ByteRanges, open_binary, reading, stamp
+from trainers.data.sources import bounds
+from trainers.data.sources.access import reading, stamp
+from trainers.data.sources.encoded import ranges_of, text_of
 from trainers.data.sources.files import SourceFile
 from trainers.errors import DataError
 from trainers.storage import durable, sealed
 from trainers.storage.documents import is_url
 
-FORMAT = 1
-CHUNK_BYTES = 16 << 20
-NEWLINE, RETURN, QUOTE = b'\n\r"'
+FORMAT = 2
+COUNTED_BYTES = 16 << 20
 LEAVE_OUT = "correct it, or leave such lines out with data.on_malformed=skip"
 
 
 class Lines(NamedTuple):
     """The lines of a file that are not blank."""
 
-    bounds: np.ndarray
-    """int64[N + 1]: the byte at which each begins, then the end of the file. Lines that are left out lie in between."""
+    places: np.ndarray
+    """int64[N, 2]: the byte at which each begins, and the one behind it."""
     numbers_are_indices: bool
     """Whether line i + 1 is the one with index i."""
     num_malformed: int
@@ -42,18 +42,23 @@ class Lines(NamedTuple):
 
 
 class LinesFile:
-    """What files of lines have in common. `quoted`: a newline between quotes ends no line, as in CSV."""
+    """What files of lines have in common."""
 
-    quoted = False
     num_header_lines = 0
+    are_rows = False
+    """Whether a record may have several lines."""
 
-    def __init__(self, file: SourceFile, on_malformed: str):
-        self.path = file.path
-        self.ranges = ByteRanges(file.path)
-        self.lines = _kept(self, skip=on_malformed == "skip")
-        self.begin(self.lines.bounds)
+    def __init__(self, file: SourceFile, source: SourceConfig):
+        self.path, self.encoding = file.path, source.encoding
+        self.ranges = ranges_of(file.path, source.encoding)
+        self.lines = _kept(self, skip=source.on_malformed == "skip")
+        self.begin(self.lines.places)
 
-    def begin(self, bounds: np.ndarray) -> None:
+    def bounds(self, opened: Any, *, skip: bool) -> bounds.Bounds:
+        """Returns where the records of the file are, the header too. `skip`: those that are malformed will be left out."""
+        return bounds.of_lines(opened)
+
+    def begin(self, places: np.ndarray) -> None:
         """Reads the header, if there is one. Raises DataError."""
 
     @property
@@ -61,79 +66,88 @@ class LinesFile:
         return self.lines.num_malformed
 
     def __len__(self) -> int:
-        return max(0, len(self.lines.bounds) - 1 - self.num_header_lines)
+        return max(0, len(self.lines.places) - self.num_header_lines)
 
     def __getitem__(self, index: int) -> Record:
-        line = index + self.num_header_lines
-        start, stop = (int(bound) for bound in self.lines.bounds[line : line + 2])
+        start, stop = self._place(index)
         found = self.ranges.read(start, stop)
-        if not found:
-            raise DataError(f"{self.path} ends before its record {index + 1}: it was cut while it was read; start again")
+        if len(found) < stop - start:
+            raise DataError(f"{self.path} ends before the end of its record {index + 1}: it has changed since; start again")
         try:
-            return self.parse(found)
+            return self.parse(found, start)
         except ValueError as error:
             raise DataError(f"{self.where(index)} is malformed: {error}; {LEAVE_OUT}") from error
 
-    def parse(self, line: bytes) -> Record:
-        """Returns the record that the bytes begin with. Raises ValueError."""
+    def parse(self, line: bytes, first: int = 0) -> Record:
+        """Returns the record that the bytes are. `first`: their place in the file, for errors. Raises ValueError."""
         raise NotImplementedError
 
     def where(self, index: int) -> str:
         line = index + self.num_header_lines
-        number = line + 1 if self.lines.numbers_are_indices else self._newlines_before(int(self.lines.bounds[line])) + 1
+        number = line + 1 if self.lines.numbers_are_indices else self._newlines_before(self._place(index)[0]) + 1
         return f"{self.path}, line {number}"
 
+    def _place(self, index: int) -> tuple[int, int]:
+        start, stop = self.lines.places[index + self.num_header_lines]
+        return int(start), int(stop)
+
     def _newlines_before(self, stop: int) -> int:
-        steps = range(0, stop, CHUNK_BYTES)
-        return sum(self.ranges.read(start, min(start + CHUNK_BYTES, stop)).count(b"\n") for start in steps)
-
-
-class JsonLines(LinesFile):
-    def parse(self, line: bytes) -> Record:
-        # What follows was left out.
-        record = json.loads(line.partition(b"\n")[0])
-        if not isinstance(record, dict):
-            raise ValueError(f"expected an object, {{...}}, and found {type(record).__name__}")
-        return record
+        steps = range(0, stop, COUNTED_BYTES)
+        return sum(self.ranges.read(start, min(start + COUNTED_BYTES, stop)).count(b"\n") for start in steps)
 
 
 class Csv(LinesFile):
-    """Rows as texts by column, in the form of RFC 4180: the first row has the names, a quote in a quoted text is doubled."""
+    """Rows as texts by column, in the form of RFC 4180: the first row has the names, a quote in a quoted text is doubled. A
+    quote within a text that does not begin with one is that character."""
 
-    quoted = True
     num_header_lines = 1
+    are_rows = True
 
-    def __init__(self, file: SourceFile, on_malformed: str):
+    def __init__(self, file: SourceFile, source: SourceConfig):
         csv.field_size_limit(sys.maxsize)  # a text may be long
         self.delimiter = "\t" if file.path.lower().endswith(".tsv") else ","
-        super().__init__(file, on_malformed)
+        super().__init__(file, source)
 
-    def begin(self, bounds: np.ndarray) -> None:
-        header = self.ranges.read(int(bounds[0]), int(bounds[1])) if len(bounds) > 1 else b""
+    def bounds(self, opened: Any, *, skip: bool) -> bounds.Bounds:
+        delimiter = self.delimiter.encode()
+        found = None if skip else bounds.of_rows(opened, delimiter)
+        if found is None:
+            opened.seek(0)
+            found = bounds.row_by_row(iter(opened), delimiter)
+        return found
+
+    def begin(self, places: np.ndarray) -> None:
+        header = self.ranges.read(int(places[0][0]), int(places[0][1])) if len(places) else b""
         try:
-            # Excel marks UTF-8 by three bytes in front.
-            self.header = self._row(header.removeprefix(b"\xef\xbb\xbf"))
+            self.header = self._row(header) if header else []
         except ValueError as error:
             raise DataError(f"{self.path} has no header of names: {error}") from error
+        if twice := sorted({repr(name) for name in self.header if self.header.count(name) > 1}):
+            raise DataError(f"{self.path} has two columns of one name: {', '.join(twice)}; expected each name once in its header")
 
-    def parse(self, line: bytes) -> Record:
-        row = self._row(line)
+    def parse(self, line: bytes, first: int = 0) -> Record:
+        row = self._row(line, first)
         if len(row) != len(self.header):
-            raise ValueError(f"it has {len(row)} values for {len(self.header)} columns ({', '.join(self.header)})")
+            lines = f"; its quoted texts make it {count} lines long" if (count := line.rstrip().count(b"\n") + 1) > 1 else ""
+            raise ValueError(f"it has {len(row)} values for {len(self.header)} columns ({', '.join(self.header)}){lines}")
         return dict(zip(self.header, row, strict=True))
 
-    def _row(self, line: bytes) -> list[str]:
+    def _row(self, line: bytes, first: int = 0) -> list[str]:
+        text = io.StringIO(text_of(line, first=first), newline="\n")
         try:
-            return next(csv.reader(io.StringIO(line.decode(), newline=""), delimiter=self.delimiter, strict=True), [])
+            row, *more = csv.reader(text, delimiter=self.delimiter, strict=True)
         except csv.Error as error:
             raise ValueError(str(error)) from error
+        if more:
+            raise ValueError(f"it is {len(more) + 1} rows")
+        return row
 
 
 def _kept(file: LinesFile, *, skip: bool) -> Lines:
     """Returns the lines of a file: those kept on this machine for this very file, or else read and kept."""
     about = stamp(file.path)
     name = file.path if is_url(file.path) else os.path.realpath(file.path)
-    key = hashlib.sha256(f"{FORMAT} {name} {about} {type(file).__name__} {skip}".encode()).hexdigest()
+    key = hashlib.sha256(f"{FORMAT} {name} {about} {type(file).__name__} {file.encoding} {skip}".encode()).hexdigest()
     path = kept.folder(kept.INDICES) / key
     try:
         found = _load(path)
@@ -148,8 +162,8 @@ def _kept(file: LinesFile, *, skip: bool) -> Lines:
 
 def _load(path: Path) -> Lines:
     about = sealed.unseal(path.with_suffix(".json").read_text())
-    bounds = np.load(path.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
-    return Lines(bounds, about["numbers_are_indices"], about["num_malformed"])
+    places = np.load(path.with_suffix(".npy"), mmap_mode="r", allow_pickle=False)
+    return Lines(places, about["numbers_are_indices"], about["num_malformed"])
 
 
 def _save(path: Path, lines: Lines) -> None:
@@ -157,7 +171,7 @@ def _save(path: Path, lines: Lines) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
-            np.save(file, lines.bounds, allow_pickle=False)
+            np.save(file, lines.places, allow_pickle=False)
         os.replace(temporary, path.with_suffix(".npy"))
     finally:
         temporary.unlink(missing_ok=True)
@@ -167,56 +181,23 @@ def _save(path: Path, lines: Lines) -> None:
 
 
 def _find(file: LinesFile, *, skip: bool) -> Lines:
-    with reading(file.path), open_binary(file.path) as opened:
-        bounds, is_blank = _bounds(opened, file.path, quoted=file.quoted)
-    num_lines = len(bounds) - 1
-    starts = bounds[:-1][~is_blank]
-    bounds = np.append(starts, bounds[-1]) if is_blank.any() else bounds
-    num_malformed = 0
+    with reading(file.path), file.ranges.open() as opened:
+        found = file.bounds(opened, skip=skip)
+    places = np.stack([found.starts, found.stops], 1)
+    num_found = len(places)
     if skip:
-        file.begin(bounds)
-        good = np.fromiter(_are_good(file, bounds), np.bool_, len(bounds) - 1)
-        num_malformed = int(len(good) - good.sum())
-        bounds = np.append(bounds[:-1][good], bounds[-1])
-    # A newline between quotes makes a row of several lines.
-    plain = len(bounds) - 1 == num_lines and not file.quoted
-    return Lines(bounds, plain, num_malformed)
+        file.begin(places)
+        places = places[np.fromiter(_are_good(file, places), np.bool_, len(places))]
+    # A row may have several lines.
+    numbers_are_indices = len(places) == found.num_lines and not file.are_rows
+    return Lines(places, numbers_are_indices, num_found - len(places))
 
 
-def _bounds(opened: Any, path: str, *, quoted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (int64[N + 1]: the beginning of each line, and the end of the file; bool[N]: which lines are blank)."""
-    ends: list[np.ndarray] = [np.zeros(1, np.int64)]
-    returns: list[np.ndarray] = []
-    position = num_quotes = 0
-    last = 0
-    while chunk := opened.read(CHUNK_BYTES):
-        data = np.frombuffer(chunk, np.uint8)
-        found = np.flatnonzero(data == NEWLINE)
-        if quoted:
-            quotes = np.flatnonzero(data == QUOTE)
-            # Between quotes their number so far is odd.
-            found = found[(num_quotes + np.searchsorted(quotes, found)) % 2 == 0]
-            num_quotes += len(quotes)
-        before = np.where(found > 0, data[found - 1], last)
-        ends.append(found + position + 1)
-        returns.append(before == RETURN)
-        position, last = position + len(data), int(data[-1])
-    if num_quotes % 2:
-        raise DataError(f"{path} has an odd number of quotes: a quote in a text is written as two, and quotes enclose the text")
-    bounds = np.concatenate(ends)
-    is_blank = np.diff(bounds) - np.concatenate([*returns, np.zeros(0, np.bool_)]) == 1
-    if bounds[-1] < position:
-        return np.append(bounds, position), np.append(is_blank, False)
-    return bounds, is_blank
-
-
-def _are_good(file: LinesFile, bounds: np.ndarray) -> Iterator[bool]:
-    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        if number < file.num_header_lines:
-            yield True
-            continue
+def _are_good(file: LinesFile, places: np.ndarray) -> Iterator[bool]:
+    for number, (start, stop) in enumerate(places.tolist()):
         try:
-            file.parse(file.ranges.read(int(start), int(stop)))
+            if number >= file.num_header_lines:
+                file.parse(file.ranges.read(start, stop))
             yield True
         except ValueError:
             yield False

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from trainers.config import ModelConfig
 from trainers.config.vision import VisionConfig
 from trainers.errors import UsageError
 from trainers.models.hf import config as text
+from trainers.models.hf import keys
+from trainers.models.hf.meaning import Meaning, of_model
 
 Json = Mapping[str, Any]
 
@@ -29,6 +31,11 @@ SIZES = {
 """What a file may leave out, for `transformers` leaves out its own defaults."""
 GEMMA3 = "gemma3"
 PARTS = ("text_config", "vision_config")
+SAME = (
+    (("", "image_token_index"), ("", "image_token_id")),
+    (("text_config", "tie_word_embeddings"), ("", "tie_word_embeddings")),
+)
+"""Keys, with their sections, that mean the same."""
 
 
 class ImageTextConfig(NamedTuple):
@@ -48,16 +55,24 @@ Config = ModelConfig | VisionConfig | ImageTextConfig
 def read(found: Json) -> Config:
     """Returns the configuration of the model that a `config.json` describes: of an encoder of images, of a decoder, or of both.
     Raises UsageError that names all that is not understood."""
-    kind = found.get("model_type")
+    kind = str(found.get("model_type"))
+    if kind == "siglip":
+        _refuse(keys.problems(found, keys.SIGLIP, f"model_type {kind}"))
+        return _encoder("siglip", found.get("vision_config") or {}, "vision_config.")
     if kind in ENCODER_OF:
-        return _encoder(ENCODER_OF[kind], {**found, **found.get("vision_config", {})})
+        return _encoder(ENCODER_OF[kind], found)
     return image_text(found) if kind == GEMMA3 else text.read(found)
 
 
-def _encoder(family: str, found: Json, *, has_head: bool | None = None) -> VisionConfig:
-    given = {**SIZES, "hidden_act": ACTIVATION_OF[family], "layer_norm_eps": EPS_OF[family], **found}
-    if problems := list(_problems(family, given)):
-        raise UsageError("\n".join(problems))
+def _refuse(problems: Iterable[str]) -> None:
+    if lines := list(problems):
+        raise UsageError("\n".join(lines))
+
+
+def _encoder(family: str, found: Json, within: str = "", *, has_head: bool | None = None) -> VisionConfig:
+    """`within`: the section of the file that has the keys."""
+    _refuse(_problems(family, found, within))
+    given = {**SIZES, "layer_norm_eps": EPS_OF[family], **found}
     try:
         return VisionConfig(
             family=family,
@@ -77,35 +92,51 @@ def _encoder(family: str, found: Json, *, has_head: bool | None = None) -> Visio
 
 
 def _num_labels(given: Json) -> int | None:
-    """Returns the classes of the head; None if the file is of a model without one. The file has no number of them, but names;
-    it has none if they are the two of the default."""
+    """Returns the classes of the head; None if the file is of a model without one. The file has names of them, or their number;
+    it has neither if they are the two of the default."""
     if "ForImageClassification" not in "".join(given.get("architectures") or ()):
         return None
-    return len(given.get("id2label") or (0, 1))
+    return len(given.get("id2label") or range(given.get("num_labels") or 2))
 
 
-def _problems(family: str, given: Json) -> Iterator[str]:
-    if given["hidden_act"] != ACTIVATION_OF[family]:
-        yield f"hidden_act = {given['hidden_act']!r}: expected {ACTIVATION_OF[family]} in the family {family}"
-    if not given.get("qkv_bias", True):
-        yield f"qkv_bias = false: expected true in the family {family}"
-    for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"):
-        if given.get(name):
-            yield f"{name} = {given[name]}: expected 0"
+def _problems(family: str, found: Json, within: str = "") -> Iterator[str]:
+    yield from keys.problems(found, keys.OF_ENCODER[family], f"the family {family}", within)
+    if (activation := found.get("hidden_act", ACTIVATION_OF[family])) != ACTIVATION_OF[family]:
+        yield f"{within}hidden_act = {activation!r}: expected {ACTIVATION_OF[family]} in the family {family}"
+    if (kind := found.get("model_type")) is not None and ENCODER_OF.get(str(kind)) != family:
+        yield f"{within}model_type = {kind!r}: expected that of the family {family}"
 
 
 def image_text(found: Json) -> ImageTextConfig:
     """Returns the configuration of a decoder with an encoder of images. Raises UsageError that names what is not understood."""
     if missing := [name for name in PARTS if not isinstance(found.get(name), Mapping)]:
         raise UsageError(f"{' and '.join(missing)} missing: a configuration of model_type {GEMMA3} has both")
-    # The Hub's files leave out what is the default of the family.
-    of_text = {"vocab_size": 262_208, **found["text_config"], "model_type": "gemma3_text"}
-    vision = _encoder("siglip", found["vision_config"], has_head=False)
+    _refuse(_problems_of_both(found))
+    # transformers reads it beside the sections, and nowhere else.
+    of_text = {**found["text_config"], "model_type": "gemma3_text", "tie_word_embeddings": found.get("tie_word_embeddings", True)}
+    vision = _encoder("siglip", found["vision_config"], "vision_config.", has_head=False)
     tokens, token = found.get("mm_tokens_per_image", 256), found.get("image_token_index", found.get("image_token_id", 262_144))
     try:
-        return ImageTextConfig(dataclasses.replace(vision, tokens_per_image=tokens, image_token=token), text.read(of_text))
+        vision = dataclasses.replace(vision, tokens_per_image=tokens, image_token=token)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    try:
+        return ImageTextConfig(vision, text.read(of_text))
+    except UsageError as error:
+        raise UsageError("\n".join(f"text_config: {line}" for line in str(error).splitlines())) from error
+
+
+def _problems_of_both(found: Json) -> Iterator[str]:
+    yield from keys.problems(found, keys.IMAGE_TEXT, f"model_type {GEMMA3}")
+    of_text = found["text_config"]
+    if of_text.get("model_type", "gemma3_text") != "gemma3_text":
+        yield f"text_config.model_type = {of_text['model_type']!r}: expected gemma3_text"
+    if of_text.get("final_logit_softcapping") is not None:
+        yield f"text_config.final_logit_softcapping = {of_text['final_logit_softcapping']}: expected null in a model with images"
+    for (where, name), (beside, other) in SAME:
+        one, two = (found[where] if where else found).get(name), (found[beside] if beside else found).get(other)
+        if None not in (one, two) and one != two:
+            yield f"{where}{'.' if where else ''}{name} = {one}, {other} = {two}: both say the same thing; delete one of them"
 
 
 def write(config: Config, *, max_length: int, dtype: str) -> dict[str, Any]:
@@ -117,6 +148,8 @@ def write(config: Config, *, max_length: int, dtype: str) -> dict[str, Any]:
         return {"architectures": [kind], **_write_encoder(config), "torch_dtype": dtype}
     if config.model.family != GEMMA3:
         raise UsageError(f"model.family = {config.model.family!r}: expected {GEMMA3}, the one with images that transformers has")
+    if config.model.logit_softcap is not None:
+        raise UsageError(f"model.logit_softcap = {config.model.logit_softcap}: {GEMMA3} with images has none; leave it out")
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": GEMMA3,
@@ -139,7 +172,7 @@ def _write_encoder(config: VisionConfig) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "intermediate_size": config.mlp_width,
-        "layer_norm_eps": config.norm_eps,
+        "layer_norm_eps": float(config.norm_eps),
         "hidden_act": ACTIVATION_OF[config.family],
     }
     if config.num_labels is not None:
@@ -150,10 +183,10 @@ def _write_encoder(config: VisionConfig) -> dict[str, Any]:
     return about
 
 
-def meaning(config: Config) -> dict[str, Any]:
+def meaning(config: Config) -> Meaning | dict[str, Any]:
     """Returns the settings that make a difference, with what null stands for."""
     if isinstance(config, ModelConfig):
-        return text.meaning(config)
+        return of_model(config)
     if isinstance(config, VisionConfig):
         return {name: value for name, value in dataclasses.asdict(config).items() if name != "remat"}
     return {"vision": meaning(config.vision), "model": meaning(config.model)}

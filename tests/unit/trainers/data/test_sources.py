@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from trainers.config import DataConfig
+from tests.unit.source_files import assert_same_rows, lines_of, source, write_jsonl
 from trainers.data import kept
-from trainers.data.sources import access, lines, tables
+from trainers.data.sources import access, bounds, lines, tables
 from trainers.data.sources.files import files_of
 from trainers.data.sources.records import READERS, open_records
 from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
@@ -32,14 +32,6 @@ def cache(tmp_path_factory, monkeypatch):
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(home))
     return home / ".cache" / "gangway" / "records"
-
-
-def source(*paths, **changes):
-    return DataConfig(paths=tuple(map(str, paths)), **changes)
-
-
-def write_jsonl(path, rows=ROWS):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def write_csv(path, delimiter=","):
@@ -73,7 +65,7 @@ def write_array_record(path):
 
 
 FORMATS = {
-    "a.jsonl": (write_jsonl, "line 8"),
+    "a.jsonl": (lambda path: write_jsonl(path, ROWS), "line 8"),
     "a.csv": (write_csv, "line 16"),
     "a.tsv": (lambda path: write_csv(path, "\t"), "line 16"),
     "a.parquet": (write_parquet, "row 8"),
@@ -99,7 +91,7 @@ def test_each_format_gives_its_records_by_index(tmp_path, name):
 
 
 def test_a_format_that_is_named_counts_more_than_the_ending(tmp_path):
-    write_jsonl(tmp_path / "chats.txt")
+    write_jsonl(tmp_path / "chats.txt", ROWS)
     assert open_records(source(tmp_path / "chats.txt", format="jsonl"))[3] == ROWS[3]
     assert open_records(source(tmp_path / "chats.txt"))[0] == {"text": (tmp_path / "chats.txt").read_text()}
 
@@ -170,11 +162,6 @@ def test_a_url_without_credentials(monkeypatch):
         open_records(source("memory://b/a"))
 
 
-def lines_of(path, text, **changes):
-    path.write_bytes(text)
-    return open_records(source(path, **changes))
-
-
 def test_blank_lines_and_windows_endings_are_no_records(tmp_path):
     records = lines_of(tmp_path / "a.jsonl", b'\n{"a": 1}\r\n\r\n\n{"a": 2}\n{"a": 3}')
     assert list(records) == [{"a": 1}, {"a": 2}, {"a": 3}]
@@ -193,56 +180,20 @@ def test_the_lines_do_not_depend_on_the_chunks_that_are_read(texts, chunk, end):
     jsonl = "".join(json.dumps({"t": text}) + end * (1 + len(text) % 2) for text in texts).encode()
     rows = io.StringIO(newline="")
     csv.writer(rows, lineterminator=end, quoting=csv.QUOTE_ALL).writerows([["t"], *([text] for text in texts)])
-    before, lines.CHUNK_BYTES = lines.CHUNK_BYTES, chunk
+    before, bounds.CHUNK_BYTES = bounds.CHUNK_BYTES, chunk
     try:
-        bounds, is_blank = lines._bounds(io.BytesIO(jsonl), "a", quoted=False)
-        found = [json.loads(jsonl[a:b]) for a, b in zip(bounds[:-1][~is_blank], bounds[1:][~is_blank], strict=True)]
-        assert [row["t"] for row in found] == texts
-        bounds, is_blank = lines._bounds(io.BytesIO(rows.getvalue().encode()), "a", quoted=True)
-        assert (len(bounds) - 2, is_blank.any()) == (len(texts), False)
+        found = bounds.of_lines(io.BytesIO(jsonl))
+        assert [json.loads(jsonl[a:b])["t"] for a, b in zip(found.starts, found.stops, strict=True)] == texts
+        encoded = rows.getvalue().encode()
+        assert_same_rows(bounds.of_rows(io.BytesIO(encoded), b","), bounds.row_by_row(iter(io.BytesIO(encoded)), b","))
+        assert len(bounds.of_rows(io.BytesIO(encoded), b",").starts) == len(texts) + 1
     finally:
-        lines.CHUNK_BYTES = before
-
-
-BAD = b'{"text": "a"}\n{"text": "b"\n\n["c"]\n{"text": "d"}\n\xff\n{"text": "e"}\n'
-
-
-def test_a_malformed_line_is_an_error_with_file_and_line_or_left_out_and_counted(tmp_path):
-    records = lines_of(tmp_path / "a.jsonl", BAD)
-    assert (len(records), records[0], records[5]) == (6, {"text": "a"}, {"text": "e"})
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2 is malformed: Expecting .*; correct it, or .*on_malformed=skip"):
-        records[1]
-    with pytest.raises(DataError, match=r"a\.jsonl, line 4 is malformed: expected an object, \{\.\.\.\}, and found list"):
-        records[2]
-    with pytest.raises(DataError, match=r"a\.jsonl, line 6 is malformed: 'utf-8' codec"):
-        records[4]
-    for _ in range(2):  # made, and kept
-        skipped = open_records(source(tmp_path / "a.jsonl", on_malformed="skip"))
-        assert (list(skipped), skipped.num_malformed) == ([{"text": "a"}, {"text": "d"}, {"text": "e"}], 3)
-        assert skipped.where(1) == f"{tmp_path}/a.jsonl, line 5"
-    for empty in (b"", b"a,b\n"):
-        with pytest.raises(DataMissingError, match="no records in these files"):
-            lines_of(tmp_path / "empty.csv", empty)
-    with pytest.raises(DataMissingError, match=r"no records in these files: all 1 lines are malformed"):
-        lines_of(tmp_path / "b.jsonl", b"x\n", on_malformed="skip")
-
-
-def test_a_malformed_row(tmp_path):
-    text = b'a,b\n1,2\n3\n4,5,6\n7,8\n9,"1"0\n'
-    records = lines_of(tmp_path / "a.csv", text)
-    with pytest.raises(DataError, match=r"a\.csv, line 3 is malformed: it has 1 values for 2 columns \(a, b\)"):
-        records[1]
-    with pytest.raises(DataError, match=r"a\.csv, line 6 is malformed: ',' expected after '\"'"):
-        records[4]
-    skipped = open_records(source(tmp_path / "a.csv", on_malformed="skip"))
-    assert (list(skipped), skipped.num_malformed) == ([{"a": "1", "b": "2"}, {"a": "7", "b": "8"}], 3)
-    with pytest.raises(DataError, match=r"b\.csv has an odd number of quotes"):
-        lines_of(tmp_path / "b.csv", b'a\n5" disk\n')
+        bounds.CHUNK_BYTES = before
 
 
 def test_an_index_is_made_once_for_a_file_as_it_is(tmp_path, cache, monkeypatch):
     path = tmp_path / "a.jsonl"
-    write_jsonl(path)
+    write_jsonl(path, ROWS)
     assert len(open_records(source(path))) == 20
     assert {file.suffix for file in cache.iterdir()} == {".npy", ".json"}
     monkeypatch.setattr(lines, "_find", None)  # it is not made again

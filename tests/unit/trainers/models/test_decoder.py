@@ -171,19 +171,20 @@ def test_every_parameter_names_its_dimensions():
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    ("family", "setting", "value"),
     [
-        ("rope_theta", 100.0),
-        ("norm_eps", 0.1),
-        ("window", 3),
-        ("query_scalar", 2.0),
-        ("attention_softcap", 0.2),
-        ("logit_softcap", 0.1),
-        ("rope_scaling", RopeScaling(kind="linear", factor=4.0)),
+        ("llama", "rope_theta", 100.0),
+        ("llama", "norm_eps", 0.1),
+        ("mistral", "window", 3),
+        ("gemma2", "query_scalar", 2.0),
+        ("gemma2", "attention_softcap", 0.2),
+        ("gemma2", "logit_softcap", 0.1),
+        ("llama", "rope_scaling", RopeScaling(kind="linear", factor=4.0)),
     ],
 )
-def test_a_setting_without_parameters_changes_the_logits(setting, value):
-    usual, other = build(), build(config=dataclasses.replace(CONFIG, **{setting: value}))
+def test_a_setting_without_parameters_changes_the_logits(family, setting, value):
+    config = dataclasses.replace(CONFIG, family=family)
+    usual, other = build(config), build(config=dataclasses.replace(config, **{setting: value}))
     np.testing.assert_array_equal(weights(usual)["embed"], weights(other)["embed"])
     assert np.abs(logits(usual, TOKENS) - logits(other, TOKENS)).max() > 1e-3
 
@@ -191,7 +192,7 @@ def test_a_setting_without_parameters_changes_the_logits(setting, value):
 @pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize(("setting", "value"), [("global_every", 2), ("local_rope_theta", 10.0)])
 def test_a_setting_of_layers_with_a_window_changes_the_logits(setting, value):
-    usual = dataclasses.replace(CONFIG, window=3)
+    usual = dataclasses.replace(CONFIG, family="gemma3", window=3)
     other = dataclasses.replace(usual, **{setting: value})
     assert np.abs(logits(build(usual), TOKENS) - logits(build(other), TOKENS)).max() > 1e-3
 
@@ -216,7 +217,7 @@ def test_the_heads_may_have_other_channels_than_the_width_gives():
 
 @pytest.mark.costs("compiles a model in several forms")
 def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_settings_say():
-    gpt2 = dataclasses.replace(CONFIG, family="gpt2", num_positions=12)
+    gpt2 = dataclasses.replace(CONFIG, family="gpt2", num_positions=12, num_kv_heads=CONFIG.num_heads)
     found = weights(build(gpt2))
     assert found["positions"].shape == (12, 32)
     assert "gate" not in found["layers"]
@@ -229,8 +230,10 @@ def test_a_family_decides_the_structure_and_has_as_many_positions_as_the_setting
 @pytest.mark.costs("compiles a model in several forms")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family):
-    of_experts = {"num_experts": 4, "experts_per_token": 2} if FAMILIES[family].experts else {}
-    config = dataclasses.replace(CONFIG, family=family, num_positions=12 if family == "gpt2" else None, **of_experts)
+    own = {"num_experts": 4, "experts_per_token": 2} if FAMILIES[family].experts else {}
+    if family == "gpt2":
+        own = {"num_positions": 12, "num_kv_heads": CONFIG.num_heads}
+    config = dataclasses.replace(CONFIG, family=family, **own)
     model = build(config)
     assert np.asarray(logits(model, TOKENS)).std() < 0.3
     for leaf in jax.tree.leaves(nnx.state(model), is_leaf=lambda node: isinstance(node, nnx.Variable)):
@@ -241,8 +244,11 @@ def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family)
     ("settings", "message"),
     [
         ({"family": "lama"}, r"family = 'lama': expected one of llama, .*; did you mean llama\?"),
-        ({"family": "mixtral", "num_experts": 4}, "experts_per_token = null: family mixtral has experts; set how many"),
-        ({"num_experts": 4}, "num_experts = 4: family llama has no experts; leave it out"),
+        ({"family": "mixtral", "num_experts": 4}, "experts_per_token = null: the family mixtral has experts; set how many"),
+        (
+            {"num_experts": 4},
+            r"num_experts = 4: the family llama has none such; leave it out, or choose a family that has it \(mixtral, qwen",
+        ),
         (
             {"family": "qwen3_moe", "num_experts": 4, "experts_per_token": 5},
             r"experts_per_token = 5: expected at most num_experts \(4\)",
@@ -251,9 +257,35 @@ def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family)
             {"family": "mixtral", "num_experts": 4, "experts_per_token": 2, "grouped_product": "tokamax"},
             "grouped_product = 'tokamax': expected xla, or package.module:function",
         ),
-        ({"family": "gpt2"}, "num_positions = null: family gpt2 has learned positions; set how many"),
-        ({"family": "gpt2", "num_positions": 4, "rope_scaling": RopeScaling()}, "rope_scaling: family gpt2 has no rotary"),
-        ({"num_positions": 4}, "num_positions = 4: family llama has rotary positions; leave it out"),
+        ({"family": "gpt2"}, "num_positions = null: the family gpt2 has learned positions; set how many"),
+        ({"family": "gpt2", "num_positions": 4, "rope_scaling": RopeScaling()}, "rope_scaling: the family gpt2 has none such"),
+        ({"family": "gpt2", "num_positions": 4}, r"num_kv_heads = 2: the family gpt2 has as many as num_heads \(4\)"),
+        ({"family": "gpt2", "num_positions": 4, "head_dim": 6}, r"head_dim = 6: the family gpt2 has width / num_heads \(8\)"),
+        ({"num_positions": 4}, r"num_positions = 4: the family llama has none such; .* \(gpt2\)"),
+        (
+            {"window": 3},
+            r"window = 3: the family llama has none such; .* \(mistral, qwen2, qwen3, gemma2, gemma3, mixtral, qwen3_moe",
+        ),
+        ({"family": "mistral", "window": 3, "global_every": 2}, r"global_every = 2: the family mistral has none such"),
+        ({"family": "qwen2", "window": 3, "local_rope_theta": 5.0}, r"local_rope_theta = 5\.0: the family qwen2 has none such"),
+        ({"query_scalar": 8}, r"query_scalar = 8: the family llama has none such"),
+        ({"family": "gemma2", "query_scalar": 8.5}, r"query_scalar = 8\.5: the family gemma2 has a whole number"),
+        ({"family": "gemma3", "attention_softcap": 50.0}, r"attention_softcap = 50\.0: the family gemma3 has none such"),
+        ({"normalize_routing": False}, r"normalize_routing = False: the family llama has none such"),
+        (
+            {"family": "gemma3", "window": 3, "rope_scaling": RopeScaling(kind="linear")},
+            r"local_rope_theta = null: rope_scaling is that of the layers without a window .*; set local_rope_theta",
+        ),
+        (
+            {"width": 36, "num_heads": 8, "head_dim": 8},
+            r"width = 36: expected a multiple of num_heads \(8\), for transformers loads no other model of the family llama",
+        ),
+        *(
+            ({"family": name}, rf"family = '{name}': expected one of [^;]*$")
+            for name in ("ministral", "gemma", "pixtral", "gemma3n", "qwen3_next", "llama4")
+        ),
+        ({"family": "Qwen-3"}, r"did you mean qwen3\?"),
+        ({"family": "mitsral"}, r"did you mean mistral\?"),
         ({"global_every": 2}, "global_every = 2: it is about layers with a window; set window too"),
         ({"local_rope_theta": 1e4}, "local_rope_theta = 10000.0: it is about layers with a window"),
         ({"logit_softcap": 0.0}, "logit_softcap = 0.0: expected a positive number"),

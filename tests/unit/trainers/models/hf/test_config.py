@@ -8,6 +8,7 @@ from trainers.config import ModelConfig
 from trainers.config.model import RopeScaling
 from trainers.errors import UsageError
 from trainers.models.hf import config as hf_config
+from trainers.models.hf.meaning import of_model
 
 SIZES = {
     "vocab_size": 64,
@@ -94,6 +95,9 @@ def test_the_experts_in_the_forms_of_both_versions():
         ({"model_type": "mixtral", "sliding_window": 8}, 8, None),
         ({"model_type": "qwen3_moe", "sliding_window": 8}, None, None),
         ({"model_type": "qwen3_moe", "sliding_window": 8, "use_sliding_window": True}, 8, None),
+        # Layers are named, and the window is not in use.
+        ({"model_type": "qwen3", "sliding_window": 8, "layer_types": ["sliding_attention"] * 6}, None, None),
+        ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["sliding_attention"] * 6}, 8, None),
     ],
 )
 def test_which_layers_have_the_window(given, window, global_every):
@@ -105,27 +109,183 @@ def test_which_layers_have_the_window(given, window, global_every):
     ("changes", "message"),
     [
         ({"model_type": "lama"}, r"model_type = 'lama': expected one of llama, .*; did you mean llama\?"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn': expected default, linear or llama3"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn': expected default, linear, llama3"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, "rope_type = 'longrope'"),
         ({"attention_bias": True}, "attention_bias = true: expected false in the family llama"),
         ({"hidden_act": "relu"}, "the activation 'relu': expected silu or swish in the family llama"),
-        ({"layer_types": ["chunked_attention"] * 6}, r"layer_types = \['chunked_attention'\]"),
         (
-            {"layer_types": ["full_attention"] + ["sliding_attention"] * 5, "sliding_window": 8},
+            {"model_type": "qwen3", "layer_types": ["chunked_attention"] * 6},
+            "layer_types: chunked_attention: expected full_attention and sliding_attention",
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["full_attention"] + ["sliding_attention"] * 5, "sliding_window": 8},
             "expected a full layer after every so many",
         ),
         ({"num_attention_heads": 3}, "num_heads"),
         ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise = 0.1: expected 0"),
         (
             {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
-            r"mlp_only_layers = \[0\], decoder_sparse_step = 1: expected experts in every layer",
+            r"mlp_only_layers = \[0\]: expected \[\]: experts in every layer in the family qwen3_moe",
         ),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2: expected experts in every layer"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step = 2: expected 1: experts in every layer"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(changes, message):
     with pytest.raises(UsageError, match=message):
         hf_config.read({"model_type": "llama", **SIZES, **changes})
+
+
+LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 8.0}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        # Of another family, or of none.
+        ("llama", {"sliding_window": 8}, "sliding_window = 8: the family llama has no such key here, and it may change what"),
+        ("llama", {"query_pre_attn_scalar": 16}, "query_pre_attn_scalar = 16: the family llama has no such key"),
+        ("llama", {"clip_qkv": 8.0}, "clip_qkv = 8.0: the family llama has no such key"),
+        ("llama", {"embedding_multiplier": 12.0}, "embedding_multiplier = 12.0: the family llama has no such key"),
+        ("llama", {"is_causal": False}, "is_causal = false: the family llama has no such key"),
+        ("llama", {"per_layer_config": {}}, "per_layer_config = {}: the family llama has no such key"),
+        ("llama", {"original_max_position_embeddings": 16}, "original_max_position_embeddings = 16: the family llama has no"),
+        ("llama", {"num_key_value_head": 2}, r"num_key_value_head = 2: .*; did you mean num_key_value_heads\?"),
+        ("gpt2", {"num_key_value_heads": 2}, "num_key_value_heads = 2: the family gpt2 has no such key"),
+        # With another value than the one that changes nothing.
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout = 0.1: expected 0 in the family llama"),
+        ("gpt2", {"resid_pdrop": 0.3}, r"resid_pdrop = 0\.3: expected 0 or 0\.1 in the family gpt2"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: expected nothing in it, or null"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: expected 1 in the family llama"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true: expected false"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true: expected false"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0: expected null in the family gemma3"),
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob = false: expected true in the family mixtral"),
+        (
+            "mistral",
+            {"sliding_window": 8, "layer_types": ["full_attention"] * 6},
+            "layer_types: full_attention: the family mistral",
+        ),
+        ("qwen3_moe", {"layer_types": ["sliding_attention"] * 6}, "layer_types: sliding_attention: the family qwen3_moe"),
+        # Of another type.
+        ("llama", {"num_hidden_layers": 2.0}, "num_hidden_layers = 2.0: expected a whole number of at least 1"),
+        ("llama", {"num_hidden_layers": True}, "num_hidden_layers = true: expected a whole number"),
+        ("llama", {"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6': expected a positive number"),
+        ("llama", {"rope_theta": None}, "rope_theta = null: expected a positive number"),
+        ("llama", {"rope_theta": float("nan")}, "rope_theta = nan: expected a positive number"),
+        ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1: expected true or false"),
+        ("gemma2", {"query_pre_attn_scalar": 256.0}, "query_pre_attn_scalar = 256.0: expected a whole number"),
+        ("gpt2", {"n_inner": 0}, "n_inner = 0: expected a whole number of at least 1, or null"),
+        ("qwen2", {"layer_types": ["full_attention"] * 5}, r"layer_types has 5 layers: expected num_hidden_layers \(6\)"),
+        ("gemma2", {"sliding_window": None}, "sliding_window = null: expected the window of the layers of sliding_attention"),
+        # Two keys for one thing.
+        (
+            "mixtral",
+            {"num_experts": 4, "num_local_experts": 8},
+            "num_experts = 4, num_local_experts = 8: both say the same thing",
+        ),
+        ("gpt2", {"n_embd": 64, "hidden_size": 32}, "hidden_size = 32, n_embd = 64: both say the same thing"),
+        # In a section.
+        ("llama", {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}}, "both say the same; delete one"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing: rope_type linear needs it"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5: expected at least 1"),
+        (
+            "llama",
+            {"rope_parameters": {"mrope_section": [1]}},
+            r"rope_parameters.mrope_section = \[1\]: rope_type default has no",
+        ),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5: expected 1"),
+        ("llama", {"rope_parameters": LOCAL}, "rope_parameters.full_attention = {}: rope_type default has no such key"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: rope_theta: expected full_attention and"),
+        ("gemma3_text", {"rope_parameters": LOCAL}, r"sliding_attention: rope_type = 'linear': expected default: only the other"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {}}, "rope_scaling": SCALING},
+            "rope_scaling, rope_parameters: both",
+        ),
+    ],
+)
+def test_a_key_that_may_change_the_model_is_refused_by_name(family, changes, message):
+    sizes = {} if family == "gpt2" else SIZES
+    hf_config.read({"model_type": family, **sizes})
+    with pytest.raises(UsageError, match=message):
+        hf_config.read({"model_type": family, **sizes, **changes})
+
+
+def test_keys_about_the_file_change_nothing():
+    plain = hf_config.read({"model_type": "llama", **SIZES})
+    about = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "pretraining_tp": 2,
+        "top_p": 0.9,
+    }
+    off = {"attention_bias": False, "attention_dropout": 0.0, "rope_scaling": None, "partial_rotary_factor": 1.0}
+    assert hf_config.read({"model_type": "llama", **SIZES, **about, **off, "eos_token_id": [1, 2]}) == plain
+
+
+def test_of_two_sections_about_positions_the_one_counts_that_transformers_reads():
+    both = {
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+    }
+    read = hf_config.read({"model_type": "llama", **SIZES, **both})
+    assert (read.rope_theta, read.rope_scaling) == (10_000.0, RopeScaling(kind="linear", factor=4.0))
+    assert hf_config.read({"model_type": "llama", **SIZES, **both, "rope_scaling": {}}).rope_theta == 5.0
+
+
+def test_the_length_of_the_first_training_may_be_that_of_the_positions():
+    scaling = {name: value for name, value in SCALING.items() if name != "original_max_position_embeddings"}
+    given = {"model_type": "llama", **SIZES, "rope_scaling": scaling}
+    assert hf_config.read({**given, "max_position_embeddings": 512}).rope_scaling.original_length == 512
+    with pytest.raises(UsageError, match="original_max_position_embeddings is missing: rope_type llama3 needs it"):
+        hf_config.read(given)
+
+
+@pytest.mark.parametrize(
+    "kind", ["ministral", "ministral3", "mistral3", "pixtral", "gemma", "gemma3n_text", "olmo2", "qwen2_moe"]
+)
+def test_no_other_model_is_suggested_for_one_that_is_not_there(kind):
+    with pytest.raises(UsageError, match=rf"model_type = '{kind}': expected one of [^;]*$"):
+        hf_config.read({"model_type": kind, **SIZES})
+
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+EXPORTED = {
+    "llama": {"rope_scaling": RopeScaling(kind="linear", factor=4)},
+    "mistral without a window": {"family": "mistral"},
+    "mistral": {"family": "mistral", "window": 8},
+    "qwen2": {"family": "qwen2", "window": 8, "global_every": 3},
+    "qwen3 without a window": {"family": "qwen3", "head_dim": 12},
+    "gemma2": {"family": "gemma2", "window": 8, "global_every": 2, "query_scalar": 256.0, "attention_softcap": 50},
+    "gemma2 without a window": {"family": "gemma2", "logit_softcap": 30},
+    "gemma3 without a window": {"family": "gemma3", "rope_scaling": RopeScaling(), "query_scalar": 24},
+    "gemma3 with one rope": {"family": "gemma3", "window": 8, "global_every": 2, "rope_theta": 5e5},
+    "gemma3": {"family": "gemma3", "window": 8, "local_rope_theta": 1e4, "rope_scaling": RopeScaling(), "logit_softcap": 3.0},
+    "gpt2": {"family": "gpt2", "num_positions": 16},
+    "mixtral": {"family": "mixtral", "window": 8, **EXPERTS},
+    "qwen3_moe": {"family": "qwen3_moe", "window": 8, **EXPERTS, "normalize_routing": False},
+    "qwen3_moe without a window": {"family": "qwen3_moe", **EXPERTS},
+}
+
+
+@pytest.mark.parametrize("settings", EXPORTED.values(), ids=EXPORTED)
+def test_what_is_written_means_the_same(settings):
+    config = ModelConfig(**{"norm_eps": 1e-6, **settings})
+    written = hf_config.write(config, max_length=64, dtype="float32")
+    assert of_model(hf_config.read(written)) == of_model(config)
+    whole = {"hidden_size", "num_hidden_layers", "sliding_window", "query_pre_attn_scalar", "max_position_embeddings", "n_embd"}
+    real = {"rms_norm_eps", "layer_norm_epsilon", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping"}
+    assert {name for name, value in written.items() if name in whole and type(value) not in (int, type(None))} == set()
+    assert {name for name, value in written.items() if name in real and type(value) not in (float, type(None))} == set()
+    # With layers of both kinds or without any, Gemma needs a number.
+    assert not config.family.startswith("gemma") or written["sliding_window"] is not None
+
+
+def test_an_export_that_means_something_else_is_not_written(monkeypatch):
+    monkeypatch.setattr(hf_config, "_write_window", lambda config: {"sliding_window": 7})
+    with pytest.raises(UsageError, match=r"the family mistral with layers = .*window=8.*transformers cannot compute that"):
+        hf_config.write(ModelConfig(family="mistral", window=8), max_length=64, dtype="float32")
 
 
 def test_all_that_is_not_understood_is_told_at_once():
@@ -138,11 +298,3 @@ def test_all_that_is_not_understood_is_told_at_once():
 def test_a_missing_size_is_named():
     with pytest.raises(UsageError, match="hidden_size is missing: a configuration of model_type llama has it"):
         hf_config.read({name: value for name, value in {"model_type": "llama", **SIZES}.items() if name != "hidden_size"})
-
-
-def test_what_a_family_cannot_say_is_not_written():
-    with pytest.raises(UsageError, match=r"model\.attention_softcap = 50\.0: models of the family llama cannot say that"):
-        hf_config.write(ModelConfig(attention_softcap=50.0), max_length=64, dtype="float32")
-    mixtral = ModelConfig(family="mixtral", num_experts=4, experts_per_token=2, normalize_routing=False)
-    with pytest.raises(UsageError, match=r"model\.normalize_routing = False: models of the family mixtral cannot say that"):
-        hf_config.write(mixtral, max_length=64, dtype="float32")

@@ -23,6 +23,7 @@ from trainers.models.decoder import Decoder
 from trainers.models.decoding import decode
 from trainers.models.experts import load_balancing_loss
 from trainers.models.hf import config as hf_config
+from trainers.models.hf.meaning import of_model
 from trainers.models.hf.weights import from_tensors, to_tensors
 from trainers.parallel import mesh as meshes
 from trainers.step.state import logical_axes
@@ -177,4 +178,4 @@ def test_their_files_come_back_bit_for_bit(family):
 
 def test_the_configuration_comes_back(family):
     config = family[0]
-    assert hf_config.meaning(hf_config.read(hf_config.write(config, max_length=64, dtype="float32"))) == hf_config.meaning(config)
+    assert of_model(hf_config.read(hf_config.write(config, max_length=64, dtype="float32"))) == of_model(config)

@@ -26,6 +26,7 @@ from trainers.parallel import mesh as meshes
 from trainers.step.state import logical_axes
 
 DATA = ROOT / "tests" / "unit" / "data" / "parity_vision"
+PARTS = {"text_config": {}, "vision_config": {}}
 
 
 def expected_of(name):
@@ -184,6 +185,32 @@ def test_a_weight_that_is_missing_is_named(tmp_path):
         ({"model_type": "siglip_vision_model", "attention_dropout": 0.1}, r"attention_dropout = 0.1: expected 0"),
         ({"model_type": "gemma3", "text_config": {}}, r"vision_config missing"),
         ({"model_type": "vit", "patch_size": 10}, r"patch_size = 10: expected a divisor of image_size \(224\)"),
+        ({"model_type": "vit", "patch_size": [16, 16]}, r"patch_size = \[16, 16\]: expected a whole number of at least 1"),
+        ({"model_type": "vit", "num_register_tokens": 4}, r"num_register_tokens = 4: the family vit has no such key here"),
+        ({"model_type": "siglip", "vision_config": {"use_rope": 1}}, r"vision_config\.use_rope = 1: the family siglip has no"),
+        ({"model_type": "siglip", "hidden_size": 8}, r"hidden_size = 8: model_type siglip has no such key"),
+        ({"model_type": "gemma3", **PARTS, "audio_config": {}}, r"audio_config = {}: model_type gemma3 has no such key"),
+        (
+            {"model_type": "gemma3", "text_config": {"clip_qkv": 8}, "vision_config": {"image_size": 256}},
+            r"text_config: clip_qkv = 8: the family gemma3 has no such key",
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {}, "vision_config": {"model_type": "vit"}},
+            r"vision_config\.model_type = 'vit': expected that of the family siglip",
+        ),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {"tie_word_embeddings": False},
+                "vision_config": {},
+                "tie_word_embeddings": True,
+            },
+            r"text_config\.tie_word_embeddings = False, tie_word_embeddings = True: both say the same thing",
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"final_logit_softcapping": 30.0}, "vision_config": {}},
+            r"text_config\.final_logit_softcapping = 30\.0: expected null in a model with images",
+        ),
     ],
 )
 def test_what_is_not_understood_is_named(found, message):
@@ -200,6 +227,6 @@ def test_what_a_file_leaves_out_is_the_default_of_the_family():
 
 def test_gemma3_alone_has_images_in_the_form_of_hugging_face():
     config = hugging_face.read_config(DATA / "gemma3")
-    other = config._replace(model=dataclasses.replace(config.model, family="gemma2"))
+    other = config._replace(model=dataclasses.replace(config.model, family="gemma2", rope_scaling=None, local_rope_theta=None))
     with pytest.raises(UsageError, match=r"model.family = 'gemma2': expected gemma3"):
         vision_config.write(other, max_length=64, dtype="float32")

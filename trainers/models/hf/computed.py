@@ -1,0 +1,262 @@
+"""What transformers computes of a decoder's `config.json`, family by family, as its own code reads the file (`make parity` holds
+this against transformers itself)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainers.config.families import FAMILIES
+from trainers.config.model import RopeScaling
+from trainers.errors import UsageError
+from trainers.models.hf import keys
+from trainers.models.hf.meaning import Layer, Meaning
+
+Json = Mapping[str, Any]
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+LLAMA = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "hidden_act": "silu", "tie_word_embeddings": False}
+QWEN = {**LLAMA, "num_key_value_heads": 32, "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+GEMMA = {
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+DEFAULTS: Mapping[str, Json] = {
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": QWEN,
+    "qwen3": {**QWEN, "head_dim": 128},
+    "gemma2": {**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    # With sizes: the files of Gemma 3 with images leave out those of 4B.
+    "gemma3": {
+        **GEMMA,
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window_pattern": 6,
+    },
+    "gpt2": {
+        "vocab_size": 50257,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+    },
+    "mixtral": {
+        **LLAMA,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        **QWEN,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+}
+"""What a file may leave out, for transformers leaves out its own defaults."""
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu": ("gelu_pytorch_tanh", "gelu_new")}
+
+
+def completed(family: str, found: Json) -> dict[str, Any]:
+    """Returns all keys of a file, under their own names and with the defaults. Raises UsageError that names each key that is not
+    understood."""
+    known = keys.OF_FAMILY[family]
+    wrong = list(keys.problems(found, known, f"the family {family}"))
+    # What is wrong is told once: the default is in its place.
+    right = {name: value for name, value in found.items() if name in known and known[name].fits(value)}
+    try:
+        given = {**DEFAULTS[family], **keys.without_aliases(family, right)}
+    except ValueError as error:
+        raise UsageError("\n".join([*wrong, str(error)])) from error
+    if wrong := [*wrong, *_problems(family, given)]:
+        raise UsageError("\n".join(wrong))
+    return given
+
+
+def _problems(family: str, given: Json) -> Iterator[str]:
+    allowed = ACTIVATIONS[FAMILIES[family].activation]
+    name = next(name for name in ("hidden_activation", "activation_function", "hidden_act") if name in given)
+    if given[name] not in allowed:
+        yield f"{name}: the activation {given[name]!r}: expected {' or '.join(allowed)} in the family {family}"
+    if family != "gpt2":
+        yield from _problems_of_ropes(family, given)
+        yield from _problems_of_layers(family, given)
+
+
+def _problems_of_ropes(family: str, given: Json) -> Iterator[str]:
+    if family == "gemma3" and given.get("rope_parameters"):
+        if given.get("rope_scaling"):
+            yield "rope_scaling, rope_parameters: both say how positions are scaled; delete one of them"
+        if other := sorted(set(given["rope_parameters"]) - {FULL, SLIDING}):
+            yield f"rope_parameters: {', '.join(other)}: expected {FULL} and {SLIDING}, one section each"
+    for where, rope in ropes(family, given).items():
+        if not isinstance(rope, Mapping):
+            yield f"{where} = {rope!r}: expected a section of keys and values"
+            continue
+        kind = kind_of(rope)
+        if kind not in keys.OF_ROPE_TYPE:
+            yield f"{where}: rope_type = {kind!r}: expected {', '.join(keys.OF_ROPE_TYPE)}"
+        elif kind != "default" and where.endswith(SLIDING):
+            yield f"{where}: rope_type = {kind!r}: expected default: only the other layers have scaled positions here"
+        else:
+            yield from keys.problems(rope, keys.OF_ROPE_TYPE[kind], f"rope_type {kind}", f"{where}.")
+            needed = set(keys.OF_ROPE_TYPE[kind]) - set(keys.ROPE) - {"original_max_position_embeddings"}
+            for name in sorted(needed - set(rope)):
+                yield f"{where}.{name} is missing: rope_type {kind} needs it"
+        if {"type", "rope_type"} <= set(rope) and rope["type"] != rope["rope_type"]:
+            yield f"{where}: rope_type = {rope['rope_type']!r}, type = {rope['type']!r}: both say the same; delete one of them"
+
+
+def _problems_of_layers(family: str, given: Json) -> Iterator[str]:
+    kinds, count = given.get("layer_types"), given.get("num_hidden_layers")
+    if kinds is None or count is None:
+        return
+    if other := sorted(set(kinds) - {FULL, SLIDING}):
+        yield f"layer_types: {', '.join(other)}: expected {FULL} and {SLIDING}"
+    elif len(kinds) != count:
+        yield f"layer_types has {len(kinds)} layers: expected num_hidden_layers ({count})"
+    elif family in WINDOW_IN_ALL and set(kinds) != {FULL if window_of(family, given) is None else SLIDING}:
+        # transformers does not read it in these families.
+        yield (
+            f"layer_types: {', '.join(sorted(set(kinds)))}: the family {family} has a window in all layers or in none, as "
+            f"sliding_window says; delete layer_types"
+        )
+
+
+WINDOW_IN_ALL = ("mistral", "mixtral", "qwen3_moe")
+
+
+def kind_of(rope: Json) -> Any:
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def ropes(family: str, given: Json) -> dict[str, Any]:
+    """Returns the sections that say the rotary positions, by where they stand in the file. Of a family with two, the first is of
+    the layers without a window."""
+    named = given.get("rope_parameters") or {}
+    scaling = given.get("rope_scaling") or {}
+    if family != "gemma3":
+        # The first of them that says anything.
+        return {"rope_scaling": scaling} if scaling else {"rope_parameters": named}
+    if not named:
+        return {"rope_scaling": scaling, f"rope_parameters.{SLIDING}": {}}
+    return {f"rope_parameters.{kind}": {} if named.get(kind) is None else named[kind] for kind in (FULL, SLIDING)}
+
+
+def window_of(family: str, given: Json) -> int | None:
+    """Returns the window of the layers that have one."""
+    if family.startswith("qwen") and not given["use_sliding_window"]:
+        return None
+    return given.get("sliding_window")
+
+
+def of_file(family: str, given: Json) -> Meaning:
+    """Returns what transformers computes of a file, all of whose keys are there (`completed`). Raises KeyError for a size that is
+    missing, and UsageError that names what transformers cannot compute."""
+    if family == "gpt2":
+        return _gpt2(given)
+    heads = given["num_attention_heads"]
+    channels = given.get("head_dim") or given["hidden_size"] // heads
+    of_experts = FAMILIES[family].experts
+    return Meaning(
+        family=family,
+        vocab_size=given["vocab_size"],
+        width=given["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=given.get("num_key_value_heads") or heads,
+        channels=channels,
+        mlp_width=given["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
+        layers=tuple(_layers(family, given)),
+        query_scalar=given.get("query_pre_attn_scalar") or channels,
+        norm_eps=given["rms_norm_eps"],
+        tie_embeddings=given["tie_word_embeddings"],
+        attention_softcap=given.get("attn_logit_softcapping"),
+        logit_softcap=given.get("final_logit_softcapping"),
+        num_experts=given["num_local_experts" if family == "mixtral" else "num_experts"] if of_experts else None,
+        experts_per_token=given["num_experts_per_tok"] if of_experts else None,
+        # Mixtral always divides the shares by their sum.
+        normalize_routing=given["norm_topk_prob"] if family == "qwen3_moe" else True,
+    )
+
+
+def _gpt2(given: Json) -> Meaning:
+    channels = given["n_embd"] // given["n_head"]
+    return Meaning(
+        family="gpt2",
+        vocab_size=given["vocab_size"],
+        width=given["n_embd"],
+        num_heads=given["n_head"],
+        num_kv_heads=given["n_head"],
+        channels=channels,
+        mlp_width=given.get("n_inner") or 4 * given["n_embd"],
+        layers=(Layer(None, None, None),) * given["n_layer"],
+        query_scalar=channels,
+        norm_eps=given["layer_norm_epsilon"],
+        tie_embeddings=given["tie_word_embeddings"],
+        num_positions=given["n_positions"],
+    )
+
+
+def _layers(family: str, given: Json) -> Iterator[Layer]:
+    window, sections = window_of(family, given), list(ropes(family, given).values())
+    first = (theta_of(sections[0], given["rope_theta"]), scaling_of(sections[0], given))
+    # Without scaling: else the file is refused.
+    second = (theta_of(sections[1], given["rope_local_base_freq"]), None) if sections[1:] else first
+    for kind in kinds_of_layers(family, given):
+        if kind == SLIDING and window is None and family.startswith("gemma"):
+            raise UsageError(f"sliding_window = null: expected the window of the layers of {SLIDING}, which the file has")
+        yield Layer(window, *second) if kind == SLIDING else Layer(None, *first)
+
+
+def kinds_of_layers(family: str, given: Json) -> list[str]:
+    count, window = given["num_hidden_layers"], window_of(family, given)
+    if family in WINDOW_IN_ALL or family == "llama":
+        return [FULL if window is None else SLIDING] * count
+    if given.get("layer_types") is not None:
+        return list(given["layer_types"])
+    if family.startswith("qwen"):
+        first = count if window is None else given["max_window_layers"]
+        return [SLIDING if layer >= first else FULL for layer in range(count)]
+    every = 2 if family == "gemma2" else given["sliding_window_pattern"]
+    return [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(count)]
+
+
+def theta_of(rope: Json, otherwise: float) -> float:
+    return rope.get("rope_theta", otherwise)
+
+
+def scaling_of(rope: Json, given: Json) -> RopeScaling | None:
+    kind = kind_of(rope)
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=rope["factor"])
+    length = rope.get("original_max_position_embeddings", given.get("max_position_embeddings"))
+    if length is None:
+        raise UsageError("original_max_position_embeddings is missing: rope_type llama3 needs it")
+    return RopeScaling(
+        kind="llama3",
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_length=length,
+    )
