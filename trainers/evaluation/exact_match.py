@@ -135,9 +135,14 @@ class ExactMatch:
 
     def add(self, outputs: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray]) -> None:
         for tokens, num_tokens, answer in zip(outputs["tokens"], outputs["num_tokens"], batch["answer"], strict=True):
-            given = found(self._tokenizer.decode(tokens[:num_tokens].tolist()), self._config.answer_pattern)
+            given = found(self._turn(tokens[:num_tokens].tolist()), self._config.answer_pattern)
             right = bytes(answer[answer != PADDING].astype(np.uint8)).decode()
             self._counts += [1, given is not None and same(given, right), given is not None]
+
+    def _turn(self, tokens: Sequence[int]) -> str:
+        """Returns the text up to what ends a turn, where that is no token by which the generation stops."""
+        text, ends = self._tokenizer.decode(tokens), self._tokenizer.stop_texts() if self._config.chat else ()
+        return text[: min((text.find(end) for end in ends if end in text), default=len(text))]
 
     def state(self) -> list[int]:
         return self._counts.tolist()
