@@ -47,7 +47,7 @@ from trainers.metrics.publisher import THROUGHPUT, Publisher, Seconds, Throughpu
 from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
-from trainers.runtime import multihost
+from trainers.runtime import multihost, signals
 from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import TrainState, num_parameters, with_shardings
@@ -71,10 +71,13 @@ class BaseTrainer(Builder):
         What is given is where the run begins: a state, or parameters (in nested dicts, also of NumPy arrays, as
         `trainers.export.from_safetensors` returns them) with a new optimizer state. A run that has a checkpoint goes on from
         that, and says so.
+
+        In the main thread Ctrl-C and SIGTERM save and stop, unless the program handles them; a second Ctrl-C ends it at once.
         """
         self._is_training = True
         try:
-            return self._train(model_parameters, state)
+            with signals.handled(runtime.current()):
+                return self._train(model_parameters, state)
         except BaseException as raised:
             error = self._out_of_memory(raised) if memory.out_of_memory(raised) else raised
             self.callbacks.call(Callback.on_exception, self.info, error=error)

@@ -17,6 +17,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder with the other chat templates, such as one for tools."""
 CONFIG_FILE = "config.json"
 MODEL_FILES = (CONFIG_FILE, "generation_config.json")
 """They describe the model, and how it is to generate."""

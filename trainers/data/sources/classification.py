@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,14 +10,16 @@ import numpy as np
 from trainers import runtime, tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.section import did_you_mean
-from trainers.data.chat import digest_of, shown, value_of
-from trainers.data.documents import TEXT, Document, Record, Records
+from trainers.data.chat import digest_of
+from trainers.data.documents import TEXT, Document, Record, Records, check_all_read
+from trainers.data.messages import value_of
 from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import Rows, only, padded, split
-from trainers.data.sources.records import open_told
+from trainers.data.sources.records import ignored_of, open_told
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
+from trainers.turns import shown
 
 LABEL = "label"
 CHECKED = 100
@@ -27,21 +29,21 @@ CHECKED = 100
 class LabelledEncoder:
     """Makes a document of the text of each record, and of the token that ends a text, if the tokenizer has one."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, ignored: Collection[str] = ()):
+        self.tokenizer, self.ignored = tokenizer, frozenset(ignored)
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         return [self._document(record) for record in records]
 
     def digest(self) -> str:
-        return digest_of("labelled", self.tokenizer)
+        return digest_of("labelled", self.tokenizer, *sorted(self.ignored))
 
     def _document(self, record: Record) -> Document:
-        end = [] if self.tokenizer.separator is None else [self.tokenizer.separator]
         text = value_of(record, TEXT)
         if not isinstance(text, str) or not text:
             raise DataError(f"column {TEXT!r} is {shown(repr(text))}: expected a text")
-        return Document(np.array([*self.tokenizer.encode(text), *end], np.int32))
+        check_all_read(record, read=(TEXT, LABEL), ignored=self.ignored)
+        return Document(np.array(tokenizers.ended(self.tokenizer, self.tokenizer.encode(text)), np.int32))
 
 
 def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[TrainingRows, HeldOutRows]:
@@ -52,7 +54,7 @@ def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[Tr
     if config.on_error == "raise":
         check_labels(records, arguments.classification.labels)
     if config.packing is not None:
-        kind = Kind(LabelledEncoder(tokenizer), config.sequence_length, leaves=leaves_of(arguments))
+        kind = Kind(LabelledEncoder(tokenizer, ignored_of(config)), config.sequence_length, leaves=leaves_of(arguments))
         return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
     train, held_out = split(records, config.eval_fraction)
@@ -62,7 +64,7 @@ def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[Tr
 def labelled(records: Records, tokenizer: Tokenizer, arguments: TrainingArguments) -> Rows:
     """Returns rows {"tokens": int32[T], "token_weight": float32[T], "label": int32}. Padding has the weight 0."""
     config, leaves = arguments.data, leaves_of(arguments)
-    encoder = LabelledEncoder(tokenizer)
+    encoder = LabelledEncoder(tokenizer, ignored_of(config))
 
     def row(record: Record) -> dict[str, Any]:
         document = only(encoder.encode([record]))

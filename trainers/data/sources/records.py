@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
+from trainers.config import DataConfig
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT, Record
 from trainers.data.sources.encoded import read_text
@@ -115,6 +116,13 @@ def open_told(source: SourceConfig, note: Callable[[str], None]) -> FilesRecords
 def tell_left_out(source: SourceConfig, num_malformed: int, note: Callable[[str], None]) -> None:
     if num_malformed:
         note(f"data.paths {', '.join(source.paths)}: {num_malformed} malformed lines are left out (data.on_malformed: skip)")
+
+
+def ignored_of(config: DataConfig, source: SourceConfig | None = None) -> frozenset[str]:
+    """Returns the columns that may stay unread: `data.ignore_columns`, and those that are read under another name. `source`: that
+    of a mixture, whose columns have names of their own."""
+    columns = (source or config).columns
+    return frozenset({*config.ignore_columns, *columns.values()} - {*columns})
 
 
 READERS: dict[str, Callable[[SourceFile, SourceConfig], FileRecords]] = {

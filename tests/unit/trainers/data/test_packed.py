@@ -96,7 +96,9 @@ def test_a_source_of_a_mixture_has_all_settings_of_a_source(tmp_path):
         ),
         MixtureSource(name="table", paths=(str(tmp_path / "c.parquet"),)),
     )
-    rows, _ = text_windows(arguments(tmp_path, packing="fit", mixture=mixture))
+    with pytest.raises(DataError, match=r"c\.parquet, row 1: nothing reads the column body .*data\.ignore_columns=\[body\]"):
+        text_windows(arguments(tmp_path, packing="fit", mixture=mixture))
+    rows, _ = text_windows(arguments(tmp_path, packing="fit", mixture=mixture, ignore_columns=("body",)))
     assert [source.name for source in rows.sources] == ["logs", "table"]
     assert sorted(texts(rows)) == ["first\n", "s\u00e9cond\n", "third\n"]
     changed = MixtureSource(name="logs", paths=(str(folder),), pattern="*.log", format="jsonl", columns={"text": "body"})

@@ -99,7 +99,7 @@ def test_the_kind_of_the_examples_is_named_or_found_by_the_columns(lines, monkey
     assert isinstance(encoder_of(made.data, made, ["text"]), TextEncoder)
     with pytest.raises(UsageError, match=r"data\.examples = 'tekst': expected one of auto, .*text; did you mean text\?"):
         encoder_of(arguments(lines, examples="tekst").data, made, ["text"])
-    other = encoders.EncoderKind(lambda columns: "number" in columns, "'number'", lambda arguments: Numbers())
+    other = encoders.EncoderKind(lambda columns: "number" in columns, "'number'", lambda arguments, ignored: Numbers())
     monkeypatch.setitem(encoders.ENCODERS, "numbers", other)
     assert isinstance(encoder_of(arguments(lines).data, made, ["number"]), Numbers)
     with pytest.raises(DataError, match=r"the columns number; expected for .*text: 'text'"):
