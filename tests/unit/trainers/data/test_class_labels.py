@@ -98,12 +98,6 @@ def test_a_label_that_is_none_is_told_before_training(tmp_path, packing, wrong):
         labelled_texts(settings(write(tmp_path / "a.jsonl", records), packing))
 
 
-def test_names_and_places_are_not_mixed(tmp_path):
-    records = [{"text": "x", "label": each} for each in ("a", "b", 0, 1)]
-    with pytest.raises(DataError, match=r"has texts and numbers: 'a' \(.*line 1\) and 0 \(.*line 3\); expected names of"):
-        labelled_texts(settings(write(tmp_path / "a.jsonl", records)))
-
-
 @pytest.mark.parametrize("kind", ["labels", "pairs"])
 def test_of_sorted_data_examples_of_all_classes_are_held_out_the_same_packed_and_apart(tmp_path, kind):
     words = [f"w{number:02}" for number in range(40)]
