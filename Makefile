@@ -9,9 +9,10 @@ WORKERS ?= 2
 SEEDS ?= 1 2 3
 SEED ?= 1
 COUNT ?= 5
+PAIRS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help env install quickstart test test-slow test-all soak parity mutants lint format lock clean
+.PHONY: help env install quickstart test test-slow test-all soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -76,11 +77,17 @@ soak: env  ## Every kind of fault at a real job, one run for each of SEEDS (ARGS
 		$(IN_VENV) -m orchestrator.chaos configs/tiny.yaml --faults all --seed $$seed \
 			max_num_steps=3000 checkpoint.save_steps=20 storage=build/soak/$$seed $(ARGS); done
 
-parity:  ## Make the models that the tests compare ours with, by torch and transformers in an environment of their own
+parity: env  ## Make the models that the tests compare ours with, by torch and transformers in an environment of their own; and compare PAIRS=50 random ones
 	@test -x build/parity/bin/python || $(PYTHON) -m venv build/parity
 	@build/parity/bin/python -m pip install --quiet --disable-pip-version-check -r tests/parity.txt
 	@build/parity/bin/python tests/parity.py $(ARGS)
 	@build/parity/bin/python tests/parity_vision.py
+	@$(MAKE) --no-print-directory parity-random
+
+parity-random:
+	@$(IN_VENV) -m tests.parity_random draw build/parity_random $(PAIRS)
+	@build/parity/bin/python tests/parity_random.py theirs build/parity_random
+	@$(IN_VENV) -m tests.parity_random compare build/parity_random
 
 mutants: env  ## Do the tests hold? COUNT faults in each module, drawn by SEED (ARGS="trainers/step"); hours
 	@$(IN_VENV) -m benchmarks.mutants --count $(COUNT) --seed $(SEED) $(ARGS)

@@ -93,7 +93,7 @@ class Builder(ModelBuilder):
         self.post_init()
         check_attributes(self)
         own = assets.named(self.build_model_assets())
-        self.model_assets = {**carried.of(arguments, self._run_folder), **own}
+        self.model_assets = {**carried.of(arguments, self._run_folder), **carried.labels_of(dataset_train), **own}
         """The files of Hugging Face that the run began with, and what `build_model_assets` has returned, by name."""
         if dataset_train is not None:
             self.dataset_train = self.collated(random_access(dataset_train, arguments, self._note_from_host0))

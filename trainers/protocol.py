@@ -52,15 +52,16 @@ class Loss(NamedTuple):
     """The loss as sums over the examples of one (micro-)batch; the step divides once, by the global number of targets.
 
     `parts` are further metrics by name: (sum, weight) pairs that are divided when they are published, or `Sum`, `Max`, `Min`,
-    `Last`. `num_tokens` counts the tokens trained on, without padding; default: the targets.
+    `Last`. `num_tokens` counts the tokens trained on, without padding; default: the targets, and of weights
+    that add up to a fraction the next whole number for a global batch.
     """
 
     loss_sum: jax.Array
     num_targets: jax.Array
     parts: Mapping[str, Any] = {}
     num_tokens: jax.Array | None = None
-    rows: tuple[jax.Array, jax.Array] | None = None
-    """(loss_sum, num_targets) of each row of the batch, for `data.sources`."""
+    rows: tuple[jax.Array, ...] | None = None
+    """(loss_sum, num_targets) of each row of the batch, for `data.sources`; perhaps with num_tokens as the third."""
     model_state: Mapping[str, Any] = {}
     """The model's state after this batch, beside its parameters. The trainer fills it in; a task leaves it alone."""
 

@@ -29,6 +29,7 @@ FLOORS = {
     "trainers": (
         ("config", "storage", "foreign_errors", "first_line", "program", "other_systems"),
         ("errors", "parallel", "recorders", "console"),
+        ("turns",),
         ("runtime", "models", "optim", "tokenizers", "overrides"),
         ("protocol",),
         ("metrics", "data", "tasks"),

@@ -17,7 +17,10 @@ READ_BY_TASK_OR_DATA = {
     "preference": None,
     "classification": None,
     "distillation": None,
-    "data": ("paths", "pattern", "sequence_length", "eval_fraction", "truncation", "packing"),
+    "data": (
+        *("paths", "pattern", "format", "encoding", "columns", "examples", "on_malformed", "prepared"),
+        *("sequence_length", "eval_fraction", "truncation", "packing"),
+    ),
 }
 """Sections, and their fields (None: all), that only the task, the data or the trainer's own methods read: whether they do is seen
 by watching."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainers.data.documents import Document, Encoder, Record, Records
+from trainers.data.permutations import held_out
 from trainers.errors import DataError
 from trainers.protocol import METRIC
 
@@ -34,17 +35,17 @@ class Rows:
 
 
 class Part:
-    """Some of the records: from `start` up to `stop`."""
+    """Some of the records."""
 
-    def __init__(self, records: Records, start: int, stop: int):
-        self.records, self.start, self.stop = records, start, stop
+    def __init__(self, records: Records, indices: np.ndarray):
+        self.records, self.indices = records, indices
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.records.columns
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Record:
         return self.records[self._place(index)]
@@ -55,24 +56,25 @@ class Part:
     def _place(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
-        return self.start + index
+        return int(self.indices[index])
 
 
 def split(records: Records, eval_fraction: float) -> tuple[Part, Part]:
-    """Returns (the records to train on, those that are held out): the last ones. Raises DataError if one has none."""
-    first_held_out = len(records) - num_held_out(len(records), eval_fraction)
-    return Part(records, 0, first_held_out), Part(records, first_held_out, len(records))
+    """Returns (the records to train on, those that are held out): a random choice, the same with any seed. Raises DataError if
+    one has none."""
+    train, held = held_out(len(records), num_held_out(len(records), eval_fraction))
+    return Part(records, train), Part(records, held)
 
 
 def num_held_out(num_records: int, eval_fraction: float) -> int:
     """Returns how many records are held out. Raises DataError if none is, or none is left to train on."""
-    held_out = round(num_records * eval_fraction)
-    if num_records == held_out or (eval_fraction > 0 and held_out == 0):
+    number = round(num_records * eval_fraction)
+    if num_records == number or (eval_fraction > 0 and number == 0):
         raise DataError(
-            f"data.eval_fraction = {eval_fraction} of {num_records} records leaves {num_records - held_out} to train on and "
-            f"{held_out} to hold out: expected at least one each; give more data, or another eval_fraction"
+            f"data.eval_fraction = {eval_fraction} of {num_records} records leaves {num_records - number} to train on and "
+            f"{number} to hold out: expected at least one each; give more data, or another eval_fraction"
         )
-    return held_out
+    return number
 
 
 def cut(document: Document, length: int, truncation: Truncation) -> Document:

@@ -13,6 +13,8 @@ MAX_STATE_BYTES = 1 << 20
 """A larger state is not kept: each checkpoint has that of every host."""
 NAMES = ("get_state", "state")
 """The names of the method that returns a state; `set_state` takes it."""
+REACHED = "reached"
+"""The key, in the text of a state of the end, of the number of items before it."""
 
 
 class Stream:
@@ -28,7 +30,9 @@ class Stream:
         self.no_way_back, self.note = no_way_back, note
         self.position, self.ended = 0, False
         self._iterator: Iterator[Any] = iter(iterable)
-        self._states: dict[int, str] = {}
+        self._states: dict[int, tuple[int, str]] = {}
+        """(the number of items before it, the state) by the position for which it is kept. They differ at the end, where a last
+        part of `every` items is not full."""
         self.has_state = self._holder() is not None
         self._keep(0)
 
@@ -56,7 +60,7 @@ class Stream:
         is ahead, or if the caller still has it, as it has all from `oldest` on. Returns whether it has moved: then nothing that
         the caller has kept comes before the next item."""
         nearest = max((position for position in self._states if position <= index), default=0)
-        if index >= oldest and nearest <= self.position:
+        if index >= oldest and self._states.get(nearest, (nearest, ""))[0] <= self.position:
             return False
         self._set(nearest)
         return True
@@ -65,14 +69,17 @@ class Stream:
         """Returns the state before item `position`, as text; None if it is not known."""
         if position == self.position and not self.ended:
             self._keep(position)
-        return self._states.get(position)
+        if position not in self._states:
+            return None
+        reached, state = self._states[position]
+        return state if reached == position else json.dumps({**json.loads(state), REACHED: reached})
 
     def remember(self, position: int, state: str) -> None:
         """Takes a state that `state_at(position)` has returned, in this process or another."""
-        self._states[position] = state
+        self._states[position] = (json.loads(state).get(REACHED, position), state)
 
     def _set(self, position: int) -> None:
-        state = self._states.get(position)
+        reached, state = self._states.get(position, (position, None))
         if state is None and iter(self.iterable) is self.iterable:
             raise UsageError(self.no_way_back)
         # First: the state may be that of a new iterator, or of the iterable, which its next iterator begins with.
@@ -83,7 +90,7 @@ class Stream:
             holder[0].set_state(decoded(state))
             if holder[0] is not self._iterator:
                 self._iterator = iter(self.iterable)
-        self.position, self.ended = position, False
+        self.position, self.ended = reached, False
 
     def _holder(self) -> tuple[Any, str] | None:
         """Returns the object that has the state, and the name of the method that returns it; None: there is no state."""
@@ -106,7 +113,7 @@ class Stream:
                 "run reads the data again up to its position"
             )
             return
-        self._states[position] = state
+        self._states[position] = (self.position, state)
         for old in sorted(self._states)[1 : -self.num_states]:  # the first stays: it is the way back to the beginning
             del self._states[old]
 

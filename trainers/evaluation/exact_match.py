@@ -22,8 +22,9 @@ from trainers.config import PreviewConfig, UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.config.exact_match import PLACE, ExactMatchConfig
 from trainers.config.source import SourceConfig
-from trainers.data.chat import COMPLETION, PROMPT, completed, value_of, with_template
+from trainers.data.chat import COMPLETION, PROMPT, completed, with_template
 from trainers.data.documents import Record, Records
+from trainers.data.messages import value_of
 from trainers.data.padded import padded
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, UsageError

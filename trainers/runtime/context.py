@@ -70,7 +70,7 @@ class Runtime:
         self._asked: str | None = None
         """Why the training itself, or a signal to it alone, asked for its end. Apart from `_stop`: it ends with that training
         (`training_ended`), and a signal that came after it must not."""
-        self._save_requests = 0
+        self._save_requests = self._handled_saves = 0
         self.profiling = False
         """Whether the loop is recording a profile."""
         self._profile_request: Request | None = None
@@ -112,12 +112,20 @@ class Runtime:
 
     def training_ended(self) -> None:
         """Must be called at the end of each training. A stop that the training itself asked for (`requested`) is done with; a
-        signal, a notice or an order is for the whole process, and ends a later training too."""
+        signal, a notice or an order is for the whole process, and ends a later training too. Requests to save are done with."""
         self._asked = None
+        self.take_save_requests()
 
     def request_save(self) -> None:
         with self._lock:
             self._save_requests += 1
+
+    def take_save_requests(self) -> bool:
+        """Returns whether a save was requested since the last call: each request counts once in the life of the process."""
+        # No lock: every step asks, and a signal handler that requests one may interrupt it.
+        requests = self._save_requests
+        new, self._handled_saves = requests > self._handled_saves, requests
+        return new
 
     def request_profile(self, request: Request) -> None:
         """Asks to record the next steps of this host: {"id", "steps"}. The answer is an event, `profile`, with this id."""
@@ -167,10 +175,6 @@ class Runtime:
     @property
     def stop_reason(self) -> str | None:
         return self._asked or self._stop
-
-    @property
-    def save_requests(self) -> int:
-        return self._save_requests
 
 
 _current = Runtime(lambda event: None)

@@ -51,9 +51,11 @@ def weighted(value: Any, weight: jax.Array) -> Any:
     rows = {name: jnp.where(weight > 0, weight * array, 0.0) for name, array in arrays.items()}
     losses, targets = rows.pop("losses"), rows.pop("num_targets")
     num_targets = jnp.sum(targets)
-    num_tokens = None if value.num_tokens is None else jnp.sum(jnp.where(weight > 0, value.num_tokens, 0))
+    # By the targets themselves, and not by their weights: an example of weight 0.1 has all of its tokens.
+    tokens = arrays["num_targets"] if value.num_tokens is None else value.num_tokens
+    row_tokens = jnp.where(weight > 0, tokens, 0)
     parts = {name: (jnp.sum(row), num_targets) for name, row in rows.items()}
-    return Loss(jnp.sum(losses), num_targets, parts, num_tokens, rows=(losses, targets))
+    return Loss(jnp.sum(losses), num_targets, parts, jnp.sum(row_tokens), rows=(losses, targets, row_tokens))
 
 
 def as_loss(value: Any, scales: Scales | None = None) -> Loss:
@@ -126,7 +128,8 @@ def _total(parts: Mapping[str, Any], scales: Scales | None) -> Loss:
     pairs = {name: (term.loss_sum, term.num_targets) for name, term in terms.items()}
     metrics = {name: part for name, part in parts.items() if name not in terms}
     of_terms = {name: part for term in terms.values() for name, part in term.parts.items()}
-    return Loss(jnp.asarray(total), next(iter(terms.values())).num_targets, {**pairs, **of_terms, **metrics})
+    first = next(iter(terms.values()))
+    return Loss(jnp.asarray(total), first.num_targets, {**pairs, **of_terms, **metrics}, first.num_tokens)
 
 
 @dataclass(frozen=True)

@@ -121,13 +121,14 @@ class CausalLMTask:
         if config.z_loss_weight:
             parts["z_loss"] = (jnp.sum(z_losses * weight), num_targets)
         # [B] each.
-        rows = (jnp.sum(losses * weight, axis=1), jnp.sum(weight, axis=1))
+        tokens_B = jnp.sum(weight > 0, axis=1)
+        rows = (jnp.sum(losses * weight, axis=1), jnp.sum(weight, axis=1), tokens_B)
         loss_sum = jnp.sum(losses * weight)
         if router is not None:
             # By targets, like all else: a micro-batch counts for as much as it has of them.
             loss_sum += num_targets * sum(router.losses.values())
             parts |= {name: (num_targets * value, num_targets) for name, value in (router.losses | router.load).items()}
-        return Loss(loss_sum, num_targets, parts, rows=rows)
+        return Loss(loss_sum, num_targets, parts, jnp.sum(tokens_B), rows=rows)
 
     def _token_losses(
         self, model: nnx.Module, tokens: jax.Array, targets: jax.Array, weight: jax.Array, packed: Packed | None

@@ -51,9 +51,11 @@ class DistillationTask(CausalLMTask):
             weight, positions, segments = jnp.where(packed.has_target, weight, 0.0), packed.positions, packed.segments
         student, teacher = (each.hidden(tokens, positions, segments) for each in (model, frozen[TEACHER]))
         found = distances(student, teacher, self.arguments.distillation)
-        rows = (jnp.sum(found.divergences * weight, 1), jnp.sum(weight, 1))
+        tokens_B = jnp.sum(weight > 0, 1)
+        rows = (jnp.sum(found.divergences * weight, 1), jnp.sum(weight, 1), tokens_B)
         num_targets = jnp.sum(rows[1])
-        return Loss(jnp.sum(rows[0]), num_targets, {"agreement": (jnp.sum(found.agreement * weight), num_targets)}, rows=rows)
+        parts = {"agreement": (jnp.sum(found.agreement * weight), num_targets)}
+        return Loss(jnp.sum(rows[0]), num_targets, parts, jnp.sum(tokens_B), rows=rows)
 
 
 def distances(student: Hidden, teacher: Hidden, config: DistillationConfig, max_logits: int | None = None) -> Distances:

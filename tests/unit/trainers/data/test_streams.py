@@ -153,6 +153,39 @@ def test_the_end_is_found_without_counting(tmp_path, events):
     assert examples.read <= 1
 
 
+class OfBatches(Held):
+    """As many examples as it is told."""
+
+    number = 0
+
+    def __iter__(self):
+        while self.next < self.number:
+            self.next += 1
+            yield self.examples[(self.next - 1) % 96]
+
+
+@pytest.mark.parametrize("number", [1, 8, 16, 20, 21, 23, 44, 70, 100])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_end_amid_a_batch_is_where_it_is_also_for_who_asks_beyond_it_first(number, ahead):
+    """The loader reads ahead: it may ask for the batch after the last one before it reads the rows of the last."""
+    stream = OfBatches(Examples())
+    stream.number = number
+    source = IterableSource(stream, 64, pytest.fail)  # batches of 8
+    last = -(-number // 8) * 8
+    stops = [*range(8, last, 8), *([last + 8, last] if ahead else [last, last + 8])]
+    assert [source.available(stop) for stop in stops] == [min(stop, number) for stop in stops]
+    for index in range(max(0, last - 8), number):
+        assert int(source[index]["sample_id"]) == index
+    with pytest.raises(IndexError, match=f"the data ends after {number} examples"):
+        source[number]
+    # A restart at the end finds it, and reads nothing again.
+    stream = OfBatches(Examples())
+    stream.number = number
+    again = IterableSource(stream, 64, pytest.fail)
+    again.remember(last, source.state_at(last))
+    assert (again.available(last + 8), again.available(last), stream.examples.read) == (number, number, 0)
+
+
 # ---------------------------------------------------------------------- what a checkpoint has of it
 
 
