@@ -26,8 +26,6 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # A training would take it for its own end alone, and the next test would begin.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A background job of a shell ignores Ctrl-C, and so would all that the tests start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.pluginmanager.register(Progress(config), "gangway-progress")
