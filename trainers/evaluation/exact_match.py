@@ -96,6 +96,8 @@ def questions(config: ExactMatchConfig, arguments: TrainingArguments) -> Questio
 class AnswerTask(CausalLMTask):
     """A language model that answers: its predictions are the generated tokens."""
 
+    reads = CausalLMTask.reads | {PROMPT, "prompt_length", "answer"}
+
     def __init__(self, arguments: TrainingArguments, config: ExactMatchConfig):
         super().__init__(arguments)
         self.config = config
