@@ -1,6 +1,7 @@
 """Before JAX starts: the tests see eight CPU devices, threads enough for all of them, and nothing that is the user's."""
 
 import os
+import signal
 
 import pytest
 
@@ -23,6 +24,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A training would take it for its own end alone, and the next test would begin.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     config.pluginmanager.register(Progress(config), "gangway-progress")

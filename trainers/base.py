@@ -20,6 +20,7 @@ from trainers.callbacks import Callback
 from trainers.checkpoint import assets
 from trainers.checkpoint.standalone import load_from, save_to
 from trainers.config.section import parse_duration_s
+from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.loader import Tells, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
 from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
@@ -37,6 +38,7 @@ from trainers.loop.previewer import Previewer
 from trainers.loop.restore import Resume, initial_lineage
 from trainers.loop.results import describe
 from trainers.loop.saver import Saver
+from trainers.loop.start_from import FromCheckpoint
 from trainers.loop.time_used import TimeUsed
 from trainers.loop.train_loop import Loop
 from trainers.loop.triggers import Due, EndOfData, Epochs
@@ -47,7 +49,7 @@ from trainers.metrics.publisher import THROUGHPUT, Publisher, Seconds, Throughpu
 from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
-from trainers.runtime import multihost
+from trainers.runtime import multihost, signals
 from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import TrainState, num_parameters, with_shardings
@@ -71,10 +73,13 @@ class BaseTrainer(Builder):
         What is given is where the run begins: a state, or parameters (in nested dicts, also of NumPy arrays, as
         `trainers.export.from_safetensors` returns them) with a new optimizer state. A run that has a checkpoint goes on from
         that, and says so.
+
+        In the main thread Ctrl-C and SIGTERM save and stop, unless the program handles them; a second Ctrl-C ends it at once.
         """
         self._is_training = True
         try:
-            return self._train(model_parameters, state)
+            with signals.handled(runtime.current()):
+                return self._train(model_parameters, state)
         except BaseException as raised:
             error = self._out_of_memory(raised) if memory.out_of_memory(raised) else raised
             self.callbacks.call(Callback.on_exception, self.info, error=error)
@@ -215,12 +220,15 @@ class BaseTrainer(Builder):
 
     def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
         """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
-        new optimizer state; 3. the parameters that `init_from` names; 4. the seed."""
+        new optimizer state; 3. the state that `checkpoint.start_from` names; 4. the parameters that `init_from` names; 5. the
+        seed."""
         arguments, shardings, shapes = self.arguments, self._state_shardings, self._model_arrays
         # Only a rollback comes back to the beginning within this process.
         keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
-        if arguments.init_from is not None and (state is not None or model_parameters is not None):
-            self._note_from_host0("init_from is not used: train was given a state or parameters")
+        given = state is not None or model_parameters is not None
+        named = {"init_from": arguments.init_from, "checkpoint.start_from": arguments.checkpoint.start_from}
+        for name in (name for name, value in named.items() if given and value is not None):
+            self._note_from_host0(f"{name} is not used: train was given a state or parameters")
         if state is not None:
             # To this trainer's shardings: the given state may lie on other devices.
             return Given("the given state", lambda: jax.device_put(state, shardings), lambda placed: placed, keep=keep)
@@ -229,6 +237,8 @@ class BaseTrainer(Builder):
         if model_parameters is not None:
             first = jax.jit(self._initial_state, out_shardings=shardings)
             return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
+        if arguments.checkpoint.start_from is not None:
+            return FromCheckpoint(arguments, self._run_folder, with_shardings(self._model_state, shardings))
         # What was loaded becomes part of the state: there are no two of it in memory.
         first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
@@ -320,7 +330,7 @@ class BaseTrainer(Builder):
         loader, manager = self.dataloaders.dataloader_train, self.functions.checkpoint_manager
         limits = Limits(
             max_steps=arguments.max_num_steps,
-            max_batches=None if arguments.max_num_data_epochs is None else self._batches_of_epochs or 0,
+            max_batches=self._batches_of_data(loader),
             stop_at=runtime.current().stop_at,
             time_is_up=limit_s is not None and time_used.before_s >= limit_s,
             deadline_s=None if limit_s is None else time_used.deadline_s(limit_s),
@@ -332,7 +342,7 @@ class BaseTrainer(Builder):
             layout=self.step_layout,
             loader=loader,
             # A user's own loader need not know where its data ends.
-            end_of_data=EndOfData(getattr(loader, "ends", None)),
+            end_of_data=EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader)),
             empty_sums=self._no_sums,
             publisher=publisher,
             flags=Flags(self._mesh),
@@ -396,7 +406,7 @@ class BaseTrainer(Builder):
         self._state = state
         self.output = TrainerOutput(state, self._mesh, path, None if saved is None else str(saved), reason, metrics)
         self.dataloaders.dataloader_train.close()
-        self._dataloaders = self._validation_units = None  # built again if this trainer is used again
+        self._dataloaders = self._given_loaders = self._validation_units = None  # built again if this trainer is used again
         return state
 
     def _out_of_memory(self, error: BaseException) -> BaseException:
@@ -468,7 +478,21 @@ class BaseTrainer(Builder):
 
     @property
     def _epochs(self) -> Epochs:
-        return Epochs(len(self.dataset_train or ()), self.arguments.global_batch_size)
+        size, loader = self.arguments.global_batch_size, None if self._dataloaders is None else self.dataloaders.dataloader_train
+        if isinstance(loader, IteratedLoader):  # it need not read what `dataset_train` is
+            return Epochs(0, size, lambda: loader.batches_of_epoch)
+        return Epochs(len(self.dataset_train or ()), size)
+
+    def _batches_of_data(self, loader: Any) -> int | None:
+        """Returns the number of batches in `max_num_data_epochs`; None without it, or if only the loader finds its end."""
+        if self.arguments.max_num_data_epochs is None or isinstance(loader, IteratedLoader):
+            return None
+        return self._batches_of_epochs or 0
+
+    def _reason_of_end(self, loader: Any) -> StopReason:
+        """Returns why training ends when the loader has no batch."""
+        counts = isinstance(loader, IteratedLoader) and loader.can_begin_anew and self.arguments.max_num_data_epochs is not None
+        return StopReason.MAX_EPOCHS if counts else StopReason.END_OF_DATA
 
     def _no_requests(self) -> jax.Array:
         return Flags(self._mesh).array()

@@ -11,7 +11,6 @@ import dataclasses
 import inspect
 import math
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -106,6 +105,8 @@ def history(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
 class PiecesTrainer(BaseTrainer):
     """The trainer of a launch, with the callbacks that `pieces` names."""
 
+    names_are_final = False  # the pieces may be objects, which are set later
+
     def post_init(self) -> None:
         assert isinstance(self.arguments, PiecesArguments)
         for name in self.arguments.pieces.callbacks:
@@ -188,7 +189,7 @@ class Training:
         for line in going_on.of_run(folder, arguments):
             tell(line)
         trainer: BaseTrainer | None = None
-        with installed(runtime.Runtime(send)) as host, interrupts(host):
+        with installed(runtime.Runtime(send)):
             try:
                 trainer = self._trainer(arguments, tuple(map(callback_of, self.callbacks)))
                 trainer.train()
@@ -429,25 +430,6 @@ def installed(host: runtime.Runtime) -> Iterator[runtime.Runtime]:
         yield host
     finally:
         runtime.install(before)
-
-
-@contextmanager
-def interrupts(host: runtime.Runtime) -> Iterator[None]:
-    """Lets Ctrl-C ask for the end of training. Elsewhere than in the main thread there are no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupted(number: int, frame: Any) -> None:
-        if host.stop_reason is not None:
-            raise KeyboardInterrupt
-        host.request_stop(StopReason.INTERRUPTED)
-
-    before = signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from trainers.evaluation.validation import shapes_of_rows
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, build_grouped, parameters_to_evaluate
-from trainers.optim.parameter_kinds import Kinds
+from trainers.optim.parameter_kinds import Kinds, KindsOnDemand
+from trainers.optim.precision import check_averages, in_float32
 from trainers.optim.schedules import build_schedule
 from trainers.protocol import (
     Pruner,
@@ -66,6 +67,8 @@ class ModelBuilder(BatchBuilder):
         parts, params, self._axes = self._abstract_model
         frozen.check_use(self.task, self.arguments, prepares=self.overrides("prepare_batch"))
         trained = param_groups.trainable(self.param_groups, params)
+        if self.arguments.optimizer.name == SCHEDULE_FREE:
+            check_averages(trained)
         if self.pruner is not None:  # before the shapes of a state, of which its own is a part
             pruning.check_pruner(self.pruner, trained)
         # Without data (as in an export) only the shapes of the state are needed.
@@ -103,7 +106,7 @@ class ModelBuilder(BatchBuilder):
     @property
     def parameter_kinds(self) -> Kinds:
         """What the parameters are to an optimizer, by name: `trainers.optim.optimizers.build_optimizer` takes it."""
-        return self._abstract_model[0].kinds
+        return KindsOnDemand(lambda: self._abstract_model[0].kinds)
 
     def freeze_module(self) -> tuple[str, ...]:
         """Returns patterns of parameters to freeze. They come before all groups; `optimizer.groups` may freeze others."""
@@ -199,7 +202,8 @@ class ModelBuilder(BatchBuilder):
     @cached_property
     def _update_rule(self) -> optax.GradientTransformation:
         """The optimizer for the parameters that are not frozen."""
-        return param_groups.freezing(self.optimizer, self.param_groups)
+        # In float32 also where it is the user's own.
+        return param_groups.freezing(in_float32(self.optimizer), self.param_groups)
 
     def _abstract_state(self, parts: ModelParts, params: Any, layout: Layout) -> TrainState:
         """Returns the shapes of a state. Shapes alone: a standby does this, which must touch no device."""

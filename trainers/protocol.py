@@ -12,6 +12,8 @@ import numpy as np
 from trainers.config.arguments import TrainingArguments
 from trainers.runtime.stop_reason import StopReason
 
+SKIPPED = "skipped_example"
+"""The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
 METRIC = "metric/"
 """The prefix of the names of the leaves of a batch that are metrics of its rows."""
 
@@ -52,15 +54,16 @@ class Loss(NamedTuple):
     """The loss as sums over the examples of one (micro-)batch; the step divides once, by the global number of targets.
 
     `parts` are further metrics by name: (sum, weight) pairs that are divided when they are published, or `Sum`, `Max`, `Min`,
-    `Last`. `num_tokens` counts the tokens trained on, without padding; default: the targets.
+    `Last`. `num_tokens` counts the tokens trained on, without padding; default: the targets, and of weights
+    that add up to a fraction the next whole number for a global batch.
     """
 
     loss_sum: jax.Array
     num_targets: jax.Array
     parts: Mapping[str, Any] = {}
     num_tokens: jax.Array | None = None
-    rows: tuple[jax.Array, jax.Array] | None = None
-    """(loss_sum, num_targets) of each row of the batch, for `data.sources`."""
+    rows: tuple[jax.Array, ...] | None = None
+    """(loss_sum, num_targets) of each row of the batch, for `data.sources`; perhaps with num_tokens as the third."""
     model_state: Mapping[str, Any] = {}
     """The model's state after this batch, beside its parameters. The trainer fills it in; a task leaves it alone."""
 
@@ -90,10 +93,13 @@ class TrainerConfigureDataloaderOutput(NamedTuple):
 
 
 class TrainerConfigureFunctionOutput(NamedTuple):
+    """What `configure_functions` returns. None stands for what the trainer itself would have made."""
+
     train_step_fn: Any
-    eval_step_fn: Any
-    mesh: jax.sharding.Mesh
-    checkpoint_manager: Any
+    eval_step_fn: Any = None
+    mesh: Any = None
+    """A `jax.sharding.Mesh`: that of the settings (`mesh`). Another one is refused."""
+    checkpoint_manager: Any = None
 
 
 SHOWN_STATE = 120

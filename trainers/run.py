@@ -3,14 +3,13 @@
     python -m trainers.run CONFIG [key=value ...]
 
 CONFIG is a file as the orchestrator reads it; the sections that concern machines have no meaning here. Overrides are as there,
-such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops.
+such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops; a second one ends the command at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import sys
 import time
 import traceback
@@ -183,13 +182,13 @@ def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) ->
 
 def build(arguments: TrainingArguments, recorders: Recorders, console: Console) -> Any:
     from trainers import runtime
+    from trainers.runtime import signals
 
     # A key of this launch alone: a later one may have other code, and finds a program by what it is traced to.
     host = runtime.Runtime(lambda event: show(event, recorders, console), program_key=uuid.uuid4().hex)
     runtime.install(host)
     # The loop then stops between two steps, with the state saved.
-    signal.signal(signal.SIGINT, lambda number, frame: host.request_stop("interrupted"))
-    signal.signal(signal.SIGTERM, lambda number, frame: host.request_stop("terminated"))
+    signals.handle(host)
     return load_object(arguments.trainer)(arguments, *dataset_function(arguments)(arguments))
 
 

@@ -7,22 +7,29 @@ wait for.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from trainers import turns
 from trainers.config.arguments import TrainingArguments
-from trainers.config.hf_files import BYTES, MODEL_FILES, TOKENIZER_FILES, has_tokenizer
+from trainers.config.hf_files import BYTES, MODEL_FILES, MORE_TEMPLATES, TOKENIZER_FILES, has_tokenizer
 from trainers.errors import DataMissingError, UsageError
 
 NUM_BYTES = 256
 KEPT = os.path.join("assets", "hugging_face")
 """Where a run's folder has its tokenizer: the folder that it came from may be gone."""
+PROBE = "a"
+"""A text that tells what a tokenizer puts around one."""
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 NO_TEMPLATE = "has no chat template: expected chat_template.jinja, or chat_template in tokenizer_config.json"
 
 
@@ -39,8 +46,12 @@ class Tokenizer(Protocol):
     def separator(self) -> int | None:
         """The token after each document of a training text; None: there is none."""
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before each text."""
+
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of the beginning of a text, with the token that begins texts, if the tokenizer has one."""
+        """Returns the tokens of the beginning of a text, such as a prompt: `begin` is before it, once, and nothing after it."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of each text, and nothing else."""
@@ -51,8 +62,14 @@ class Tokenizer(Protocol):
         """Returns the tokens of a conversation that the model is to go on with. `replaced`: (a text in what the template makes,
         the text in its place). Raises UsageError if there is no template."""
 
+    def text_of(self, token: int | None) -> str | None:
+        """Returns the text of one token; None if there is no such token."""
+
     def stop_ids(self) -> tuple[int, ...]:
-        """Returns the tokens that end a text."""
+        """Returns the tokens that end a text, or a turn of the assistant."""
+
+    def stop_texts(self) -> tuple[str, ...]:
+        """Returns the texts that end a turn of the assistant, where that is no token of its own."""
 
     def digest(self) -> str:
         """Returns what tells this tokenizer from others."""
@@ -64,10 +81,58 @@ class Rendered(NamedTuple):
     """The characters of each token: the first, and the one after the last."""
 
 
+class Around(NamedTuple):
+    """What a tokenizer puts around a text."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @property
+    def last(self) -> int | None:
+        return self.end[-1] if self.end else None
+
+
+def around(whole: Sequence[int], bare: Sequence[int], source: str) -> Around:
+    """Returns what is around `bare`, the tokens of a text, in `whole`. Raises UsageError if it is not there, or ends with several
+    tokens."""
+    bare, whole = [*bare], [*whole]
+    start = next((place for place in range(len(whole)) if whole[place : place + len(bare)] == bare), None)
+    if start is None or len(whole) - start - len(bare) > 1:
+        raise UsageError(
+            f"the tokenizer {source} makes {whole} of a text whose tokens are {bare}: expected at most one after them"
+        )
+    return Around(tuple(whole[:start]), tuple(whole[start + len(bare) :]))
+
+
+def begun(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Returns the tokens of a text with what begins texts, once: the text may have it already."""
+    return [*tokens] if [*tokens[: len(begin)]] == [*begin] else [*begin, *tokens]
+
+
+def ended(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """Returns the tokens of a text with the token that ends texts, once, if the tokenizer has one."""
+    end = tokenizer.separator
+    return [*tokens] if end is None or [*tokens[-1:]] == [end] else [*tokens, end]
+
+
+def specials(tokenizer: Tokenizer) -> list[str]:
+    """Returns what begins and ends each kind of document, a line for each, as training and generation have it."""
+    if tokenizer.source == BYTES:
+        return ["a text ends with a new line; a prompt and its completion have nothing around them"]
+    begin = "".join(tokenizer.text_of(token) or "" for token in tokenizer.begin)
+    end = tokenizer.text_of(tokenizer.separator) or ""
+    lines = [f"a text: {begin}...{end}", f"a prompt: {begin}..., and then its completion: ...{end}"]
+    if isinstance(tokenizer, FolderTokenizer) and tokenizer.has_template:
+        ending = tokenizer.end_of_turn
+        how = f"{ending.strip()!r} ends a turn of the assistant" if ending else "no text ends each turn of the assistant"
+        lines.append(f"a conversation: what its chat template writes, and nothing else; {how}")
+    return lines
+
+
 class ByteTokenizer:
     """A token is a byte."""
 
-    source, num_ids, separator = BYTES, NUM_BYTES, None
+    source, num_ids, separator, begin = BYTES, NUM_BYTES, None, ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -79,10 +144,16 @@ class ByteTokenizer:
         # The vocabulary may be larger than the bytes: such tokens have no text.
         return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
 
+    def text_of(self, token: int | None) -> str | None:
+        return None if token is None else self.decode([token])
+
     def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         raise UsageError("there is no chat template, for the tokens are bytes: give a model with a tokenizer that has one")
 
     def stop_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def stop_texts(self) -> tuple[str, ...]:
         return ()
 
     def digest(self) -> str:
@@ -90,10 +161,10 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer of a folder of Hugging Face, as `transformers` reads it."""
+    """The tokenizer of a folder of Hugging Face, as `transformers` reads it. `day`: what a chat template takes for today."""
 
-    def __init__(self, folder: str):
-        self.source = folder
+    def __init__(self, folder: str, day: date | None = None):
+        self.source, self.day = folder, day
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -120,10 +191,20 @@ class FolderTokenizer:
 
     @property
     def separator(self) -> int | None:
-        return self._tokenizer.eos_token_id
+        end = self._tokenizer.eos_token_id
+        return self._around.last if end is None else end
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        return self._around.begin
+
+    @cached_property
+    def _around(self) -> Around:
+        whole, bare = (self._tokenizer(PROBE, add_special_tokens=each)["input_ids"] for each in (True, False))
+        return around(whole, bare, self.source)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer(text)["input_ids"]
+        return begun(self.begin, self.encode_documents([text])[0])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._tokenizer
@@ -139,6 +220,10 @@ class FolderTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         known = [token for token in tokens if token < self._size]
         return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def raw(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens with those that are special."""
+        return self._tokenizer.decode([*tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     @cached_property
     def _size(self) -> int:
@@ -159,21 +244,63 @@ class FolderTokenizer:
         # The template has written the token that begins texts already.
         return self._tokenizer(text if replaced is None else text.replace(*replaced), add_special_tokens=False)["input_ids"]
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, reply: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        reply: bool = False,
+        fields: Mapping[str, Any] = NO_FIELDS,
+        day: date | None = None,
+    ) -> str:
         """Returns the text that the chat template makes of a conversation. `reply`: with the beginning of the assistant's next
-        message. Raises whatever the template raises."""
-        return self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=reply)
+        message. `fields`: what else the template gets, such as `tools`. `day`: another one than the tokenizer's. Raises whatever
+        the template raises."""
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=self.template(fields, day),
+            tokenize=False,
+            add_generation_prompt=reply,
+            **fields,
+        )
+
+    def template(self, fields: Mapping[str, Any] = NO_FIELDS, day: date | None = None) -> str:
+        """Returns the chat template for conversations with such fields. It has `day` for today, else that of the tokenizer, else
+        that of the calendar."""
+        text = self._tokenizer.get_chat_template(tools=fields.get("tools"))
+        return turns.with_day(text, day or self.day or date.today())
 
     @cached_property
-    def has_marks(self) -> bool:
-        """Whether the chat template marks what the assistant writes: `{% generation %}`."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self._tokenizer.get_chat_template()) is not None
+    def reserved(self) -> frozenset[str]:
+        """The names that a field for the template cannot have: the library has them for itself."""
+        names = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() | {"messages", *turns.OF_THE_DAY}
+        return frozenset(names - {"tools", "documents", "kwargs"})
 
-    def marked(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
+    def has_marks(self, fields: Mapping[str, Any] = NO_FIELDS) -> bool:
+        """Whether the chat template marks what the assistant writes: `{% generation %}`."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.template(fields)) is not None
+
+    def marked(self, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any] = NO_FIELDS) -> tuple[list[int], list[int]]:
         """Returns (the tokens of a conversation, 1 for each token that the template marks as the assistant's). Raises whatever
         the template raises."""
-        found = self._tokenizer.apply_chat_template(list(messages), return_dict=True, return_assistant_tokens_mask=True)
+        found = self._tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=self.template(fields),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **fields,
+        )
         return list(found["input_ids"]), list(found["assistant_masks"])
+
+    @cached_property
+    def end_of_turn(self) -> str | None:
+        """The text that ends each turn of the assistant, up to its first special token; "" if the template writes none, and None
+        if it does not tell."""
+        text = turns.end_of_turn(self) if self.has_template else None
+        if text is None:
+            return None
+        tokens, offsets = self.encode_rendered(text)
+        ends = (stop for token, (_, stop) in zip(tokens, offsets, strict=True) if token in self.special_ids)
+        return text[: next(ends, len(text))]
 
     def encode_rendered(self, text: str) -> Rendered:
         """Returns the tokens of what `render` returned, and where each is in the text."""
@@ -187,26 +314,35 @@ class FolderTokenizer:
         return frozenset({*self._tokenizer.all_special_ids, *(token for token, about in added if about.special)})
 
     def stop_ids(self) -> tuple[int, ...]:
-        """Returns those of `generation_config.json`, or else of `config.json`, and the tokenizer's own."""
-        found = () if self.separator is None else (self.separator,)
+        """Returns those of `generation_config.json`, or else of `config.json`, the tokenizer's own, and the token that ends a
+        turn of the assistant. If that is several tokens, `stop_texts` has it."""
+        found: tuple[int, ...] = () if self.separator is None else (self.separator,)
+        tokens = self.encode_rendered((self.end_of_turn or "").strip()).tokens
+        if len(tokens) == 1 and tokens[0] in self._tokenizer.added_tokens_decoder:
+            found += (tokens[0],)
         for name in reversed(MODEL_FILES):
             if ids := _end_ids(Path(self.source, name)):
                 return tuple(dict.fromkeys((*ids, *found)))
         return found
 
+    def stop_texts(self) -> tuple[str, ...]:
+        """Returns the text that ends a turn of the assistant, if it is no token of its own."""
+        end = (self.end_of_turn or "").strip()
+        tokens = self.encode_rendered(end).tokens
+        return () if not end or {*tokens} <= {*self.stop_ids()} else (end,)
+
     def digest(self) -> str:
-        # Another version of the library may take the same files otherwise.
-        digest = hashlib.sha256(version("transformers").encode())
-        for name in TOKENIZER_FILES:
-            if (path := Path(self.source, name)).is_file():
-                digest.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
+        # Another version of the libraries may take the same files otherwise.
+        digest = hashlib.sha256(f"{version('transformers')} {version('tokenizers')} {self.day}".encode())
+        folder = Path(self.source)
+        for path in (*map(folder.joinpath, TOKENIZER_FILES), *sorted(folder.glob(f"{MORE_TEMPLATES}/*"))):
+            if path.is_file():
+                digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode() + path.read_bytes())
         return digest.hexdigest()
 
 
 class FileTokenizer:
     """A tokenizer in one file, as `tokenizers` writes it."""
-
-    separator = None
 
     def __init__(self, path: str):
         self.source = path
@@ -224,8 +360,21 @@ class FileTokenizer:
     def num_ids(self) -> int:
         return max(self._tokenizer.get_vocab().values()) + 1
 
+    @property
+    def separator(self) -> int | None:
+        return self._around.last
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        return self._around.begin
+
+    @cached_property
+    def _around(self) -> Around:
+        whole, bare = (self._tokenizer.encode(PROBE, add_special_tokens=each).ids for each in (True, False))
+        return around(whole, bare, self.source)
+
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        return begun(self.begin, self.encode_documents([text])[0])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -233,14 +382,20 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([token for token in tokens if token < self.num_ids])
 
+    def text_of(self, token: int | None) -> str | None:
+        return None if token is None else self._tokenizer.id_to_token(token)
+
     def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         raise UsageError(f"{self.source} has no chat template: give a folder with tokenizer_config.json or chat_template.jinja")
 
     def stop_ids(self) -> tuple[int, ...]:
+        return () if self.separator is None else (self.separator,)
+
+    def stop_texts(self) -> tuple[str, ...]:
         return ()
 
     def digest(self) -> str:
-        return hashlib.sha256(Path(self.source).read_bytes()).hexdigest()
+        return hashlib.sha256(version("tokenizers").encode() + Path(self.source).read_bytes()).hexdigest()
 
 
 def reset(tokenizer: Any) -> Any:
@@ -260,7 +415,8 @@ def of(arguments: TrainingArguments) -> Tokenizer:
     kept = os.path.join(arguments.storage, arguments.name, KEPT)
     if source != BYTES and not os.path.exists(os.path.expanduser(source)) and has_tokenizer(kept):
         source = kept
-    return load(source, "data.tokenizer")
+    day = arguments.data.template_date
+    return load(source, "data.tokenizer", None if day is None else date.fromisoformat(day))
 
 
 def check(tokenizer: Tokenizer, arguments: TrainingArguments, num_ids: int | None = None) -> None:
@@ -275,9 +431,9 @@ def check(tokenizer: Tokenizer, arguments: TrainingArguments, num_ids: int | Non
 
 
 @cache
-def load(source: str, key: str = "tokenizer") -> Tokenizer:
-    """Returns the tokenizer that `source` names. `key` names the setting in errors. Raises UsageError if it is none, and
-    DataMissingError if it is not there."""
+def load(source: str, key: str = "tokenizer", day: date | None = None) -> Tokenizer:
+    """Returns the tokenizer that `source` names. `key` names the setting in errors; `day` is today for its template. Raises
+    UsageError if it is none, and DataMissingError if it is not there."""
     if source == BYTES:
         return ByteTokenizer()
     path = os.path.expanduser(source)
@@ -289,7 +445,7 @@ def load(source: str, key: str = "tokenizer") -> Tokenizer:
         )
     if not has_tokenizer(path):
         raise UsageError(f"{key} = {source!r} has no tokenizer: expected a folder with tokenizer.json or tokenizer.model")
-    return FolderTokenizer(path)
+    return FolderTokenizer(path, day)
 
 
 def _end_ids(path: Path) -> tuple[int, ...]:

@@ -69,6 +69,7 @@ def test_who_writes_to_frozen_storage_waits_and_who_reads_does_not():
     assert not disk.folder.exists()
 
 
+@pytest.mark.slow("trains a whole job")
 def test_the_shipped_tiny_configuration_is_lengthened_and_gets_a_free_name(tmp_path, capsys):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "launch.json").write_text("{}")

@@ -93,6 +93,7 @@ def gone(pid):
         return True
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_everything_reaches_mlflow_and_the_driver_never_imports_it(run_dir, store, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)  # an import of it fails here; the shipper is another process
     (tmp_path / "page.html").write_text("hi")
@@ -133,6 +134,7 @@ def test_one_mlflow_run_over_restarts_and_replayed_steps_are_there_once(run_dir,
     assert ("changed.model.width", "4") in query(store, "select key, value from tags")
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_a_killed_shipper_is_started_again_and_nothing_is_lost_or_doubled(run_dir, store):
     with tracker(run_dir) as it:
         for round_number in range(3):
@@ -145,6 +147,7 @@ def test_a_killed_shipper_is_started_again_and_nothing_is_lost_or_doubled(run_di
     assert shipped(store) == expected(range(150))
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_lines_shipped_twice_are_in_the_store_once(run_dir, store):
     """As when the shipper dies between sending a batch and noting it."""
     with tracker(run_dir) as it:
@@ -177,6 +180,7 @@ def test_the_shipper_does_not_outlive_a_killed_driver(run_dir, store):
     assert shipped(store) == expected([1])
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_two_runs_that_start_at_once_on_a_new_store(tmp_path):
     run_dirs = [str(tmp_path / "runs" / name) for name in "ab"]
     trackers = [Tracker(run_dir, TrackingConfig(), os.path.basename(run_dir)) for run_dir in run_dirs]
@@ -189,6 +193,7 @@ def test_two_runs_that_start_at_once_on_a_new_store(tmp_path):
     assert not list(store.parent.glob("*.unfinished*"))
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_a_shipper_killed_while_it_makes_the_store_leaves_no_broken_one(run_dir):
     store = Path(run_dir).parent / "mlflow.db"
     with tracker(run_dir) as it:
@@ -214,6 +219,7 @@ def test_what_mlflow_refuses_is_set_aside_and_the_rest_is_shipped(run_dir, store
     assert "artifact /no/such/file is gone: it has to stay until it is shipped" in rejected[1]
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_a_line_that_a_dying_driver_left_unfinished_harms_no_other(run_dir, store):
     with tracker(run_dir) as it:
         log_steps(it, range(3))
@@ -230,6 +236,7 @@ def free_port():
         return listener.getsockname()[1]
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_a_server_that_refuses_connections_stalls_nothing_and_the_next_start_ships_all(run_dir, store):
     with tracker(run_dir, close_s=1.0, uri=f"http://127.0.0.1:{free_port()}") as it:
         started_s = time.monotonic()
@@ -259,6 +266,7 @@ def test_close_keeps_to_its_time_with_a_server_that_never_answers(run_dir):
     assert it.close(1.0).startswith("12 tracking entries are not in MLflow yet")
 
 
+@pytest.mark.slow("ships to a store of MLflow")
 def test_a_server_that_comes_back_gets_what_it_missed(run_dir, store):
     """A real server: down at first, then up, then the run goes on."""
     port = free_port()

@@ -395,6 +395,7 @@ def test_what_a_record_does_not_name_is_removed_by_adopting(take, tmp_path):
     second.release()
 
 
+@pytest.mark.slow("waits for the lease of a driver")
 def test_agents_without_a_driver_leave_and_give_everything_back(tmp_path):
     hosts = {"min": 2, "max": CPUS + 1, "wait_for_max_s": 0}  # one slot waits for a machine
     driver, about = hold(tmp_path, "doomed", hosts=hosts, lease_s=8)
@@ -406,6 +407,7 @@ def test_agents_without_a_driver_leave_and_give_everything_back(tmp_path):
     assert wait_until(lambda: ray.util.list_named_actors(all_namespaces=True) == [])
 
 
+@pytest.mark.slow("waits for the lease of a driver")
 def test_a_driver_that_hangs_longer_than_the_lease_keeps_its_gang(take):
     """In its storage, say: its thread does nothing, and all calls that an agent answers at a time but one wait."""
     lease_s = 6
@@ -441,6 +443,7 @@ def test_a_gang_whose_groups_were_removed_is_put_together_again(take):
     assert set(gang.record()["groups"]) == set(placement_groups.living())
 
 
+@pytest.mark.slow("waits for the lease of a driver")
 @pytest.mark.parametrize("hosts", [{"count": CPUS + 2}, {"min": 1, "max": CPUS + 2, "wait_for_max_s": 600}], ids=["none", "some"])
 def test_a_driver_that_is_killed_while_it_waits_for_machines_leaves_nothing(tmp_path, hosts):
     """Which would take machines for nobody when they come."""

@@ -21,6 +21,7 @@ def local_ray():
     ray.shutdown()
 
 
+@pytest.mark.costs("the job that is killed under Ray Train")
 def test_a_trainer_that_only_implements_the_protocol_is_run_and_restarted(tmp_path):
     assert isinstance(OwnTrainer(None, None, None), TrainerProtocol)
     summary = run_job(settings(tmp_path, trainer="tests.programs.recorder:OwnTrainer"))
@@ -41,6 +42,7 @@ def test_an_error_of_the_user_is_tried_twice_and_shown_once_with_its_traceback(t
     assert "RayTaskError" not in summary["error"]
 
 
+@pytest.mark.slow("trains a whole job")
 def test_data_that_were_never_there_are_told_at_the_second_try(tmp_path):
     made = settings(tmp_path, data={"paths": [str(tmp_path / "nothing-here")], "sequence_length": 16})
     summary = run_job(made)
@@ -51,6 +53,7 @@ def test_data_that_were_never_there_are_told_at_the_second_try(tmp_path):
     assert "Traceback" not in summary["error"]
 
 
+@pytest.mark.slow("trains a whole job")
 def test_a_data_server_that_is_away_for_a_while_is_waited_for(tmp_path):
     board = Board()
     made = settings(tmp_path, data={"dataset": "tests.programs.away:byte_text", "paths": [__file__], "sequence_length": 16})
@@ -66,6 +69,7 @@ def test_a_data_server_that_is_away_for_a_while_is_waited_for(tmp_path):
     )
 
 
+@pytest.mark.slow("trains a whole job")
 def test_a_checkpoint_of_another_model_gives_up_at_once(tmp_path):
     assert run_job(settings(tmp_path, **LANGUAGE_MODEL))["status"] == "finished"
     wider = {**LANGUAGE_MODEL["model"], "width": 64}

@@ -62,6 +62,7 @@ def joined(gang, host):
     return events()[0]
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_the_arithmetic_of_slices_is_rays():
     for accelerator, topologies in ray_tpu.VALID_TPU_TOPOLOGY.items():
         for topology in topologies:
@@ -81,6 +82,7 @@ def test_process_ids_follow_worker_ids_in_one_slice(take):
         assert env["JAX_PLATFORMS"] == "cpu"
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_two_slices_are_counted_slice_by_slice_and_find_each_other(take):
     gang = take(tpu(slices=2))
     assert num_hosts(gang.config) == 4
@@ -94,6 +96,7 @@ def test_two_slices_are_counted_slice_by_slice_and_find_each_other(take):
     assert gang.orders(3)["slice"] == 1
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_two_runs_get_a_slice_each(take):
     first, second = take(tpu(), "first"), take(tpu(), "second")
     assert {name for gang in (first, second) for name, _ in workers(gang)} == {"slice-a", "slice-b"}
@@ -101,12 +104,14 @@ def test_two_runs_get_a_slice_each(take):
         take(tpu(), "third", timeout_s=1)
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_more_slices_than_there_are(take):
     with pytest.raises(GangTimeout, match=r"asked for 3 slice\(s\) 2x2x2 of v4 .*has 2 \(.*\); 1 slice\(s\) missing"):
         take(tpu(slices=3), timeout_s=1)
     assert wait_until(everything_is_free)
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_a_request_to_stop_ends_the_wait_for_slices(take):
     class StopAsked(Exception):
         pass
@@ -123,11 +128,13 @@ def test_a_request_to_stop_ends_the_wait_for_slices(take):
     assert wait_until(everything_is_free)
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_slices_of_another_shape(take):
     with pytest.raises(GangTimeout, match=r"the cluster has none; TPU types it has: v4-16"):
         take(HostsConfig(kind="tpu", accelerator="v4", topology="2x2x4"), timeout_s=1)
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_a_slice_with_a_host_to_avoid_is_not_used(take):
     first = take(tpu())
     name = workers(first)[0][0]
@@ -138,6 +145,7 @@ def test_a_slice_with_a_host_to_avoid_is_not_used(take):
     assert workers(second)[0][0] != name
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_a_lost_agent_is_replaced_on_its_own_worker(take):
     gang = take(tpu(slices=2))
     gang.prepare({})
@@ -151,6 +159,7 @@ def test_a_lost_agent_is_replaced_on_its_own_worker(take):
     assert gang.orders(2)["cache_dir"] is None
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_slices_are_adopted_by_the_next_driver_and_cleared_away(take, tmp_path):
     first = take(tpu(slices=2))
     environments(first)
@@ -162,6 +171,7 @@ def test_slices_are_adopted_by_the_next_driver_and_cleared_away(take, tmp_path):
     assert wait_until(everything_is_free)
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_slices_of_one_host(cluster, take):
     shape = HostsConfig(kind="tpu", accelerator="v6e", topology="2x4", slices=1)
     node = cluster[0].add_node(
@@ -192,6 +202,7 @@ def test_a_slice_that_has_lost_a_host_is_left_for_another(cluster, take):
         gang.release()
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_of_two_slices_the_whole_one_keeps_its_hosts(cluster, take):
     """A run of one slice or two, which has lost a machine."""
     gang = take(tpu(min_slices=1, max_slices=2))
@@ -209,6 +220,7 @@ def test_of_two_slices_the_whole_one_keeps_its_hosts(cluster, take):
     assert [slot.number for slot in gang.refresh()] == [0, 1, 2, 3]
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_a_spare_slice_is_there_at_once(cluster, take):
     gang = take(tpu(spares=1))
     assert len(gang.members) == 2
@@ -225,6 +237,7 @@ def test_a_spare_slice_is_there_at_once(cluster, take):
     assert wait_until(lambda: len(gang.refresh()) == 4, 60)
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_a_gang_that_has_lost_a_host_waits_until_its_slice_is_whole_or_another_is(cluster, take):
     gang, other = take(tpu()), take(tpu(), "other")
     (name, _), lost = workers(gang)[1], gang.members[1]
@@ -238,6 +251,7 @@ def test_a_gang_that_has_lost_a_host_waits_until_its_slice_is_whole_or_another_i
         gang.release()
 
 
+@pytest.mark.slow("waits for slices of Ray nodes")
 def test_slots_without_a_slice_are_adopted_too(take, tmp_path):
     first = take(tpu(slices=2, spares=1))
     environments(first)

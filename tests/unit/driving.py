@@ -15,9 +15,12 @@ from orchestrator.driver.driver import Driver
 from orchestrator.driver.errors import Superseded, TrainingFailed
 from orchestrator.events import ConsoleEvent
 from orchestrator.run_state.launch import Launch
+from tests.environment import BUILD
 from tests.event_schema import check_event
 from tests.unit.fake_gang import DriverDied, FakeGangs, World
 
+STORAGE = BUILD / "runs"
+"""Nothing is written there; but a configuration is refused if this user could not."""
 RESTART_DRIVER_S = 2.5
 """Until Ray Train has started another driver."""
 WRITE_S = 0.01
@@ -82,7 +85,7 @@ class FakeWriter:
 class FakeFolder:
     """As `orchestrator.run_state.run_folder.RunFolder`, in memory."""
 
-    path = "/runs/fake"
+    path = str(STORAGE / "fake")
 
     def __init__(self, world: World):
         self._files = world.files
@@ -116,7 +119,7 @@ def config(hosts: int = 2, spares: int = 0, time_limit: str | None = None, **dri
     return build(
         {
             "name": "fake",
-            "storage": "/runs",
+            "storage": str(STORAGE),
             "global_batch_size": 8 * hosts,
             "max_num_steps": 1000,
             "time_limit": time_limit,

@@ -27,9 +27,10 @@ ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax"
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
-        ("config", "storage", "foreign_errors", "first_line", "program"),
+        ("config", "storage", "foreign_errors", "first_line", "program", "other_systems"),
         ("errors", "parallel", "recorders", "console"),
-        ("runtime", "models", "optim", "tokenizers"),
+        ("turns",),
+        ("runtime", "models", "optim", "tokenizers", "overrides"),
         ("protocol",),
         ("metrics", "data", "tasks"),
         ("step",),

@@ -10,6 +10,8 @@ from typing import Any
 
 from trainers.checkpoint import readers
 from trainers.errors import UsageError
+from trainers.other_systems import INSTEAD_OF_AN_EVENT
+from trainers.overrides import check_overrides
 
 
 @dataclass
@@ -118,6 +120,7 @@ class CallbackList:
     def add(self, callback: Callback) -> None:
         if not isinstance(callback, Callback):
             raise TypeError(f"add_callback got {callback!r}: expected an instance of a subclass of trainers.callbacks.Callback")
+        check_overrides(type(callback), INSTEAD_OF_AN_EVENT)
         self.callbacks.append(callback)
 
     def call(self, event: Callable[..., None], state: RunInfo, **kwargs: Any) -> None:

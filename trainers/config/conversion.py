@@ -10,6 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Hashable, Iterator, Mapping
+from datetime import date
 from functools import cache
 from typing import Any, Literal, TypeVar
 
@@ -110,6 +111,8 @@ def _scalar(arms: tuple[Any, ...], value: Any, name: str) -> Any:
     scalars = tuple(arm for arm in arms if arm in (bool, int, float, str))
     if not scalars or type(value) in scalars:
         return value
+    if type(value) is date and str in scalars:  # YAML takes 2026-11-25 for one
+        return value.isoformat()
     try:
         # YAML 1.1 takes 3e-4 for text; 1e3 may stand for an integer.
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from typing import Literal
 
 from trainers.config import mixture as mixtures
@@ -24,10 +25,14 @@ class DataConfig(SourceConfig):
     tokenizer: str | None = None
     """A folder of Hugging Face, a file `tokenizer.json`, or `bytes`. null: that of `model.pretrained` if the folder has one, or
     else bytes. The run keeps a copy."""
+    template_date: str | None = None
+    """The day that a chat template takes for today, as `2026-11-25`. A template that writes the day needs it: without it each day
+    would give other tokens."""
     sequence_length: int = 256
     """The tokens of an example."""
     eval_fraction: float = 0.05
-    """The fraction of the text that is held out; it is the tail."""
+    """The fraction of the data that is held out: the tail of a text that is one stream, else a random choice, the same with any
+    seed."""
     packing: Literal["concat", "fit"] | None = None
     """How documents share the rows of a batch; a token sees its own document alone. `concat`: rows are cut from the stream of all
     documents. `fit`: rows hold whole documents, or whole examples such as pairs, as many as fit. null: text is one stream without
@@ -48,7 +53,8 @@ class DataConfig(SourceConfig):
     """What becomes of an example by index that cannot be read. `skip`: its row does not count, and `total_skipped_examples`
     counts it."""
     ignore_columns: tuple[str, ...] = ()
-    """Leaves of the examples that are left out of the batches, such as texts; `build_data_transform` still sees them."""
+    """Columns of the data that are to be left out. Of records: those that nothing reads, and fields of their messages. Of
+    examples: leaves that are no part of a batch; `build_data_transform` still sees them."""
     collator: str | None = None
     """A function from a list of examples to a batch, as `package.module:function` (`build_collator`). null: they are stacked."""
     sources: tuple[str, ...] = ()
@@ -62,6 +68,10 @@ class DataConfig(SourceConfig):
             yield from not_paths(self, "collator")
         if needed := {"sample_id", "weight"} & set(self.ignore_columns):
             yield f"ignore_columns = {list(self.ignore_columns)}: {', '.join(sorted(needed))} cannot be left out"
+        if self.template_date is not None and not _is_day(self.template_date):
+            yield f"template_date = {self.template_date!r}: expected a day, such as 2026-11-25"
+        if self.tokenizer == "" or self.prepared == "":
+            yield "tokenizer or prepared is empty: expected a path, or null"
         yield from too_small(self, 2, "sequence_length")
         yield from too_small(self, 0, "retries", "retry_backoff_s")
         yield from mixtures.problems(self.mixture)
@@ -76,3 +86,10 @@ class DataConfig(SourceConfig):
     def source_names(self) -> tuple[str, ...]:
         """The names of the sources, in the order of the leaf `source`."""
         return tuple(source.name for source in self.mixture) or self.sources
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False

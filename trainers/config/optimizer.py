@@ -122,7 +122,8 @@ class OptimizerConfig(Section):
     max_grad_norm: float | None = 1.0
     """Clips by global norm; null: no clipping (the norm is published all the same)."""
     moment_dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype of the first moment; the second moment needs more precision than bfloat16 has."""
+    """The dtype of the first moment; null: float32, whatever `param_dtype` is. All else that an optimizer keeps is float32: a
+    second moment in bfloat16 no longer moves at half of its value."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     groups: tuple[ParameterGroup, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -18,8 +18,11 @@ class SourceConfig(Section):
     the sources of the running Python's standard library."""
     pattern: str = "*.py"
     """Which files of a folder to read (a file named in `paths` is always read)."""
-    format: Literal["auto", "text", "jsonl", "csv", "parquet", "arrow", "arrayrecord"] = "auto"
+    format: Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "arrayrecord"] = "auto"
     """What the files are. `auto`: by the ending of each; an unknown ending is text, one record for each file."""
+    encoding: str = "utf-8"
+    """What text, JSON and CSV are encoded in, by a name that Python knows: `latin-1`, `utf-16`. Bytes that are something else
+    are an error."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Which column to read in place of another: `{text: content}` for a text in the column `content`; `{prompt: question,
     completion: answer}` for the columns `question` and `answer`."""
@@ -35,5 +38,15 @@ class SourceConfig(Section):
     def _problems(self) -> Iterator[str]:
         if not self.paths:
             yield "paths = []: expected at least one file or folder"
+        if not _is_text_encoding(self.encoding):
+            yield f"encoding = {self.encoding!r}: expected the name of an encoding of texts, such as utf-8, latin-1 or utf-16"
         if any(not name or not column for name, column in self.columns.items()):
             yield f"columns = {dict(self.columns)}: expected names of columns, such as {{prompt: question}}"
+
+
+def _is_text_encoding(name: str) -> bool:
+    try:
+        "".encode(name)
+    except LookupError:  # also one of bytes, such as `base64`
+        return False
+    return True

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainers.errors import DataError, UsageError
-from trainers.protocol import METRIC
+from trainers.protocol import METRIC, SKIPPED
 
 Example = Mapping[str, Any]
 Transform = Callable[[Example], Example | None]
@@ -22,8 +22,6 @@ batch. The shapes of its leaves must not depend on the examples."""
 Preprocess = Callable[[dict[str, np.ndarray], int], Any]
 """`Hooks.preprocess_batch`."""
 
-SKIPPED = "skipped_example"
-"""The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
 NUMBERS = "biufcV"
 """The kinds of NumPy's types that a device can hold."""
 LONGEST_GAP = 1000
@@ -44,21 +42,43 @@ class CollateInfo:
     @classmethod
     def of(cls, name: str, value: CollateInfo | Mapping[str, Any] | tuple[Any, ...]) -> CollateInfo:
         """Returns the info that a dict with these fields, or a tuple in their order, stands for. Raises UsageError."""
-        if isinstance(value, CollateInfo):
-            return value
+        told = f"build_data_collate_info: {name} is {value!r}"
+        if _is_of_veomni(value):
+            raise UsageError(
+                f"{told}, which is ({', '.join(OF_VEOMNI)}) of VeOmni: give CollateInfo(length=...) instead; rows of several "
+                "examples are made by data.packing, and no axis of the mesh divides a sequence"
+            )
         names = [item.name for item in dataclasses.fields(cls)]
         try:
-            info = cls(**value) if isinstance(value, Mapping) else cls(*value)
+            info = value if isinstance(value, CollateInfo) else cls(**value) if isinstance(value, Mapping) else cls(*value)
         except TypeError as error:
-            raise UsageError(
-                f"build_data_collate_info: {name} is {value!r}: expected a CollateInfo, or a dict or tuple of {', '.join(names)}"
-            ) from error
+            raise UsageError(f"{told}: expected a CollateInfo, or a dict or tuple of {', '.join(names)}") from error
         if type(info.length) is not int or info.length < 1 or type(info.dim) is not int:
             raise UsageError(
                 f"build_data_collate_info: {name} has length {info.length!r} and dim {info.dim!r}: expected integers, and a "
                 f"length of at least 1; the fields are {', '.join(names)}"
             )
+        if problem := info._problem(name):
+            raise UsageError(f"{told}: {problem}; the fields are {', '.join(names)}")
         return info
+
+    def _problem(self, name: str) -> str:
+        """Returns which other field of the info of leaf `name` has no such value."""
+        if isinstance(self.pad_value, bool) or not isinstance(self.pad_value, int | float | np.number):
+            return f"expected a number as pad_value, found {self.pad_value!r}"
+        if self.mask is not None and (not isinstance(self.mask, str) or self.mask in ("", name, "weight", "sample_id")):
+            return f"expected the name of a new leaf as mask, or None, found {self.mask!r}"
+        return ""
+
+
+OF_VEOMNI = ("pack_dim", "sp_slice", "sp_pad_value", "sp_pad_scale")
+"""The fields of what `build_data_collate_info` returns in VeOmni."""
+
+
+def _is_of_veomni(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool(value.keys() & set(OF_VEOMNI))
+    return isinstance(value, tuple) and len(value) > 1 and type(value[0]) is int and isinstance(value[1], bool)
 
 
 class Collated:
@@ -111,21 +131,33 @@ def collate(example: Example, info: Mapping[str, CollateInfo], truncation: Trunc
         )
     row = {name: np.asarray(value) for name, value in example.items()}
     for name, leaf_info in info.items():
-        row[name], mask = _fit(row[name], leaf_info, truncation)
-        if leaf_info.mask is not None:
-            row[leaf_info.mask] = mask
+        row[name], mask = _fit(name, row[name], leaf_info, truncation)
+        if (added := leaf_info.mask) is None:
+            continue
+        # Of two leaves of the same lengths one mask will do.
+        if added in example or (added in row and not np.array_equal(row[added], mask)):
+            raise DataError(f"build_data_collate_info: the mask {added} of {name} is another leaf already: give it a new name")
+        row[added] = mask
     return row
 
 
-def _fit(value: np.ndarray, info: CollateInfo, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
+def _fit(name: str, value: np.ndarray, info: CollateInfo, truncation: Truncation) -> tuple[np.ndarray, np.ndarray]:
     if not -value.ndim <= info.dim < value.ndim:
         raise DataError(f"build_data_collate_info: a leaf of shape {list(value.shape)} has no dimension {info.dim}")
+    if value.dtype.kind in "iub" and not _holds(value.dtype, info.pad_value):
+        raise DataError(f"build_data_collate_info: {name} is {value.dtype}, which cannot hold the pad_value {info.pad_value!r}")
     value = np.moveaxis(value, info.dim, 0)
     value = value[: info.length] if truncation == "keep_start" else value[max(len(value) - info.length, 0) :]
     # [length, ...], in the type of the values: padding must not change the type of a leaf.
     padded = np.full((info.length, *value.shape[1:]), info.pad_value, value.dtype)
     padded[: len(value)] = value
     return np.moveaxis(padded, 0, info.dim), (np.arange(info.length) < len(value)).astype(np.float32)
+
+
+def _holds(dtype: np.dtype[Any], number: float) -> bool:
+    """Whether a type of integers, or bool, has this number."""
+    lowest, highest = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    return bool(number == number // 1) and lowest <= number <= highest
 
 
 def stack(rows: Sequence[Example], counts: Sequence[bool], collator: Collator | None = None) -> dict[str, np.ndarray]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from trainers.errors import DataError
 
 Record = Mapping[str, Any]
 """One line of JSON, one row of Parquet or CSV, one text file ({"text": ...}): plain Python values by column."""
@@ -60,3 +62,21 @@ class Documents(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Document: ...
+
+
+def notes_of(encoder: Encoder, records: Records) -> list[str]:
+    """Returns what a user should know of the documents that an encoder makes of records; nothing of an encoder that tells
+    nothing (`notes`: a function of the first record)."""
+    told = getattr(encoder, "notes", None)
+    return [] if told is None else told(records[0])
+
+
+def check_all_read(record: Record, *, read: Collection[str], ignored: Collection[str]) -> None:
+    """Raises DataError if a record has a column that is neither read nor `ignored` (`data.ignore_columns`): what it says would be
+    dropped in silence."""
+    unread = [name for name, value in record.items() if name not in read and name not in ignored and value is not None]
+    if unread:
+        raise DataError(
+            f"nothing reads the column{'s' if len(unread) > 1 else ''} {', '.join(unread)} (read are {', '.join(read)}): if that "
+            f"is right, set data.ignore_columns=[{', '.join(unread)}]"
+        )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +12,9 @@ from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES
 from trainers.config.section import did_you_mean
 from trainers.config.source import SourceConfig
-from trainers.data.chat import COMPLETION, MESSAGES, PROMPT, ChatEncoder, CompletionEncoder
-from trainers.data.documents import TEXT, Document, Encoder, Record
+from trainers.data.chat import COMPLETION, MESSAGES, PROMPT, ChatEncoder, CompletionEncoder, digest_of
+from trainers.data.documents import TEXT, Document, Encoder, Record, check_all_read
+from trainers.data.sources.records import ignored_of
 from trainers.errors import DataError, UsageError
 from trainers.tokenizers import Tokenizer
 
@@ -22,29 +22,30 @@ AUTO = "auto"
 
 
 class TextEncoder:
-    """The tokens of a text, and the token that ends a text, if the tokenizer has one. Bytes end with a newline."""
+    """The tokens of a text, with those that begin and end one, if the tokenizer has some. Bytes end with a newline."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, ignored: Collection[str] = ()):
+        self.tokenizer, self.ignored = tokenizer, frozenset(ignored)
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         texts = [self._text(record) for record in records]
-        end = self._end()
-        return [Document(np.array([*tokens, *end], np.int32)) for tokens in self.tokenizer.encode_documents(texts)]
+        found = self.tokenizer.encode_documents(texts)
+        return [Document(np.array(self._whole(tokens), np.int32)) for tokens in found]
 
     def digest(self) -> str:
-        return hashlib.sha256(f"text {self.tokenizer.digest()}".encode()).hexdigest()
+        return digest_of("text", self.tokenizer, *sorted(self.ignored))
 
-    def _end(self) -> list[int]:
+    def _whole(self, tokens: Sequence[int]) -> list[int]:
         if self.tokenizer.source == BYTES:
-            return list(b"\n")
-        return [] if self.tokenizer.separator is None else [self.tokenizer.separator]
+            return [*tokens, *b"\n"]
+        return tokenizers.ended(self.tokenizer, tokenizers.begun(self.tokenizer.begin, tokens))
 
     def _text(self, record: Record) -> str:
         text = record.get(TEXT)
         if not isinstance(text, str):
             found = f"it is {type(text).__name__}" if TEXT in record else f"there are {', '.join(record) or 'none'}"
             raise DataError(f"expected a text in the column {TEXT!r}: {found}")
+        check_all_read(record, read=(TEXT,), ignored=self.ignored)
         return text
 
 
@@ -53,25 +54,25 @@ class EncoderKind(NamedTuple):
     """Whether records of these columns are of this kind."""
     expects: str
     """The columns that it needs, for errors."""
-    make: Callable[[TrainingArguments], Encoder]
-    """Must not read the tokenizer: a process that finds its documents prepared needs none."""
+    make: Callable[[TrainingArguments, Collection[str]], Encoder]
+    """Gets the ignored columns, too. Must not read the tokenizer: a process that finds its documents prepared needs none."""
 
 
 ENCODERS: dict[str, EncoderKind] = {
     "chat": EncoderKind(
         fits=lambda columns: MESSAGES in columns,
         expects=f"{MESSAGES!r}",
-        make=lambda arguments: ChatEncoder(tokenizers.of(arguments)),
+        make=lambda arguments, ignored: ChatEncoder(tokenizers.of(arguments), ignored=ignored),
     ),
     "completion": EncoderKind(
         fits=lambda columns: {PROMPT, COMPLETION} <= {*columns},
         expects=f"{PROMPT!r} and {COMPLETION!r}",
-        make=lambda arguments: CompletionEncoder(tokenizers.of(arguments)),
+        make=lambda arguments, ignored: CompletionEncoder(tokenizers.of(arguments), ignored=ignored),
     ),
     "text": EncoderKind(
         fits=lambda columns: TEXT in columns,
         expects=f"{TEXT!r}",
-        make=lambda arguments: TextEncoder(tokenizers.of(arguments)),
+        make=lambda arguments, ignored: TextEncoder(tokenizers.of(arguments), ignored=ignored),
     ),
 }
 """The kinds by name. `auto`: the first that fits."""
@@ -88,7 +89,7 @@ def encoder_of(source: SourceConfig, arguments: TrainingArguments, columns: Sequ
     kinds = ENCODERS if source.examples == AUTO else {source.examples: ENCODERS[source.examples]}
     for kind in kinds.values():
         if kind.fits(columns):
-            return kind.make(arguments)
+            return kind.make(arguments, ignored_of(arguments.data, source))
     wanted = "; or ".join(f"{name}: {kind.expects}" for name, kind in kinds.items())
     raise DataError(
         f"data.paths {', '.join(source.paths)}: the records have the columns {', '.join(columns) or 'none'}; expected for "

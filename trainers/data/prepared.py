@@ -23,7 +23,7 @@ from trainers.data.sources.files import PREPARED
 from trainers.errors import DataError, DataMissingError, DataUnavailableError
 from trainers.storage import durable, sealed
 
-FORMAT = 2
+FORMAT = 3
 TOKENS, OFFSETS, WEIGHTS = "tokens.bin", "offsets.npy", "weights.bin"
 AGAIN = "run `python -m trainers.prepare` again, into a new folder"
 
@@ -115,7 +115,7 @@ def checksum(path: Path) -> str:
 
 def settings_of(source: SourceConfig) -> dict[str, Any]:
     """Returns the settings of a source that its documents depend on, as JSON has them."""
-    names = ("paths", "pattern", "format", "columns", "examples", "on_malformed")
+    names = ("paths", "pattern", "format", "encoding", "columns", "examples", "on_malformed")
     return {name: list(value) if isinstance(value := getattr(source, name), tuple) else value for name in names}
 
 

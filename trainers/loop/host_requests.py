@@ -78,7 +78,6 @@ class HostRequests:
     save_failing: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
     saves: int = 0
-    _handled_requests: int = 0
     _retry: Retry = field(default_factory=Retry)
     _last_save_s: float = field(default=0.0)
 
@@ -95,11 +94,11 @@ class HostRequests:
 
     def requested_saves(self, agreed: Agreed) -> int:
         """Returns the number of this host's latest save request. A new request gets one more than the number of any host."""
-        requests, now_s = runtime.current().save_requests, self.clock()
+        now_s, requested = self.clock(), runtime.current().take_save_requests()
         timer_due = self.save_minutes is not None and now_s - self._last_save_s >= 60 * self.save_minutes
         # The retry comes first in the `or`: it must see every step, to notice when saving works again.
-        if self._retry.due(self.save_failing(), now_s) or timer_due or requests > self._handled_requests:
-            self._handled_requests, self._last_save_s = requests, now_s
+        if self._retry.due(self.save_failing(), now_s) or timer_due or requested:
+            self._last_save_s = now_s
             # The step takes the maximum over the hosts: a number that another host has used would be no new request.
             self.saves = max(self.saves, agreed.saves) + 1
         return self.saves

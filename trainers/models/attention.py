@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from trainers.parallel.platform import kind_of_host
 
 
 def attend(
@@ -21,7 +25,7 @@ def attend(
     if softcap is None:
         # The mask is the same for all heads: [B, 1, T, S].
         mask = None if mask_BTS is None else mask_BTS[:, None]
-        return jax.nn.dot_product_attention(query_BTHC, key_BSKC, value_BSKC, mask=mask, scale=scale, is_causal=mask is None)
+        return dot_product(query_BTHC, key_BSKC, value_BSKC, mask=mask, scale=scale, is_causal=mask is None)
     batch, time, heads, channels = query_BTHC.shape
     slots, kv_heads = key_BSKC.shape[1:3]
     if mask_BTS is None:
@@ -33,6 +37,15 @@ def attend(
     weights = jax.nn.softmax(jnp.where(mask_BTS[:, None, None], scores, jnp.finfo(scores.dtype).min), -1)
     mixed = jnp.einsum("bkgts,bskc->btkgc", weights.astype(value_BSKC.dtype), value_BSKC)
     return mixed.reshape(query_BTHC.shape)
+
+
+def dot_product(query_BTHC: jax.Array, key_BSKC: jax.Array, value_BSKC: jax.Array, **settings: Any) -> jax.Array:
+    """Returns what `jax.nn.dot_product_attention` does; of float16 also where XLA has no such
+    product (on CPUs and TPUs)."""
+    dtype = query_BTHC.dtype
+    if dtype == jnp.float16 and kind_of_host() != "gpu":
+        query_BTHC, key_BSKC, value_BSKC = (x.astype(jnp.float32) for x in (query_BTHC, key_BSKC, value_BSKC))
+    return jax.nn.dot_product_attention(query_BTHC, key_BSKC, value_BSKC, **settings).astype(dtype)
 
 
 def soft_capped(x: jax.Array, cap: float) -> jax.Array:

@@ -18,6 +18,7 @@ from flax import nnx
 from trainers.config.vision import VisionConfig
 from trainers.errors import UsageError
 from trainers.models import lora, remat
+from trainers.models.attention import dot_product
 from trainers.models.decoder import TABLE_SCALE, Weights, activation, heads_of, layer_norm, mlp, norm, project
 from trainers.models.layers import Layers, parameter
 from trainers.parallel.mesh import by_rows
@@ -62,7 +63,7 @@ class Encoder(nnx.Module):
         def layer(x_ND: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
             with jax.named_scope("attention"):
                 heads = heads_of(config, norm(config, x_ND, weights, "attention_norm"), weights, batch, None)
-                mixed_ND = jax.nn.dot_product_attention(*heads).reshape(x_ND.shape)
+                mixed_ND = dot_product(*heads).reshape(x_ND.shape)
                 x_ND += project(mixed_ND, weights, "out")
             with jax.named_scope("mlp"):
                 return by_rows(x_ND + mlp(config, norm(config, x_ND, weights, "mlp_norm"), weights)), None
@@ -134,7 +135,7 @@ class AttentionPooling(nnx.Module):
             return project(x, weights, name).reshape(batch, -1, config.num_heads, config.channels)
 
         query = heads(jnp.broadcast_to(weights["probe"], (batch, 1, config.width)), "query")
-        mixed = jax.nn.dot_product_attention(query, heads(x_BTD, "key"), heads(x_BTD, "value"))
+        mixed = dot_product(query, heads(x_BTD, "key"), heads(x_BTD, "value"))
         pooled_BD = project(mixed.reshape(batch, config.width), weights, "out")
         normed_BD = norm(config, pooled_BD, weights, "norm")
         return pooled_BD + project(activation(config)(project(normed_BD, weights, "up")), weights, "down")

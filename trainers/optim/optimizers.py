@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ from trainers.errors import unknown_name
 from trainers.optim import optax_registry
 from trainers.optim.param_groups import Groups, group_of, parameter_path, rate_names
 from trainers.optim.parameter_kinds import Kinds, Mask, ParameterKind, matrices, tree_of_kinds
+from trainers.optim.precision import in_float32
 
 SCHEDULE_FREE = "schedule_free_adamw"
 
@@ -105,19 +107,20 @@ def _averages(state: Any, params: Any) -> Any:
 def build_grouped(
     config: OptimizerConfig, schedule: optax.Schedule, kinds: Kinds, param_groups: Groups
 ) -> optax.GradientTransformation:
-    """Returns the optimizer, with the settings of each group for its parameters. Frozen groups are left to
+    """Returns the optimizer, with the settings of each group for its parameters, in float32. Frozen groups are left to
     `param_groups.freezing`."""
-    default = build_optimizer(config, schedule, kinds)
     groups = {f"group_{number}": group for number, group in enumerate(param_groups) if not group.frozen}
+    default = build_optimizer(config, schedule, kinds)
     if not groups:
-        return default
+        return in_float32(default)
     transforms = {name: build_optimizer(*_settings_of(group, config, schedule), kinds) for name, group in groups.items()}
 
     def label(path: Any, _: Any) -> str:
         name = f"group_{group_of(param_groups, parameter_path(path))}"
         return name if name in groups else OTHERS
 
-    return optax.partition({OTHERS: default, **transforms}, lambda params: jax.tree_util.tree_map_with_path(label, params))
+    labels = partial(jax.tree_util.tree_map_with_path, label)
+    return in_float32(optax.partition({OTHERS: default, **transforms}, labels))
 
 
 def group_rates(config: OptimizerConfig, schedule: optax.Schedule, param_groups: Groups) -> dict[str, optax.Schedule]:

@@ -5,8 +5,9 @@ The model says it, by its variables (`trainers.step.parameter_kinds`), and never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import jax
@@ -38,6 +39,26 @@ class ParameterKind:
 
 Kinds = Mapping[str, ParameterKind]
 """The kinds of the parameters of a model, by name. A parameter that it lacks is one array that is not stacked."""
+
+
+class KindsOnDemand(Mapping[str, ParameterKind]):
+    """Kinds that are made when they are first asked for: so an optimizer's settings can be checked without its model."""
+
+    def __init__(self, make: Callable[[], Kinds]):
+        self._make = make
+
+    @cached_property
+    def _made(self) -> Kinds:
+        return self._make()
+
+    def __getitem__(self, name: str) -> ParameterKind:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 def kind_from_dimensions(dimensions: tuple[int, ...]) -> ParameterKind:

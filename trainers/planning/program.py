@@ -31,6 +31,7 @@ from trainers.planning import collectives
 from trainers.planning.estimate import load_datasets, load_trainer, num_bytes
 from trainers.planning.stand_in import StandIn
 from trainers.protocol import TrainerConfigureModelOutput
+from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
 from trainers.step.state import with_shardings
 
@@ -112,13 +113,14 @@ def lower(trainer: BaseTrainer, mesh: Mesh) -> jax.stages.Lowered:
     trainer.prepare()
     replicated, model = meshes.replicated(mesh), TrainerConfigureModelOutput(trainer.model, trainer._model_state)
     sums = trainer.step_layout.zeros()
-    return trainer._jit_train_step(trainer._train_step()).lower(
+    args = (
         with_shardings(model.state, trainer._state_shardings),
         jax.ShapeDtypeStruct(sums.shape, sums.dtype, sharding=replicated),
         trainer._batch_shapes(trainer._micro_batches_shape, model, meshes.micro_batches(mesh)),
         jax.ShapeDtypeStruct((mesh.size, len(FLAGS)), np.int32, sharding=meshes.one_per_device(mesh)),
         *(() if trainer._frozen is None else trainer._frozen.shapes),
     )
+    return lowered(trainer._jit_train_step(trainer._traced_step()), args)
 
 
 def whole_arrays(trainer: BaseTrainer) -> dict[str, int]:

@@ -67,10 +67,10 @@ class Runtime:
         """The batches of evaluations so far. An evaluation writes it, the heartbeat's thread reads it."""
         self._phase: str | None = None
         self._stop: str | None = None
-        self._asked = False
-        """Whether the training itself asked for its end. Apart from `_stop`: it ends with that training (`training_ended`), and a
-        signal that came after it must not."""
-        self._save_requests = 0
+        self._asked: str | None = None
+        """Why the training itself, or a signal to it alone, asked for its end. Apart from `_stop`: it ends with that training
+        (`training_ended`), and a signal that came after it must not."""
+        self._save_requests = self._handled_saves = 0
         self.profiling = False
         """Whether the loop is recording a profile."""
         self._profile_request: Request | None = None
@@ -101,22 +101,31 @@ class Runtime:
     def note(self, message: str) -> None:
         self.emit({"ev": "note", "message": message})
 
-    def request_stop(self, reason: str) -> None:
-        """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler."""
+    def request_stop(self, reason: str, *, of_training: bool = False) -> None:
+        """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler. `of_training`: the request
+        ends with the present training, as one of reason `requested` always does."""
         # No lock: the handler may interrupt this very thread while it holds one.
-        if reason != StopReason.REQUESTED:
+        if reason != StopReason.REQUESTED and not of_training:
             self._stop = self._stop or reason
         elif self._stop is None:
-            self._asked = True
+            self._asked = self._asked or reason
 
     def training_ended(self) -> None:
         """Must be called at the end of each training. A stop that the training itself asked for (`requested`) is done with; a
-        signal, a notice or an order is for the whole process, and ends a later training too."""
-        self._asked = False
+        signal, a notice or an order is for the whole process, and ends a later training too. Requests to save are done with."""
+        self._asked = None
+        self.take_save_requests()
 
     def request_save(self) -> None:
         with self._lock:
             self._save_requests += 1
+
+    def take_save_requests(self) -> bool:
+        """Returns whether a save was requested since the last call: each request counts once in the life of the process."""
+        # No lock: every step asks, and a signal handler that requests one may interrupt it.
+        requests = self._save_requests
+        new, self._handled_saves = requests > self._handled_saves, requests
+        return new
 
     def request_profile(self, request: Request) -> None:
         """Asks to record the next steps of this host: {"id", "steps"}. The answer is an event, `profile`, with this id."""
@@ -165,11 +174,7 @@ class Runtime:
 
     @property
     def stop_reason(self) -> str | None:
-        return StopReason.REQUESTED if self._asked else self._stop
-
-    @property
-    def save_requests(self) -> int:
-        return self._save_requests
+        return self._asked or self._stop
 
 
 _current = Runtime(lambda event: None)

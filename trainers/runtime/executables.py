@@ -26,6 +26,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from trainers import runtime
+from trainers.errors import UsageError
 from trainers.runtime import executable_files
 from trainers.runtime.executable_files import UntrustedError
 from trainers.runtime.load_attempts import MAX_CRASHES, Attempts
@@ -46,9 +47,23 @@ COMPILER_OPTIONS = (
 )
 """JAX's settings that change what is compiled, and cannot be seen in the lowered program."""
 COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-AFRESH = {"xla_embed_ir_in_executable": False}
+AFRESH: dict[str, str | bool] = {"xla_embed_ir_in_executable": False}
 """A compiler option at its default. JAX holds in memory what this process has compiled or read from the compile cache, and
 returns that again. A program with an option of its own is another one."""
+
+
+def lowered(jitted: Any, args: Sequence[Any]) -> Any:
+    """Returns the program of `jitted` for `args`, not compiled yet. Raises UsageError if this platform has no product of float16
+    that a model asks for."""
+    try:
+        return jitted.lower(*args)
+    except ValueError as error:
+        if "F16_F16_F32" not in str(error):
+            raise
+        raise UsageError(
+            f"dtype = 'float16': the model calls jax.nn.dot_product_attention, whose product of float16 this platform lacks "
+            f"({error}): expected bfloat16 or float32 here, or trainers.models.attention:dot_product in its place"
+        ) from error
 
 
 class ProgramStore:
@@ -83,14 +98,14 @@ class ProgramStore:
         """Returns (the program `jitted` compiled for `args`, the name of the file that it was loaded from). `args` may be
         shapes with shardings."""
         if self.folder is None:
-            return jitted.lower(*args).compile(), None
+            return lowered(jitted, args).compile(), None
         pointer = self._pointer_path(name, args)
         path = self._target(pointer)
         # Taken out: a result that stayed here would keep a second reference to the program alive.
         loading = None if path is None else self._loading.pop(path, None)
         compiled = self._load(path) if loading is None else loading.result()
         if compiled is None or path is None:
-            return self._compiled(name, pointer, jitted.lower(*args))
+            return self._compiled(name, pointer, lowered(jitted, args))
         self._in_use |= {pointer, path}
         return compiled, path.name
 

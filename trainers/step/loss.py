@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from trainers.config.frozen import BASE
-from trainers.data.collate import SKIPPED
 from trainers.errors import UsageError
 from trainers.models.batch_norm import tell_rows
-from trainers.protocol import METRIC, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
+from trainers.protocol import METRIC, SKIPPED, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
 from trainers.step.per_source import with_sources
 from trainers.step.rest_of_model import Rest, state_after
 from trainers.step.state import ModelParts
@@ -51,9 +50,11 @@ def weighted(value: Any, weight: jax.Array) -> Any:
     rows = {name: jnp.where(weight > 0, weight * array, 0.0) for name, array in arrays.items()}
     losses, targets = rows.pop("losses"), rows.pop("num_targets")
     num_targets = jnp.sum(targets)
-    num_tokens = None if value.num_tokens is None else jnp.sum(jnp.where(weight > 0, value.num_tokens, 0))
+    # By the targets themselves, and not by their weights: an example of weight 0.1 has all of its tokens.
+    tokens = arrays["num_targets"] if value.num_tokens is None else value.num_tokens
+    row_tokens = jnp.where(weight > 0, tokens, 0)
     parts = {name: (jnp.sum(row), num_targets) for name, row in rows.items()}
-    return Loss(jnp.sum(losses), num_targets, parts, num_tokens, rows=(losses, targets))
+    return Loss(jnp.sum(losses), num_targets, parts, jnp.sum(row_tokens), rows=(losses, targets, row_tokens))
 
 
 def as_loss(value: Any, scales: Scales | None = None) -> Loss:
@@ -96,7 +97,8 @@ def with_row_metrics(loss: Loss, batch: Batch) -> Loss:
     rows = {name.removeprefix(METRIC): leaf for name, leaf in batch.items() if name.startswith(METRIC)}
     row_metrics = {name: (jnp.sum(leaf * batch["weight"]), jnp.sum(batch["weight"])) for name, leaf in rows.items()}
     if taken := row_metrics.keys() & loss.parts.keys():
-        raise UsageError(f"preprocess_batch returned metrics that the loss has too: {', '.join(sorted(taken))}; rename them")
+        names = ", ".join(sorted(taken))
+        raise UsageError(f"preprocess_batch or prepare_batch returned metrics that the loss has too: {names}; rename them")
     # By the rows themselves, and not by their weights, which are 0.
     skipped = {"total_skipped_examples": Sum(jnp.sum(batch[SKIPPED]))} if SKIPPED in batch else {}
     added = {**row_metrics, **skipped}
@@ -125,7 +127,8 @@ def _total(parts: Mapping[str, Any], scales: Scales | None) -> Loss:
     pairs = {name: (term.loss_sum, term.num_targets) for name, term in terms.items()}
     metrics = {name: part for name, part in parts.items() if name not in terms}
     of_terms = {name: part for term in terms.values() for name, part in term.parts.items()}
-    return Loss(jnp.asarray(total), next(iter(terms.values())).num_targets, {**pairs, **of_terms, **metrics})
+    first = next(iter(terms.values()))
+    return Loss(jnp.asarray(total), first.num_targets, {**pairs, **of_terms, **metrics}, first.num_tokens)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ def with_sources(loss: Loss, batch: Batch, names: tuple[str, ...]) -> Loss:
             f"data.sources = {list(names)}: expected a batch with a leaf `source` and a task that tells the loss of each row; "
             f"{lacking}"
         )
-    row_losses, row_targets = loss.rows
+    row_losses, row_targets, *others = loss.rows
+    # A target of weight 0.5 is a token like any other.
+    row_tokens = others[0] if others else row_targets
     parts = dict(loss.parts)
     for index, name in enumerate(names):
         # [rows]
@@ -29,5 +31,5 @@ def with_sources(loss: Loss, batch: Batch, names: tuple[str, ...]) -> Loss:
         num_targets = jnp.sum(jnp.where(of_source, row_targets, 0))
         # `where`, not a product: a row of another source may have a loss that is not finite.
         parts[f"loss/{name}"] = (jnp.sum(jnp.where(of_source, row_losses, 0)), num_targets)
-        parts[f"total_tokens/{name}"] = Sum(num_targets)
+        parts[f"total_tokens/{name}"] = Sum(jnp.sum(jnp.where(of_source, row_tokens, 0)))
     return loss._replace(parts=parts)

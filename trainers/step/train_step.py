@@ -87,7 +87,9 @@ class Sums(NamedTuple):
     loss_sum: jax.Array
     num_targets: jax.Array
     num_tokens: jax.Array
-    """uint32"""
+    """uint32: an integer, because float32 counts exactly to 2**24 only."""
+    rest_of_tokens: jax.Array
+    """float32: what is less than 1 in the tokens of each micro-batch: sums of weights, where a loss gives no number of tokens."""
     metric_sums: MetricSums
     gradients: Any
     model_state: Any
@@ -195,7 +197,8 @@ def means(sums: Sums) -> tuple[jax.Array, Any]:
     """Returns the mean loss and the mean gradients over the targets of the global batch."""
     # A batch of padding alone must give a loss of 0, and not NaN.
     num_targets = safe_divisor(sums.num_targets)
-    return sums.loss_sum / num_targets, jax.tree.map(lambda g: g / num_targets.astype(g.dtype), sums.gradients)
+    # In float32: in bfloat16 2049 targets would be 2048.
+    return sums.loss_sum / num_targets, jax.tree.map(lambda g: _wide(g) / num_targets, sums.gradients)
 
 
 def measure_step(
@@ -299,12 +302,13 @@ def accumulate(
             loss, gradients = on_micro_step(loss, gradients, micro_batch)
         num_targets = jnp.asarray(loss.num_targets)
         tokens = num_targets if loss.num_tokens is None else jnp.asarray(loss.num_tokens)
+        whole_tokens = jnp.floor(tokens)
         sums = Sums(
             # float32 in any case: the carry of the scan must keep its types.
             loss.loss_sum.astype(jnp.float32),
             num_targets.astype(jnp.float32),
-            # As an integer: float32 counts exactly to 2**24 only.
-            tokens.astype(jnp.uint32),
+            whole_tokens.astype(jnp.uint32),
+            (tokens - whole_tokens).astype(jnp.float32),
             loss_pairs(layout, loss),
             gradients,
             {},
@@ -317,8 +321,13 @@ def accumulate(
         return _add(total, addend)._replace(metric_sums=metric_sums)
 
     sums, model_state = _scan_sums(micro, add, batch, state.model_state, loss_function.parts)
-    sums = sums._replace(model_state=model_state)
+    sums = sums._replace(model_state=model_state, num_tokens=sums.num_tokens + _rounded_up(sums.rest_of_tokens))
     return sums._replace(metric_sums=_with_loss_weight(layout, sums)) if scales else sums
+
+
+def _rounded_up(rest: jax.Array) -> jax.Array:
+    # Not by what rounding has added to a sum that is whole.
+    return jnp.ceil(rest - 1e-3).astype(jnp.uint32)
 
 
 def _same_names(after: Any, before: Any) -> Any:
@@ -371,6 +380,10 @@ def loss_pairs(layout: Layout, loss: Loss) -> MetricSums:
 def keep_unless(apply: jax.Array, new: Any, old: Any) -> Any:
     # `where`, not arithmetic: the new values may be NaN.
     return jax.tree.map(lambda a, b: jnp.where(apply, a, b), new, old)
+
+
+def _wide(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def _add(left: Any, right: Any) -> Any:

@@ -70,9 +70,10 @@ def test_each_configuration_of_a_real_size_is_compiled():
         for name in LARGE
     ],
 )
-def test_it_fits_and_exchanges_its_weights_alone(name, compiler, folder):
+def test_it_fits_and_exchanges_its_weights_alone(name, compiler, folder, tmp_path):
     path = ROOT / "configs" / "large" / f"{name}.yaml"
-    config = load(str(path), [f"model.pretrained={folder}"] if "pretrained:" in path.read_text() else [])
+    pretrained = [f"model.pretrained={folder}"] if "pretrained:" in path.read_text() else []
+    config = load(str(path), [f"storage={tmp_path}", *pretrained])
     facts = command.facts(config)
     num_weights, divided_over = LARGE[name]
     weights, steps = 2 * num_weights / divided_over, config.training.accumulation_steps  # bfloat16

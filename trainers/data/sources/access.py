@@ -62,6 +62,10 @@ class ByteRanges:
     def __init__(self, path: str):
         self.path = path
 
+    def open(self) -> Any:
+        """Returns the whole file, open for reading bytes. Use it within `reading`."""
+        return open_binary(self.path)
+
     def read(self, start: int, stop: int) -> bytes:
         """Returns the bytes from `start` up to `stop`; fewer at the end of the file."""
         with reading(self.path):

@@ -25,6 +25,7 @@ LEFT_OUT = frozenset(
 FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",

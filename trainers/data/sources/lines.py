@@ -1,11 +1,10 @@
-"""Lines of JSON and rows of CSV by index: where each begins is found once on a machine, and kept there."""
+"""Lines and rows by index: where each begins is found once on a machine, and kept there."""
 
 from __future__ import annotations
 
 import csv
 import hashlib
 import io
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -15,10 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.config.source import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Record
 from trainers.data.sources import bounds
-from trainers.data.sources.access import ByteRanges, open_binary, reading, stamp
+from trainers.data.sources.access import reading, stamp
+from trainers.data.sources.encoded import ranges_of, text_of
 from trainers.data.sources.files import SourceFile
 from trainers.errors import DataError
 from trainers.storage import durable, sealed
@@ -47,10 +48,10 @@ class LinesFile:
     are_rows = False
     """Whether a record may have several lines."""
 
-    def __init__(self, file: SourceFile, on_malformed: str):
-        self.path = file.path
-        self.ranges = ByteRanges(file.path)
-        self.lines = _kept(self, skip=on_malformed == "skip")
+    def __init__(self, file: SourceFile, source: SourceConfig):
+        self.path, self.encoding = file.path, source.encoding
+        self.ranges = ranges_of(file.path, source.encoding)
+        self.lines = _kept(self, skip=source.on_malformed == "skip")
         self.begin(self.lines.places)
 
     def bounds(self, opened: Any, *, skip: bool) -> bounds.Bounds:
@@ -73,12 +74,12 @@ class LinesFile:
         if len(found) < stop - start:
             raise DataError(f"{self.path} ends before the end of its record {index + 1}: it has changed since; start again")
         try:
-            return self.parse(found)
+            return self.parse(found, start)
         except ValueError as error:
             raise DataError(f"{self.where(index)} is malformed: {error}; {LEAVE_OUT}") from error
 
-    def parse(self, line: bytes) -> Record:
-        """Returns the record that the bytes are. Raises ValueError."""
+    def parse(self, line: bytes, first: int = 0) -> Record:
+        """Returns the record that the bytes are. `first`: their place in the file, for errors. Raises ValueError."""
         raise NotImplementedError
 
     def where(self, index: int) -> str:
@@ -95,14 +96,6 @@ class LinesFile:
         return sum(self.ranges.read(start, min(start + COUNTED_BYTES, stop)).count(b"\n") for start in steps)
 
 
-class JsonLines(LinesFile):
-    def parse(self, line: bytes) -> Record:
-        record = json.loads(line)
-        if not isinstance(record, dict):
-            raise ValueError(f"expected an object, {{...}}, and found {type(record).__name__}")
-        return record
-
-
 class Csv(LinesFile):
     """Rows as texts by column, in the form of RFC 4180: the first row has the names, a quote in a quoted text is doubled. A
     quote within a text that does not begin with one is that character."""
@@ -110,10 +103,10 @@ class Csv(LinesFile):
     num_header_lines = 1
     are_rows = True
 
-    def __init__(self, file: SourceFile, on_malformed: str):
+    def __init__(self, file: SourceFile, source: SourceConfig):
         csv.field_size_limit(sys.maxsize)  # a text may be long
         self.delimiter = "\t" if file.path.lower().endswith(".tsv") else ","
-        super().__init__(file, on_malformed)
+        super().__init__(file, source)
 
     def bounds(self, opened: Any, *, skip: bool) -> bounds.Bounds:
         delimiter = self.delimiter.encode()
@@ -129,17 +122,20 @@ class Csv(LinesFile):
             self.header = self._row(header) if header else []
         except ValueError as error:
             raise DataError(f"{self.path} has no header of names: {error}") from error
+        if twice := sorted({repr(name) for name in self.header if self.header.count(name) > 1}):
+            raise DataError(f"{self.path} has two columns of one name: {', '.join(twice)}; expected each name once in its header")
 
-    def parse(self, line: bytes) -> Record:
-        row = self._row(line)
+    def parse(self, line: bytes, first: int = 0) -> Record:
+        row = self._row(line, first)
         if len(row) != len(self.header):
             lines = f"; its quoted texts make it {count} lines long" if (count := line.rstrip().count(b"\n") + 1) > 1 else ""
             raise ValueError(f"it has {len(row)} values for {len(self.header)} columns ({', '.join(self.header)}){lines}")
         return dict(zip(self.header, row, strict=True))
 
-    def _row(self, line: bytes) -> list[str]:
+    def _row(self, line: bytes, first: int = 0) -> list[str]:
+        text = io.StringIO(text_of(line, first=first), newline="\n")
         try:
-            row, *more = csv.reader(io.StringIO(line.decode(), newline="\n"), delimiter=self.delimiter, strict=True)
+            row, *more = csv.reader(text, delimiter=self.delimiter, strict=True)
         except csv.Error as error:
             raise ValueError(str(error)) from error
         if more:
@@ -151,7 +147,7 @@ def _kept(file: LinesFile, *, skip: bool) -> Lines:
     """Returns the lines of a file: those kept on this machine for this very file, or else read and kept."""
     about = stamp(file.path)
     name = file.path if is_url(file.path) else os.path.realpath(file.path)
-    key = hashlib.sha256(f"{FORMAT} {name} {about} {type(file).__name__} {skip}".encode()).hexdigest()
+    key = hashlib.sha256(f"{FORMAT} {name} {about} {type(file).__name__} {file.encoding} {skip}".encode()).hexdigest()
     path = kept.folder(kept.INDICES) / key
     try:
         found = _load(path)
@@ -185,7 +181,7 @@ def _save(path: Path, lines: Lines) -> None:
 
 
 def _find(file: LinesFile, *, skip: bool) -> Lines:
-    with reading(file.path), open_binary(file.path) as opened:
+    with reading(file.path), file.ranges.open() as opened:
         found = file.bounds(opened, skip=skip)
     places = np.stack([found.starts, found.stops], 1)
     num_found = len(places)

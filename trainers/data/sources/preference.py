@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from trainers import runtime, tokenizers
 from trainers.config.arguments import TrainingArguments
-from trainers.data.chat import PROMPT, completed, digest_of, messages_of, value_of
-from trainers.data.documents import Document, Record, Records
+from trainers.data.chat import PROMPT, completed, digest_of, notes, with_template
+from trainers.data.documents import Document, Record, Records, notes_of
+from trainers.data.messages import chat_of, messages_of, value_of
 from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
-from trainers.data.padded import Rows, cut, padded, split, stacked
-from trainers.data.sources.records import open_told
+from trainers.data.padded import CUT, Rows, cut_alike, padded, split, stacked
+from trainers.data.sources.records import ignored_of, open_told
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
+from trainers.turns import num_common
 
 CHOSEN, REJECTED = "chosen", "rejected"
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
@@ -27,21 +30,34 @@ class PairEncoder:
     """Makes two documents of each record, the prompt with the chosen and with the rejected completion.
 
     The columns are `prompt`, `chosen` and `rejected`: texts, or lists of messages. Without a `prompt`, both are conversations,
-    and what they begin with in common is the prompt.
+    and what they begin with in common is the prompt. The other columns are given to the chat template of messages, but those that
+    are `ignored`. What the reference gives is read by the loss that needs it.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, ignored: Collection[str] = ()):
+        self.tokenizer, self.ignored = tokenizer, frozenset({*ignored, *REFERENCE_COLUMNS})
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         return [document for record in records for document in self.pair(record)]
 
     def digest(self) -> str:
-        return digest_of("pair", self.tokenizer)
+        return digest_of("pair", self.tokenizer, *sorted(self.ignored))
+
+    def notes(self, record: Record) -> list[str]:
+        if isinstance(record.get(CHOSEN), str):
+            return []
+        columns = [name for name in (PROMPT, CHOSEN) if record.get(name) is not None]
+        chat = partial(chat_of, record, columns, self.ignored, unread=(REJECTED,))
+        return notes(lambda: with_template(self.tokenizer), chat)
 
     def pair(self, record: Record) -> list[Document]:
         prompt = prompt_of(record)
-        pair = [completed(self.tokenizer, completion_of(record, prompt, each), PROMPT, each) for each in (CHOSEN, REJECTED)]
+        pair = [
+            completed(self.tokenizer, completion_of(record, prompt, each), PROMPT, each, self.ignored)
+            for each in (CHOSEN, REJECTED)
+        ]
+        for document in pair:
+            check_weights(document)
         check_differ(pair)
         return pair
 
@@ -53,12 +69,15 @@ def pairs(records: Records, tokenizer: Tokenizer, arguments: TrainingArguments) 
     columns` also `ref_logps`, float32[2].
     """
     length, truncation = arguments.data.sequence_length + 1, arguments.data.truncation
-    encoder, leaves = PairEncoder(tokenizer), leaves_of(arguments)
+    encoder, leaves = PairEncoder(tokenizer, ignored_of(arguments.data)), leaves_of(arguments)
 
     def row(record: Record) -> dict[str, Any]:
         pair = encoder.pair(record)
-        check_differ([cut(document, length, truncation) for document in pair])
-        return {**stacked([padded(document, length, truncation) for document in pair]), **(leaves(record) if leaves else {})}
+        kept = cut_alike(pair, length, truncation)
+        check_differ(kept)
+        rows = stacked([padded(document, length, truncation) for document in kept])
+        is_cut = np.array(any(len(document.tokens) > length for document in pair), np.float32)
+        return {**rows, CUT: is_cut, **(leaves(record) if leaves else {})}
 
     return Rows(records, row)
 
@@ -69,10 +88,19 @@ def preference_pairs(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[
     tokenizer = tokenizers.of(arguments)
     if arguments.data.packing is not None:
         length = arguments.data.sequence_length + 1
-        kind = Kind(PairEncoder(tokenizer), length, num_texts=2, leaves=leaves_of(arguments), check=check_differ)
+        kind = Kind(
+            PairEncoder(tokenizer, ignored_of(arguments.data)),
+            length,
+            num_texts=2,
+            leaves=leaves_of(arguments),
+            check=check_differ,
+        )
         return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
-    train, held_out = split(open_told(arguments.data, runtime.current().note), arguments.data.eval_fraction)
+    records, note = open_told(arguments.data, runtime.current().note), runtime.current().note
+    for line in notes_of(PairEncoder(tokenizer, ignored_of(arguments.data)), records):
+        note(line)
+    train, held_out = split(records, arguments.data.eval_fraction)
     return pairs(train, tokenizer, arguments), pairs(held_out, tokenizer, arguments)
 
 
@@ -81,6 +109,13 @@ def leaves_of(arguments: TrainingArguments) -> Callable[[Record], dict[str, np.n
     if arguments.preference.has_reference and arguments.preference.reference == "columns":
         return lambda record: {"ref_logps": reference_of(record)}
     return None
+
+
+def check_weights(document: Document) -> None:
+    """Raises DataError if a token counts in part: a completion is compared by the tokens that it has."""
+    weight = document.token_weight
+    if weight is not None and np.any((weight > 0) & (weight != 1)):
+        raise DataError(f"a message has a weight of {float(weight[(weight > 0) & (weight != 1)][0])}: expected 0 or 1 in a pair")
 
 
 def check_differ(pair: Sequence[Document]) -> None:
@@ -100,14 +135,10 @@ def prompt_of(record: Record) -> Any:
 
 
 def completion_of(record: Record, prompt: Any, column: str) -> Mapping[str, Any]:
-    """Returns a record of the prompt and the completion in `column`."""
+    """Returns a record of the prompt, the completion in `column`, and all columns that are no completion."""
     value = value_of(record, column)
-    return {PROMPT: prompt, column: value if record.get(PROMPT) is not None else value[len(prompt) :]}
-
-
-def num_common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    same = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(same, min(len(one), len(other)))
+    fields = {name: each for name, each in record.items() if name not in (CHOSEN, REJECTED)}
+    return {**fields, PROMPT: prompt, column: value if record.get(PROMPT) is not None else value[len(prompt) :]}
 
 
 def reference_of(record: Record) -> np.ndarray:

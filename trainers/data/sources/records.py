@@ -9,11 +9,13 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol
 
+from trainers.config import DataConfig
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT, Record
-from trainers.data.sources import access
+from trainers.data.sources.encoded import read_text
 from trainers.data.sources.files import SourceFile, files_of
-from trainers.data.sources.lines import Csv, JsonLines
+from trainers.data.sources.json_records import JsonLines, json_file
+from trainers.data.sources.lines import Csv
 from trainers.data.sources.tables import ArrayRecord, Arrow, Parquet
 from trainers.errors import DataError, DataMissingError
 
@@ -37,14 +39,14 @@ class TextFile:
 
     num_malformed = 0
 
-    def __init__(self, file: SourceFile):
-        self.path = file.path
+    def __init__(self, file: SourceFile, source: SourceConfig):
+        self.path, self.encoding = file.path, source.encoding
 
     def __len__(self) -> int:
         return 1
 
     def __getitem__(self, index: int) -> Record:
-        return {TEXT: access.read_bytes(self.path).decode(errors="replace")}
+        return {TEXT: read_text(self.path, self.encoding)}
 
     def where(self, index: int) -> str:
         return self.path
@@ -116,10 +118,18 @@ def tell_left_out(source: SourceConfig, num_malformed: int, note: Callable[[str]
         note(f"data.paths {', '.join(source.paths)}: {num_malformed} malformed lines are left out (data.on_malformed: skip)")
 
 
+def ignored_of(config: DataConfig, source: SourceConfig | None = None) -> frozenset[str]:
+    """Returns the columns that may stay unread: `data.ignore_columns`, and those that are read under another name. `source`: that
+    of a mixture, whose columns have names of their own."""
+    columns = (source or config).columns
+    return frozenset({*config.ignore_columns, *columns.values()} - {*columns})
+
+
 READERS: dict[str, Callable[[SourceFile, SourceConfig], FileRecords]] = {
-    "text": lambda file, source: TextFile(file),
-    "jsonl": lambda file, source: JsonLines(file, source.on_malformed),
-    "csv": lambda file, source: Csv(file, source.on_malformed),
+    "text": TextFile,
+    "jsonl": JsonLines,
+    "json": json_file,
+    "csv": Csv,
     "parquet": lambda file, source: Parquet(file),
     "arrow": lambda file, source: Arrow(file),
     "arrayrecord": lambda file, source: ArrayRecord(file),

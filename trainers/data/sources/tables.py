@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from trainers.data.documents import Record
 from trainers.data.sources.access import open_binary, reading, unreadable
 from trainers.data.sources.files import SourceFile
+from trainers.data.sources.json_records import record_of
 from trainers.errors import DataError, UsageError
 from trainers.storage.documents import is_url
 
@@ -30,7 +30,9 @@ class Parquet:
     def __init__(self, file: SourceFile):
         self.path = file.path
         with _of_library(self.path):
-            about = _parquet(self.path).metadata
+            opened = _parquet(self.path)
+            about = opened.metadata
+            _check_names(self.path, opened.schema_arrow.names)
             sizes = (about.row_group(number).num_rows for number in range(about.num_row_groups))
             self._starts = [0, *itertools.accumulate(sizes)]
 
@@ -42,7 +44,7 @@ class Parquet:
         # One thread reads at a time: others would read the same row group once more.
         with _READING, _of_library(self.path):
             table = _row_group(self.path, number)
-        return table.slice(index - self._starts[number], 1).to_pylist()[0]
+        return _record(table, index - self._starts[number], self.where(index))
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1}"
@@ -74,7 +76,7 @@ class Arrow:
 
     def __getitem__(self, index: int) -> Record:
         number = bisect.bisect_right(self._starts, index) - 1
-        return self._batches[number].slice(index - self._starts[number], 1).to_pylist()[0]
+        return _record(self._batches[number], index - self._starts[number], self.where(index))
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index + 1}"
@@ -88,7 +90,21 @@ def _batches(path: str) -> list[Any]:
         is_file = opened.read(6) == b"ARROW1"
         opened.seek(0)
         reader = pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
+        _check_names(path, reader.schema.names)
         return reader.read_all().to_batches()
+
+
+def _check_names(path: str, names: Sequence[str]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(f"data.paths: {path} has two columns of one name: {', '.join(twice)}; expected each name once")
+
+
+def _record(table: Any, row: int, where: str) -> Record:
+    """Returns a row as Python has it. Raises DataError for values that Python has not, such as a text that is no UTF-8."""
+    try:
+        return table.slice(row, 1).to_pylist()[0]
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{where} cannot be read: {error}; correct it, or leave its column out of the file") from error
 
 
 class ArrayRecord:
@@ -115,12 +131,9 @@ class ArrayRecord:
         with _of_library(self.path):
             contents = self._records[index]
         try:
-            record = json.loads(contents)
+            return record_of(contents)
         except ValueError as error:
-            raise DataError(f"{self.where(index)} is no JSON: {error}; expected an object in each record") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{self.where(index)} is {type(record).__name__}: expected an object, {{...}}")
-        return record
+            raise DataError(f"{self.where(index)} is malformed: {error}; expected an object of JSON in each record") from error
 
     def where(self, index: int) -> str:
         return f"{self.path}, record {index + 1}"

@@ -13,7 +13,7 @@ from trainers.config.hf_files import BYTES
 from trainers.data import preparing
 from trainers.data.epoch_order import EpochOrder
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
-from trainers.data.sources import access
+from trainers.data.sources.encoded import read_text
 from trainers.data.sources.files import files_of
 from trainers.data.sources.packed import packed
 from trainers.errors import DataMissingError, UsageError
@@ -74,6 +74,7 @@ def _text(arguments: TrainingArguments) -> tuple[np.ndarray, str]:
 
 
 def read(config: DataConfig) -> np.ndarray:
-    """Returns all text files as uint8, with one newline between them."""
+    """Returns all text files as the bytes of UTF-8, uint8, each with a newline behind it: as their documents would be."""
     # A view of the bytes, one for each token: only windows become int32.
-    return np.frombuffer(b"\n".join(access.read_bytes(file.path) for file in files_of(config)), np.uint8)
+    texts = (read_text(file.path, config.encoding).encode() for file in files_of(config))
+    return np.frombuffer(b"".join(part for text in texts for part in (text, b"\n")), np.uint8)

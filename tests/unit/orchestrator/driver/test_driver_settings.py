@@ -13,10 +13,18 @@ from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import ray_cluster
 from orchestrator.driver.driver import Driver
 from orchestrator.driver.precompile import Precompilations
+from tests.unit.driving import STORAGE
 
 
 def job(driver=None, **sections):
-    sections = {"name": "a", "storage": "/runs", "global_batch_size": 32, "max_num_steps": 1, "driver": driver or {}, **sections}
+    sections = {
+        "name": "a",
+        "storage": str(STORAGE),
+        "global_batch_size": 32,
+        "max_num_steps": 1,
+        "driver": driver or {},
+        **sections,
+    }
     return build(sections)
 
 
@@ -58,7 +66,7 @@ def driver_of(config):
     """Of the driver only what reads its configuration."""
     driver = object.__new__(Driver)
     driver.config = config
-    driver.launch = SimpleNamespace(run_dir="/runs/a", lease=SimpleNamespace(driver_term=3), checkpoint_step=25)
+    driver.launch = SimpleNamespace(run_dir=str(STORAGE / "a"), lease=SimpleNamespace(driver_term=3), checkpoint_step=25)
     return driver
 
 

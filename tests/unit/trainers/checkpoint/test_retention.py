@@ -261,3 +261,12 @@ def test_without_a_limit_everything_stays():
     keeps_all = Retention.of(CheckpointConfig(save_total_limit=None), None)
     assert keeps_all.may_go(range(1, 9), range(1, 9)) == MayGo([], [], [])
     assert keeps_all.may_go([], [], [1, 2]).models == []
+
+
+@pytest.mark.parametrize("lower_better", [True, False])
+def test_nan_is_never_among_the_best_even_if_too_few_others_are_there(lower_better):
+    nan = float("nan")
+    rules = Retention(1, best=3, lower_better=lower_better)
+    gone = rules.may_go([1, 2, 3, 4, 5], [1, 2, 3, 4, 5], scores={1: nan, 2: 0.5, 3: nan, 4: float("inf")})
+    assert gone.checkpoints == [1, 3]
+    assert rules.may_go([1, 5], [1, 5], scores={1: nan}).checkpoints == [1]

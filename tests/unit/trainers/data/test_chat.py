@@ -85,7 +85,7 @@ def test_a_thought_that_the_template_drops_is_an_error_that_shows_it(tokenizer):
     with pytest.raises(DataError, match=error):
         encoded(tokenizer(chat_folders.QWEN), thinking)
     apart = [*MESSAGES[:2], {"role": "assistant", "content": "Hello", "reasoning_content": "hm"}]
-    with pytest.raises(DataError, match=r"message 2 has a reasoning_content.* {% generation %}"):
+    with pytest.raises(DataError, match=r"does not write reasoning_content: .*data\.ignore_columns=\[reasoning_content\]"):
         encoded(tokenizer(chat_folders.QWEN), apart)
 
 

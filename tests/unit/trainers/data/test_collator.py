@@ -130,11 +130,40 @@ def test_a_dict_or_a_tuple_will_do():
         ((0,), "has length 0 and dim 0: expected integers, and a length of at least 1"),
         ((None, True), "has length None"),
         (7, "tokens is 7: expected a CollateInfo"),
+        ((1, False, 0, 1), r"tokens is \(1, False, 0, 1\), which is \(pack_dim, sp_slice, .* of VeOmni: give CollateInfo"),
+        ((-1, True, -100, 1), "of VeOmni"),
+        ({"pack_dim": 0, "sp_slice": False}, "of VeOmni"),
+        ((4, 0, 0), "expected the name of a new leaf as mask, or None, found 0"),
+        ((4, 0, "tokens"), "expected the name of a new leaf as mask, or None, found 'tokens'"),
+        ((4, "0"), "expected a number as pad_value, found '0'"),
+        (CollateInfo(length=4, pad_value=True), "expected a number as pad_value, found True"),
+        (CollateInfo(length=True), "has length True"),
+        ((4, 0, None, False), "has length 4 and dim False"),
     ],
 )
 def test_what_is_no_info_is_refused(given, message):
     with pytest.raises(UsageError, match=message):
         CollateInfo.of("tokens", given)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"a": CollateInfo(length=4, pad_value=0.5)}, "a is int32, which cannot hold the pad_value 0.5"),
+        ({"b": CollateInfo(length=4, pad_value=-100)}, "b is uint8, which cannot hold the pad_value -100"),
+        ({"a": CollateInfo(length=4, mask="b")}, "the mask b of a is another leaf already"),
+        ({"a": CollateInfo(length=4, mask="m"), "b": CollateInfo(length=4, mask="m")}, "the mask m of b is another leaf already"),
+    ],
+)
+def test_what_a_leaf_cannot_hold_is_refused(info, message):
+    with pytest.raises(DataError, match=message):
+        collate({"a": np.zeros(3, np.int32), "b": np.zeros(2, np.uint8)}, info, "keep_start")
+
+
+def test_leaves_of_one_length_share_a_mask_and_a_fraction_fills_up_fractions():
+    info = {"a": CollateInfo(length=2, mask="m"), "b": CollateInfo(length=2, pad_value=0.5, mask="m")}
+    row = collate({"a": np.zeros(1, np.int8), "b": np.ones(1, np.float32)}, info, "keep_start")
+    assert (row["b"].tolist(), row["m"].tolist()) == ([1, 0.5], [1, 0])
 
 
 def trainer_arguments():

@@ -80,7 +80,7 @@ def test_overlong_says_what_becomes_of_a_long_document(tmp_path):
 def test_a_source_of_a_mixture_has_all_settings_of_a_source(tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
-    (folder / "a.log").write_text('{"body": "first"}\nnot JSON\n{"body": "second"}\n')
+    (folder / "a.log").write_bytes('{"body": "first"}\nnot JSON\n{"body": "s\u00e9cond"}\n'.encode("latin-1"))
     (folder / "b.md").write_text("not read")
     pq.write_table(pa.table({"text": ["third"], "body": ["not read"]}), tmp_path / "c.parquet")
     mixture = (
@@ -89,15 +89,18 @@ def test_a_source_of_a_mixture_has_all_settings_of_a_source(tmp_path):
             paths=(str(folder),),
             pattern="*.log",
             format="jsonl",
+            encoding="latin-1",
             columns={"text": "body"},
             examples="text",
             on_malformed="skip",
         ),
         MixtureSource(name="table", paths=(str(tmp_path / "c.parquet"),)),
     )
-    rows, _ = text_windows(arguments(tmp_path, packing="fit", mixture=mixture))
+    with pytest.raises(DataError, match=r"c\.parquet, row 1: nothing reads the column body .*data\.ignore_columns=\[body\]"):
+        text_windows(arguments(tmp_path, packing="fit", mixture=mixture))
+    rows, _ = text_windows(arguments(tmp_path, packing="fit", mixture=mixture, ignore_columns=("body",)))
     assert [source.name for source in rows.sources] == ["logs", "table"]
-    assert sorted(texts(rows)) == ["first\n", "second\n", "third\n"]
+    assert sorted(texts(rows)) == ["first\n", "s\u00e9cond\n", "third\n"]
     changed = MixtureSource(name="logs", paths=(str(folder),), pattern="*.log", format="jsonl", columns={"text": "body"})
     with pytest.raises(DataError, match=r"a\.log"):
         text_windows(arguments(tmp_path, packing="fit", mixture=(changed,)))

@@ -19,7 +19,7 @@ from trainers.config.arguments import TrainingArguments
 from trainers.data import encoders, kept, parts, preparing
 from trainers.data.documents import Document
 from trainers.data.encoders import TextEncoder, encoder_of
-from trainers.data.prepared import PreparedDocuments, dtype_of
+from trainers.data.prepared import FORMAT, PreparedDocuments, dtype_of
 from trainers.data.preparing import Source, documents_of, make, of_source
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, DataMissingError, UsageError
@@ -99,7 +99,7 @@ def test_the_kind_of_the_examples_is_named_or_found_by_the_columns(lines, monkey
     assert isinstance(encoder_of(made.data, made, ["text"]), TextEncoder)
     with pytest.raises(UsageError, match=r"data\.examples = 'tekst': expected one of auto, .*text; did you mean text\?"):
         encoder_of(arguments(lines, examples="tekst").data, made, ["text"])
-    other = encoders.EncoderKind(lambda columns: "number" in columns, "'number'", lambda arguments: Numbers())
+    other = encoders.EncoderKind(lambda columns: "number" in columns, "'number'", lambda arguments, ignored: Numbers())
     monkeypatch.setitem(encoders.ENCODERS, "numbers", other)
     assert isinstance(encoder_of(arguments(lines).data, made, ["number"]), Numbers)
     with pytest.raises(DataError, match=r"the columns number; expected for .*text: 'text'"):
@@ -382,7 +382,7 @@ def test_a_damaged_folder(lines, prepared, tmp_path):
         use(lines, prepared)
     about = sealed.unseal((folder / "prepared.json").read_text())
     (folder / "prepared.json").write_text(sealed.seal({**about, "format": 99}))
-    with pytest.raises(DataError, match="has format 99, and this version reads format 1"):
+    with pytest.raises(DataError, match=f"has format 99, and this version reads format {FORMAT}"):
         use(lines, prepared)
     (folder / "prepared.json").write_text("{}")
     with pytest.raises(DataError, match=r"prepared\.json is damaged: its contents do not have the digest"):

@@ -240,8 +240,8 @@ def test_the_causal_task_tells_the_loss_of_each_row_and_counts_what_has_weight()
     batch = {"tokens": jnp.asarray(tokens), "weight": jnp.array([1.0, 1.0, 0.0]), "token_weight": jnp.asarray(mask)}
     model = task.build_model(nnx.Rngs(0))
     loss = jax.jit(lambda batch: task.loss(model, batch))(batch)
-    row_losses, row_targets = loss.rows
-    assert row_targets.tolist() == [8, 3, 0]
+    row_losses, row_targets, row_tokens = loss.rows
+    assert row_targets.tolist() == row_tokens.tolist() == [8, 3, 0]
     assert float(loss.num_targets) == 11
     assert float(row_losses.sum()) == pytest.approx(float(loss.loss_sum))
     own = {"tokens": jnp.asarray(tokens[1:2, :4]), "weight": jnp.ones(1)}

@@ -49,7 +49,7 @@ def text_of(data):
 def test_files_come_in_the_order_of_a_digest_of_their_relative_paths(tmp_path):
     here, there = write(tmp_path / "here", FILES), write(tmp_path / "over" / "there", dict(reversed(FILES.items())))
     by_digest = sorted(FILES, key=lambda name: hashlib.sha256(name.encode()).digest())
-    assert text_of(config(here)) == b"\n".join(FILES[name] for name in by_digest)
+    assert text_of(config(here)) == b"".join(FILES[name] + b"\n" for name in by_digest)
     assert text_of(config(here)) == text_of(config(there))
 
 
@@ -66,17 +66,17 @@ def test_the_files_of_several_folders_are_mixed(tmp_path):
 def test_only_matching_files_of_a_folder_are_read_and_a_named_file_always_is(tmp_path):
     folder = write(tmp_path / "folder", {"a.txt": b"a" * 50, "b.bin": b"b" * 50, "deep/c.txt": b"c" * 50})
     assert set(text_of(config(folder))) == set(b"a\nc")
-    assert text_of(config(folder / "b.bin")) == b"b" * 50
+    assert text_of(config(folder / "b.bin")) == b"b" * 50 + b"\n"
 
 
 def test_windows_overlap_by_the_one_byte_that_is_only_predicted(tmp_path):
-    text = bytes(range(100))
+    text = bytes(range(1, 100))
     train, held = text_windows(arguments(config(write(tmp_path, {"a.txt": text}) / "a.txt", shuffle=False)))
     assert len(train) == 4  # 79 pairs of a byte and its successor, in sixteens
     assert len(held) == 1
     for index in range(4):
-        np.testing.assert_array_equal(train[index]["tokens"], range(16 * index, 16 * index + 17))
-    np.testing.assert_array_equal(held[0]["tokens"], range(80, 97))
+        np.testing.assert_array_equal(train[index]["tokens"], range(1 + 16 * index, 16 * index + 18))
+    np.testing.assert_array_equal(held[0]["tokens"], range(81, 98))
     example = train[2]
     assert (example["tokens"].dtype, example["sample_id"].dtype, example["sample_id"].shape) == (np.int32, np.int32, ())
     assert [int(train[i]["sample_id"]) for i in range(6)] == [0, 1, 2, 3, 0, 1]
@@ -85,7 +85,7 @@ def test_windows_overlap_by_the_one_byte_that_is_only_predicted(tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("text"), {"a.txt": bytes(np.random.default_rng(0).integers(0, 256, 2000, np.uint8))})
+    return write(tmp_path_factory.mktemp("text"), {"a.txt": bytes(np.random.default_rng(0).integers(1, 128, 2000, np.uint8))})
 
 
 def ids(dataset, indices):
@@ -185,11 +185,11 @@ def test_a_file_that_cannot_be_read_just_now(tmp_path, monkeypatch, number, erro
     assert type(caught.value) is error
 
 
-@pytest.mark.parametrize(("size", "eval_fraction"), [(0, 0.0), (16, 0.0), (20, 0.2)])
+@pytest.mark.parametrize(("size", "eval_fraction"), [(0, 0.0), (15, 0.0), (19, 0.2)])
 def test_text_shorter_than_one_sequence(tmp_path, size, eval_fraction):
     write(tmp_path, {"a.txt": b"x" * size})
     assert error_of(config(tmp_path, eval_fraction=eval_fraction)) == (
-        f"data.paths {tmp_path}: the training text has {size - int(size * eval_fraction)} bytes; expected at least 17: "
+        f"data.paths {tmp_path}: the training text has {size + 1 - int((size + 1) * eval_fraction)} bytes; expected at least 17: "
         "data.sequence_length = 16 and one byte more to predict; give more text, a smaller sequence_length, "
         f"or another data.eval_fraction (now {eval_fraction})"
     )

@@ -124,7 +124,7 @@ def test_an_error_says_where_a_record_lacks_something(tmp_path):
     ):
         with pytest.raises(DataError, match=error):
             Questions(ListRecords([good, record]), load("bytes"), config, made)
-    learned = arguments(tmp_path, model={**MODEL, "family": "gpt2", "num_positions": 200})
+    learned = arguments(tmp_path, model={**MODEL, "family": "gpt2", "num_kv_heads": MODEL["num_heads"], "num_positions": 200})
     with pytest.raises(UsageError, match=r"has 2 tokens, and exact_match\.num_tokens is 256: expected at most 200 "):
         Questions(ListRecords([good]), load("bytes"), config, learned)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig, ModelConfig
 from trainers.config.attention import Choice, Needs, choose, problems
+from trainers.errors import UsageError
 from trainers.models import attention_kernels
 from trainers.models.attention import attend, causal_mask
 from trainers.models.blockwise import blockwise
 from trainers.models.decoder import Decoder
 from trainers.models.splash import splash
 from trainers.parallel.mesh import BATCH_AXES, make_mesh, tracing_for
+from trainers.runtime.executables import lowered
 
 BATCH, TIME, HEADS, KV_HEADS, CHANNELS = 2, 128, 4, 2, 16
 WINDOW, SOFTCAP = 31, 20.0
@@ -55,7 +59,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
 
 
-@pytest.mark.costs("compiles a model in several forms")
+@pytest.mark.slow("compiles a model in several forms")
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
@@ -118,7 +122,7 @@ def of_a_user(query, key, value, **settings):
     return -blockwise(query, key, value, **settings)
 
 
-@pytest.mark.costs("compiles a model in several forms")
+@pytest.mark.slow("compiles a model in several forms")
 @pytest.mark.parametrize(
     ("layers", "windows"),
     [({}, {CONFIG.window, None}), ({"global_every": None}, {CONFIG.window}), ({"window": None, "global_every": None}, {None})],
@@ -184,6 +188,30 @@ def test_a_kernel_of_another_platform_is_refused_where_it_would_run():
         logits(attention="splash")
     with pytest.raises(ValueError, match=r"model\.attention = 'cudnn': dtype is float32"):
         logits(attention="cudnn", attention_softcap=None)
+
+
+def test_float16_on_a_cpu_is_that_of_float32_forward_and_backward():
+    """XLA has no product of float16 with sums of float32 there, which `jax.nn.dot_product_attention` asks for."""
+
+    def total(heads):
+        return jnp.sum(attend(*heads, None, scale=0.25).astype(jnp.float32) ** 2)
+
+    half = [head.astype(jnp.float16) for head in inputs()]
+    value, gradients = jax.jit(jax.value_and_grad(total))(half)
+    expected, of_expected = jax.jit(jax.value_and_grad(total))([head.astype(jnp.float32) for head in half])
+    assert {gradient.dtype for gradient in gradients} == {jnp.dtype(jnp.float16)}
+    np.testing.assert_allclose(value, expected, rtol=1e-3)
+    for got, want in zip(gradients, of_expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)
+
+
+def test_a_product_of_float16_that_the_platform_lacks_is_an_error_that_says_what_to_choose():
+    head = jax.ShapeDtypeStruct((1, 4, 2, 8), jnp.float16)
+    attention = jax.jit(jax.nn.dot_product_attention)
+    with pytest.raises(UsageError, match=r"dtype = 'float16': .* on CPU\): expected bfloat16 or float32 here, or trainers"):
+        lowered(attention, (head, head, head))
+    with pytest.raises(ValueError, match="something else"):
+        lowered(SimpleNamespace(lower=Mock(side_effect=ValueError("something else"))), ())
 
 
 def test_a_kernel_that_does_not_exist():

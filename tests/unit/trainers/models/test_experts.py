@@ -22,6 +22,7 @@ from trainers.parallel import mesh as meshes
 CONFIG = ModelConfig(
     family="mixtral", width=8, mlp_width=12, num_heads=2, num_kv_heads=1, num_layers=2, num_experts=4, experts_per_token=2
 )
+UNNORMALIZED = {"family": "qwen3_moe", "normalize_routing": False}
 D, F, E = CONFIG.width, CONFIG.mlp_width, CONFIG.num_experts
 TOKENS = 16
 
@@ -61,7 +62,7 @@ def by_hand(config, x, weights):
     return out
 
 
-@pytest.mark.parametrize("changes", [{}, {"normalize_routing": False}, {"experts_per_token": 1}, {"experts_per_token": 4}])
+@pytest.mark.parametrize("changes", [{}, UNNORMALIZED, {"experts_per_token": 1}, {"experts_per_token": 4}])
 def test_each_token_gets_the_sum_of_its_experts_by_their_shares(changes):
     config, (x, weights) = dataclasses.replace(CONFIG, **changes), drawn()
     found, sums = mixed(x, weights, config=config)
@@ -98,12 +99,12 @@ def test_nothing_is_added_by_index_forward_or_backward():
     assert "scatter" not in program
 
 
-@pytest.mark.costs("compiles a model in several forms")
+@pytest.mark.slow("compiles a model in several forms")
 @pytest.mark.parametrize(
     ("sizes", "tokens", "changes"),
     [
         ({"data": 2, "expert": 4}, 16, {}),
-        ({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, 16, {"normalize_routing": False}),
+        ({"data": 1, "fsdp": 2, "expert": 2, "tensor": 2}, 16, UNNORMALIZED),
         ({"data": 4, "expert": 2}, 6, {}),  # tokens that the replicas cannot share: each device has all of them
         ({"data": 2, "expert": 2, "tensor": 2}, 6, {"mlp_width": 5}),  # an inner width that tensor does not divide
         ({"data": 8}, 16, {}),

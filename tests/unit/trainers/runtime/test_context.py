@@ -27,3 +27,12 @@ def test_a_signal_is_for_every_training_of_the_process(reasons):
     assert host.stop_reason == reasons[0]  # the first stays
     host.training_ended()
     assert host.stop_reason == "terminated"
+
+
+def test_a_request_to_save_counts_once_and_ends_with_its_training():
+    host = Runtime(lambda event: None)
+    host.request_save()
+    assert [host.take_save_requests(), host.take_save_requests()] == [True, False]
+    host.request_save()
+    host.training_ended()
+    assert not host.take_save_requests()

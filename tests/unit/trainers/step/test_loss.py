@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from tests.programs.tiny import TableTask, numbers
 from tests.unit.training import FIXED, arguments, losses, of, trainer
@@ -56,7 +57,7 @@ def test_rows_that_only_fill_up_a_batch_count_in_no_sum_of_single_examples(garba
     loss = weighted(PerExample(jnp.array([3.0, 1.0, garbage]), {"hits": hits}, lengths), WEIGHT)
     assert (float(loss.loss_sum), float(loss.num_targets)) == (3 + 2 * 1, 2 + 2 * 5)
     assert [float(value) for value in loss.parts["hits"]] == [1 + 2 * 4, 2 + 2 * 5]
-    assert [row.tolist() for row in loss.rows] == [[3, 2, 0], [2, 10, 0]]
+    assert [row.tolist() for row in loss.rows] == [[3, 2, 0], [2, 10, 0], [2, 5, 0]]
 
 
 def test_an_array_is_the_loss_of_each_example():
@@ -68,7 +69,7 @@ def test_an_array_is_the_loss_of_each_example():
 def test_the_size_of_the_weights_changes_no_mean(weight):
     """Of a batch whose weights are all the same: the guard against no targets is no floor of 1."""
     number = jnp.float32(weight)
-    sums = Sums(3.0 * number, number, number, None, {"w": 5.0 * number}, {})
+    sums = Sums(3.0 * number, number, number, number, None, {"w": 5.0 * number}, {})
     mean_loss, gradients = means(sums)
     assert (float(mean_loss), float(gradients["w"])) == pytest.approx((3, 5))
     # The first term has two targets, and the second one.
@@ -77,9 +78,57 @@ def test_the_size_of_the_weights_changes_no_mean(weight):
     assert float(terms.loss_sum / terms.num_targets) == pytest.approx(6 / 2 + 5)
 
 
+def test_gradients_are_divided_in_float32_and_not_in_their_own_type():
+    """In bfloat16 2049 targets would be 2048."""
+    number, gradients = jnp.float32(2049), {"w": jnp.full(3, 2048, jnp.bfloat16)}
+    _, found = means(Sums(number, number, number, number, None, gradients, {}))
+    assert found["w"].dtype == jnp.float32
+    np.testing.assert_allclose(found["w"], 2048 / 2049, rtol=1e-6)
+
+
+def test_an_example_counts_with_all_its_tokens_whatever_its_weight():
+    weight = jnp.array([0.25, 0.5, 0.0])
+    assert float(weighted(jnp.ones(3), weight).num_tokens) == 2
+    found = weighted(PerExample(jnp.ones(3), num_targets=jnp.array([3.0, 4.0, 5.0])), weight)
+    assert (float(found.num_tokens), [float(row) for row in found.rows[2]]) == (7, [3, 4, 0])
+    assert float(as_loss({"one": Loss(1.0, 0.5, num_tokens=jnp.int32(3))}).num_tokens) == 3
+
+
+class ScalarTask(TableTask):
+    """Learns w = 1 from 0, by (w - 1)^2, of rows whose weights add up to 0.08."""
+
+    def build_model(self, rngs):
+        return nnx.Dict(w=nnx.Param(jnp.zeros(())))
+
+    def loss(self, model, batch):
+        return jnp.sum(batch["weight"]) * 0.005 * (model["w"][...] - 1) ** 2, jnp.sum(batch["weight"]) * 0.005
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_fraction_of_a_target_is_one_token_in_any_number_of_micro_batches(tmp_path, events, accumulation_steps):
+    settings = {"max_num_steps": 2, "checkpoint": {"save_at_end": False}, "accumulation_steps": accumulation_steps}
+    trainer(tmp_path, task="tests.unit.trainers.step.test_loss:ScalarTask", **settings).train()
+    assert [event["metrics"]["total_tokens"] for event in of(events, "metrics") if "loss" in event["metrics"]] == [1, 2]
+
+
+def test_thirty_steps_with_weights_that_add_up_to_less_than_1_are_those_of_the_formula(tmp_path, events):
+    """With 1 as the least divisor, w ended at 0.28."""
+    settings = {"name": "sgd", "betas": [0.0, 0.0], "learning_rate": 0.0685, "max_grad_norm": None, "weight_decay": 0.0}
+    made = trainer(
+        tmp_path,
+        task="tests.unit.trainers.step.test_loss:ScalarTask",
+        optimizer={**settings, "schedule": {"name": "constant"}},
+        max_num_steps=30,
+        publish_every_steps=30,
+        checkpoint={"save_at_end": False},
+    )
+    w = float(made.train().params["w"])
+    assert w == pytest.approx(1 - (1 - 2 * 0.0685) ** 30, rel=1e-5) == pytest.approx(0.988, abs=1e-3)
+
+
 def test_a_batch_without_targets_has_a_loss_of_0():
     zero = jnp.float32(0)
-    mean_loss, gradients = means(Sums(zero, zero, zero, None, {"w": zero}, {}))
+    mean_loss, gradients = means(Sums(zero, zero, zero, zero, None, {"w": zero}, {}))
     assert (float(mean_loss), float(gradients["w"])) == (0, 0)
     assert [float(scale) for scale in scales_of([zero, jnp.float32(0.5)])] == [1, 2]
 

@@ -1,0 +1,241 @@
+"""Methods of a trainer or a callback that nothing would call, or that cannot be called, are errors when it is built."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+
+from tests.unit.training import trainer
+from trainers.base import BaseTrainer
+from trainers.callbacks import Callback
+from trainers.errors import UsageError
+from trainers.loop.hooks import Hooks
+from trainers.other_systems import INSTEAD_OF_A_METHOD, INSTEAD_OF_AN_EVENT
+from trainers.overrides import check_overrides, own_method
+
+
+def method(self, *args):
+    return None
+
+
+def made(tmp_path, members, bases=(BaseTrainer,)):
+    return trainer(tmp_path, cls=type("Mine", bases, dict(members)))
+
+
+def refused(tmp_path, members, match, bases=(BaseTrainer,)):
+    with pytest.raises(UsageError, match=match) as error:
+        made(tmp_path, members, bases)
+    return str(error.value)
+
+
+NEVER = "^Mine has methods that nothing would call:\n  "
+NOT_ALIKE = "^Mine overrides what the trainer calls, but not so that it can be called:\n  "
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("train_step", "Task.loss"),
+        ("compute_loss", "Task.loss"),
+        ("forward_backward_step", "forward_backward"),
+        ("start_training_hook", "on_training_start"),
+        ("start_evaluation_hook", "on_evaluation_start"),
+        ("_preprocess_batch_input", "preprocess_batch"),
+        ("_train_epoch", "on_epoch_begin"),
+        ("_train_epochs", "did you mean _train_epoch"),
+        ("on_step_begin", "on_step_start"),
+        ("build_optimizer", "`optimizer`"),
+        ("lr_scheduler", "`scheduler`"),
+        ("get_train_dataloader", "configure_dataloaders"),
+        ("compute_metrics", "calculate_metrics"),
+        ("log", "on_step_end"),
+        ("on_training_strat", "did you mean on_training_start"),
+        ("build_data_transfrom", "did you mean build_data_transform"),
+        ("configure_dataloader", "did you mean configure_dataloaders"),
+        ("save_pretraned", "did you mean save_pretrained"),
+        ("after_each_batch_of_mine", "nothing calls it"),
+    ],
+)
+def test_a_method_that_nothing_would_call_is_an_error(tmp_path, name, remedy):
+    refused(tmp_path, {name: method}, f"{NEVER}{name}: .*{remedy}")
+
+
+@pytest.mark.parametrize("wrap", [property, functools.cached_property, staticmethod, classmethod, functools.partialmethod])
+def test_so_are_properties_and_other_kinds_of_methods(tmp_path, wrap):
+    refused(tmp_path, {"build_optimizer": wrap(method)}, f"{NEVER}build_optimizer: ")
+
+
+def test_every_event_of_a_callback_is_an_error_in_a_trainer_and_every_hook_in_a_callback():
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    hooks = [name for name in vars(Hooks) if not name.startswith("_")]
+    for name in set(events) - set(hooks):
+        with pytest.raises(UsageError, match=f"{NEVER}{name}: .*(Callback|override)"):
+            check_overrides(type("Mine", (BaseTrainer,), {name: method}), INSTEAD_OF_A_METHOD)
+    for name in set(hooks) - set(events) - {"overrides"}:
+        with pytest.raises(UsageError, match=f"{NEVER}{name}: "):
+            check_overrides(type("Mine", (Callback,), {name: method}), INSTEAD_OF_AN_EVENT)
+
+
+def test_all_such_methods_are_named_at_once(tmp_path):
+    names = ("on_step_strat", "start_training_hook")
+    refused(tmp_path, dict.fromkeys(names, method), r"on_step_strat: .*\n  start_training_hook: ")
+
+
+@pytest.mark.parametrize("table", [INSTEAD_OF_A_METHOD, INSTEAD_OF_AN_EVENT])
+def test_no_name_of_ours_is_taken_for_one_of_another_system(table):
+    ours = BaseTrainer if table is INSTEAD_OF_A_METHOD else Callback
+    assert [name for name in table if hasattr(ours, name)] == []
+
+
+def test_hooks_and_helpers_are_no_errors(tmp_path):
+    made(tmp_path, dict.fromkeys(("on_training_start", "_sample_rollouts", "build_data_transform", "_x"), method))
+
+
+class Live(BaseTrainer):
+    """A name of another system is fine where a hook calls it, on the trainer itself."""
+
+    def on_training_start(self, state):
+        return self.first(state)
+
+    def first(self, state):
+        return next(self.compute_loss for _ in (1,))(state)
+
+    def compute_loss(self, state):
+        return getattr(self, "predict")(state)  # noqa: B009
+
+    def predict(self, state):
+        return state
+
+
+class Dead(BaseTrainer):
+    def compute_loss(self, state):
+        return self.predict(state)
+
+    def predict(self, state):
+        return self.compute_loss(state)
+
+    def on_step_begin(self, state):
+        return super().on_step_begin(state)
+
+    def on_training_start(self, state):
+        state.log()
+        return state
+
+    def log(self):
+        """Something else has a method of this name."""
+
+
+class Called(BaseTrainer):
+    def of_the_program(self):
+        return self.of_the_program()
+
+
+class Marked(BaseTrainer):
+    @own_method
+    def predict(self, texts):
+        return texts
+
+
+def of_a_program(trainer):
+    trainer.of_the_program()
+
+
+def test_a_method_that_is_called_is_no_error(tmp_path):
+    for cls in (Live, Called, Marked):
+        trainer(tmp_path, cls=cls)
+
+
+def test_a_method_that_only_itself_or_such_methods_call_is_an_error(tmp_path):
+    with pytest.raises(UsageError, match=r"compute_loss: .*\n  log: .*\n  on_step_begin: .*\n  predict: "):
+        trainer(tmp_path, cls=Dead)
+
+
+def test_the_methods_of_a_mixin_are_checked_and_those_of_a_library_are_not(tmp_path):
+    mixin = type("Mixin", (), {"on_step_begin": method})
+    refused(tmp_path, {}, f"{NEVER}on_step_begin: ", (mixin, BaseTrainer))
+    made(tmp_path, {"run": method}, (BaseTrainer, threading.Thread))
+    after = type("Mixin", (), {"on_training_start": method})
+    refused(tmp_path, {}, f"{NEVER}on_training_start: the class that defines it comes after Hooks", (BaseTrainer, after))
+
+
+def test_a_method_that_an_attribute_would_hide_is_an_error(tmp_path):
+    refused(tmp_path, {"callbacks": method}, f"{NEVER}callbacks: the trainer has an attribute of this name")
+
+
+def test_an_override_that_is_set_on_the_object_is_an_error(tmp_path):
+    def post_init(self):
+        self.prepare_batch = lambda state, batch, training: batch
+
+    refused(tmp_path, {"post_init": post_init}, f"{NEVER}prepare_batch: define it in a class")
+
+
+# ---------------------------------------------------------------------- overrides that cannot be called
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "problem"),
+    [
+        ("on_step_end", lambda self, state, metrics: 0, r".*expected def on_step_end\(self, state, metrics, step\)"),
+        ("on_step_end", lambda self, state, metrics, step, more: 0, ".*expected def"),
+        ("on_step_end", lambda self, state, step, metrics: 0, "step has the place of metrics"),
+        ("prepare_batch", lambda self, state, batch: 0, ".*training.*expected def"),
+        ("post_init", staticmethod(lambda self: 0), ".*expected def"),
+        ("freeze_module", ("embed",), "it is tuple, and must be a method"),
+        ("freeze_module", property(method), "it is property, and must be a method"),
+        ("optimizer", method, "it is a property"),
+        ("_diagnose", lambda self: 0, ".*a private part of the trainer"),
+        ("_mesh", method, ".*a private part of the trainer"),
+        ("_loop", method, "the trainer has an attribute of this name"),
+        ("evaluate", lambda self: 0, ".*expected def evaluate"),
+    ],
+)
+def test_an_override_with_another_signature_is_an_error(tmp_path, name, override, problem):
+    refused(tmp_path, {name: override}, f"{NOT_ALIKE}{name}: {problem}")
+
+
+async def waits(self, state):
+    return state
+
+
+def test_a_coroutine_is_no_hook(tmp_path):
+    refused(tmp_path, {"on_training_start": waits}, f"{NOT_ALIKE}on_training_start: it is a coroutine")
+
+
+@pytest.mark.parametrize(
+    ("name", "override"),
+    [
+        ("on_step_end", method),
+        ("on_step_end", lambda self, s, m, n, more=None: 0),
+        ("prepare_batch", lambda self, state, batch, training: batch),
+        ("prepare_batch", lambda self, *args, **kwargs: args[1]),
+        ("evaluate", lambda self, state: 0),
+        ("task", object()),
+        ("build_model_assets", staticmethod(dict)),
+    ],
+)
+def test_an_override_that_can_be_called_is_none(tmp_path, name, override):
+    made(tmp_path, {name: override})
+
+
+@pytest.mark.parametrize(
+    ("name", "event", "problem"),
+    [
+        ("on_log", method, f"{NEVER}on_log: the event is on_publish"),
+        ("on_substep_end", method, f"{NEVER}on_substep_end: "),
+        ("on_pulish", method, f"{NEVER}on_pulish: .*did you mean on_publish"),
+        ("on_step_end", lambda self, args, state, control, **kwargs: 0, f"{NOT_ALIKE}on_step_end: .*expected def"),
+        ("on_step_end", lambda self, state, loss: 0, f"{NOT_ALIKE}on_step_end: .*expected def"),
+        ("on_step_begin", lambda self, state, micro_batches=None, **kwargs: 0, "micro_batches: no such keyword"),
+        ("on_save", lambda self, state, *, step, path, done=True, **kwargs: 0, "done: no such keyword"),
+    ],
+)
+def test_the_same_holds_for_callbacks(tmp_path, name, event, problem):
+    with pytest.raises(UsageError, match=problem):
+        trainer(tmp_path, type("Mine", (Callback,), {name: event})())
+
+
+def test_a_callback_takes_the_keywords_that_it_needs(tmp_path):
+    events = {"on_step_end": lambda self, state, loss, **kwargs: 0, "on_save": lambda self, state, step, path: 0, "_x": method}
+    trainer(tmp_path, type("Mine", (Callback,), events)())

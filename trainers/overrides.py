@@ -1,0 +1,343 @@
+"""Checks the methods of a user's trainer or callback when it is built: nothing in it may be meant as an override and never be
+called, and each override must be callable as the system calls it."""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+from trainers.config.section import did_you_mean
+from trainers.errors import UsageError
+
+PACKAGE = __name__.partition(".")[0]
+NEAR = 0.85
+"""The similarity from which on a name is taken for a misspelt one."""
+NEAR_OF_HELPER = 0.9
+"""The same for a name that begins with `_`, as those of helpers do."""
+CALLED_WITH = {"evaluate": 1, "eval": 1}
+"""How many arguments the system passes, of methods to which it does not pass all that they must take."""
+OWN = "_is_own_method"
+Method = TypeVar("Method", bound=Callable[..., Any])
+PROPERTIES = (property, functools.cached_property)
+
+
+def own_method(method: Method) -> Method:
+    """Marks a method of a trainer or a callback that your program calls itself, and that the check cannot see being called."""
+    setattr(method, OWN, True)
+    return method
+
+
+def check_overrides(cls: type, elsewhere: Mapping[str, str]) -> None:
+    """Raises UsageError for methods of a user's class that nothing would call, and for overrides whose signature is another.
+    `elsewhere` says what to do instead, by names of other systems. `cls` inherits from a class of this package.
+
+    A method is called if it overrides one of this package, if a method that is called uses it, or if the user's program does.
+    For a name of another system the last is not enough: `log` is used on many objects. Helpers begin with `_`.
+    """
+    ours = {name: value for base in reversed(cls.__mro__) if _is_ours(base) for name, value in vars(base).items()}
+    theirs = _members(cls)
+    if not theirs:
+        return
+    _check_all(
+        cls.__name__,
+        "has methods that nothing would call",
+        _never_called(cls, theirs, ours, elsewhere),
+    )
+    alike = {name: _mismatch(name, values[0], ours[name]) for name, values in theirs.items() if name in ours}
+    _check_all(cls.__name__, "overrides what the trainer calls, but not so that it can be called", alike)
+
+
+def check_attributes(trainer: Any) -> None:
+    """Raises UsageError if an override was set on the object, where it is not looked for."""
+    own = {name: value for name, value in vars(trainer).items() if callable(value)}
+    wrong = {
+        name: "define it in a class: set on the object it is not looked for"
+        for name in own
+        if isinstance(getattr(type(trainer), name, None), FunctionType)
+    }
+    _check_all(type(trainer).__name__, "has methods that nothing would call", wrong)
+
+
+def _check_all(name: str, what: str, problems: Mapping[str, str]) -> None:
+    if lines := [f"{member}: {problem}" for member, problem in sorted(problems.items()) if problem]:
+        raise UsageError(f"{name} {what}:\n  " + "\n  ".join(lines))
+
+
+def _members(cls: type) -> dict[str, list[Any]]:
+    """Returns what the user's classes define beside plain values, by name, the definition that counts first."""
+    found: dict[str, list[Any]] = {}
+    for base in cls.__mro__:
+        if _is_ours(base) or _is_installed(base):
+            continue
+        for name, value in vars(base).items():
+            if not (name.startswith("__") and name.endswith("__")):
+                found.setdefault(name, []).append(value)
+    return found
+
+
+# ---------------------------------------------------------------------- what is never called
+
+
+def _never_called(
+    cls: type, theirs: Mapping[str, list[Any]], ours: Mapping[str, Any], elsewhere: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns what is wrong with each method that nothing would call, by name."""
+    hidden = {name for name in theirs if name in ours and _owner(cls, name) not in theirs_of(cls)}
+    # A class of a library below ours, such as Thread, calls its own methods.
+    free = {name for base in cls.__mro__ if _is_installed(base) and base is not object for name in vars(base)}
+    suspects = {
+        name
+        for name, values in theirs.items()
+        if name not in ours and name not in free and _is_suspect(name, values[0], elsewhere)
+    }
+    called = _reached(theirs, set(theirs) - suspects, set(elsewhere))
+    hooks = [name for name in ours if not name.startswith("_")]
+    problems = {
+        name: f"the class that defines it comes after {_owner(cls, name).__name__} in the bases: put it before" for name in hidden
+    }
+    for name in suspects - called:
+        if name in _set_by(ours.get("__init__")):
+            problems[name] = "the trainer has an attribute of this name; give the method another one"
+        elif not (name not in elsewhere and _is_used_by_the_program(cls, name)):
+            problems[name] = _remedy(name, hooks, elsewhere)
+    return problems
+
+
+def theirs_of(cls: type) -> set[type]:
+    return {base for base in cls.__mro__ if not _is_ours(base)}
+
+
+def _owner(cls: type, name: str) -> type:
+    """Returns the class whose definition of a name counts."""
+    return next(base for base in cls.__mro__ if name in vars(base))
+
+
+def _is_suspect(name: str, value: Any, elsewhere: Mapping[str, str]) -> bool:
+    """Whether somebody must call this member, or it is an error."""
+    if any(getattr(function, OWN, False) for function in _functions(value)):
+        return False
+    if name in elsewhere or not name.startswith("_"):
+        return name in elsewhere or _is_method(value)
+    return _is_method(value) and bool(did_you_mean(name, elsewhere, cutoff=NEAR_OF_HELPER))
+
+
+def _remedy(name: str, hooks: list[str], elsewhere: Mapping[str, str]) -> str:
+    if name in elsewhere:
+        return elsewhere[name]
+    way_out = (
+        "(a helper that your own methods call has a name that begins with _; mark what your program calls with "
+        "`trainers.overrides.own_method`)"
+    )
+    if near := did_you_mean(name, [*hooks, *elsewhere], cutoff=NEAR):
+        known = near.removeprefix("; did you mean ").removesuffix("?")
+        also = f" {known}: {elsewhere[known]}" if known in elsewhere and known not in hooks else ""
+        return f"it is no hook{near}{also} {way_out}"
+    return f"it is no hook, and nothing calls it {way_out}"
+
+
+def _reached(theirs: Mapping[str, list[Any]], roots: set[str], strict: set[str]) -> set[str]:
+    """Returns the members that are called, if those of `roots` are. A name of `strict` must be used on the object itself."""
+    called, queue = set(roots), list(roots)
+    while queue:
+        functions = [function for value in theirs[queue.pop()] for function in _functions(value)]
+        names = set().union(*(_used(function, on_self=False) for function in functions)) - strict
+        names = names.union(*(_used(function, on_self=True) for function in functions))
+        aliases = {name for name, values in theirs.items() if any(value is known for value in values for known in functions)}
+        queue += (new := (names & set(theirs) | aliases) - called)
+        called |= new
+    return called
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """Yields the Python functions that a member of a class is made of."""
+    parts = [getattr(value, name, None) for name in ("fget", "fset", "fdel", "func", "__func__", "__wrapped__")]
+    if isinstance(value, FunctionType):
+        yield value
+    for part in parts:
+        if part is not None:
+            yield from _functions(part)
+
+
+def _used(function: FunctionType, *, on_self: bool) -> set[str]:
+    """Returns the attributes that a function names; those of its first argument alone, if asked."""
+    code = function.__code__
+    first = code.co_varnames[0] if code.co_argcount else None
+    return {name for part in _with_nested(code) for name in (_names_on(part, first) if on_self else _names(part))}
+
+
+def _with_nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_nested(constant)
+
+
+def _names(code: CodeType) -> set[str]:
+    return {*code.co_names, *(constant for constant in code.co_consts if isinstance(constant, str))}
+
+
+def _names_on(code: CodeType, variable: str | None, operations: tuple[str, ...] = ("LOAD_ATTR", "LOAD_METHOD")) -> set[str]:
+    """Returns the names that follow a variable: `self.name`, and `getattr(self, "name")`."""
+    found, before = set(), None
+    for instruction in dis.get_instructions(code):
+        named = instruction.opname in operations or (instruction.opname == "LOAD_CONST" and "LOAD_ATTR" in operations)
+        if before is not None and before == variable and named and isinstance(instruction.argval, str):
+            found.add(instruction.argval)
+        before = None
+        if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")):
+            # Some versions of Python load two variables at once.
+            before = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+    return found
+
+
+def _set_by(init: Any) -> set[str]:
+    """Returns the attributes that `__init__` of the trainer sets: they hide a method of the same name."""
+    return _names_on(init.__code__, "self", ("STORE_ATTR",)) if isinstance(init, FunctionType) else set()
+
+
+def _is_used_by_the_program(cls: type, name: str) -> bool:
+    """Whether a module of the user has `.name` outside of a method of that name."""
+    return any(name in _attributes(source, name) for source in _sources(cls) if f".{name}" in source)
+
+
+def _attributes(source: str, name: str) -> set[str]:
+    """Returns {name} if the source uses an attribute of this name."""
+    try:
+        queue: list[ast.AST] = [ast.parse(source)]
+    except SyntaxError:  # not a file of Python, such as a cell of a notebook with commands
+        return set()
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            continue  # it calls itself, or the one that it overrides
+        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load):
+            return {name}
+        queue += ast.iter_child_nodes(node)
+    return set()
+
+
+def _sources(cls: type) -> Iterator[str]:
+    """Yields the text of the user's modules that are loaded; those of the class first."""
+    own = [sys.modules[base.__module__] for base in cls.__mro__ if base.__module__ in sys.modules and not _is_installed(base)]
+    others = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType) and not _is_library(module)]
+    for module in dict.fromkeys([*own, *others]):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and path.endswith(".py") and module.__name__.partition(".")[0] != PACKAGE:
+            with suppress(OSError, ValueError):
+                yield Path(path).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------- whether an override can be called
+
+
+def _mismatch(name: str, theirs: Any, ours: Any) -> str:
+    """Returns why what overrides `ours` cannot be used in its place; empty if it can."""
+    private = "; it is a private part of the trainer: give a helper another name" if name.startswith("_") else ""
+    if isinstance(ours, PROPERTIES):
+        wrong = isinstance(theirs, FunctionType | staticmethod | classmethod)
+        return f"it is a property: write @property or @functools.cached_property above it{private}" if wrong else ""
+    if not isinstance(ours, FunctionType | classmethod | staticmethod):
+        return f"the trainer has an attribute of this name{private}" if _is_method(theirs) else ""
+    if isinstance(theirs, PROPERTIES) or not _is_method(theirs):
+        return f"it is {type(theirs).__name__}, and must be a method: def {name}{_shown(ours)}{private}"
+    if any(inspect.iscoroutinefunction(function) for function in _functions(theirs)):
+        return f"it is a coroutine, and must be a plain method: def {name}{_shown(ours)}{private}"
+    problem = _signature_problem(name, theirs, ours)
+    return problem and f"{problem}; expected def {name}{_shown(ours)}{private}"
+
+
+def _shown(function: Any) -> str:
+    """Returns the parameters of a method, without their types."""
+    plain = getattr(function, "__func__", function)
+    empty = inspect.Parameter.empty
+    signature = inspect.signature(plain)
+    parameters = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=empty))
+
+
+def _signature_problem(name: str, theirs: Any, ours: Any) -> str:
+    try:
+        taken, given = _parameters(theirs), _parameters(ours)
+    except (TypeError, ValueError):  # of a function that is not written in Python
+        return ""
+    positional = [p for p in given if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    num_passed = CALLED_WITH.get(name, sum(p.default is p.empty for p in positional))
+    keywords = [p.name for p in given if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    try:
+        inspect.Signature(taken).bind(*[None] * num_passed, **dict.fromkeys(keywords))
+    except TypeError as error:
+        return (
+            f"it cannot be called with {', '.join([p.name for p in positional[:num_passed]] + keywords) or 'nothing'} ({error})"
+        )
+    except ValueError:  # the parameters without `self` make no signature
+        return ""
+    return _order_problem([p.name for p in positional], taken) or _unheard(keywords, positional, taken, given)
+
+
+def _order_problem(names: list[str], taken: list[inspect.Parameter]) -> str:
+    """Returns which parameter has the place of another one: they are passed by their places."""
+    for place, parameter in enumerate(taken[: len(names)]):
+        if parameter.name in names and parameter.name != names[place] and parameter.kind is not parameter.KEYWORD_ONLY:
+            return f"{parameter.name} has the place of {names[place]}"
+    return ""
+
+
+def _unheard(
+    keywords: list[str], positional: list[inspect.Parameter], taken: list[inspect.Parameter], given: list[inspect.Parameter]
+) -> str:
+    """Returns which parameter of an event would never get a value: events alone take any keywords, and are called by us alone."""
+    if not any(p.kind is p.VAR_KEYWORD for p in given):
+        return ""
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    named = [p.name for p in taken[len(positional) :] if p.kind not in variable and not p.name.startswith("_")]
+    unheard = [name for name in named if name not in keywords]
+    return f"{', '.join(unheard)}: no such keyword{did_you_mean(unheard[0], keywords)}" if unheard else ""
+
+
+def _parameters(method: Any) -> list[inspect.Parameter]:
+    """Returns the parameters of a method, without its object or class."""
+    plain = getattr(method, "__func__", method)
+    parameters = list(inspect.signature(plain).parameters.values())
+    if isinstance(method, staticmethod) or (parameters and parameters[0].kind is inspect.Parameter.VAR_POSITIONAL):
+        return parameters
+    return parameters[1:]
+
+
+# ---------------------------------------------------------------------- whose code it is
+
+
+def _is_method(value: Any) -> bool:
+    return (callable(value) and not isinstance(value, type)) or isinstance(value, (*PROPERTIES, classmethod, staticmethod))
+
+
+def _is_ours(base: type) -> bool:
+    return base.__module__.partition(".")[0] == PACKAGE
+
+
+def _is_installed(base: type) -> bool:
+    """Whether a class is of a library, and not of the user. A class that inherits from ours is checked wherever it is."""
+    if any(_is_ours(parent) for parent in base.__mro__):
+        return False
+    module = sys.modules.get(base.__module__)
+    return base.__module__ == "builtins" or (module is not None and _is_library(module))
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    return tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def _is_library(module: ModuleType) -> bool:
+    if module.__name__.partition(".")[0] in (PACKAGE, *sys.stdlib_module_names) and module.__name__ != "__main__":
+        return True
+    path = getattr(module, "__file__", None)
+    return isinstance(path, str) and path.startswith(_library_folders())
