@@ -230,3 +230,20 @@ def test_gemma3_alone_has_images_in_the_form_of_hugging_face():
     other = config._replace(model=dataclasses.replace(config.model, family="gemma2", rope_scaling=None, local_rope_theta=None))
     with pytest.raises(UsageError, match=r"model.family = 'gemma2': expected gemma3"):
         vision_config.write(other, max_length=64, dtype="float32")
+
+
+def test_a_soft_cap_of_the_logits_is_not_there_with_images():
+    config = hugging_face.read_config(DATA / "gemma3")
+    other = config._replace(model=dataclasses.replace(config.model, logit_softcap=30.0))
+    message = r"model.logit_softcap = 30.0: gemma3 with images has none; leave it out"
+    with pytest.raises(UsageError, match=message):
+        vision_config.write(other, max_length=64, dtype="float32")
+    with pytest.raises(UsageError, match=message):
+        ImageTextModel(*other, rngs=nnx.Rngs(0))
+
+
+def test_the_sizes_of_gemma_3_that_its_files_leave_out():
+    read = vision_config.read(
+        {"model_type": "gemma3", "text_config": {"hidden_size": 2560}, "vision_config": {"image_size": 896}}
+    )
+    assert (read.model.width, read.model.num_heads, read.model.channels, read.model.vocab_size) == (2560, 8, 256, 262_208)
