@@ -27,7 +27,7 @@ from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit, lacks_data
 from trainers.loop import init_from
-from trainers.loop.beginning import Beginning, FromSettings, Given, given_arrays
+from trainers.loop.beginning import Beginning, FromSettings, Given, arrays_in, given_arrays, placed_like, with_arrays
 from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator, Observed
 from trainers.loop.garbage import GarbageCollection
@@ -219,7 +219,8 @@ class BaseTrainer(Builder):
 
     def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
         """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
-        new optimizer state; 3. the parameters that `init_from` names; 4. the seed."""
+        new optimizer state; 3. the arrays in the state of `configure_model`, with the rest from the seed; 4. the parameters
+        that `init_from` names; 5. the seed. Raises UsageError for 3 together with 4."""
         arguments, shardings, shapes = self.arguments, self._state_shardings, self._model_arrays
         # Only a rollback comes back to the beginning within this process.
         keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
@@ -233,6 +234,16 @@ class BaseTrainer(Builder):
         if model_parameters is not None:
             first = jax.jit(self._initial_state, out_shardings=shardings)
             return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
+        if arrays := arrays_in(self._configured(self._model, "model", "configure_model").state):
+            if arguments.init_from is not None:
+                raise UsageError(
+                    f"init_from = {arguments.init_from.path!r}: configure_model has returned a state with arrays, such as "
+                    f"{next(iter(arrays))}: leave one of them out"
+                )
+            abstract = with_shardings(self._model_state, shardings)
+            finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
+            first = jax.jit(finish, out_shardings=shardings)
+            return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
         # What was loaded becomes part of the state: there are no two of it in memory.
         first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
