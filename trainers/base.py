@@ -20,6 +20,7 @@ from trainers.callbacks import Callback
 from trainers.checkpoint import assets
 from trainers.checkpoint.standalone import load_from, save_to
 from trainers.config.section import parse_duration_s
+from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.loader import Tells, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
 from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
@@ -330,7 +331,7 @@ class BaseTrainer(Builder):
         loader, manager = self.dataloaders.dataloader_train, self.functions.checkpoint_manager
         limits = Limits(
             max_steps=arguments.max_num_steps,
-            max_batches=None if arguments.max_num_data_epochs is None else self._batches_of_epochs or 0,
+            max_batches=self._batches_of_data(loader),
             stop_at=runtime.current().stop_at,
             time_is_up=limit_s is not None and time_used.before_s >= limit_s,
             deadline_s=None if limit_s is None else time_used.deadline_s(limit_s),
@@ -342,7 +343,7 @@ class BaseTrainer(Builder):
             layout=self.step_layout,
             loader=loader,
             # A user's own loader need not know where its data ends.
-            end_of_data=EndOfData(getattr(loader, "ends", None)),
+            end_of_data=EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader)),
             empty_sums=self._no_sums,
             publisher=publisher,
             flags=Flags(self._mesh),
@@ -406,7 +407,7 @@ class BaseTrainer(Builder):
         self._state = state
         self.output = TrainerOutput(state, self._mesh, path, None if saved is None else str(saved), reason, metrics)
         self.dataloaders.dataloader_train.close()
-        self._dataloaders = self._validation_units = None  # built again if this trainer is used again
+        self._dataloaders = self._given_loaders = self._validation_units = None  # built again if this trainer is used again
         return state
 
     def _out_of_memory(self, error: BaseException) -> BaseException:
@@ -495,7 +496,21 @@ class BaseTrainer(Builder):
 
     @property
     def _epochs(self) -> Epochs:
-        return Epochs(len(self.dataset_train or ()), self.arguments.global_batch_size)
+        size, loader = self.arguments.global_batch_size, None if self._dataloaders is None else self.dataloaders.dataloader_train
+        if isinstance(loader, IteratedLoader):  # it need not read what `dataset_train` is
+            return Epochs(0, size, lambda: loader.batches_of_epoch)
+        return Epochs(len(self.dataset_train or ()), size)
+
+    def _batches_of_data(self, loader: Any) -> int | None:
+        """Returns the number of batches in `max_num_data_epochs`; None without it, or if only the loader finds its end."""
+        if self.arguments.max_num_data_epochs is None or isinstance(loader, IteratedLoader):
+            return None
+        return self._batches_of_epochs or 0
+
+    def _reason_of_end(self, loader: Any) -> StopReason:
+        """Returns why training ends when the loader has no batch."""
+        counts = isinstance(loader, IteratedLoader) and loader.can_begin_anew and self.arguments.max_num_data_epochs is not None
+        return StopReason.MAX_EPOCHS if counts else StopReason.END_OF_DATA
 
     def _no_requests(self) -> jax.Array:
         return Flags(self._mesh).array()

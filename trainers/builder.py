@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from trainers import runtime
@@ -19,6 +20,7 @@ from trainers.checkpoint import assets, carried, readers
 from trainers.checkpoint.of_run import manager_of
 from trainers.config import UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.data.iterated_loader import first_rows
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.data.sources.iterable import num_examples, random_access
 from trainers.data.sources.sequence import held_out_examples
@@ -85,6 +87,7 @@ class Builder(ModelBuilder):
         self.lineage = Lineage()
         self._functions: TrainerConfigureFunctionOutput | None = None
         self._dataloaders: TrainerConfigureDataloaderOutput | None = None
+        self._given_loaders: TrainerConfigureDataloaderOutput | None = None
         self._validation_units: Mapping[str, ValidationUnit] | None = None
         self.has_own_step = False
         self._saved: collections.deque[tuple[int, str]] = collections.deque()
@@ -232,13 +235,18 @@ class Builder(ModelBuilder):
 
     # ------------------------------------------------------------------ inside
 
+    def _rows_of_loader(self) -> dict[str, np.ndarray]:
+        # Kept for the loop: a second one might go on where this one is.
+        self._given_loaders = self._given_loaders or self.configure_dataloaders()
+        return first_rows(self._given_loaders.dataloader_train)
+
     def _configure(self) -> None:
         self.prepare()
         if self._functions is None:
             self._functions = self.configure_functions()
         self._functions = self._with_calls_by_hand(self._with_adapted_steps(self._completed(self._functions)))
         if self._dataloaders is None:
-            self._dataloaders = self._as_loaders(self.configure_dataloaders())
+            self._dataloaders = self._as_loaders(self._given_loaders or self.configure_dataloaders())
         if self._validation_units is None:
             self._validation_units = self.build_validation_units()
         _ = self.previews

@@ -12,6 +12,8 @@ import numpy as np
 from trainers.config.arguments import TrainingArguments
 from trainers.runtime.stop_reason import StopReason
 
+SKIPPED = "skipped_example"
+"""The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
 METRIC = "metric/"
 """The prefix of the names of the leaves of a batch that are metrics of its rows."""
 

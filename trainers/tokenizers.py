@@ -221,6 +221,10 @@ class FolderTokenizer:
         known = [token for token in tokens if token < self._size]
         return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def raw(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens with those that are special."""
+        return self._tokenizer.decode([*tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     @cached_property
     def _size(self) -> int:
         return self.num_ids

@@ -21,7 +21,7 @@ from trainers.data.documents import Document, Documents, Encoder, Record, Record
 from trainers.data.mixture import Mixture, Share
 from trainers.data.packed_rows import HeldOutRows, Row, TrainingRows
 from trainers.data.packing import Counts, Fit, Pieces
-from trainers.data.padded import cut, num_held_out
+from trainers.data.padded import cut_alike, num_held_out
 from trainers.data.permutations import held_out
 from trainers.data.sources.packed import ALONE
 from trainers.data.sources.records import open_records
@@ -58,10 +58,8 @@ class Examples:
         """Returns the texts of an example, as much of each as a row has room for. Raises DataError that says where it is."""
         first = index * self.kind.num_texts
         try:
-            texts = [
-                cut(self.documents[first + number], self.kind.row_places, self.config.truncation)
-                for number in range(self.kind.num_texts)
-            ]
+            whole = [self.documents[first + number] for number in range(self.kind.num_texts)]
+            texts = cut_alike(whole, self.kind.row_places, self.config.truncation)
             self.kind.check(texts)
         except DataError as error:
             raise DataError(f"{self._records.where(index)}: {error}") from error
@@ -196,15 +194,18 @@ def _planned(examples: Examples, indices: np.ndarray, arguments: TrainingArgumen
     kind, config, lengths = examples.kind, arguments.data, examples.lengths[indices]
     longest = lengths.max(1, initial=0)
     pieces = Pieces(longest, kind.row_places, config.overlong, config.truncation, shortest=1)
-    for index in indices[pieces.documents[longest[pieces.documents] > kind.row_places]].tolist():
-        examples.texts(index)
+    kept = lengths.copy()
+    for place in pieces.documents[longest[pieces.documents] > kind.row_places].tolist():
+        kept[place] = [len(text.tokens) for text in examples.texts(int(indices[place]))]
     plan = Fit(longest, pieces, kind.row_places, (arguments.seed, 0), shuffle=shuffle)
-    return PackedExamples(examples, indices, plan, _counts(lengths, pieces, plan, kind), plan.most_pieces, first_sample_id=0)
+    return PackedExamples(
+        examples, indices, plan, _counts(lengths, kept, pieces, plan, kind), plan.most_pieces, first_sample_id=0
+    )
 
 
-def _counts(lengths: np.ndarray, pieces: Pieces, plan: Fit, kind: Kind) -> Counts:
-    """Returns the counts of a plan, with all texts of each example."""
-    filled = int(np.minimum(lengths[pieces.documents], kind.row_places).sum())
+def _counts(lengths: np.ndarray, kept: np.ndarray, pieces: Pieces, plan: Fit, kind: Kind) -> Counts:
+    """Returns the counts of a plan, with all texts of each example: of their tokens, as many as `kept` are in a row."""
+    filled = int(kept[pieces.documents].sum())
     places = kind.num_texts * kind.row_places
     return dataclasses.replace(plan.counts, row_places=places, filled_places=filled, lost_tokens=int(lengths.sum()) - filled)
 

@@ -93,6 +93,31 @@ def cut(document: Document, length: int, truncation: Truncation) -> Document:
     return Document(tokens[kept], weight[kept])
 
 
+def cut_alike(documents: Sequence[Document], length: int, truncation: Truncation) -> list[Document]:
+    """Returns what is kept of texts that begin with the same prompt, as `cut` does: of the prompt the same in each. Raises
+    DataError if no target is left of one that is longer."""
+    longest = max(len(document.tokens) for document in documents)
+    if truncation == "keep_end" and longest > length:
+        start = min(longest - length, num_given_to_all(documents))
+        documents = [_without(document, start) for document in documents]
+    return [cut(document, length, truncation) for document in documents]
+
+
+def _without(document: Document, start: int) -> Document:
+    weight = document.token_weight
+    return Document(document.tokens[start:], None if weight is None else weight[start:])
+
+
+def num_given_to_all(documents: Sequence[Document]) -> int:
+    """Returns how many tokens all documents begin with that are no targets."""
+    shortest = min(len(document.tokens) for document in documents)
+    first, places = documents[0], np.zeros(shortest, bool)
+    for tokens, weight in documents:
+        places |= tokens[:shortest] != first.tokens[:shortest]
+        places |= True if weight is None else weight[:shortest] != 0
+    return int(np.argmax(places)) if places.any() else shortest
+
+
 def padded(document: Document, length: int, truncation: Truncation) -> dict[str, np.ndarray]:
     """Returns {"tokens": int32[length], "token_weight": float32[length], CUT: float32}, filled up at the end with tokens of
     weight 0. Raises DataError if no target is left of a document that is longer."""

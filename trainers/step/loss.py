@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from trainers.config.frozen import BASE
-from trainers.data.collate import SKIPPED
 from trainers.errors import UsageError
 from trainers.models.batch_norm import tell_rows
-from trainers.protocol import METRIC, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
+from trainers.protocol import METRIC, SKIPPED, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
 from trainers.step.per_source import with_sources
 from trainers.step.rest_of_model import Rest, state_after
 from trainers.step.state import ModelParts

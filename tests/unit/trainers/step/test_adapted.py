@@ -12,8 +12,9 @@ import optax
 import pytest
 
 from tests.programs.tiny import Numbers
-from tests.unit.training import FIXED, StopAt, assert_equal, losses, of, trainer
+from tests.unit.training import FIXED, StopAt, arguments, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
+from trainers.callbacks import Callback
 from trainers.config import MeshConfig
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.errors import DataError, UsageError
@@ -217,6 +218,51 @@ def test_an_iterable_that_ends_ends_training_with_its_last_rows(tmp_path):
         70,
         5,
     )
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.heard = []
+
+    def on_epoch_begin(self, state, *, epoch, **kwargs):
+        self.heard.append(("begin", epoch, state.batch_index))
+
+    def on_epoch_end(self, state, *, epoch, **kwargs):
+        self.heard.append(("end", epoch, state.batch_index))
+
+
+class ThreeBatches(Iterated):
+    num_examples = 48
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_an_iterable_is_begun_anew_each_epoch_and_needs_no_dataset(tmp_path, events):
+    heard, changes = Heard(), {"max_num_steps": None, "max_num_data_epochs": 2, "optimizer": FIXED}
+    given = arguments(tmp_path, **changes, evaluation={"every_epochs": 1})
+    made = ThreeBatches(given, None, None, callbacks=(heard,))
+    state = made.train()
+    assert (int(state.batch_index), str(made.output.stop_reason)) == (6, "max_data_epochs")
+    assert heard.heard == [("begin", 0, 0), ("end", 0, 3), ("begin", 1, 3), ("end", 1, 6)]
+    evaluated = [event["step"] for event in of(events, "metrics") if "eval_loss" in event["metrics"]]
+    assert evaluated == [3, 6]
+    # The same rows as those of a dataset, whose epochs are shuffled.
+    first = [event["metrics"]["loss"] for event in of(events, "metrics") if "loss" in event["metrics"]]
+    assert len(first) == 6
+
+
+@pytest.mark.parametrize(
+    ("loader", "error", "problem"),
+    [
+        (iter([]), UsageError, "returned an iterator .list_iterator., and there is no dataset_train: reading the shapes"),
+        (5, UsageError, "returned int, and there is no dataset_train, whose first example shows the shapes"),
+        ([], DataError, "the loader of batches .list. has none"),
+        ([[1]], DataError, "the loader of batches gave list: expected a dict"),
+    ],
+)
+def test_a_loader_without_a_dataset_shows_the_shapes_or_says_why_not(tmp_path, loader, error, problem):
+    cls = type("Bad", (BaseTrainer,), {"configure_dataloaders": lambda self: TrainerConfigureDataloaderOutput(loader, None)})
+    with pytest.raises(error, match=problem):
+        cls(arguments(tmp_path), None, None).train()
 
 
 @pytest.mark.costs("compiles a step and trains")
