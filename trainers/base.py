@@ -29,7 +29,7 @@ from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit
 from trainers.loop import init_from
 from trainers.loop.beginning import Beginning, FromSettings, Given, arrays_in, given_arrays, placed_like, with_arrays
 from trainers.loop.data_state import DataState
-from trainers.loop.evaluator import Evaluator, Observed
+from trainers.loop.evaluator import IS_OBSERVED, Evaluator, Observed, means, observed
 from trainers.loop.garbage import GarbageCollection
 from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
@@ -99,7 +99,8 @@ class BaseTrainer(Builder):
         unit: str | None = None,
     ) -> dict[str, float]:
         """Returns means over the whole held-out set of a validation unit (default: the first), or over its `max_batches`, each
-        example counted once: `loss`, the parts of the loss, and `perplexity`, without the name of the unit.
+        example counted once: `loss`, the parts of the loss, and `perplexity`, without the name of the unit. If a subclass has its
+        own `eval`, they are the means of what that yields.
 
         The hooks and callbacks of an evaluation are called as in training. A hook may donate the state that is given.
         `metric_calculator` gets the means and returns further metrics; metrics of single predictions come from
@@ -107,7 +108,8 @@ class BaseTrainer(Builder):
         """
 
         def measure(state: TrainState) -> dict[str, float]:
-            metrics = {} if chosen is None else self.calculate_metrics(chosen.evaluate(state), name)
+            metrics = self._measured(chosen, state, unit)
+            metrics = self.calculate_metrics(metrics, name) if metrics else {}
             return metrics if metric_calculator is None else {**metrics, **metric_calculator(metrics)}
 
         name, chosen = self._unit(unit)
@@ -128,6 +130,9 @@ class BaseTrainer(Builder):
 
         def batches() -> Iterator[dict[str, float]]:
             if chosen is None:
+                return
+            if self._observed.active:  # a subclass's own `eval` calls this one in an evaluation
+                yield from chosen.eval(given)
                 return
             self._at(given)
             state = self._observed.begin(given, name)
@@ -172,11 +177,7 @@ class BaseTrainer(Builder):
         host = runtime.current()
         time_used = TimeUsed(host.time_used_s)
         self._configure()
-        if (
-            not self.validation_units
-            and type(self).evaluate is BaseTrainer.evaluate
-            and (problem := lacks_data(self.arguments.evaluation))
-        ):
+        if not self.validation_units and not self._has_own_evaluation and (problem := lacks_data(self.arguments.evaluation)):
             self._note_from_host0(problem)
         host.phase("restore")
         # Before the restore: a checkpoint that was trained on a skipped batch must be refused.
@@ -456,6 +457,23 @@ class BaseTrainer(Builder):
     def _observed(self) -> Observed:
         return Observed(self, self.callbacks, self.info)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.evaluate is not BaseTrainer.evaluate and not hasattr(cls.evaluate, IS_OBSERVED):
+            cls.evaluate = observed(cls.evaluate)  # type: ignore[method-assign]
+
+    @property
+    def _has_own_evaluation(self) -> bool:
+        """Whether a subclass measures by itself, and so needs no held-out data."""
+        return not (type(self).evaluate is BaseTrainer.evaluate and type(self).eval is BaseTrainer.eval)
+
+    def _measured(self, chosen: ValidationUnit | None, state: TrainState, unit: str | None) -> dict[str, float]:
+        """Returns the means of a unit, by a subclass's own `eval` if there is one."""
+        if type(self).eval is not BaseTrainer.eval:
+            found = means(self.eval(state) if unit is None else self.eval(state, unit=unit))
+            return {name: value for name, value in found.items() if name not in getattr(chosen, "rates", {})}
+        return {} if chosen is None else chosen.evaluate(state)
+
     def _unit(self, name: str | None) -> tuple[str, ValidationUnit | None]:
         """Returns a unit and its name; None in a training without held-out data."""
         self._configure()
@@ -463,7 +481,7 @@ class BaseTrainer(Builder):
         if name is not None and name not in units:
             raise UsageError(f"unit = {name!r}: expected one of {', '.join(units) or 'no unit, for there is no held-out data'}")
         # A training may do without: its evaluations measure nothing.
-        if not units and not self._observed.active:
+        if not units and not self._observed.active and not self._has_own_evaluation:
             raise UsageError(f"evaluation: {NO_DATA}, or give dataset_eval")
         chosen = name or next(iter(units), DEFAULT_UNIT)
         return chosen, units.get(chosen)
