@@ -49,7 +49,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}),
     "llama3_1": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
     "llama_linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}}),
+    "llama_yarn_biases": (
+        "llama",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.25},
+    ),
     "mistral": ("mistral", {"sliding_window": 6}),
+    "ministral": ("ministral", {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
+    "gemma": ("gemma", {}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}}),
     "qwen3": ("qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0}}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),

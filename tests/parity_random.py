@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-ROWS, TIME, TOLERANCE = 2, 24, 1e-5
-"""The tolerance is of the largest logit."""
+ROWS, TIME, TOLERANCE = 2, 24, 3e-4
+"""The tolerance is of the largest logit: scores as large as some here make rounding larger than in `tests/unit/data/parity`. A
+key that is read wrongly makes a difference of a hundredth at least."""
 
 
 def draw(folder: Path, count: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from trainers.config import ModelConfig
 from trainers.config.families import FAMILIES
-from trainers.config.model import RopeScaling
+from trainers.config.model import MULTIPLIERS, RopeScaling
 from trainers.models.hf import keys
 from trainers.models.hf.config import FAMILY_OF
 
@@ -99,14 +99,21 @@ def _optional(draw: Draw, has: frozenset[str]) -> dict[str, Any]:
     if "rope_theta" in has:
         settings["rope_theta"] = draw.one(10_000.0, 50, 1e6)
         settings["rope_scaling"] = draw.one(
-            None, RopeScaling(kind="linear", factor=draw.one(2, 4.5)), RopeScaling(factor=4, original_length=draw.one(8, 32))
+            None,
+            RopeScaling(kind="linear", factor=draw.one(2, 4.5)),
+            RopeScaling(factor=4, original_length=draw.one(8, 32)),
+            RopeScaling(
+                kind="yarn", factor=4, original_length=16, beta_fast=draw.one(32, 3.0), attention_factor=draw.one(None, 2)
+            ),
         )
     if "window" in has and draw.now_and_then(0.7):
         settings["window"] = draw.one(1, 3, 5)
         if "global_every" in has:
-            settings["global_every"] = draw.one(None, 1, 2, 3)
+            settings["global_every"] = draw.one(None, 2, 3)
         if "local_rope_theta" in has and (settings["rope_scaling"] or draw.now_and_then()):
             settings["local_rope_theta"] = draw.one(10.0, 10_000)
+    settings |= {name: draw.now_and_then() for name in ("attention_bias", "mlp_bias") if name in has}
+    settings |= {name: draw.one(None, 3, 0.7) for name in MULTIPLIERS if name in has}
     for name, values in (
         ("query_scalar", (None, 3.0, 24)),
         ("attention_softcap", (None, 1.5, 2)),
@@ -173,9 +180,17 @@ def _decoder(draw: Draw, family: str) -> dict[str, Any]:
         "num_key_value_heads": draw.one(1, 2, heads, *((None,) if family in ("llama", "qwen2", "qwen3") else ())),
         "max_position_embeddings": draw.one(128, 8),
     }
-    activations = ("gelu_pytorch_tanh", "gelu_new") if family.startswith("gemma") else ("silu", "swish")
+    activations = ("gelu_pytorch_tanh", "gelu_new") if family in ("gemma2", "gemma3") else ("silu", "swish")
+    if family == "gemma":
+        activations = ("gelu", "gelu_pytorch_tanh")
     optional = {
-        "hidden_activation" if family.startswith("gemma") else "hidden_act": draw.one(*activations),
+        "hidden_activation" if family in ("gemma2", "gemma3") else "hidden_act": draw.one(*activations),
+        "attention_bias": draw.now_and_then() and "attention_bias" in FAMILIES[family].settings,
+        "mlp_bias": draw.now_and_then() and "mlp_bias" in FAMILIES[family].settings,
+        "embedding_multiplier": draw.one(3.0, 0.7),
+        "residual_multiplier": draw.one(2.0, 0.7),
+        "logits_scaling": draw.one(3.0, 0.7),
+        "attention_multiplier": draw.one(0.5, 0.125),
         "head_dim": draw.one(4, 10),
         "rms_norm_eps": draw.one(1e-5, 0.01),
         "tie_word_embeddings": draw.now_and_then(),
@@ -201,12 +216,14 @@ def _windows(draw: Draw, family: str, layers: int) -> dict[str, Any]:
         return {}
     window = draw.one(1, 3, 5)
     found: dict[str, Any] = {"sliding_window": window}
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "ministral"):
         found["sliding_window"] = draw.one(window, None)
     if "use_sliding_window" in known:
         found["use_sliding_window"] = draw.now_and_then(0.7)
     every = draw.one(1, 2, 3)
     kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+    if family == "ministral" and found["sliding_window"] is not None and draw.now_and_then():
+        found["layer_types"] = kinds
     if family in ("gemma2", "gemma3") or (family in ("qwen2", "qwen3") and found["use_sliding_window"]):
         form = draw.one("layer_types", "pattern")
         if form == "layer_types":
@@ -221,7 +238,11 @@ def _windows(draw: Draw, family: str, layers: int) -> dict[str, Any]:
 def _ropes(draw: Draw, family: str) -> dict[str, Any]:
     theta = draw.one(10_000.0, 50.0, 500)
     llama3 = {**LLAMA3, **({"original_max_position_embeddings": 16} if draw.now_and_then(0.7) else {})}
-    scaling = draw.one({"rope_type": "default"}, {draw.one("type", "rope_type"): "linear", "factor": draw.one(2.0, 4)}, llama3)
+    yarn = {"rope_type": "yarn", "factor": 4.0, **draw.one({}, {"original_max_position_embeddings": 16}, {"beta_fast": 3.0})}
+    yarn |= draw.one({}, {"attention_factor": 2.0}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {"truncate": family == "gemma3"})
+    scaling = draw.one(
+        {"rope_type": "default"}, {draw.one("type", "rope_type"): "linear", "factor": draw.one(2.0, 4)}, llama3, yarn
+    )
     old = {"rope_theta": theta, "rope_scaling": draw.one(None, {}, scaling)}
     new = {"rope_parameters": {**scaling, **({"rope_theta": theta} if draw.now_and_then() else {})}}
     if family == "gemma3":

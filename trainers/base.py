@@ -20,15 +20,16 @@ from trainers.callbacks import Callback
 from trainers.checkpoint import assets
 from trainers.checkpoint.standalone import load_from, save_to
 from trainers.config.section import parse_duration_s
+from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.loader import Tells, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
 from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit, lacks_data
 from trainers.loop import init_from
-from trainers.loop.beginning import Beginning, FromSettings, Given, given_arrays
+from trainers.loop.beginning import Beginning, FromSettings, Given, arrays_in, given_arrays, placed_like, with_arrays
 from trainers.loop.data_state import DataState
-from trainers.loop.evaluator import Evaluator, Observed
+from trainers.loop.evaluator import IS_OBSERVED, Evaluator, Observed, means, observed
 from trainers.loop.garbage import GarbageCollection
 from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
@@ -37,6 +38,7 @@ from trainers.loop.previewer import Previewer
 from trainers.loop.restore import Resume, initial_lineage
 from trainers.loop.results import describe
 from trainers.loop.saver import Saver
+from trainers.loop.start_from import FromCheckpoint
 from trainers.loop.time_used import TimeUsed
 from trainers.loop.train_loop import Loop
 from trainers.loop.triggers import Due, EndOfData, Epochs
@@ -97,7 +99,8 @@ class BaseTrainer(Builder):
         unit: str | None = None,
     ) -> dict[str, float]:
         """Returns means over the whole held-out set of a validation unit (default: the first), or over its `max_batches`, each
-        example counted once: `loss`, the parts of the loss, and `perplexity`, without the name of the unit.
+        example counted once: `loss`, the parts of the loss, and `perplexity`, without the name of the unit. If a subclass has its
+        own `eval`, they are the means of what that yields.
 
         The hooks and callbacks of an evaluation are called as in training. A hook may donate the state that is given.
         `metric_calculator` gets the means and returns further metrics; metrics of single predictions come from
@@ -105,7 +108,8 @@ class BaseTrainer(Builder):
         """
 
         def measure(state: TrainState) -> dict[str, float]:
-            metrics = {} if chosen is None else self.calculate_metrics(chosen.evaluate(state), name)
+            metrics = self._measured(chosen, state, unit)
+            metrics = self.calculate_metrics(metrics, name) if metrics else {}
             return metrics if metric_calculator is None else {**metrics, **metric_calculator(metrics)}
 
         name, chosen = self._unit(unit)
@@ -126,6 +130,9 @@ class BaseTrainer(Builder):
 
         def batches() -> Iterator[dict[str, float]]:
             if chosen is None:
+                return
+            if self._observed.active:  # a subclass's own `eval` calls this one in an evaluation
+                yield from chosen.eval(given)
                 return
             self._at(given)
             state = self._observed.begin(given, name)
@@ -170,11 +177,7 @@ class BaseTrainer(Builder):
         host = runtime.current()
         time_used = TimeUsed(host.time_used_s)
         self._configure()
-        if (
-            not self.validation_units
-            and type(self).evaluate is BaseTrainer.evaluate
-            and (problem := lacks_data(self.arguments.evaluation))
-        ):
+        if not self.validation_units and not self._has_own_evaluation and (problem := lacks_data(self.arguments.evaluation)):
             self._note_from_host0(problem)
         host.phase("restore")
         # Before the restore: a checkpoint that was trained on a skipped batch must be refused.
@@ -218,12 +221,16 @@ class BaseTrainer(Builder):
 
     def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
         """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
-        new optimizer state; 3. the parameters that `init_from` names; 4. the seed."""
+        new optimizer state; 3. the arrays in the state of `configure_model`, with the rest from the seed; 4. the state that
+        `checkpoint.start_from` names; 5. the parameters that `init_from` names; 6. the seed. Raises UsageError for 3 together
+        with 4 or 5."""
         arguments, shardings, shapes = self.arguments, self._state_shardings, self._model_arrays
         # Only a rollback comes back to the beginning within this process.
         keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
-        if arguments.init_from is not None and (state is not None or model_parameters is not None):
-            self._note_from_host0("init_from is not used: train was given a state or parameters")
+        given = state is not None or model_parameters is not None
+        named = {"init_from": arguments.init_from, "checkpoint.start_from": arguments.checkpoint.start_from}
+        for name in (name for name, value in named.items() if given and value is not None):
+            self._note_from_host0(f"{name} is not used: train was given a state or parameters")
         if state is not None:
             # To this trainer's shardings: the given state may lie on other devices.
             return Given("the given state", lambda: jax.device_put(state, shardings), lambda placed: placed, keep=keep)
@@ -232,6 +239,19 @@ class BaseTrainer(Builder):
         if model_parameters is not None:
             first = jax.jit(self._initial_state, out_shardings=shardings)
             return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
+        if arrays := arrays_in(self._configured(self._model, "model", "configure_model").state):
+            named = {"init_from": arguments.init_from, "checkpoint.start_from": arguments.checkpoint.start_from}
+            for name in (name for name, given in named.items() if given is not None):
+                raise UsageError(
+                    f"{name} is set, and configure_model has returned a state with arrays, such as {next(iter(arrays))}: leave "
+                    "one of them out"
+                )
+            abstract = with_shardings(self._model_state, shardings)
+            finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
+            first = jax.jit(finish, out_shardings=shardings)
+            return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
+        if arguments.checkpoint.start_from is not None:
+            return FromCheckpoint(arguments, self._run_folder, with_shardings(self._model_state, shardings))
         # What was loaded becomes part of the state: there are no two of it in memory.
         first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
@@ -323,7 +343,7 @@ class BaseTrainer(Builder):
         loader, manager = self.dataloaders.dataloader_train, self.functions.checkpoint_manager
         limits = Limits(
             max_steps=arguments.max_num_steps,
-            max_batches=None if arguments.max_num_data_epochs is None else self._batches_of_epochs or 0,
+            max_batches=self._batches_of_data(loader),
             stop_at=runtime.current().stop_at,
             time_is_up=limit_s is not None and time_used.before_s >= limit_s,
             deadline_s=None if limit_s is None else time_used.deadline_s(limit_s),
@@ -335,7 +355,7 @@ class BaseTrainer(Builder):
             layout=self.step_layout,
             loader=loader,
             # A user's own loader need not know where its data ends.
-            end_of_data=EndOfData(getattr(loader, "ends", None)),
+            end_of_data=EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader)),
             empty_sums=self._no_sums,
             publisher=publisher,
             flags=Flags(self._mesh),
@@ -399,7 +419,7 @@ class BaseTrainer(Builder):
         self._state = state
         self.output = TrainerOutput(state, self._mesh, path, None if saved is None else str(saved), reason, metrics)
         self.dataloaders.dataloader_train.close()
-        self._dataloaders = self._validation_units = None  # built again if this trainer is used again
+        self._dataloaders = self._given_loaders = self._validation_units = None  # built again if this trainer is used again
         return state
 
     def _out_of_memory(self, error: BaseException) -> BaseException:
@@ -437,6 +457,23 @@ class BaseTrainer(Builder):
     def _observed(self) -> Observed:
         return Observed(self, self.callbacks, self.info)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.evaluate is not BaseTrainer.evaluate and not hasattr(cls.evaluate, IS_OBSERVED):
+            cls.evaluate = observed(cls.evaluate)  # type: ignore[method-assign]
+
+    @property
+    def _has_own_evaluation(self) -> bool:
+        """Whether a subclass measures by itself, and so needs no held-out data."""
+        return not (type(self).evaluate is BaseTrainer.evaluate and type(self).eval is BaseTrainer.eval)
+
+    def _measured(self, chosen: ValidationUnit | None, state: TrainState, unit: str | None) -> dict[str, float]:
+        """Returns the means of a unit, by a subclass's own `eval` if there is one."""
+        if type(self).eval is not BaseTrainer.eval:
+            found = means(self.eval(state) if unit is None else self.eval(state, unit=unit))
+            return {name: value for name, value in found.items() if name not in getattr(chosen, "rates", {})}
+        return {} if chosen is None else chosen.evaluate(state)
+
     def _unit(self, name: str | None) -> tuple[str, ValidationUnit | None]:
         """Returns a unit and its name; None in a training without held-out data."""
         self._configure()
@@ -444,7 +481,7 @@ class BaseTrainer(Builder):
         if name is not None and name not in units:
             raise UsageError(f"unit = {name!r}: expected one of {', '.join(units) or 'no unit, for there is no held-out data'}")
         # A training may do without: its evaluations measure nothing.
-        if not units and not self._observed.active:
+        if not units and not self._observed.active and not self._has_own_evaluation:
             raise UsageError(f"evaluation: {NO_DATA}, or give dataset_eval")
         chosen = name or next(iter(units), DEFAULT_UNIT)
         return chosen, units.get(chosen)
@@ -471,7 +508,21 @@ class BaseTrainer(Builder):
 
     @property
     def _epochs(self) -> Epochs:
-        return Epochs(len(self.dataset_train or ()), self.arguments.global_batch_size)
+        size, loader = self.arguments.global_batch_size, None if self._dataloaders is None else self.dataloaders.dataloader_train
+        if isinstance(loader, IteratedLoader):  # it need not read what `dataset_train` is
+            return Epochs(0, size, lambda: loader.batches_of_epoch)
+        return Epochs(len(self.dataset_train or ()), size)
+
+    def _batches_of_data(self, loader: Any) -> int | None:
+        """Returns the number of batches in `max_num_data_epochs`; None without it, or if only the loader finds its end."""
+        if self.arguments.max_num_data_epochs is None or isinstance(loader, IteratedLoader):
+            return None
+        return self._batches_of_epochs or 0
+
+    def _reason_of_end(self, loader: Any) -> StopReason:
+        """Returns why training ends when the loader has no batch."""
+        counts = isinstance(loader, IteratedLoader) and loader.can_begin_anew and self.arguments.max_num_data_epochs is not None
+        return StopReason.MAX_EPOCHS if counts else StopReason.END_OF_DATA
 
     def _no_requests(self) -> jax.Array:
         return Flags(self._mesh).array()

@@ -17,7 +17,6 @@ from trainers.data.collate import Collated, CollateInfo, Collator, Preprocess, T
 from trainers.data.iterated_loader import IteratedLoader, as_loader
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.data.reading import Reader
-from trainers.errors import UsageError
 from trainers.loop.hooks import Hooks
 from trainers.loop.prepared_batch import PreparedBatches, Shapes, traced_shapes
 from trainers.parallel import mesh as meshes
@@ -54,13 +53,15 @@ class BatchBuilder(Hooks):
 
     def _batch_shapes(self, rows: tuple[int, int], model: TrainerConfigureModelOutput, sharding: Any = None) -> Shapes:
         """Returns the shapes of a batch as the step gets it."""
-        if self.dataset_train is None:
-            raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
         # One row is enough: all rows have the same shapes and types.
-        row = self.rows_of(self.dataset_train, [0])
+        row = self._rows_of_loader() if self.dataset_train is None else self.rows_of(self.dataset_train, [0])
         shapes = {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in row.items()}
         shapes = self._prepared_shapes(shapes, model)
         return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
+
+    def _rows_of_loader(self) -> dict[str, np.ndarray]:
+        """Returns the first rows of a user's own loader."""
+        raise NotImplementedError
 
     def rows_of(self, dataset: RandomAccess, indices: Sequence[int], num_padded: int = 0) -> dict[str, np.ndarray]:
         """Returns the examples at these indices as the rows of a batch [rows, ...], before `prepare_batch`; the last `num_padded`
@@ -115,17 +116,22 @@ class BatchBuilder(Hooks):
         return meshes.make_mesh(self.arguments.mesh)
 
     def _as_loaders(self, loaders: TrainerConfigureDataloaderOutput) -> TrainerConfigureDataloaderOutput:
-        def iterated(rows: int, steps: int) -> Callable[[Any], IteratedLoader]:
+        def iterated(rows: int, steps: int, passes: int) -> Callable[[Any], IteratedLoader]:
             return functools.partial(
-                IteratedLoader, global_batch_size=rows, mesh=self._mesh, accumulation_steps=steps, note=self._note_from_host0
+                IteratedLoader,
+                global_batch_size=rows,
+                mesh=self._mesh,
+                accumulation_steps=steps,
+                note=self._note_from_host0,
+                passes=passes,
             )
 
         arguments, held_out = self.arguments, loaders.dataloader_eval
-        make = iterated(arguments.global_batch_size, arguments.accumulation_steps)
+        make = iterated(arguments.global_batch_size, arguments.accumulation_steps, arguments.max_num_data_epochs or 1)
         train = as_loader(loaders.dataloader_train, make, ("batch",))
         if held_out is not None:
             rows = arguments.evaluation.batch_size or arguments.micro_batch_size
-            held_out = as_loader(held_out, iterated(rows, 1), ("epoch",))
+            held_out = as_loader(held_out, iterated(rows, 1, 1), ("epoch",))
         return TrainerConfigureDataloaderOutput(train, held_out)
 
     def _note_from_host0(self, message: str) -> None:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from trainers import runtime
@@ -19,15 +20,19 @@ from trainers.checkpoint import assets, carried, readers
 from trainers.checkpoint.of_run import manager_of
 from trainers.config import UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.data.iterated_loader import first_rows
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.data.sources.iterable import num_examples, random_access
 from trainers.data.sources.sequence import held_out_examples
 from trainers.errors import UsageError
+from trainers.evaluation import score_metrics
 from trainers.evaluation.exact_match import ExactMatch, questions, task_of_unit
 from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.unit_builder import UnitBuilder
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
+from trainers.loop.beginning import with_types_of
 from trainers.loop.frozen import FrozenWeights, Source
+from trainers.loop.inflight import Flags
 from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.model_builder import ModelBuilder
@@ -48,6 +53,7 @@ from trainers.protocol import (
 from trainers.runtime import distributed
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.step import adapted
+from trainers.step.by_hand import StepProgram, eval_by_hand, train_by_hand
 from trainers.step.loss import LossFunction
 from trainers.step.state import (
     num_parameters,
@@ -58,6 +64,9 @@ from trainers.step.train_step import EVALUATION_COUNTS, StepOutput, make_train_s
 class Builder(ModelBuilder):
     """Builds each part of a trainer. A subclass may replace every `configure_*`, `build_*` and property by itself. Building
     touches no device."""
+
+    names_are_final = True
+    """Whether the task is known when the trainer is built, and with it the names of its metrics."""
 
     def __init__(
         self,
@@ -77,8 +86,10 @@ class Builder(ModelBuilder):
         self.output: TrainerOutput | None = None
         self.info = RunInfo(max_steps=arguments.max_num_steps)
         self.lineage = Lineage()
+        self._is_prepared = False
         self._functions: TrainerConfigureFunctionOutput | None = None
         self._dataloaders: TrainerConfigureDataloaderOutput | None = None
+        self._given_loaders: TrainerConfigureDataloaderOutput | None = None
         self._validation_units: Mapping[str, ValidationUnit] | None = None
         self.has_own_step = False
         self._saved: collections.deque[tuple[int, str]] = collections.deque()
@@ -95,6 +106,8 @@ class Builder(ModelBuilder):
             self.dataset_train = self.collated(random_access(dataset_train, arguments, self._note_from_host0))
         if dataset_eval is not None:
             self.dataset_eval = self.collated(held_out_examples(dataset_eval, num_examples(dataset_train) or 0))
+        if self.names_are_final and dataset_train is not None:
+            score_metrics.check_when_built(self)
 
     # ------------------------------------------------------------------ what a subclass may replace
 
@@ -111,15 +124,27 @@ class Builder(ModelBuilder):
         """Returns the jitted train and eval steps (state donated, shardings pinned in and out), the mesh, and the checkpoint
         manager. May be called by hand: `functions` is there from then on, and `model`."""
         self.prepare()
-        host = runtime.current()
-        eval_step = self._unit_builder.jit(self.eval_loss_function, self.loss_layout)
+        train_step = self._program("train_step", self._jit_train_step(self._traced_step()))
         self._functions = TrainerConfigureFunctionOutput(
-            Program("train_step", self._jit_train_step(self._traced_step()), self._programs, host.note, self._frozen),
-            Program("eval_step", eval_step, self._programs, host.note, self._frozen),
-            self._mesh,
-            self.build_checkpoint_manager(),
+            train_step, self._eval_step(), self._mesh, self.build_checkpoint_manager()
         )
-        return self._functions
+        return self._with_calls_by_hand(self._functions)
+
+    def _eval_step(self) -> Program:
+        return self._program("eval_step", self._unit_builder.jit(self.eval_loss_function, self.loss_layout))
+
+    def _program(self, name: str, jitted: Any) -> Program:
+        return StepProgram(name, jitted, self._programs, runtime.current().note, self._frozen)
+
+    def _with_calls_by_hand(self, functions: TrainerConfigureFunctionOutput) -> TrainerConfigureFunctionOutput:
+        """Returns the functions, whose steps may then also be called with (state, batch)."""
+        train, evaluate, layout = functions.train_step_fn, functions.eval_step_fn, self.step_layout
+        if isinstance(train, StepProgram):
+            train.by_hand = train_by_hand(layout, lambda: self._zeros(layout), Flags(self._mesh).array)
+        if isinstance(evaluate, StepProgram):
+            counting = self.loss_layout.with_others(EVALUATION_COUNTS)
+            evaluate.by_hand = eval_by_hand(counting, lambda: self._zeros(counting))
+        return functions
 
     def build_checkpoint_manager(self) -> CheckpointManagerProtocol:
         """Returns what saves and restores the state of the run."""
@@ -212,22 +237,33 @@ class Builder(ModelBuilder):
 
     # ------------------------------------------------------------------ inside
 
+    def _rows_of_loader(self) -> dict[str, np.ndarray]:
+        # Kept for the loop: a second one might go on where this one is.
+        self._given_loaders = self._given_loaders or self.configure_dataloaders()
+        return first_rows(self._given_loaders.dataloader_train)
+
     def _configure(self) -> None:
         self.prepare()
         if self._functions is None:
             self._functions = self.configure_functions()
-        self._functions = self._with_adapted_steps(self._functions)
+        self._functions = self._with_calls_by_hand(self._with_adapted_steps(self._completed(self._functions)))
         if self._dataloaders is None:
-            self._dataloaders = self._as_loaders(self.configure_dataloaders())
+            self._dataloaders = self._as_loaders(self._given_loaders or self.configure_dataloaders())
         if self._validation_units is None:
             self._validation_units = self.build_validation_units()
         _ = self.previews
 
     def prepare(self) -> None:
         """Does everything that needs no device. Optional: `train` does what was not done."""
-        if self._model is None:
-            self._model = self.configure_model()
+        if not self._is_prepared:
+            # Also after a call by hand: a subclass's own keeps nothing itself, and its result may have arrays.
+            if self._model is None or type(self).configure_model is not ModelBuilder.configure_model:
+                made = self.configure_model()
+                own = None if self._model is None else self._model.state
+                self._model = TrainerConfigureModelOutput(made.model, with_types_of(own, made.state))
+            self._is_prepared = True
         _ = self.loss_layout, self._unit_datasets
+        score_metrics.check(self)
 
     @cached_property
     def _unit_datasets(self) -> dict[str, RandomAccess]:
@@ -273,12 +309,33 @@ class Builder(ModelBuilder):
         flops = partial(self._flops_per_token, trained=num_parameters(params))
         return UnitBuilder(self._mesh, shardings, self._programs, layout_of, prepare, flops, self._frozen)
 
+    def _completed(self, functions: Any) -> TrainerConfigureFunctionOutput:
+        """Returns what `configure_functions` has returned, with what it left out. Raises UsageError for what cannot be used."""
+        if not isinstance(functions, TrainerConfigureFunctionOutput):
+            raise UsageError(
+                f"configure_functions returned {type(functions).__name__}: expected a trainers.protocol."
+                "TrainerConfigureFunctionOutput(train_step_fn=..., eval_step_fn=...)"
+            )
+        if functions.train_step_fn is None:
+            raise UsageError("configure_functions returned no train_step_fn: return super().configure_functions()._replace(...)")
+        if functions.mesh not in (None, self._mesh):
+            raise UsageError(
+                f"configure_functions returned a mesh of its own ({dict(functions.mesh.shape)}): the settings have "
+                f"{dict(self._mesh.shape)}; set the section mesh, and leave it out here"
+            )
+        return TrainerConfigureFunctionOutput(
+            functions.train_step_fn,
+            self._eval_step() if functions.eval_step_fn is None else functions.eval_step_fn,
+            self._mesh,
+            self.build_checkpoint_manager() if functions.checkpoint_manager is None else functions.checkpoint_manager,
+        )
+
     def _with_adapted_steps(self, functions: TrainerConfigureFunctionOutput) -> TrainerConfigureFunctionOutput:
         """Returns the functions, with steps (state, batch) of a user's own as those that the loop calls."""
         train, evaluate = functions.train_step_fn, functions.eval_step_fn
         if hasattr(train, "prepare") and hasattr(evaluate, "prepare"):
             return functions
-        state, note = self._model_state, runtime.current().note
+        state = self._model_state
         model = TrainerConfigureModelOutput(self.model, state)
         if not hasattr(train, "prepare"):
             adapted.check_settings(self.arguments, prunes=self.pruner is not None)
@@ -286,12 +343,12 @@ class Builder(ModelBuilder):
             layout = vars(self)["step_layout"] = adapted.train_layout(train, state, shapes)
             self.has_own_step = True
             step = adapted.adapted_train_step(train, layout, self.arguments, self.scheduler, self.task.tokens_per_example)
-            train = Program("train_step", self._jit_train_step(step), self._programs, note, self._frozen)
+            train = self._program("train_step", self._jit_train_step(step))
         if not hasattr(evaluate, "prepare"):
             rows = self._batch_shapes((1, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size)), model)
             layout = vars(self)["loss_layout"] = adapted.eval_layout(evaluate, state, rows)
             step = self._unit_builder.jit_step(adapted.adapted_eval_step(evaluate, layout.with_others(EVALUATION_COUNTS)))
-            evaluate = Program("eval_step", step, self._programs, note, self._frozen)
+            evaluate = self._program("eval_step", step)
         return functions._replace(train_step_fn=train, eval_step_fn=evaluate)
 
     def _traced_step(self) -> Any:

@@ -93,10 +93,13 @@ class TrainerConfigureDataloaderOutput(NamedTuple):
 
 
 class TrainerConfigureFunctionOutput(NamedTuple):
+    """What `configure_functions` returns. None stands for what the trainer itself would have made."""
+
     train_step_fn: Any
-    eval_step_fn: Any
-    mesh: jax.sharding.Mesh
-    checkpoint_manager: Any
+    eval_step_fn: Any = None
+    mesh: Any = None
+    """A `jax.sharding.Mesh`: that of the settings (`mesh`). Another one is refused."""
+    checkpoint_manager: Any = None
 
 
 SHOWN_STATE = 120

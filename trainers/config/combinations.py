@@ -10,6 +10,8 @@ from typing import Any
 
 from trainers.config.families import FAMILIES, OPTIONAL
 
+WHOLE_QUERY_SCALAR = ("gemma2", "gemma3")
+
 
 def problems(model: Any) -> Iterator[str]:
     """Yields a line for each setting of a `ModelConfig` that its family has not, or needs, or has in another form."""
@@ -17,6 +19,8 @@ def problems(model: Any) -> Iterator[str]:
         for name in ("global_every", "local_rope_theta"):
             if (value := getattr(model, name)) is not None:
                 yield f"{name} = {value}: it is about layers with a window; set window too, or leave {name} out"
+    if model.global_every == 1:
+        yield "global_every = 1: then no layer has the window; leave out window and global_every"
     if model.family not in FAMILIES:
         return
     yield from _lacking(model)
@@ -25,8 +29,11 @@ def problems(model: Any) -> Iterator[str]:
     if model.structure.positions == "learned" and model.num_positions is None:
         yield f"num_positions = null: the family {model.family} has learned positions; set how many"
     scalar = model.query_scalar
-    if scalar is not None and scalar != int(scalar) and "query_scalar" in model.structure.settings:
+    if scalar is not None and scalar != int(scalar) and model.family in WHOLE_QUERY_SCALAR:
         yield f"query_scalar = {scalar}: the family {model.family} has a whole number"
+    scaling = model.rope_scaling
+    if scaling is not None and not scaling.truncate and _has_two_ropes(model):
+        yield f"rope_scaling.truncate = false: the family {model.family} has none such; leave it out"
     if model.local_rope_theta is None and model.window is not None and model.rope_scaling is not None and _has_two_ropes(model):
         yield (
             f"local_rope_theta = null: rope_scaling is that of the layers without a window in the family {model.family}; set "

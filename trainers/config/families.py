@@ -11,6 +11,7 @@ ROTARY = frozenset({"num_kv_heads", "head_dim", "rope_theta", "rope_scaling"})
 OPTIONAL = (
     *("num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "local_rope_theta", "num_positions", "window", "global_every"),
     *("query_scalar", "attention_softcap", "logit_softcap", "num_experts", "experts_per_token", "normalize_routing"),
+    *("attention_bias", "mlp_bias", "embedding_multiplier", "residual_multiplier", "logit_divisor"),
 )
 """The keys of `model` that not every family has."""
 
@@ -46,20 +47,25 @@ class Family:
     """transformers loads only models whose width is a multiple of `num_heads`, even if `head_dim` says the channels of a head."""
 
 
+BIASES = frozenset({"attention_bias", "mlp_bias"})
 EVERY_OTHER = ROTARY | {"window", "global_every"}
 EXPERTS = ROTARY | {"window", "num_experts", "experts_per_token"}
-OF_GEMMA = EVERY_OTHER | {"query_scalar", "logit_softcap"}
+OF_GEMMA = EVERY_OTHER | {"query_scalar", "logit_softcap", "attention_bias"}
+OF_GRANITE = ROTARY | BIASES | {"query_scalar", "embedding_multiplier", "residual_multiplier", "logit_divisor"}
 GEMMA = {"norm_offset": True, "post_norms": True, "activation": "gelu", "scaled_embedding": True, "whole_heads": True}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "llama": Family(whole_heads=True),
+        "llama": Family(settings=ROTARY | BIASES, whole_heads=True),
         "mistral": Family(settings=ROTARY | {"window"}),
+        "ministral": Family(settings=EVERY_OTHER),
         "qwen2": Family(qkv_bias=True, settings=EVERY_OTHER),
-        "qwen3": Family(qk_norm=True, settings=EVERY_OTHER),
+        "qwen3": Family(qk_norm=True, settings=EVERY_OTHER | {"attention_bias"}),
+        "gemma": Family(norm_offset=True, activation="gelu", scaled_embedding=True, settings=ROTARY | {"attention_bias"}),
         # mypy takes the values for one type.
         "gemma2": Family(**GEMMA, settings=OF_GEMMA | {"attention_softcap"}),  # type: ignore[arg-type]
         "gemma3": Family(**GEMMA, qk_norm=True, settings=OF_GEMMA | {"local_rope_theta"}),  # type: ignore[arg-type]
+        "granite": Family(settings=OF_GRANITE),
         "gpt2": Family(
             norm="layer",
             qkv_bias=True,
@@ -71,7 +77,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             whole_heads=True,
         ),
         "mixtral": Family(experts=True, settings=EXPERTS),
-        "qwen3_moe": Family(qk_norm=True, experts=True, settings=EXPERTS | {"normalize_routing"}),
+        "qwen3_moe": Family(qk_norm=True, experts=True, settings=EXPERTS | {"normalize_routing", "attention_bias"}),
     }
 )
 """By the name of `model.family`."""
@@ -85,6 +91,15 @@ ENCODERS: Mapping[str, Family] = MappingProxyType(
     }
 )
 """By the name of `vision.family`."""
+
+
+def biased(structure: Family, *, attention: bool = False, mlp: bool = False) -> frozenset[str]:
+    """Returns the names of a layer's matrices that have a bias: of the family, and of its settings."""
+    names = {"query", "key", "value"} if structure.qkv_bias or attention else set()
+    names |= {"out"} if structure.bias or attention else set()
+    if structure.bias or mlp:
+        names |= {"up", "down", *(["gate"] if structure.gated else [])}
+    return frozenset(names)
 
 
 def misspelt(name: str, known: Iterable[str]) -> str:
@@ -126,3 +141,5 @@ class LayerSizes(Protocol):
     def norm_eps(self) -> float: ...
     @property
     def num_experts(self) -> int | None: ...
+    @property
+    def biased(self) -> frozenset[str]: ...

@@ -11,7 +11,7 @@ from typing import Literal
 from trainers.config import combinations
 from trainers.config.attention import KERNELS
 from trainers.config.conversion import convert_sections
-from trainers.config.families import FAMILIES, Family, misspelt
+from trainers.config.families import FAMILIES, Family, biased, misspelt
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -59,6 +59,11 @@ REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 """Values of `model.remat`; all but the first two are names of `jax.checkpoint_policies`."""
 
 
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logit_divisor")
+
+NO_TARGET = -100
+"""The label that other libraries give to what is no target."""
+
 OF_EXECUTION = ("remat", "attention", "grouped_product")
 """Keys of `model` that say how a model is computed, and not which model it is."""
 
@@ -72,16 +77,25 @@ there. A loop compiles and loads in the same time for any depth."""
 class RopeScaling(Section):
     """How rotary positions are stretched for texts that are longer than those a model was first trained on."""
 
-    kind: Literal["linear", "llama3"] = "llama3"
+    kind: Literal["linear", "llama3", "yarn"] = "llama3"
     """`linear`: all angles are divided by `factor` (Chen et al., 2023). `llama3`: only those that turn slowly are, and those
-    between change over smoothly, as in Llama 3.1."""
+    between change over smoothly, as in Llama 3.1. `yarn`: they change over by the number of their channel, and queries and keys
+    are multiplied by `attention_factor` (Peng et al., 2023)."""
     factor: float = 8.0
     low_freq_factor: float = 1.0
     """Of `llama3`: channels that turn less often than this within `original_length` are divided by `factor`."""
     high_freq_factor: float = 4.0
     """Of `llama3`: channels that turn more often than this stay as they are."""
     original_length: int = 8192
-    """Of `llama3`: the length of the texts of the first training, in tokens."""
+    """Of `llama3` and `yarn`: the length of the texts of the first training, in tokens."""
+    beta_fast: float = 32.0
+    """Of `yarn`: channels that turn more often than this within `original_length` stay as they are."""
+    beta_slow: float = 1.0
+    """Of `yarn`: channels that turn less often than this within `original_length` are divided by `factor`."""
+    truncate: bool = True
+    """Of `yarn`: the numbers of the channels at these two places are made whole, away from each other."""
+    attention_factor: float | None = None
+    """Of `yarn`. null: 0.1 ln(factor) + 1."""
 
     def __post_init__(self):
         require_none(too_small(self, 1, "factor", "original_length"))
@@ -90,6 +104,12 @@ class RopeScaling(Section):
             f"low_freq_factor = {self.low_freq_factor}: expected more than 0 and less than high_freq_factor "
             f"({self.high_freq_factor})",
         )
+        require(
+            0 < self.beta_slow < self.beta_fast,
+            f"beta_slow = {self.beta_slow}: expected more than 0 and less than beta_fast ({self.beta_fast})",
+        )
+        factor = self.attention_factor
+        require(factor is None or factor > 0, f"attention_factor = {factor}: expected a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +120,8 @@ class ModelConfig(Section):
     """A folder of Hugging Face. The model is the one that its `config.json` describes, and begins with its weights (`init_from`).
     It says all keys of this section but `remat`, `attention` and `grouped_product`."""
     family: str = "llama"
-    """The structure: `llama`, `mistral`, `qwen2`, `qwen3`, `gemma2`, `gemma3`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys
-    are its numbers."""
+    """The structure: `llama`, `mistral`, `ministral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3`, `granite`, `gpt2`, `mixtral`
+    or `qwen3_moe`. The other keys are its numbers."""
     vocab_size: int = 256
     width: int = 256
     num_layers: int = 4
@@ -138,6 +158,16 @@ class ModelConfig(Section):
     """The scores of the attention are kept within +-`attention_softcap` by a tanh."""
     logit_softcap: float | None = None
     """The logits are kept within +-`logit_softcap` by a tanh."""
+    attention_bias: bool = False
+    """Queries, keys, values and the output of the attention have a bias."""
+    mlp_bias: bool = False
+    """The matrices of the MLP have a bias."""
+    embedding_multiplier: float | None = None
+    """Embeddings are multiplied by it."""
+    residual_multiplier: float | None = None
+    """What the attention and the MLP add is multiplied by it."""
+    logit_divisor: float | None = None
+    """The logits are divided by it."""
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     remat: str = "none"
@@ -182,7 +212,7 @@ class ModelConfig(Section):
         if self.attention not in KERNELS and ":" not in self.attention:
             expected = f"expected one of {', '.join(KERNELS)}, or package.module:function"
             yield f"attention = {self.attention!r}: {expected}{did_you_mean(self.attention, KERNELS)}"
-        for name in ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap"):
+        for name in ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap", *MULTIPLIERS):
             if (value := getattr(self, name)) is not None and value <= 0:
                 yield f"{name} = {value}: expected a positive number"
         yield from combinations.problems(self)
@@ -190,6 +220,11 @@ class ModelConfig(Section):
     @property
     def structure(self) -> Family:
         return FAMILIES[self.family]
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """The names of a layer's matrices that have a bias."""
+        return biased(self.structure, attention=self.attention_bias, mlp=self.mlp_bias)
 
     @property
     def channels(self) -> int:
@@ -239,7 +274,8 @@ class LossConfig(Section):
     """The share of each target's probability that is spread evenly over the vocabulary (Szegedy et al., 2016, section 7). The
     published perplexity is then that of the smoothed loss."""
     ignore_index: int | None = None
-    """Tokens with this id (of padding, say) are no targets: they count in no loss and no metric. null: every token is one."""
+    """Tokens with this id (of padding, say) are no targets: they count in no loss and no metric. null: every token is one. -100
+    is the id of no token, so it leaves out none."""
 
     def __post_init__(self):
         require_none(self._problems())
@@ -248,5 +284,6 @@ class LossConfig(Section):
         yield from too_small(self, 0, "z_loss_weight", "load_balancing_weight", "router_z_loss_weight")
         if not 0 <= self.label_smoothing < 1:
             yield f"label_smoothing = {self.label_smoothing}: expected 0 <= label_smoothing < 1"
-        if self.ignore_index is not None and self.ignore_index < 0:
-            yield f"ignore_index = {self.ignore_index}: expected an id of the vocabulary, for targets are the model's input too"
+        if self.ignore_index is not None and self.ignore_index < 0 and self.ignore_index != NO_TARGET:
+            problem = "expected an id of the vocabulary, for targets are the model's input too"
+            yield f"ignore_index = {self.ignore_index}: {problem}; or {NO_TARGET}, which is that of no token"

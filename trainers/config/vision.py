@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from trainers.config.families import ENCODERS, Family, misspelt
+from trainers.config.families import ENCODERS, Family, biased, misspelt
 from trainers.config.model import REMAT, unrolled
 from trainers.config.section import Section, did_you_mean, require_none, too_small
 
@@ -74,6 +74,11 @@ class VisionConfig(Section):
                 f"tokens_per_image = {tokens}: expected one of {', '.join(map(str, allowed))}, the squares of the divisors of "
                 f"{self.patches_per_side} patches a side"
             )
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """The names of a layer's matrices that have a bias."""
+        return biased(self.structure)
 
     @property
     def patches_per_side(self) -> int:

@@ -23,7 +23,8 @@ HostBatch = dict[str, np.ndarray]
 
 class IteratedLoader:
     """`batch(k)` and `epoch()` from batches of host arrays: dicts by name, with this host's rows of the global batch, first for
-    the first micro-batch. A last batch may have fewer rows. `weight` and `sample_id` are made where they are lacking.
+    the first micro-batch. A last batch may have fewer rows. `weight` and `sample_id` are made where they are lacking. At its
+    end it is begun anew, until there were `passes` over it.
 
     Batches are read on the thread that trains: an iterable should read ahead by itself. If it has a state (`Stream`), a resumed
     run sets it. If not, it draws batches and drops them until it is where it was, and `note` tells so.
@@ -40,6 +41,7 @@ class IteratedLoader:
         *,
         accumulation_steps: int = 1,
         note: Callable[[str], None] = lambda message: None,
+        passes: int = 1,
     ):
         hosts, self.host = jax.process_count(), jax.process_index()
         self.shape = (accumulation_steps, meshes.padded_rows(mesh, global_batch_size // accumulation_steps))
@@ -54,11 +56,21 @@ class IteratedLoader:
             f"the loader of batches is an iterator ({type(batches).__name__}), which cannot go back to its beginning: "
             "configure_dataloaders must return an object whose __iter__ begins anew, or one with get_state and set_state"
         )
-        self._stream = Stream(batches, every=1, num_states=KEPT_BATCHES, no_way_back=problem, note=note)
+        self._stream = Stream(batches, every=1, num_states=KEPT_BATCHES, no_way_back=problem, note=note, passes=passes)
         self._kept: collections.deque[HostBatch] = collections.deque(maxlen=KEPT_BATCHES)
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
+
+    @property
+    def can_begin_anew(self) -> bool:
+        return self._stream.can_go_back
+
+    @property
+    def batches_of_epoch(self) -> int | None:
+        """The number of batches of a pass; None until the first has ended, and on several hosts, whose passes may have other
+        lengths."""
+        return self._stream.length if jax.process_count() == 1 else None
 
     def ends(self, k: int) -> bool:
         """Whether there is no batch k."""
@@ -77,6 +89,8 @@ class IteratedLoader:
         while (batch := self._read(k)) is not None:
             yield self._on_devices(batch)
             k += 1
+
+    __iter__ = epoch
 
     def close(self) -> None:
         self._kept.clear()
@@ -150,3 +164,30 @@ def as_loader(given: Any, make: Callable[[Iterable[Any]], IteratedLoader], neede
             f"host's rows), or an object with {' and '.join(needed)}"
         )
     return make(given)
+
+
+def first_rows(loader: Any) -> dict[str, np.ndarray]:
+    """Returns the first batch of a loader without `batch(k)`, with `weight` and `sample_id`, as rows. The loader is read again
+    from its beginning. Raises UsageError if it cannot be."""
+    if not hasattr(loader, "__iter__"):
+        raise UsageError(
+            f"configure_dataloaders returned {type(loader).__name__}, and there is no dataset_train, whose first example shows "
+            "the shapes of a batch: give it, or return an iterable of batches"
+        )
+    problem = (
+        f"configure_dataloaders returned an iterator ({type(loader).__name__}), and there is no dataset_train: reading the "
+        "shapes of a batch would use it up; return an object whose __iter__ begins anew, or give dataset_train"
+    )
+    stream = Stream(loader, every=1, num_states=1, no_way_back=problem, note=lambda message: None)
+    if not stream.can_go_back:
+        raise UsageError(problem)
+    try:
+        drawn = stream.read()
+    except StopIteration:
+        raise DataError(f"the loader of batches ({type(loader).__name__}) has none") from None
+    stream.go_to(0, 1)
+    if not isinstance(drawn, Mapping):
+        raise DataError(f"the loader of batches gave {type(drawn).__name__}: expected a dict of arrays by name")
+    batch = {name: np.asarray(leaf) for name, leaf in drawn.items()}
+    rows = len(next(iter(batch.values())))
+    return {"weight": np.ones(rows, np.float32), "sample_id": np.zeros(rows, np.int32), **batch}

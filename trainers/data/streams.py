@@ -5,16 +5,26 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from trainers.errors import UsageError
+from trainers.errors import DataError, UsageError
 
 MAX_STATE_BYTES = 1 << 20
 """A larger state is not kept: each checkpoint has that of every host."""
 NAMES = ("get_state", "state")
 """The names of the method that returns a state; `set_state` takes it."""
-REACHED = "reached"
-"""The key, in the text of a state of the end, of the number of items before it."""
+REACHED, BEFORE, LENGTH = "reached", "before", "length"
+"""Keys in the text of a state: of the number of items before it, at an end amid a batch; of that before its pass over the
+iterable, and of a pass."""
+
+
+class Kept(NamedTuple):
+    reached: int
+    """The number of items before the state. It differs from the position for which it is kept at the end, where a last part of
+    `every` items is not full."""
+    before: int
+    """The number of items before the pass that it is of."""
+    state: str
 
 
 class Stream:
@@ -22,17 +32,31 @@ class Stream:
 
     If its iterator, or itself, has `get_state()` or `state()`, and `set_state(state)`, the states before each `every`-th item are
     kept, the newest `num_states` of them, and the first. The stream is set to the nearest of them, and read on from there.
-    Without states it begins anew, which an iterator cannot: UsageError(`no_way_back`). Not thread-safe.
+    Without states it begins anew, which an iterator cannot: UsageError(`no_way_back`).
+
+    At its end it is begun anew, until there were `passes` over it. Positions count on. All passes must have as many items:
+    DataError. An iterator without a state has one pass. Not thread-safe.
     """
 
-    def __init__(self, iterable: Iterable[Any], *, every: int, num_states: int, no_way_back: str, note: Callable[[str], None]):
-        self.iterable, self.every, self.num_states = iterable, every, num_states
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        *,
+        every: int,
+        num_states: int,
+        no_way_back: str,
+        note: Callable[[str], None],
+        passes: int = 1,
+    ):
+        self.iterable, self.every, self.num_states, self.passes = iterable, every, num_states, passes
         self.no_way_back, self.note = no_way_back, note
         self.position, self.ended = 0, False
+        self.length: int | None = None
+        """The number of items of a pass; None until the end of the first."""
+        self._before = 0
+        self._rewound = False
         self._iterator: Iterator[Any] = iter(iterable)
-        self._states: dict[int, tuple[int, str]] = {}
-        """(the number of items before it, the state) by the position for which it is kept. They differ at the end, where a last
-        part of `every` items is not full."""
+        self._states: dict[int, Kept] = {}
         self.has_state = self._holder() is not None
         self._keep(0)
 
@@ -45,22 +69,46 @@ class Stream:
         """Returns the next item. Raises StopIteration at the end."""
         if self.position % self.every == 0:
             self._keep(self.position)
-        try:
-            item = next(self._iterator)
-        except StopIteration:
-            self.ended = True
-            # Also where the last items are fewer: whoever goes on from there must find the end, and not count to it.
-            self._keep(-(-self.position // self.every) * self.every)
-            raise
-        self.position += 1
-        return item
+        while True:
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                if self._begun_anew():
+                    continue
+                self.ended = True
+                # Also where the last items are fewer: whoever goes on from there must find the end, and not count to it.
+                self._keep(-(-self.position // self.every) * self.every)
+                raise
+            self.position, self._rewound = self.position + 1, False
+            return item
+
+    def _begun_anew(self) -> bool:
+        """Begins the next pass. Returns False if there is none."""
+        found = self.position - self._before
+        if not found and self._before and self.has_state and not self._rewound:
+            # Its `__iter__` goes on where it has ended: only the state of its beginning leads back.
+            self._rewound = True
+            self._set_state(self._states[0].state)
+            return True
+        if not found or self.passes == 1 or not self.can_go_back:
+            return False
+        if self.length not in (None, found):
+            raise DataError(
+                f"{type(self.iterable).__name__} ended after {found} batches, and after {self.length} in the pass before: "
+                "expected as many in every pass, or an iterable that never ends, with max_num_steps"
+            )
+        self.length = found
+        if self.position // found >= self.passes:
+            return False
+        self._before, self._iterator = self.position, iter(self.iterable)
+        return True
 
     def go_to(self, index: int, oldest: int) -> bool:
         """Goes where item `index` can be read from: to the nearest kept state before it, or to the beginning. Stays if the item
         is ahead, or if the caller still has it, as it has all from `oldest` on. Returns whether it has moved: then nothing that
         the caller has kept comes before the next item."""
         nearest = max((position for position in self._states if position <= index), default=0)
-        if index >= oldest and self._states.get(nearest, (nearest, ""))[0] <= self.position:
+        if index >= oldest and (nearest not in self._states or self._states[nearest].reached <= self.position):
             return False
         self._set(nearest)
         return True
@@ -71,26 +119,35 @@ class Stream:
             self._keep(position)
         if position not in self._states:
             return None
-        reached, state = self._states[position]
-        return state if reached == position else json.dumps({**json.loads(state), REACHED: reached})
+        reached, before, state = self._states[position]
+        about = {REACHED: reached} if reached != position else {}
+        about |= {BEFORE: before} if before else {}
+        about |= {LENGTH: self.length} if self.length else {}
+        return json.dumps({**json.loads(state), **about}) if about else state
 
     def remember(self, position: int, state: str) -> None:
         """Takes a state that `state_at(position)` has returned, in this process or another."""
-        self._states[position] = (json.loads(state).get(REACHED, position), state)
+        about = json.loads(state)
+        self.length = about.get(LENGTH, self.length)
+        self._states[position] = Kept(about.get(REACHED, position), about.get(BEFORE, 0), state)
 
     def _set(self, position: int) -> None:
-        reached, state = self._states.get(position, (position, None))
-        if state is None and iter(self.iterable) is self.iterable:
+        kept = self._states.get(position)
+        if kept is None and iter(self.iterable) is self.iterable:
             raise UsageError(self.no_way_back)
         # First: the state may be that of a new iterator, or of the iterable, which its next iterator begins with.
         self._iterator = iter(self.iterable)
-        if state is not None:
-            holder = self._holder()
-            assert holder is not None
-            holder[0].set_state(decoded(state))
-            if holder[0] is not self._iterator:
-                self._iterator = iter(self.iterable)
-        self.position, self.ended = reached, False
+        if kept is not None:
+            self._set_state(kept.state)
+        self.position, self._before = (position, 0) if kept is None else kept[:2]
+        self.ended = self._rewound = False
+
+    def _set_state(self, state: str) -> None:
+        holder = self._holder()
+        assert holder is not None
+        holder[0].set_state(decoded(state))
+        if holder[0] is not self._iterator:
+            self._iterator = iter(self.iterable)
 
     def _holder(self) -> tuple[Any, str] | None:
         """Returns the object that has the state, and the name of the method that returns it; None: there is no state."""
@@ -113,7 +170,7 @@ class Stream:
                 "run reads the data again up to its position"
             )
             return
-        self._states[position] = (self.position, state)
+        self._states[position] = Kept(self.position, self._before, state)
         for old in sorted(self._states)[1 : -self.num_states]:  # the first stays: it is the way back to the beginning
             del self._states[old]
 

@@ -206,7 +206,7 @@ class Loop:
         early = StopReason.EARLY_STOPPED if self.evaluator.wants_stop else None
         reason = early or self.host_requests.limits.reached(self.info)
         if reason is None and self.end_of_data.reached(self.info.batch_index):
-            return StopReason.END_OF_DATA
+            return self.end_of_data.reason
         # END_OF_DATA is requested ahead of the end. Training stops only after the last batch, which was checked above.
         return reason or (None if self.agreed.stop_reason is StopReason.END_OF_DATA else self.agreed.stop_reason)
 

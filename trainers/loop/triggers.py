@@ -21,9 +21,13 @@ class Epochs:
 
     num_samples: int
     global_batch_size: int
+    batches: Callable[[], int | None] = lambda: None
+    """Of a user's own loader: the number of batches of an epoch, as soon as it is known."""
 
     def at(self, step: int) -> float:
         """Returns how many epochs have passed, with the fraction of the present one."""
+        if batches := self.batches():
+            return step / batches
         return step * self.global_batch_size / (self.num_samples or math.inf)
 
     def begun_at(self, step: int) -> range:
@@ -40,6 +44,8 @@ class Epochs:
 
     def _of(self, batch_index: int) -> int:
         """Returns the epoch in which a batch begins."""
+        if batches := self.batches():
+            return batch_index // batches
         if not self.num_samples:
             return min(batch_index, 0)  # -1 before the first batch, so that `begun_at(0)` contains epoch 0
         return batch_index * self.global_batch_size // self.num_samples
@@ -96,6 +102,7 @@ class EndOfData:
     """Whether this host has no data for a batch. None: the data never ends."""
     step: int | None = None
     """The index of the first batch without data, as all hosts have agreed."""
+    reason: StopReason = StopReason.END_OF_DATA
 
     def start(self, step: int) -> None:
         """Checks the first steps, at which the data could end before a request reached all hosts. All hosts must call this."""

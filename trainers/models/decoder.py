@@ -179,14 +179,16 @@ class Decoder(nnx.Module):
             query, key, value = heads_of(config, norm(config, x_ND, weights, "attention_norm"), weights, batch, angles)
             # [B, T, H, C] -> [N, H * C].
             mixed_ND = project(mix(query, key, value).reshape(x_ND.shape[0], -1), weights, "out")
-            x_ND += norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
+            added_ND = norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
+            x_ND += times(added_ND, config.residual_multiplier)
         with jax.named_scope("mlp"):
             normed_ND, sums = norm(config, x_ND, weights, "mlp_norm"), None
             if structure.experts:
                 added_ND, sums = mixture(config, normed_ND, weights, counted_N, activation(config))
             else:
                 added_ND = mlp(config, normed_ND, weights)
-            return x_ND + (norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND), sums
+            added_ND = norm(config, added_ND, weights, "mlp_post_norm") if structure.post_norms else added_ND
+            return x_ND + times(added_ND, config.residual_multiplier), sums
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask_BTS: jax.Array | None) -> jax.Array:
         scalar = self.config.query_scalar or self.config.channels
@@ -224,6 +226,7 @@ class Decoder(nnx.Module):
             if self.config.structure.scaled_embedding:
                 # Rounded to the type of the computation, as the models were trained.
                 x_BTD *= jnp.asarray(math.sqrt(self.config.width), self.dtype)
+            x_BTD = times(x_BTD, self.config.embedding_multiplier)
             if self.config.num_positions is not None:
                 x_BTD += self.positions[...].astype(self.dtype)[positions_BT]
             return x_BTD
@@ -235,7 +238,12 @@ class Decoder(nnx.Module):
 
     def _table(self) -> jax.Array:
         table_DV = self.embed[...].T if self.config.tie_embeddings else self.unembed[...]
-        return table_DV.astype(self.dtype)
+        divisor = self.config.logit_divisor
+        return times(table_DV.astype(self.dtype), None if divisor is None else 1 / divisor)
+
+
+def times(x: jax.Array, multiplier: float | None) -> jax.Array:
+    return x if multiplier is None else x * jnp.asarray(multiplier, x.dtype)
 
 
 def norm(config: LayerSizes, x: jax.Array, weights: Weights, name: str) -> jax.Array:

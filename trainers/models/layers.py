@@ -46,8 +46,6 @@ class Layers(nnx.Module):
         self.key = matrix(embed, kv_heads)
         self.value = matrix(embed, kv_heads)
         self.out = matrix(heads, embed, scale=branch)
-        if structure.qkv_bias:
-            self.query_bias, self.key_bias, self.value_bias = zeros(heads), zeros(kv_heads), zeros(kv_heads)
         if structure.qk_norm:
             norm("query_norm", ("head_dim", config.channels))
             norm("key_norm", ("head_dim", config.channels))
@@ -64,8 +62,9 @@ class Layers(nnx.Module):
                 self.gate = matrix(embed, mlp)
             self.up = matrix(embed, mlp)
             self.down = matrix(mlp, embed, scale=branch)
-        if structure.bias:
-            self.out_bias, self.up_bias, self.down_bias = zeros(whole), zeros(mlp), zeros(whole)
+        of = {"query": heads, "key": kv_heads, "value": kv_heads, "out": whole, "gate": mlp, "up": mlp, "down": whole}
+        for name in sorted(config.biased):
+            setattr(self, f"{name}_bias", zeros(of[name]))
         if structure.post_norms:
             norm("attention_post_norm")
             norm("mlp_post_norm")

@@ -18,21 +18,45 @@ def rotary_angles(positions_BT: jax.Array, channels: int, theta: float, scaling:
     # [C/2]; in float32, for the angles of late positions need its precision.
     frequencies = theta ** (-jnp.arange(0, channels, 2, dtype=jnp.float32) / channels)
     if scaling is not None:
-        frequencies = scaled(frequencies, scaling)
+        frequencies = scaled(frequencies, scaling, theta)
     angles = positions_BT[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    factor = attention_factor(scaling)
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def scaled(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Returns the frequencies for longer texts (`model.rope_scaling`)."""
+def scaled(frequencies: jax.Array, scaling: RopeScaling, theta: float) -> jax.Array:
+    """Returns the frequencies for longer texts (`model.rope_scaling`), [C/2]."""
     slow = frequencies / scaling.factor
     if scaling.kind == "linear":
         return slow
+    if scaling.kind == "yarn":
+        share = changed_over(len(frequencies), scaling, theta)
+        return share * slow + (1 - share) * frequencies
     turns = scaling.original_length * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # 0: turns seldom, and is slowed down; 1: turns often, and stays.
     share = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - share) * slow + share * frequencies
+
+
+def changed_over(pairs: int, scaling: RopeScaling, theta: float) -> jax.Array:
+    """Returns how far each pair of channels is slowed down by YaRN, from 0 to 1 (Peng et al., 2023, section 3.2)."""
+
+    def pair_that_turns(times: float) -> float:
+        return pairs * math.log(scaling.original_length / (times * 2 * math.pi)) / math.log(theta)
+
+    first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    return jnp.clip((jnp.arange(pairs, dtype=jnp.float32) - first) / ((last - first) or 0.001), 0.0, 1.0)
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """Returns what queries and keys are multiplied by: 1, but for YaRN."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.attention_factor is None else scaling.attention_factor
 
 
 def rotate(x_BTHC: jax.Array, angles: Angles) -> jax.Array:

@@ -95,8 +95,8 @@ class CausalLMTask:
     rows, `segments` (int32[B, T + 1]; 0 is filling) numbers the documents, and `positions` the tokens of each: a token sees its
     own document alone, and the first token of a document is no target.
 
-    A leaf `labels` (int32[B, T + 1]) has the targets in the place of `tokens`: label i is what the model is to say in place of
-    token i, and -100 says that it is no target. Any other leaf is an error: nothing would read it.
+    A leaf `labels` (int32[B, T + 1]) has the targets in the place of `tokens`: label i is what the model is to say in the place
+    of token i, and -100 says that it is no target. Any other leaf is an error: nothing would read it.
     """
 
     reads: frozenset[str] = frozenset({"tokens", "weight", "token_weight", "segments", "positions", "labels", *FOR_ALL})

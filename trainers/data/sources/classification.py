@@ -124,19 +124,10 @@ def _hint(value: Any, labels: Sequence[str]) -> str:
 
 
 def check_labels(records: Records, labels: Sequence[str]) -> None:
-    """Raises DataError for a label that is none, among the first and the last records; and if some are the names of classes, and
-    others their places."""
-    kinds: dict[str, str] = {}
+    """Raises DataError for a label that is none, among the first and the last records."""
     for index in sorted({*range(len(records))[:CHECKED], *range(len(records))[-CHECKED:]}):
         record = records[index]
         try:
-            value = value_of(record, LABEL)
-            label_of(value, labels)
+            label_of(value_of(record, LABEL), labels)
         except DataError as error:
             raise DataError(f"{records.where(index)}: {error}") from error
-        kinds.setdefault("names" if isinstance(value, str) else "numbers", f"{value!r} ({records.where(index)})")
-    if len(kinds) > 1:
-        raise DataError(
-            f"column {LABEL!r} has texts and numbers: {' and '.join(kinds.values())}; expected names of "
-            "classification.labels in all records, or their places"
-        )

@@ -3,6 +3,7 @@ this against transformers itself)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,8 +31,16 @@ GEMMA = {
 DEFAULTS: Mapping[str, Json] = {
     "llama": LLAMA,
     "mistral": {**LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral": {**LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": QWEN,
     "qwen3": {**QWEN, "head_dim": 128},
+    "gemma": {
+        **LLAMA,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    },
     "gemma2": {**GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     # With sizes: the files of Gemma 3 with images leave out those of 4B.
     "gemma3": {
@@ -44,6 +53,13 @@ DEFAULTS: Mapping[str, Json] = {
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
         "sliding_window_pattern": 6,
+    },
+    "granite": {
+        **LLAMA,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "attention_multiplier": 1.0,
     },
     "gpt2": {
         "vocab_size": 50257,
@@ -94,7 +110,10 @@ def completed(family: str, found: Json) -> dict[str, Any]:
 
 def _problems(family: str, given: Json) -> Iterator[str]:
     allowed = ACTIVATIONS[FAMILIES[family].activation]
-    name = next(name for name in ("hidden_activation", "activation_function", "hidden_act") if name in given)
+    name = {"gpt2": "activation_function", "gemma2": "hidden_activation", "gemma3": "hidden_activation"}.get(family, "hidden_act")
+    if family == "gemma":
+        # The files of Gemma 1 say so and mean the approximation.
+        allowed = ("gelu", "gelu_pytorch_tanh")
     if given[name] not in allowed:
         yield f"{name}: the activation {given[name]!r}: expected {' or '.join(allowed)} in the family {family}"
     if family != "gpt2":
@@ -119,8 +138,7 @@ def _problems_of_ropes(family: str, given: Json) -> Iterator[str]:
             yield f"{where}: rope_type = {kind!r}: expected default: only the other layers have scaled positions here"
         else:
             yield from keys.problems(rope, keys.OF_ROPE_TYPE[kind], f"rope_type {kind}", f"{where}.")
-            needed = set(keys.OF_ROPE_TYPE[kind]) - set(keys.ROPE) - {"original_max_position_embeddings"}
-            for name in sorted(needed - set(rope)):
+            for name in sorted({*keys.NEEDED_OF_ROPE[kind]} - set(rope)):
                 yield f"{where}.{name} is missing: rope_type {kind} needs it"
         if {"type", "rope_type"} <= set(rope) and rope["type"] != rope["rope_type"]:
             yield f"{where}: rope_type = {rope['rope_type']!r}, type = {rope['type']!r}: both say the same; delete one of them"
@@ -186,13 +204,18 @@ def of_file(family: str, given: Json) -> Meaning:
         channels=channels,
         mlp_width=given["moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"],
         layers=tuple(_layers(family, given)),
-        query_scalar=given.get("query_pre_attn_scalar") or channels,
+        query_scalar=query_scalar_of(given) or channels,
         norm_eps=given["rms_norm_eps"],
         tie_embeddings=given["tie_word_embeddings"],
         attention_softcap=given.get("attn_logit_softcapping"),
         logit_softcap=given.get("final_logit_softcapping"),
         num_experts=given["num_local_experts" if family == "mixtral" else "num_experts"] if of_experts else None,
         experts_per_token=given["num_experts_per_tok"] if of_experts else None,
+        attention_bias=bool(given.get("attention_bias")),
+        mlp_bias=bool(given.get("mlp_bias")),
+        embedding_multiplier=given.get("embedding_multiplier", 1.0),
+        residual_multiplier=given.get("residual_multiplier", 1.0),
+        logit_divisor=given.get("logits_scaling", 1.0),
         # Mixtral always divides the shares by their sum.
         normalize_routing=given["norm_topk_prob"] if family == "qwen3_moe" else True,
     )
@@ -222,22 +245,31 @@ def _layers(family: str, given: Json) -> Iterator[Layer]:
     # Without scaling: else the file is refused.
     second = (theta_of(sections[1], given["rope_local_base_freq"]), None) if sections[1:] else first
     for kind in kinds_of_layers(family, given):
-        if kind == SLIDING and window is None and family.startswith("gemma"):
+        if kind == SLIDING and window is None and family in ("gemma2", "gemma3", "ministral"):
             raise UsageError(f"sliding_window = null: expected the window of the layers of {SLIDING}, which the file has")
         yield Layer(window, *second) if kind == SLIDING else Layer(None, *first)
 
 
 def kinds_of_layers(family: str, given: Json) -> list[str]:
     count, window = given["num_hidden_layers"], window_of(family, given)
-    if family in WINDOW_IN_ALL or family == "llama":
+    if family in WINDOW_IN_ALL or "window" not in FAMILIES[family].settings:
         return [FULL if window is None else SLIDING] * count
     if given.get("layer_types") is not None:
         return list(given["layer_types"])
+    if family == "ministral":
+        return [FULL if window is None else SLIDING] * count
     if family.startswith("qwen"):
         first = count if window is None else given["max_window_layers"]
         return [SLIDING if layer >= first else FULL for layer in range(count)]
     every = 2 if family == "gemma2" else given["sliding_window_pattern"]
     return [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(count)]
+
+
+def query_scalar_of(given: Json) -> float | None:
+    """Returns what the scores are divided by the square root of; None: the channels of a head."""
+    if "attention_multiplier" in given:
+        return float(given["attention_multiplier"] ** -2)
+    return given.get("query_pre_attn_scalar")
 
 
 def theta_of(rope: Json, otherwise: float) -> float:
@@ -252,7 +284,17 @@ def scaling_of(rope: Json, given: Json) -> RopeScaling | None:
         return RopeScaling(kind="linear", factor=rope["factor"])
     length = rope.get("original_max_position_embeddings", given.get("max_position_embeddings"))
     if length is None:
-        raise UsageError("original_max_position_embeddings is missing: rope_type llama3 needs it")
+        raise UsageError(f"original_max_position_embeddings is missing: rope_type {kind} needs it")
+    if kind == "yarn":
+        return RopeScaling(
+            kind="yarn",
+            factor=rope["factor"],
+            original_length=length,
+            beta_fast=rope.get("beta_fast") or 32.0,
+            beta_slow=rope.get("beta_slow") or 1.0,
+            truncate=rope.get("truncate", True),
+            attention_factor=_attention_factor(rope),
+        )
     return RopeScaling(
         kind="llama3",
         factor=rope["factor"],
@@ -260,3 +302,10 @@ def scaling_of(rope: Json, given: Json) -> RopeScaling | None:
         high_freq_factor=rope["high_freq_factor"],
         original_length=length,
     )
+
+
+def _attention_factor(rope: Json) -> float | None:
+    if rope.get("attention_factor") is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        over, under = (0.1 * rope[name] * math.log(rope["factor"]) + 1.0 for name in ("mscale", "mscale_all_dim"))
+        return over / under
+    return rope.get("attention_factor")

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainers.config import ModelConfig
 from trainers.config.families import misspelt
-from trainers.config.model import RopeScaling
+from trainers.config.model import MULTIPLIERS, RopeScaling
 from trainers.errors import UsageError
 from trainers.models.hf.computed import (
     ACTIVATIONS,
@@ -17,6 +17,7 @@ from trainers.models.hf.computed import (
     WINDOW_IN_ALL,
     completed,
     of_file,
+    query_scalar_of,
     ropes,
     scaling_of,
     theta_of,
@@ -28,10 +29,13 @@ Json = Mapping[str, Any]
 FAMILY_OF = {
     "llama": "llama",
     "mistral": "mistral",
+    "ministral": "ministral",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "granite": "granite",
     "gpt2": "gpt2",
     "mixtral": "mixtral",
     "qwen3_moe": "qwen3_moe",
@@ -40,10 +44,13 @@ FAMILY_OF = {
 ARCHITECTURE_OF = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -91,9 +98,12 @@ def _decoder(family: str, given: Json, meant: Meaning) -> ModelConfig:
         local_rope_theta=theta_of(sections[1], given["rope_local_base_freq"]) if has_two else None,
         window=window,
         global_every=global_every,
-        query_scalar=given.get("query_pre_attn_scalar"),
+        query_scalar=query_scalar_of(given),
         attention_softcap=meant.attention_softcap,
         logit_softcap=meant.logit_softcap,
+        attention_bias=meant.attention_bias,
+        mlp_bias=meant.mlp_bias,
+        **{name: getattr(meant, name) for name in MULTIPLIERS if getattr(meant, name) != 1.0},
         norm_eps=meant.norm_eps,
         tie_embeddings=meant.tie_embeddings,
     )
@@ -172,31 +182,46 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.channels,
-        "hidden_activation" if config.family.startswith("gemma") else "hidden_act": activation,
+        "hidden_activation" if config.family in ("gemma2", "gemma3") else "hidden_act": activation,
         "rms_norm_eps": float(config.norm_eps),
         "rope_theta": float(config.rope_theta),
         "rope_scaling": _write_scaling(config.rope_scaling),
         "max_position_embeddings": max_length,
         **_write_window(config),
         **_write_experts(config),
-        **(_write_gemma(config) if config.family.startswith("gemma") else {}),
+        **_write_biases(config),
+        **(_write_gemma(config) if config.family in ("gemma2", "gemma3") else {}),
+        **(_write_granite(config) if config.family == "granite" else {}),
     }
 
 
 def _write_window(config: ModelConfig) -> dict[str, Any]:
-    if config.family == "llama":
+    if "window" not in config.structure.settings:
         return {}
     if config.family in WINDOW_IN_ALL and config.family != "qwen3_moe":
         return {"sliding_window": config.window}
     about: dict[str, Any] = {"sliding_window": config.window}
     if config.family.startswith("qwen"):
         about["use_sliding_window"] = config.window is not None
-    elif config.window is None:
+    elif config.window is None and config.family != "ministral":
         # No layer has it, and still transformers wants a number.
         about["sliding_window"] = DEFAULTS[config.family]["sliding_window"]
     if config.family != "qwen3_moe":
         about["layer_types"] = [SLIDING if local else FULL for local in config.local_layers]
     return about
+
+
+def _write_biases(config: ModelConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ("attention_bias", "mlp_bias") if name in config.structure.settings}
+
+
+def _write_granite(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attention_multiplier": float((config.query_scalar or config.channels) ** -0.5),
+        "embedding_multiplier": float(config.embedding_multiplier or 1.0),
+        "residual_multiplier": float(config.residual_multiplier or 1.0),
+        "logits_scaling": float(config.logit_divisor or 1.0),
+    }
 
 
 def _write_gemma(config: ModelConfig) -> dict[str, Any]:
@@ -234,6 +259,17 @@ def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
         return None
     if scaling.kind == "linear":
         return {"rope_type": "linear", "factor": float(scaling.factor)}
+    if scaling.kind == "yarn":
+        of_attention = {} if scaling.attention_factor is None else {"attention_factor": float(scaling.attention_factor)}
+        return {
+            "rope_type": "yarn",
+            "factor": float(scaling.factor),
+            "original_max_position_embeddings": scaling.original_length,
+            "beta_fast": float(scaling.beta_fast),
+            "beta_slow": float(scaling.beta_slow),
+            "truncate": scaling.truncate,
+            **of_attention,
+        }
     return {
         "rope_type": "llama3",
         "factor": float(scaling.factor),

@@ -132,10 +132,20 @@ OF_EXPERTS: Keys = {
     "router_aux_loss_coef": ANY,
 }
 QWEN: Keys = {**DECODER, **HEAD_DIM, **WINDOW, "use_sliding_window": FLAG, "max_window_layers": INDEX, "use_mrope": OFF}
+BIAS: Keys = {"attention_bias": FLAG}
+GEMMA1: Keys = {
+    **DECODER,
+    **HEAD_DIM,
+    **BIAS,
+    "hidden_act": TEXT,
+    "hidden_activation": only("gelu_pytorch_tanh"),
+    "use_bidirectional_attention": OFF,
+}
 GEMMA: Keys = {
     **DECODER,
     **HEAD_DIM,
     **WINDOW,
+    **BIAS,
     "hidden_act": only("gelu_pytorch_tanh"),
     "hidden_activation": TEXT,
     "layer_types": or_null(TEXTS),
@@ -147,10 +157,20 @@ GEMMA: Keys = {
 DROPOUT_OF_GPT2 = only(0, 0.1)
 """0.1 is in every published file. It is of training alone, and training here drops nothing."""
 OF_FAMILY: Mapping[str, Keys] = {
-    "llama": {**DECODER, "head_dim": or_null(COUNT), "pretraining_tp": ANY, "is_llama_config": ON, "rope_interleaved": OFF},
+    "llama": {
+        **DECODER,
+        **BIAS,
+        "mlp_bias": FLAG,
+        "head_dim": or_null(COUNT),
+        "pretraining_tp": ANY,
+        "is_llama_config": ON,
+        "rope_interleaved": OFF,
+    },
     "mistral": {**DECODER, "head_dim": or_null(COUNT), **WINDOW, "layer_types": or_null(TEXTS)},
+    "ministral": {**DECODER, **HEAD_DIM, **WINDOW, "layer_types": or_null(TEXTS)},
     "qwen2": {**QWEN, "layer_types": or_null(TEXTS)},
-    "qwen3": {**QWEN, "layer_types": or_null(TEXTS)},
+    "qwen3": {**QWEN, **BIAS, "layer_types": or_null(TEXTS)},
+    "gemma": GEMMA1,
     "gemma2": {**GEMMA, "sliding_window_size": ANY},
     "gemma3": {
         **GEMMA,
@@ -158,6 +178,16 @@ OF_FAMILY: Mapping[str, Keys] = {
         "sliding_window_pattern": COUNT,
         "_sliding_window_pattern": ANY,
         "rope_local_base_freq": POSITIVE,
+    },
+    "granite": {
+        **DECODER,
+        **BIAS,
+        **HEAD_DIM,
+        "mlp_bias": FLAG,
+        "embedding_multiplier": POSITIVE,
+        "residual_multiplier": POSITIVE,
+        "logits_scaling": POSITIVE,
+        "attention_multiplier": POSITIVE,
     },
     "gpt2": {
         **OF_EVERY_MODEL,
@@ -195,6 +225,7 @@ OF_FAMILY: Mapping[str, Keys] = {
     },
     "qwen3_moe": {
         **QWEN,
+        **BIAS,
         **OF_EXPERTS,
         "layer_types": or_null(TEXTS),
         "intermediate_size": ANY,
@@ -229,8 +260,26 @@ OF_ROPE_TYPE: Mapping[str, Keys] = {
         "high_freq_factor": POSITIVE,
         "original_max_position_embeddings": COUNT,
     },
+    "yarn": {
+        **ROPE,
+        "factor": POSITIVE,
+        "original_max_position_embeddings": COUNT,
+        "beta_fast": or_null(POSITIVE),
+        "beta_slow": or_null(POSITIVE),
+        "attention_factor": or_null(POSITIVE),
+        "mscale": or_null(POSITIVE),
+        "mscale_all_dim": or_null(POSITIVE),
+        "truncate": FLAG,
+    },
 }
 """The keys of `rope_parameters` and `rope_scaling`."""
+NEEDED_OF_ROPE: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""Those that must be there, by `rope_type`."""
 
 ENCODER: Keys = {
     **OF_EVERY_MODEL,

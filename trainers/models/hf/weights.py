@@ -50,7 +50,7 @@ QWEN3_MOE = {
 }
 MLPS = {"mixtral": MIXTRAL, "qwen3_moe": QWEN3_MOE}
 """What is in place of GATED_MLP."""
-QKV_BIAS = {f"{name}_bias": Place(f"self_attn.{name[0]}_proj.bias") for name in ("query", "key", "value")}
+BIASES = {f"{name}_bias": Place(place.name.replace(".weight", ".bias")) for name, place in (ATTENTION | GATED_MLP).items()}
 QK_NORM = {f"{name}_norm": Place(f"self_attn.{name[0]}_norm.weight") for name in ("query", "key")}
 NORMS = {"attention_norm": Place("input_layernorm.weight"), "mlp_norm": Place("post_attention_layernorm.weight")}
 POST_NORMS = {
@@ -92,7 +92,7 @@ def layer_places(config: ModelConfig) -> dict[str, Place]:
     if config.family == "gpt2":
         return GPT2_LAYER
     structure = config.structure
-    optional = (QKV_BIAS if structure.qkv_bias else {}) | (QK_NORM if structure.qk_norm else {})
+    optional = {f"{name}_bias": BIASES[f"{name}_bias"] for name in sorted(config.biased)} | (QK_NORM if structure.qk_norm else {})
     return ATTENTION | MLPS.get(config.family, GATED_MLP) | optional | (POST_NORMS if structure.post_norms else NORMS)
 
 

@@ -38,7 +38,6 @@ def folder_with(tmp_path, found):
         {},
         {"resample": 3, "rescale_factor": 1 / 128},
         {"resample": 0},
-        {"resample": None, "image_mean": None, "image_std": None},
         {"do_normalize": False},
         {"do_rescale": False, "do_resize": False},
         {"image_processor_type": "SiglipImageProcessor", "do_convert_rgb": True},
@@ -62,6 +61,11 @@ def test_an_image_of_shades_of_grey_may_be_read_as_one_of_colours_and_the_other_
     found = colours(PIXELS[..., 0])
     np.testing.assert_allclose(found, np.repeat(PIXELS[..., :1] / 127.5 - 1, 3, 2), atol=1e-6)
     assert grey(PIXELS).shape == (9, 7, 1)
+
+
+def test_null_is_as_if_it_were_left_out(tmp_path):
+    nothing = dict.fromkeys(("resample", "image_mean", "image_std", "rescale_factor"))
+    assert read_processor(folder_with(tmp_path, VIT | nothing)) == ImageProcessor(6, 4)
 
 
 def test_the_size_may_be_one_number(tmp_path):

@@ -16,7 +16,7 @@ from trainers.data import streams
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.data.sources.iterable import IterableSource
 from trainers.data.streams import Stream, decoded, encoded
-from trainers.errors import UsageError
+from trainers.errors import DataError, UsageError
 from trainers.loop.data_state import DataState
 
 NUMBERS = Numbers(96, 8)
@@ -90,7 +90,7 @@ def told(events, text):
     return [event["message"] for event in of(events, "note") if text in event["message"]]
 
 
-@pytest.mark.costs("reads much data")
+@pytest.mark.slow("reads much data")
 @pytest.mark.parametrize("make", [of_grain, Own, Held])
 def test_a_resumed_run_sets_the_state_and_reads_nothing_again(tmp_path, events, make):
     _, whole = made_of(tmp_path / "whole", make)
@@ -184,6 +184,117 @@ def test_an_end_amid_a_batch_is_where_it_is_also_for_who_asks_beyond_it_first(nu
     again = IterableSource(stream, 64, pytest.fail)
     again.remember(last, source.state_at(last))
     assert (again.available(last + 8), again.available(last), stream.examples.read) == (number, number, 0)
+
+
+class Anew:
+    """Begins anew at each `iter`, and its iterators have the state: the number of the pass, and of the item."""
+
+    def __init__(self, number=3):
+        self.number, self.passes, self.read = number, 0, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return Counted(self, self.passes)
+
+
+class Counted:
+    def __init__(self, of, number):
+        self.of, self.at = of, [number, 0]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at[1] >= self.of.number:
+            raise StopIteration
+        self.of.read += 1
+        self.at[1] += 1
+        return tuple(self.at)
+
+    def get_state(self):
+        return list(self.at)
+
+    def set_state(self, state):
+        self.at = list(state)
+
+
+class Plain(Anew):
+    def __iter__(self):
+        self.passes += 1
+        return iter([item for item in Counted(self, self.passes)])  # noqa: C416 - an iterator without a state
+
+
+class Continuing(Anew):
+    """Its own iterator, whose `iter` does not go back: only a state does."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = Counted(self, 1)
+        self.get_state, self.set_state = self.one.get_state, self.one.set_state
+
+    def __iter__(self):
+        return self.one
+
+
+def streamed(iterable, passes):
+    return Stream(iterable, every=1, num_states=9, no_way_back="no way back", note=pytest.fail, passes=passes)
+
+
+def all_of(stream):
+    items = []
+    while not stream.ended:
+        try:
+            items.append(stream.read())
+        except StopIteration:
+            break
+    return items
+
+
+@pytest.mark.parametrize("make", [Anew, Plain])
+def test_each_pass_begins_anew_and_positions_count_on(make):
+    stream = streamed(make(), passes=3)
+    assert [item[1] for item in all_of(stream)] == [1, 2, 3] * 3
+    assert (stream.position, stream.length, stream.ended) == (9, 3, True)
+
+
+def test_what_goes_on_where_it_ended_is_set_to_its_beginning():
+    assert all_of(streamed(Continuing(), passes=2)) == [(1, 1), (1, 2), (1, 3)] * 2
+
+
+def test_an_iterator_without_a_state_has_one_pass():
+    stream = streamed(iter([1, 2]), passes=2)
+    assert (all_of(stream), stream.ended) == ([1, 2], True)
+
+
+def test_nothing_at_all_is_read_once():
+    assert all_of(streamed([], passes=3)) == []
+
+
+def test_passes_of_other_lengths_are_an_error():
+    anew = Anew()
+    stream = streamed(anew, passes=3)
+    for _ in range(4):
+        stream.read()
+    anew.number = 2
+    with pytest.raises(DataError, match="Anew ended after 2 batches, and after 3 in the pass before: expected as many in every"):
+        all_of(stream)
+
+
+@pytest.mark.parametrize("position", range(10))
+def test_a_stream_goes_on_in_the_pass_that_its_state_is_of(position):
+    """The first process has read ahead, into the next pass, when the state is saved."""
+    first = streamed(Anew(), passes=3)
+    expected = all_of(first)
+    first.go_to(0, 9)
+    for _ in range(position):
+        first.read()
+    text = first.state_at(position)
+    anew = Anew()
+    again = streamed(anew, passes=3)
+    again.remember(position, text)
+    again.go_to(position, 0)
+    assert [item[1] for item in all_of(again)] == [item[1] for item in expected[position:]]
+    assert (again.position, anew.read) == (9, 9 - position)
 
 
 # ---------------------------------------------------------------------- what a checkpoint has of it

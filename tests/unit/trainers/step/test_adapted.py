@@ -12,11 +12,15 @@ import optax
 import pytest
 
 from tests.programs.tiny import Numbers
-from tests.unit.training import FIXED, StopAt, assert_equal, losses, of, trainer
+from tests.unit.training import FIXED, StopAt, arguments, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
+from trainers.callbacks import Callback
+from trainers.config import MeshConfig
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.errors import DataError, UsageError
-from trainers.protocol import TrainerConfigureDataloaderOutput
+from trainers.parallel.mesh import make_mesh
+from trainers.protocol import CheckpointManagerProtocol, TrainerConfigureDataloaderOutput, TrainerConfigureFunctionOutput
+from trainers.runtime.executables import Program
 
 pytestmark = pytest.mark.usefixtures("events")
 SGD = {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "max_grad_norm": None, "schedule": {"name": "constant"}}
@@ -128,6 +132,36 @@ def test_what_cannot_work_with_a_step_of_ones_own_is_refused_by_name(tmp_path, c
         trainer(tmp_path, cls=cls, **{**PLAIN, **changes}).train()
 
 
+class OnlyTheStep(OwnSteps):
+    returned = None
+
+    def configure_functions(self):
+        return self.returned or TrainerConfigureFunctionOutput(self.own_train_step)
+
+
+def test_what_is_left_out_of_the_functions_is_what_there_would_be(tmp_path):
+    made = trainer(tmp_path, cls=OnlyTheStep, **PLAIN)
+    made._configure()
+    functions = made.functions
+    assert functions.mesh == made.mesh
+    assert isinstance(functions.checkpoint_manager, CheckpointManagerProtocol)
+    assert isinstance(functions.eval_step_fn, Program)
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ((1, 2), "configure_functions returned tuple: expected a trainers.protocol.TrainerConfigureFunctionOutput"),
+        (TrainerConfigureFunctionOutput(None), "returned no train_step_fn"),
+        (TrainerConfigureFunctionOutput(min, mesh=make_mesh(MeshConfig(), jax.devices()[:1])), "a mesh of its own"),
+    ],
+)
+def test_what_are_no_functions_is_refused(tmp_path, returned, problem):
+    made = trainer(tmp_path, cls=type("Returns", (OnlyTheStep,), {"returned": returned}), **PLAIN)
+    with pytest.raises(UsageError, match=problem):
+        made._configure()
+
+
 # ---------------------------------------------------------------------- loaders that are iterated over
 
 
@@ -184,6 +218,51 @@ def test_an_iterable_that_ends_ends_training_with_its_last_rows(tmp_path):
         70,
         5,
     )
+
+
+class Heard(Callback):
+    def __init__(self):
+        self.heard = []
+
+    def on_epoch_begin(self, state, *, epoch, **kwargs):
+        self.heard.append(("begin", epoch, state.batch_index))
+
+    def on_epoch_end(self, state, *, epoch, **kwargs):
+        self.heard.append(("end", epoch, state.batch_index))
+
+
+class ThreeBatches(Iterated):
+    num_examples = 48
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_an_iterable_is_begun_anew_each_epoch_and_needs_no_dataset(tmp_path, events):
+    heard, changes = Heard(), {"max_num_steps": None, "max_num_data_epochs": 2, "optimizer": FIXED}
+    given = arguments(tmp_path, **changes, evaluation={"every_epochs": 1})
+    made = ThreeBatches(given, None, None, callbacks=(heard,))
+    state = made.train()
+    assert (int(state.batch_index), str(made.output.stop_reason)) == (6, "max_data_epochs")
+    assert heard.heard == [("begin", 0, 0), ("end", 0, 3), ("begin", 1, 3), ("end", 1, 6)]
+    evaluated = [event["step"] for event in of(events, "metrics") if "eval_loss" in event["metrics"]]
+    assert evaluated == [3, 6]
+    # The same rows as those of a dataset, whose epochs are shuffled.
+    first = [event["metrics"]["loss"] for event in of(events, "metrics") if "loss" in event["metrics"]]
+    assert len(first) == 6
+
+
+@pytest.mark.parametrize(
+    ("loader", "error", "problem"),
+    [
+        (iter([]), UsageError, "returned an iterator .list_iterator., and there is no dataset_train: reading the shapes"),
+        (5, UsageError, "returned int, and there is no dataset_train, whose first example shows the shapes"),
+        ([], DataError, "the loader of batches .list. has none"),
+        ([[1]], DataError, "the loader of batches gave list: expected a dict"),
+    ],
+)
+def test_a_loader_without_a_dataset_shows_the_shapes_or_says_why_not(tmp_path, loader, error, problem):
+    cls = type("Bad", (BaseTrainer,), {"configure_dataloaders": lambda self: TrainerConfigureDataloaderOutput(loader, None)})
+    with pytest.raises(error, match=problem):
+        cls(arguments(tmp_path), None, None).train()
 
 
 @pytest.mark.costs("compiles a step and trains")
