@@ -16,7 +16,7 @@ from trainers.data.messages import value_of
 from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import Rows, only, padded, split
-from trainers.data.sources.records import ignored_of, open_told
+from trainers.data.sources.records import ignored_of, open_records, open_told
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
 from trainers.turns import shown
