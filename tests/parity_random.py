@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-ROWS, TIME, TOLERANCE = 2, 24, 1e-5
-"""The tolerance is of the largest logit."""
+ROWS, TIME, TOLERANCE = 2, 24, 5e-5
+"""The tolerance is of the largest logit. Soft caps as low as those here make rounding larger than in `tests/unit/data/parity`."""
 
 
 def draw(folder: Path, count: int) -> None:

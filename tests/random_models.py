@@ -104,7 +104,7 @@ def _optional(draw: Draw, has: frozenset[str]) -> dict[str, Any]:
     if "window" in has and draw.now_and_then(0.7):
         settings["window"] = draw.one(1, 3, 5)
         if "global_every" in has:
-            settings["global_every"] = draw.one(None, 1, 2, 3)
+            settings["global_every"] = draw.one(None, 2, 3)
         if "local_rope_theta" in has and (settings["rope_scaling"] or draw.now_and_then()):
             settings["local_rope_theta"] = draw.one(10.0, 10_000)
     for name, values in (

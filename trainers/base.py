@@ -38,6 +38,7 @@ from trainers.loop.previewer import Previewer
 from trainers.loop.restore import Resume, initial_lineage
 from trainers.loop.results import describe
 from trainers.loop.saver import Saver
+from trainers.loop.start_from import FromCheckpoint
 from trainers.loop.time_used import TimeUsed
 from trainers.loop.train_loop import Loop
 from trainers.loop.triggers import Due, EndOfData, Epochs
@@ -219,13 +220,16 @@ class BaseTrainer(Builder):
 
     def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
         """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
-        new optimizer state; 3. the arrays in the state of `configure_model`, with the rest from the seed; 4. the parameters
-        that `init_from` names; 5. the seed. Raises UsageError for 3 together with 4."""
+        new optimizer state; 3. the arrays in the state of `configure_model`, with the rest from the seed; 4. the state that
+        `checkpoint.start_from` names; 5. the parameters that `init_from` names; 6. the seed. Raises UsageError for 3 together
+        with 4 or 5."""
         arguments, shardings, shapes = self.arguments, self._state_shardings, self._model_arrays
         # Only a rollback comes back to the beginning within this process.
         keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
-        if arguments.init_from is not None and (state is not None or model_parameters is not None):
-            self._note_from_host0("init_from is not used: train was given a state or parameters")
+        given = state is not None or model_parameters is not None
+        named = {"init_from": arguments.init_from, "checkpoint.start_from": arguments.checkpoint.start_from}
+        for name in (name for name, value in named.items() if given and value is not None):
+            self._note_from_host0(f"{name} is not used: train was given a state or parameters")
         if state is not None:
             # To this trainer's shardings: the given state may lie on other devices.
             return Given("the given state", lambda: jax.device_put(state, shardings), lambda placed: placed, keep=keep)
@@ -235,18 +239,24 @@ class BaseTrainer(Builder):
             first = jax.jit(self._initial_state, out_shardings=shardings)
             return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
         if arrays := arrays_in(self._configured(self._model, "model", "configure_model").state):
-            if arguments.init_from is not None:
+            if others := [name for name, value in named.items() if value is not None]:
                 raise UsageError(
-                    f"init_from = {arguments.init_from.path!r}: configure_model has returned a state with arrays, such as "
-                    f"{next(iter(arrays))}: leave one of them out"
+                    f"{others[0]}: configure_model has returned a state with arrays ({next(iter(arrays))} ...), which begins the "
+                    "run: leave one of them out"
                 )
-            abstract = with_shardings(self._model_state, shardings)
-            finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
-            first = jax.jit(finish, out_shardings=shardings)
-            return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
+            return self._from_arrays(arrays, keep)
+        if arguments.checkpoint.start_from is not None:
+            return FromCheckpoint(arguments, self._run_folder, with_shardings(self._model_state, shardings))
         # What was loaded becomes part of the state: there are no two of it in memory.
         first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
+
+    def _from_arrays(self, arrays: dict[str, Any], keep: bool) -> Beginning:
+        """Returns the beginning with these arrays of the state, by path, and the rest from the seed."""
+        abstract = with_shardings(self._model_state, self._state_shardings)
+        finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
+        first = jax.jit(finish, out_shardings=self._state_shardings)
+        return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
 
     def _placed(self, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:
         """Returns the given arrays of the model, on the devices, by name. State beside the parameters may be missing."""

@@ -25,6 +25,7 @@ from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.data.sources.iterable import num_examples, random_access
 from trainers.data.sources.sequence import held_out_examples
 from trainers.errors import UsageError
+from trainers.evaluation import score_metrics
 from trainers.evaluation.exact_match import ExactMatch, questions, task_of_unit
 from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.unit_builder import UnitBuilder
@@ -62,6 +63,9 @@ class Builder(ModelBuilder):
     """Builds each part of a trainer. A subclass may replace every `configure_*`, `build_*` and property by itself. Building
     touches no device."""
 
+    names_are_final = True
+    """Whether the task is known when the trainer is built, and with it the names of its metrics."""
+
     def __init__(
         self,
         arguments: TrainingArguments,
@@ -94,12 +98,14 @@ class Builder(ModelBuilder):
         self.post_init()
         check_attributes(self)
         own = assets.named(self.build_model_assets())
-        self.model_assets = {**carried.of(arguments, self._run_folder), **own}
+        self.model_assets = {**carried.of(arguments, self._run_folder), **carried.labels_of(dataset_train), **own}
         """The files of Hugging Face that the run began with, and what `build_model_assets` has returned, by name."""
         if dataset_train is not None:
             self.dataset_train = self.collated(random_access(dataset_train, arguments, self._note_from_host0))
         if dataset_eval is not None:
             self.dataset_eval = self.collated(held_out_examples(dataset_eval, num_examples(dataset_train) or 0))
+        if self.names_are_final and dataset_train is not None:
+            score_metrics.check_when_built(self)
 
     # ------------------------------------------------------------------ what a subclass may replace
 
@@ -116,15 +122,17 @@ class Builder(ModelBuilder):
         """Returns the jitted train and eval steps (state donated, shardings pinned in and out), the mesh, and the checkpoint
         manager. May be called by hand: `functions` is there from then on, and `model`."""
         self.prepare()
-        host = runtime.current()
-        eval_step = self._unit_builder.jit(self.eval_loss_function, self.loss_layout)
+        train_step = self._program("train_step", self._jit_train_step(self._traced_step()))
         self._functions = TrainerConfigureFunctionOutput(
-            Program("train_step", self._jit_train_step(self._traced_step()), self._programs, host.note, self._frozen),
-            Program("eval_step", eval_step, self._programs, host.note, self._frozen),
-            self._mesh,
-            self.build_checkpoint_manager(),
+            train_step, self._eval_step(), self._mesh, self.build_checkpoint_manager()
         )
         return self._functions
+
+    def _eval_step(self) -> Program:
+        return self._program("eval_step", self._unit_builder.jit(self.eval_loss_function, self.loss_layout))
+
+    def _program(self, name: str, jitted: Any) -> Program:
+        return Program(name, jitted, self._programs, runtime.current().note, self._frozen)
 
     def build_checkpoint_manager(self) -> CheckpointManagerProtocol:
         """Returns what saves and restores the state of the run."""
@@ -226,7 +234,7 @@ class Builder(ModelBuilder):
         self.prepare()
         if self._functions is None:
             self._functions = self.configure_functions()
-        self._functions = self._with_adapted_steps(self._functions)
+        self._functions = self._with_adapted_steps(self._completed(self._functions))
         if self._dataloaders is None:
             self._dataloaders = self._as_loaders(self._given_loaders or self.configure_dataloaders())
         if self._validation_units is None:
@@ -243,6 +251,7 @@ class Builder(ModelBuilder):
                 self._model = TrainerConfigureModelOutput(made.model, with_types_of(own, made.state))
             self._is_prepared = True
         _ = self.loss_layout, self._unit_datasets
+        score_metrics.check(self)
 
     @cached_property
     def _unit_datasets(self) -> dict[str, RandomAccess]:
@@ -288,12 +297,33 @@ class Builder(ModelBuilder):
         flops = partial(self._flops_per_token, trained=num_parameters(params))
         return UnitBuilder(self._mesh, shardings, self._programs, layout_of, prepare, flops, self._frozen)
 
+    def _completed(self, functions: Any) -> TrainerConfigureFunctionOutput:
+        """Returns what `configure_functions` has returned, with what it left out. Raises UsageError for what cannot be used."""
+        if not isinstance(functions, TrainerConfigureFunctionOutput):
+            raise UsageError(
+                f"configure_functions returned {type(functions).__name__}: expected a trainers.protocol."
+                "TrainerConfigureFunctionOutput(train_step_fn=..., eval_step_fn=...)"
+            )
+        if functions.train_step_fn is None:
+            raise UsageError("configure_functions returned no train_step_fn: return super().configure_functions()._replace(...)")
+        if functions.mesh not in (None, self._mesh):
+            raise UsageError(
+                f"configure_functions returned a mesh of its own ({dict(functions.mesh.shape)}): the settings have "
+                f"{dict(self._mesh.shape)}; set the section mesh, and leave it out here"
+            )
+        return TrainerConfigureFunctionOutput(
+            functions.train_step_fn,
+            self._eval_step() if functions.eval_step_fn is None else functions.eval_step_fn,
+            self._mesh,
+            self.build_checkpoint_manager() if functions.checkpoint_manager is None else functions.checkpoint_manager,
+        )
+
     def _with_adapted_steps(self, functions: TrainerConfigureFunctionOutput) -> TrainerConfigureFunctionOutput:
         """Returns the functions, with steps (state, batch) of a user's own as those that the loop calls."""
         train, evaluate = functions.train_step_fn, functions.eval_step_fn
         if hasattr(train, "prepare") and hasattr(evaluate, "prepare"):
             return functions
-        state, note = self._model_state, runtime.current().note
+        state = self._model_state
         model = TrainerConfigureModelOutput(self.model, state)
         if not hasattr(train, "prepare"):
             adapted.check_settings(self.arguments, prunes=self.pruner is not None)
@@ -301,12 +331,12 @@ class Builder(ModelBuilder):
             layout = vars(self)["step_layout"] = adapted.train_layout(train, state, shapes)
             self.has_own_step = True
             step = adapted.adapted_train_step(train, layout, self.arguments, self.scheduler, self.task.tokens_per_example)
-            train = Program("train_step", self._jit_train_step(step), self._programs, note, self._frozen)
+            train = self._program("train_step", self._jit_train_step(step))
         if not hasattr(evaluate, "prepare"):
             rows = self._batch_shapes((1, meshes.padded_rows(self._mesh, self.arguments.micro_batch_size)), model)
             layout = vars(self)["loss_layout"] = adapted.eval_layout(evaluate, state, rows)
             step = self._unit_builder.jit_step(adapted.adapted_eval_step(evaluate, layout.with_others(EVALUATION_COUNTS)))
-            evaluate = Program("eval_step", step, self._programs, note, self._frozen)
+            evaluate = self._program("eval_step", step)
         return functions._replace(train_step_fn=train, eval_step_fn=evaluate)
 
     def _traced_step(self) -> Any:

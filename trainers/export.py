@@ -33,7 +33,7 @@ from trainers.checkpoint import assets, layout, manifest
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
-from trainers.config.hf_files import CONFIG_FILE
+from trainers.config.hf_files import CONFIG_FILE, LABELS_FILE
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.first_line import say
 from trainers.models.hf import vision_config as hf_config
@@ -152,7 +152,8 @@ def to_hugging_face(
     def write_others(work: Path) -> None:
         assets.copy_into(work, checkpoint)
         # After the assets: none of their files takes the place of the model's own.
-        (work / CONFIG_FILE).write_text(json.dumps(_original(work, config, about) or about, indent=2) + "\n")
+        found = (_original(work, config, about) or about) | _class_names(work)
+        (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
         hugging_face_out.write_index(work, files)
 
     def write(work: Path) -> None:
@@ -212,6 +213,15 @@ def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[st
         return None
     name = "dtype" if "dtype" in original else "torch_dtype"
     return original | {name: about["torch_dtype"]}
+
+
+def _class_names(folder: Path) -> dict[str, Any]:
+    """Returns what `config.json` says of the classes that the run had, in place of those that it began with; {} if the run had
+    none with names."""
+    if not (folder / LABELS_FILE).is_file():
+        return {}
+    names = json.loads((folder / LABELS_FILE).read_text())
+    return {"id2label": {str(number): name for number, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
 def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) -> None:

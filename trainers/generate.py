@@ -328,7 +328,7 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
         sampling=sampling,
         window=opened.window,
         stop_ids=opened.tokenizer.stop_ids(),
-        stop=tuple(options.stop),
+        stop=(*options.stop, *(opened.tokenizer.stop_texts() if options.chat else ())),
         seed=options.seed,
         rows=rows,
     )

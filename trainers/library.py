@@ -105,6 +105,8 @@ def history(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
 class PiecesTrainer(BaseTrainer):
     """The trainer of a launch, with the callbacks that `pieces` names."""
 
+    names_are_final = False  # the pieces may be objects, which are set later
+
     def post_init(self) -> None:
         assert isinstance(self.arguments, PiecesArguments)
         for name in self.arguments.pieces.callbacks:

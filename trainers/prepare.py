@@ -136,6 +136,8 @@ def prepare_source(
 
 def report(name: str, documents: PreparedDocuments) -> None:
     about, lengths = documents.about, documents.lengths
+    for line in about["notes"]:
+        print(f"{name}: {line}")
     left_out = f"; {about['num_malformed']:,} malformed lines left out" if about["num_malformed"] else ""
     print(
         f"{name}: {len(documents):,} documents, {about['num_tokens']:,} tokens, in the mean {float(lengths.mean()):,.1f} each, "

@@ -12,6 +12,8 @@ import numpy as np
 from trainers.config.arguments import TrainingArguments
 from trainers.runtime.stop_reason import StopReason
 
+SKIPPED = "skipped_example"
+"""The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
 METRIC = "metric/"
 """The prefix of the names of the leaves of a batch that are metrics of its rows."""
 
@@ -91,10 +93,13 @@ class TrainerConfigureDataloaderOutput(NamedTuple):
 
 
 class TrainerConfigureFunctionOutput(NamedTuple):
+    """What `configure_functions` returns. None stands for what the trainer itself would have made."""
+
     train_step_fn: Any
-    eval_step_fn: Any
-    mesh: jax.sharding.Mesh
-    checkpoint_manager: Any
+    eval_step_fn: Any = None
+    mesh: Any = None
+    """A `jax.sharding.Mesh`: that of the settings (`mesh`). Another one is refused."""
+    checkpoint_manager: Any = None
 
 
 SHOWN_STATE = 120

@@ -27,6 +27,8 @@ from trainers.errors import DataMissingError, UsageError
 NUM_BYTES = 256
 KEPT = os.path.join("assets", "hugging_face")
 """Where a run's folder has its tokenizer: the folder that it came from may be gone."""
+PROBE = "a"
+"""A text that tells what a tokenizer puts around one."""
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 NO_TEMPLATE = "has no chat template: expected chat_template.jinja, or chat_template in tokenizer_config.json"
 
@@ -44,8 +46,12 @@ class Tokenizer(Protocol):
     def separator(self) -> int | None:
         """The token after each document of a training text; None: there is none."""
 
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The tokens before each text."""
+
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of the beginning of a text, with the token that begins texts, if the tokenizer has one."""
+        """Returns the tokens of the beginning of a text, such as a prompt: `begin` is before it, once, and nothing after it."""
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of each text, and nothing else."""
@@ -55,6 +61,9 @@ class Tokenizer(Protocol):
     def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         """Returns the tokens of a conversation that the model is to go on with. `replaced`: (a text in what the template makes,
         the text in its place). Raises UsageError if there is no template."""
+
+    def text_of(self, token: int | None) -> str | None:
+        """Returns the text of one token; None if there is no such token."""
 
     def stop_ids(self) -> tuple[int, ...]:
         """Returns the tokens that end a text, or a turn of the assistant."""
@@ -72,10 +81,58 @@ class Rendered(NamedTuple):
     """The characters of each token: the first, and the one after the last."""
 
 
+class Around(NamedTuple):
+    """What a tokenizer puts around a text."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @property
+    def last(self) -> int | None:
+        return self.end[-1] if self.end else None
+
+
+def around(whole: Sequence[int], bare: Sequence[int], source: str) -> Around:
+    """Returns what is around `bare`, the tokens of a text, in `whole`. Raises UsageError if it is not there, or ends with several
+    tokens."""
+    bare, whole = [*bare], [*whole]
+    start = next((place for place in range(len(whole)) if whole[place : place + len(bare)] == bare), None)
+    if start is None or len(whole) - start - len(bare) > 1:
+        raise UsageError(
+            f"the tokenizer {source} makes {whole} of a text whose tokens are {bare}: expected at most one after them"
+        )
+    return Around(tuple(whole[:start]), tuple(whole[start + len(bare) :]))
+
+
+def begun(begin: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Returns the tokens of a text with what begins texts, once: the text may have it already."""
+    return [*tokens] if [*tokens[: len(begin)]] == [*begin] else [*begin, *tokens]
+
+
+def ended(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """Returns the tokens of a text with the token that ends texts, once, if the tokenizer has one."""
+    end = tokenizer.separator
+    return [*tokens] if end is None or [*tokens[-1:]] == [end] else [*tokens, end]
+
+
+def specials(tokenizer: Tokenizer) -> list[str]:
+    """Returns what begins and ends each kind of document, a line for each, as training and generation have it."""
+    if tokenizer.source == BYTES:
+        return ["a text ends with a new line; a prompt and its completion have nothing around them"]
+    begin = "".join(tokenizer.text_of(token) or "" for token in tokenizer.begin)
+    end = tokenizer.text_of(tokenizer.separator) or ""
+    lines = [f"a text: {begin}...{end}", f"a prompt: {begin}..., and then its completion: ...{end}"]
+    if isinstance(tokenizer, FolderTokenizer) and tokenizer.has_template:
+        ending = tokenizer.end_of_turn
+        how = f"{ending.strip()!r} ends a turn of the assistant" if ending else "no text ends each turn of the assistant"
+        lines.append(f"a conversation: what its chat template writes, and nothing else; {how}")
+    return lines
+
+
 class ByteTokenizer:
     """A token is a byte."""
 
-    source, num_ids, separator = BYTES, NUM_BYTES, None
+    source, num_ids, separator, begin = BYTES, NUM_BYTES, None, ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -86,6 +143,9 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         # The vocabulary may be larger than the bytes: such tokens have no text.
         return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
+
+    def text_of(self, token: int | None) -> str | None:
+        return None if token is None else self.decode([token])
 
     def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         raise UsageError("there is no chat template, for the tokens are bytes: give a model with a tokenizer that has one")
@@ -131,10 +191,20 @@ class FolderTokenizer:
 
     @property
     def separator(self) -> int | None:
-        return self._tokenizer.eos_token_id
+        end = self._tokenizer.eos_token_id
+        return self._around.last if end is None else end
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        return self._around.begin
+
+    @cached_property
+    def _around(self) -> Around:
+        whole, bare = (self._tokenizer(PROBE, add_special_tokens=each)["input_ids"] for each in (True, False))
+        return around(whole, bare, self.source)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer(text)["input_ids"]
+        return begun(self.begin, self.encode_documents([text])[0])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         tokenizer = self._tokenizer
@@ -150,6 +220,10 @@ class FolderTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         known = [token for token in tokens if token < self._size]
         return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def raw(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens with those that are special."""
+        return self._tokenizer.decode([*tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     @cached_property
     def _size(self) -> int:
@@ -270,8 +344,6 @@ class FolderTokenizer:
 class FileTokenizer:
     """A tokenizer in one file, as `tokenizers` writes it."""
 
-    separator = None
-
     def __init__(self, path: str):
         self.source = path
 
@@ -288,8 +360,21 @@ class FileTokenizer:
     def num_ids(self) -> int:
         return max(self._tokenizer.get_vocab().values()) + 1
 
+    @property
+    def separator(self) -> int | None:
+        return self._around.last
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        return self._around.begin
+
+    @cached_property
+    def _around(self) -> Around:
+        whole, bare = (self._tokenizer.encode(PROBE, add_special_tokens=each).ids for each in (True, False))
+        return around(whole, bare, self.source)
+
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+        return begun(self.begin, self.encode_documents([text])[0])
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         return [found.ids for found in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -297,11 +382,14 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([token for token in tokens if token < self.num_ids])
 
+    def text_of(self, token: int | None) -> str | None:
+        return None if token is None else self._tokenizer.id_to_token(token)
+
     def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         raise UsageError(f"{self.source} has no chat template: give a folder with tokenizer_config.json or chat_template.jinja")
 
     def stop_ids(self) -> tuple[int, ...]:
-        return ()
+        return () if self.separator is None else (self.separator,)
 
     def stop_texts(self) -> tuple[str, ...]:
         return ()

@@ -7,10 +7,11 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainers.checkpoint import assets, hugging_face
 from trainers.config.arguments import TrainingArguments
-from trainers.config.hf_files import BYTES, MODEL_FILES, PREPROCESSOR_FILE, TOKENIZER_FILES
+from trainers.config.hf_files import BYTES, LABELS_FILE, MODEL_FILES, PREPROCESSOR_FILE, TOKENIZER_FILES
 
 NAME = "hugging_face"
 """The name of the asset."""
@@ -39,6 +40,12 @@ def of(arguments: TrainingArguments, run_folder: str) -> dict[str, HuggingFaceFi
         path = Path(os.path.expanduser(str(tokenizer)))
         files |= {"tokenizer.json": path} if path.is_file() else _in(path if path.is_dir() else kept, TOKENIZER_FILES)
     return {NAME: HuggingFaceFiles(files)} if files else {}
+
+
+def labels_of(dataset: Any) -> dict[str, list[str]]:
+    """Returns the asset with the names of the classes by its name, or nothing if the data has no `class_names`."""
+    names = getattr(dataset, "class_names", ())
+    return {LABELS_FILE: list(names)} if names else {}
 
 
 def folder_of(checkpoint: Path) -> Path | None:

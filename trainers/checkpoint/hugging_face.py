@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,27 +159,64 @@ def _slice(path: Path, tensor: str, wanted: tuple[slice, ...]) -> np.ndarray:
         return file.get_slice(tensor)[wanted]
 
 
-def _tensors(path: Path) -> tuple[dict[str, Path], dict[str, tuple[str, tuple[int, ...]]]]:
-    """Returns the file of each tensor, and its (type, shape)."""
-    from safetensors import SafetensorError, safe_open
+Header = tuple[str, tuple[int, ...]]
+"""The type and the shape of a tensor."""
 
-    names = [ONE_FILE]
-    if (path / INDEX_FILE).is_file():
-        try:
-            names = sorted(set(json.loads((path / INDEX_FILE).read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{path / INDEX_FILE} is no index of safetensors: {error!r}") from error
-    file_of, headers = {}, {}
-    for name in names:
-        try:
-            with safe_open(path / name, framework="numpy") as file:
-                for tensor in file.offset_keys():
-                    part = file.get_slice(tensor)
-                    file_of[tensor], headers[tensor] = path / name, (part.get_dtype(), tuple(part.get_shape()))
-        except SafetensorError as error:
-            raise CheckpointError(f"{path / name} is no whole file of safetensors: {error}") from error
+
+def _tensors(path: Path) -> tuple[dict[str, Path], dict[str, Header]]:
+    """Returns the file of each tensor, and its header. As transformers does, it reads `model.safetensors` where that is, and the
+    index else. Raises CheckpointError."""
+    if (path / ONE_FILE).is_file():
+        headers = _headers(path / ONE_FILE)
+        return dict.fromkeys(headers, path / ONE_FILE), headers
+    indexed = _weight_map(path / INDEX_FILE)
+    if missing := sorted(name for name in set(indexed.values()) if not (path / name).is_file()):
+        raise CheckpointError(f"{path / INDEX_FILE} names {', '.join(missing)}, which {path} has not: copy the whole folder")
+    file_of: dict[str, Path] = {}
+    headers = {}
+    problems = []
+    for name in sorted(set(indexed.values())):
+        for tensor, header in _headers(path / name).items():
+            if tensor not in indexed and tensor in file_of:
+                problems.append(f"{tensor} is in {file_of[tensor].name} and in {name}, and the index does not say which counts")
+            if indexed.get(tensor, name) == name:
+                file_of[tensor], headers[tensor] = path / name, header
+    problems += [f"{tensor} is not in {name}" for tensor, name in indexed.items() if tensor not in file_of]
+    if problems:
+        more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        raise CheckpointError(f"{path / INDEX_FILE} does not fit its files: {'; '.join(problems[:SHOWN] + more)}")
     return file_of, headers
 
 
-def _shown(kind: tuple[str, tuple[int, ...]]) -> str:
+def _weight_map(index: Path) -> dict[str, str]:
+    """Returns the file of each tensor by an index. Raises CheckpointError."""
+    try:
+        found = json.loads(index.read_text(), object_pairs_hook=_once)["weight_map"]
+        if not found or not all(isinstance(name, str) for name in found.values()):
+            raise ValueError("expected a weight_map with the file of each tensor")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors: {error!r}") from error
+    return found
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
+    return found
+
+
+def _headers(path: Path) -> dict[str, Header]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            parts = {tensor: file.get_slice(tensor) for tensor in file.offset_keys()}
+            return {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in parts.items()}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is no whole file of safetensors: {error}") from error
+
+
+def _shown(kind: Header) -> str:
     return f"{kind[0]}{list(kind[1])}"

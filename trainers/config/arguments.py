@@ -141,6 +141,8 @@ class TrainingArguments(Section):
             key = "pattern" if self.pruning.pattern is not None else "pruner"
             value = getattr(self.pruning, key)
             yield f"pruning.{key} = {value!r}: expected null, for schedule_free_adamw averages zeros away"
+        if self.checkpoint.start_from is not None and self.init_from is not None:
+            yield f"init_from.path = {self.init_from.path!r}: expected null with checkpoint.start_from, which has the parameters"
         if self.checkpoint.keep_model_only != "none" and self.optimizer.name == "schedule_free_adamw":
             yield (
                 f"checkpoint.keep_model_only = {self.checkpoint.keep_model_only!r}: expected 'none', for the averages that "

@@ -17,6 +17,8 @@ def problems(model: Any) -> Iterator[str]:
         for name in ("global_every", "local_rope_theta"):
             if (value := getattr(model, name)) is not None:
                 yield f"{name} = {value}: it is about layers with a window; set window too, or leave {name} out"
+    if model.global_every == 1:
+        yield "global_every = 1: then no layer has the window; leave out window and global_every"
     if model.family not in FAMILIES:
         return
     yield from _lacking(model)

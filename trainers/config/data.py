@@ -31,7 +31,8 @@ class DataConfig(SourceConfig):
     sequence_length: int = 256
     """The tokens of an example."""
     eval_fraction: float = 0.05
-    """The fraction of the text that is held out; it is the tail."""
+    """The fraction of the data that is held out: the tail of a text that is one stream, else a random choice, the same with any
+    seed."""
     packing: Literal["concat", "fit"] | None = None
     """How documents share the rows of a batch; a token sees its own document alone. `concat`: rows are cut from the stream of all
     documents. `fit`: rows hold whole documents, or whole examples such as pairs, as many as fit. null: text is one stream without
@@ -69,6 +70,8 @@ class DataConfig(SourceConfig):
             yield f"ignore_columns = {list(self.ignore_columns)}: {', '.join(sorted(needed))} cannot be left out"
         if self.template_date is not None and not _is_day(self.template_date):
             yield f"template_date = {self.template_date!r}: expected a day, such as 2026-11-25"
+        if self.tokenizer == "" or self.prepared == "":
+            yield "tokenizer or prepared is empty: expected a path, or null"
         yield from too_small(self, 2, "sequence_length")
         yield from too_small(self, 0, "retries", "retry_backoff_s")
         yield from mixtures.problems(self.mixture)

@@ -139,6 +139,9 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """When a state is saved, and which checkpoints are kept: all that any of the settings asks for, and always the newest."""
 
+    start_from: str | None = None
+    """The whole state that a run without a checkpoint of its own begins with, the position in the data included: the folder of
+    another run (its newest whole checkpoint), RUN/STEP, or a checkpoint. For the parameters alone: `init_from`."""
     save_steps: int | None = None
     save_epochs: int | None = None
     save_after_step: int = 0
@@ -168,6 +171,8 @@ class CheckpointConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "save_steps", "save_epochs", "save_total_limit", "keep_best", "keep_every_steps")
+        if self.start_from is not None and (not self.start_from or "://" in self.start_from):
+            yield f"start_from = {self.start_from!r}: expected a local or mounted folder"
         yield from too_small(self, 1, "model_every_steps", "model_limit")
         if self.model_limit is not None and self.model_every_steps is None:
             yield f"model_limit = {self.model_limit}: nothing saves models at a cadence of its own; set model_every_steps"

@@ -24,6 +24,8 @@ MODEL_FILES = (CONFIG_FILE, "generation_config.json")
 """They describe the model, and how it is to generate."""
 PREPROCESSOR_FILE = "preprocessor_config.json"
 """It describes how images are prepared."""
+LABELS_FILE = "labels.json"
+"""Ours: the names of the classes that a run had, in the order of their numbers."""
 
 
 def has_tokenizer(folder: str | os.PathLike[str]) -> bool:

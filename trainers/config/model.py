@@ -59,6 +59,8 @@ REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
 """Values of `model.remat`; all but the first two are names of `jax.checkpoint_policies`."""
 
 
+NO_TARGET = -100
+"""The label that other libraries give to what is no target."""
 OF_EXECUTION = ("remat", "attention", "grouped_product")
 """Keys of `model` that say how a model is computed, and not which model it is."""
 
@@ -239,7 +241,8 @@ class LossConfig(Section):
     """The share of each target's probability that is spread evenly over the vocabulary (Szegedy et al., 2016, section 7). The
     published perplexity is then that of the smoothed loss."""
     ignore_index: int | None = None
-    """Tokens with this id (of padding, say) are no targets: they count in no loss and no metric. null: every token is one."""
+    """Tokens with this id (of padding, say) are no targets: they count in no loss and no metric. null: every token is one. -100
+    is the id of no token, so it leaves out none."""
 
     def __post_init__(self):
         require_none(self._problems())
@@ -248,5 +251,6 @@ class LossConfig(Section):
         yield from too_small(self, 0, "z_loss_weight", "load_balancing_weight", "router_z_loss_weight")
         if not 0 <= self.label_smoothing < 1:
             yield f"label_smoothing = {self.label_smoothing}: expected 0 <= label_smoothing < 1"
-        if self.ignore_index is not None and self.ignore_index < 0:
-            yield f"ignore_index = {self.ignore_index}: expected an id of the vocabulary, for targets are the model's input too"
+        if self.ignore_index is not None and self.ignore_index < 0 and self.ignore_index != NO_TARGET:
+            problem = "expected an id of the vocabulary, for targets are the model's input too"
+            yield f"ignore_index = {self.ignore_index}: {problem}; or {NO_TARGET}, which is that of no token"

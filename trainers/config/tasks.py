@@ -62,7 +62,8 @@ class ClassificationConfig(Section):
     """The classes of texts (`trainers/tasks/classification.py`)."""
 
     labels: tuple[str, ...] = ()
-    """The names of the classes. The column `label` of the data has such a name, or its place in this list, from 0 on."""
+    """The names of the classes. The column `label` of the data has such a name; or, where no name is a number, its place in this
+    list, from 0 on."""
 
     def __post_init__(self):
         require_none(self._problems())

@@ -26,6 +26,10 @@ READ_BY_TASK_OR_DATA = {
 by watching."""
 
 
+BY_MAGNITUDE = ("final_sparsity", "begin_step", "end_step", "every_steps")
+"""The settings of pruning that a pruner of one's own may read, too, but need not."""
+
+
 @dataclass(frozen=True)
 class Rule:
     section: str
@@ -56,7 +60,7 @@ RULES = (
     ),
     Rule(
         "evaluation",
-        ("after_step",),
+        ("after_step", "after_epochs"),
         lambda arguments: not arguments.evaluation.scheduled,
         "nothing calls for evaluations before the end; set evaluation.every_steps or every_epochs",
     ),
@@ -68,12 +72,17 @@ RULES = (
     ),
     Rule(
         "checkpoint",
-        ("save_after_step",),
+        ("save_after_step", "save_after_epochs"),
         lambda arguments: arguments.checkpoint.save_steps is None and arguments.checkpoint.save_epochs is None,
         "it is about checkpoint.save_steps and save_epochs, and neither is set",
     ),
     Rule("loss_scale", None, lambda arguments: arguments.dtype != "float16", "only dtype float16 scales the loss"),
-    Rule("pruning", None, lambda arguments: arguments.pruning.pattern is None, "no pruning.pattern says what to prune"),
+    Rule(
+        "pruning",
+        BY_MAGNITUDE,
+        lambda arguments: arguments.pruning.pattern is None and arguments.pruning.pruner is None,
+        "no pruning.pattern says what to prune",
+    ),
     Rule(
         "distributions",
         None,

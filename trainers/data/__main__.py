@@ -112,6 +112,8 @@ def lines(trainer: BaseTrainer, num_examples: int, num_batches: int, *, coloured
     for name, lengths in lengths_of(data, batch).items():
         yield heading(f"tokens of {name}")
         yield from view.histogram(lengths, batch["tokens"].shape[1])
+    yield heading("what begins and ends a document")
+    yield from (((line, ""),) for line in specials_of(trainer))
     yield heading(f"the first {num_rows:,} rows")
     yield from view.by_source(batch, names, ignore_index)
 
@@ -134,6 +136,12 @@ def decode_of(trainer: BaseTrainer) -> Any:
     from trainers import tokenizers
 
     return getattr(trainer.task, "decode", None) or tokenizers.of(trainer.arguments).decode
+
+
+def specials_of(trainer: BaseTrainer) -> list[str]:
+    from trainers import tokenizers
+
+    return tokenizers.specials(tokenizers.of(trainer.arguments))
 
 
 def lengths_of(data: Any, batch: Batch) -> dict[str, np.ndarray]:

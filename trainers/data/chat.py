@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import date
 from typing import Any
 
 import numpy as np
 
-from trainers import turns
+from trainers import tokenizers, turns
 from trainers.data.documents import Document, Record, check_all_read
 from trainers.data.messages import Chat, chat_of, leave_out, value_of
 from trainers.data.tool_calls import with_arguments
@@ -25,6 +25,7 @@ from trainers.turns import CONTENT, WITH_MARKS, Conversation, shown
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """The columns of conversations, and of prompts with their completions."""
+SHOWN_OF_RECORD = 200
 ANOTHER_DAY = date(2001, 2, 3)
 
 
@@ -42,6 +43,9 @@ class ChatEncoder:
     def digest(self) -> str:
         return digest_of("chat", self.tokenizer, self.column, *sorted(self.ignored))
 
+    def notes(self, record: Record) -> list[str]:
+        return notes(lambda: with_template(self.tokenizer), lambda: chat_of(record, [self.column], self.ignored))
+
 
 class CompletionEncoder:
     """Makes a document of the columns `prompt` and `completion`: two texts, or two lists of messages. The completion is the
@@ -56,6 +60,12 @@ class CompletionEncoder:
 
     def digest(self) -> str:
         return digest_of("completion", self.tokenizer, self.prompt, self.completion, *sorted(self.ignored))
+
+    def notes(self, record: Record) -> list[str]:
+        if isinstance(record.get(self.prompt), str):
+            return []
+        columns = [self.prompt, self.completion]
+        return notes(lambda: with_template(self.tokenizer), lambda: chat_of(record, columns, self.ignored))
 
 
 def completed(
@@ -78,9 +88,9 @@ def _of_texts(tokenizer: Tokenizer, prompt: str, completion: str) -> Document:
         raise DataError(f"the completion of the prompt {shown(prompt)} is empty: there is no target")
     # Each by itself, as in a generation: no token reaches from the prompt into the completion.
     given, (written,) = tokenizer.encode(prompt), tokenizer.encode_documents([completion])
-    end = [] if tokenizer.separator is None else [tokenizer.separator]
-    weight = [0.0] * len(given) + [1.0] * len(written) + [1.0] * len(end)
-    return _document([*given, *written, *end], weight, f"the text {shown(prompt + completion)}")
+    written = tokenizers.ended(tokenizer, written)
+    weight = [0.0] * len(given) + [1.0] * len(written)
+    return _document([*given, *written], weight, f"the text {shown(prompt + completion)}")
 
 
 def conversation(tokenizer: FolderTokenizer, chat: Chat, *, num_given: int = 0) -> Document:
@@ -98,6 +108,29 @@ def conversation(tokenizer: FolderTokenizer, chat: Chat, *, num_given: int = 0) 
     for index, place in zip(answers, places, strict=True):
         weight[place] = chat.weights[index] if index >= num_given else 0.0
     return _document(tokens, weight, name)
+
+
+def notes(template: Callable[[], FolderTokenizer], chat: Callable[[], Chat]) -> list[str]:
+    """Returns what a user should know of the first conversation: that nothing which ends a turn is a target."""
+    try:
+        tokenizer, conversation = template(), chat().conversation
+        tokens, places = _tokens(tokenizer, conversation)
+    except (DataError, UsageError):  # told when it is encoded
+        return []
+    endless = [place for place in places if not _ends(tokenizer, tokens[place])]
+    if not endless:
+        return []
+    text = tokenizer.raw(tokens[: endless[0].stop])
+    return [
+        f"nothing that ends a turn of the assistant is a target, for the chat template of {tokenizer.source} "
+        f"{'marks' if tokenizer.has_marks(conversation.fields) else 'writes'} none: the model does not learn to stop, and a "
+        f"generation goes on to its last token; the first record, up to the end of a turn: ...{text[-SHOWN_OF_RECORD:]!r}"
+    ]
+
+
+def _ends(tokenizer: FolderTokenizer, tokens: Sequence[int]) -> bool:
+    end = (tokenizer.end_of_turn or "").strip()
+    return bool(tokens) and (tokens[-1] in tokenizer.special_ids or (end != "" and tokenizer.raw(tokens).rstrip().endswith(end)))
 
 
 def _tokens(tokenizer: FolderTokenizer, chat: Conversation) -> tuple[list[int], list[slice]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainers.errors import DataError, UsageError
-from trainers.protocol import METRIC
+from trainers.protocol import METRIC, SKIPPED
 
 Example = Mapping[str, Any]
 Transform = Callable[[Example], Example | None]
@@ -22,8 +22,6 @@ batch. The shapes of its leaves must not depend on the examples."""
 Preprocess = Callable[[dict[str, np.ndarray], int], Any]
 """`Hooks.preprocess_batch`."""
 
-SKIPPED = "skipped_example"
-"""The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""
 NUMBERS = "biufcV"
 """The kinds of NumPy's types that a device can hold."""
 LONGEST_GAP = 1000

@@ -64,6 +64,13 @@ class Documents(Protocol):
     def __getitem__(self, index: int) -> Document: ...
 
 
+def notes_of(encoder: Encoder, records: Records) -> list[str]:
+    """Returns what a user should know of the documents that an encoder makes of records; nothing of an encoder that tells
+    nothing (`notes`: a function of the first record)."""
+    told = getattr(encoder, "notes", None)
+    return [] if told is None else told(records[0])
+
+
 def check_all_read(record: Record, *, read: Collection[str], ignored: Collection[str]) -> None:
     """Raises DataError if a record has a column that is neither read nor `ignored` (`data.ignore_columns`): what it says would be
     dropped in silence."""

@@ -22,23 +22,23 @@ AUTO = "auto"
 
 
 class TextEncoder:
-    """The tokens of a text, and the token that ends a text, if the tokenizer has one. Bytes end with a newline."""
+    """The tokens of a text, with those that begin and end one, if the tokenizer has some. Bytes end with a newline."""
 
     def __init__(self, tokenizer: Tokenizer, ignored: Collection[str] = ()):
         self.tokenizer, self.ignored = tokenizer, frozenset(ignored)
 
     def encode(self, records: Sequence[Record]) -> list[Document]:
         texts = [self._text(record) for record in records]
-        end = self._end()
-        return [Document(np.array([*tokens, *end], np.int32)) for tokens in self.tokenizer.encode_documents(texts)]
+        found = self.tokenizer.encode_documents(texts)
+        return [Document(np.array(self._whole(tokens), np.int32)) for tokens in found]
 
     def digest(self) -> str:
         return digest_of("text", self.tokenizer, *sorted(self.ignored))
 
-    def _end(self) -> list[int]:
+    def _whole(self, tokens: Sequence[int]) -> list[int]:
         if self.tokenizer.source == BYTES:
-            return list(b"\n")
-        return [] if self.tokenizer.separator is None else [self.tokenizer.separator]
+            return [*tokens, *b"\n"]
+        return tokenizers.ended(self.tokenizer, tokenizers.begun(self.tokenizer.begin, tokens))
 
     def _text(self, record: Record) -> str:
         text = record.get(TEXT)

@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers.data.collate import SKIPPED, Collator, Preprocess, preprocessed, stack
+from trainers.data.collate import Collator, Preprocess, preprocessed, stack
 from trainers.errors import DataError
 from trainers.parallel import mesh as meshes
+from trainers.protocol import SKIPPED
 
 
 class RandomAccess(Protocol):

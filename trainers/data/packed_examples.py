@@ -21,7 +21,8 @@ from trainers.data.documents import Document, Documents, Encoder, Record, Record
 from trainers.data.mixture import Mixture, Share
 from trainers.data.packed_rows import HeldOutRows, Row, TrainingRows
 from trainers.data.packing import Counts, Fit, Pieces
-from trainers.data.padded import cut, num_held_out
+from trainers.data.padded import cut_alike, num_held_out
+from trainers.data.permutations import held_out
 from trainers.data.sources.packed import ALONE
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, DataMissingError, UsageError
@@ -57,10 +58,8 @@ class Examples:
         """Returns the texts of an example, as much of each as a row has room for. Raises DataError that says where it is."""
         first = index * self.kind.num_texts
         try:
-            texts = [
-                cut(self.documents[first + number], self.kind.row_places, self.config.truncation)
-                for number in range(self.kind.num_texts)
-            ]
+            whole = [self.documents[first + number] for number in range(self.kind.num_texts)]
+            texts = cut_alike(whole, self.kind.row_places, self.config.truncation)
             self.kind.check(texts)
         except DataError as error:
             raise DataError(f"{self._records.where(index)}: {error}") from error
@@ -81,10 +80,11 @@ class Examples:
 
 @dataclass(frozen=True)
 class PackedExamples:
-    """The rows that some of the examples make: those from `first` on, as many as the plan has."""
+    """The rows that some of the examples make."""
 
     examples: Examples
-    first: int
+    indices: np.ndarray
+    """int64[N]: which examples."""
     plan: Fit
     counts: Counts
     num_segments: int
@@ -96,7 +96,7 @@ class PackedExamples:
     @property
     def lengths(self) -> np.ndarray:
         """int32[N]: the longest text of each example, which the rows are planned by."""
-        return self.examples.lengths[self.first : self.first + self.counts.num_documents].max(1)
+        return self.examples.lengths[self.indices].max(1)
 
     def __len__(self) -> int:
         return len(self.plan)
@@ -111,7 +111,7 @@ class PackedExamples:
         - the leaves of the examples, [S, ...], filled up with 0;
         - `sample_id`.
         """
-        kind, indices = self.examples.kind, self._indices(epoch, row)
+        kind, indices = self.examples.kind, self._in_row(epoch, row)
         tokens, segments, positions = np.zeros((3, kind.num_texts, kind.row_places), np.int32)
         token_weight = np.zeros(tokens.shape, np.float32)
         places = [0] * kind.num_texts
@@ -127,8 +127,8 @@ class PackedExamples:
         sample_id = np.asarray((self.first_sample_id + row) % np.iinfo(np.int32).max, np.int32)
         return {**lines, **self._leaves(indices), "sample_id": sample_id}
 
-    def _indices(self, epoch: int, row: int) -> list[int]:
-        return [self.first + piece.document for piece in self.plan.pieces(epoch, row)]
+    def _in_row(self, epoch: int, row: int) -> list[int]:
+        return [int(self.indices[piece.document]) for piece in self.plan.pieces(epoch, row)]
 
     def _leaves(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         found = [{"example_weight": np.ones((), np.float32), **self.examples.leaves(index)} for index in indices]
@@ -149,7 +149,7 @@ class PackedExamples:
 
 
 def packed_examples(arguments: TrainingArguments, kind: Kind) -> tuple[TrainingRows, HeldOutRows]:
-    """Returns (training rows, held-out rows) of the examples of `arguments.data`; the last examples are held out, as without
+    """Returns (training rows, held-out rows) of the examples of `arguments.data`; the same examples are held out as without
     packing.
 
     The tokens are made once and kept on this machine, for the plan needs the lengths of all. Raises UsageError with all settings
@@ -161,16 +161,16 @@ def packed_examples(arguments: TrainingArguments, kind: Kind) -> tuple[TrainingR
     documents = preparing.documents_of(config, arguments, kind.encoder, runtime.current().note)
     tokenizers.check(tokenizers.of(arguments), arguments, documents.num_ids)
     examples = Examples(kind, documents, config)
-    first_held_out = len(examples) - num_held_out(len(examples), config.eval_fraction)
-    train = _planned(examples, range(first_held_out), arguments, shuffle=config.shuffle)
-    held_out = _planned(examples, range(first_held_out, len(examples)), arguments, shuffle=False)
-    _check_rows(train, held_out, config)
+    parts = held_out(len(examples), num_held_out(len(examples), config.eval_fraction))
+    train = _planned(examples, parts[0], arguments, shuffle=config.shuffle)
+    held = _planned(examples, parts[1], arguments, shuffle=False)
+    _check_rows(train, held, config)
     # One number for both: their rows have the same shapes.
-    most = max(train.num_segments, held_out.num_segments)
+    most = max(train.num_segments, held.num_segments)
     train = dataclasses.replace(train, num_segments=most)
-    held_out = dataclasses.replace(held_out, num_segments=most, first_sample_id=len(train))
+    held = dataclasses.replace(held, num_segments=most, first_sample_id=len(train))
     mixture = Mixture([Share(ALONE, ((0, 1.0),))])
-    return TrainingRows([train], mixture, arguments.seed, shuffle=config.shuffle), HeldOutRows([held_out])
+    return TrainingRows([train], mixture, arguments.seed, shuffle=config.shuffle), HeldOutRows([held])
 
 
 def problems_of(config: DataConfig) -> Iterator[str]:
@@ -189,20 +189,23 @@ def problems_of(config: DataConfig) -> Iterator[str]:
         )
 
 
-def _planned(examples: Examples, part: range, arguments: TrainingArguments, *, shuffle: bool) -> PackedExamples:
+def _planned(examples: Examples, indices: np.ndarray, arguments: TrainingArguments, *, shuffle: bool) -> PackedExamples:
     """Returns the rows of some of the examples. Raises DataError for the first one of which a cut leaves nothing to learn."""
-    kind, config, lengths = examples.kind, arguments.data, examples.lengths[part.start : part.stop]
+    kind, config, lengths = examples.kind, arguments.data, examples.lengths[indices]
     longest = lengths.max(1, initial=0)
     pieces = Pieces(longest, kind.row_places, config.overlong, config.truncation, shortest=1)
-    for index in pieces.documents[longest[pieces.documents] > kind.row_places].tolist():
-        examples.texts(part.start + index)
+    kept = lengths.copy()
+    for place in pieces.documents[longest[pieces.documents] > kind.row_places].tolist():
+        kept[place] = [len(text.tokens) for text in examples.texts(int(indices[place]))]
     plan = Fit(longest, pieces, kind.row_places, (arguments.seed, 0), shuffle=shuffle)
-    return PackedExamples(examples, part.start, plan, _counts(lengths, pieces, plan, kind), plan.most_pieces, first_sample_id=0)
+    return PackedExamples(
+        examples, indices, plan, _counts(lengths, kept, pieces, plan, kind), plan.most_pieces, first_sample_id=0
+    )
 
 
-def _counts(lengths: np.ndarray, pieces: Pieces, plan: Fit, kind: Kind) -> Counts:
-    """Returns the counts of a plan, with all texts of each example."""
-    filled = int(np.minimum(lengths[pieces.documents], kind.row_places).sum())
+def _counts(lengths: np.ndarray, kept: np.ndarray, pieces: Pieces, plan: Fit, kind: Kind) -> Counts:
+    """Returns the counts of a plan, with all texts of each example: of their tokens, as many as `kept` are in a row."""
+    filled = int(kept[pieces.documents].sum())
     places = kind.num_texts * kind.row_places
     return dataclasses.replace(plan.counts, row_places=places, filled_places=filled, lost_tokens=int(lengths.sum()) - filled)
 

@@ -11,7 +11,7 @@ import numpy as np
 from trainers.data.documents import Document, Documents
 from trainers.data.mixture import Mixture
 from trainers.data.packing import Counts, Piece, Plan
-from trainers.data.permutations import digests, shuffled
+from trainers.data.permutations import held_out, shuffled
 from trainers.errors import DataError
 
 Row = Mapping[str, np.ndarray]
@@ -61,8 +61,8 @@ def split(documents: Documents, held_out_fraction: float) -> tuple[Subset, Subse
     same on every machine, with any seed and any packing. Of several, at least one is held out, and one is not."""
     number = len(documents)
     num_held_out = min(max(1, round(number * held_out_fraction)), number - 1) if held_out_fraction and number else 0
-    by_digest = np.argsort(digests(number), kind="stable")
-    return Subset(documents, np.sort(by_digest[num_held_out:])), Subset(documents, np.sort(by_digest[:num_held_out]))
+    train, held = held_out(number, num_held_out)
+    return Subset(documents, train), Subset(documents, held)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ of a document has no predecessor in its row, and is no target.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -133,8 +133,10 @@ class Pieces:
         truncation: Truncation = "keep_start",
         *,
         shortest: int = SHORTEST,
+        teaches: Callable[[Piece], bool] | None = None,
     ):
-        """`places`: the tokens that a row has room for. Documents with less than `shortest` tokens are left out."""
+        """`places`: the tokens that a row has room for. Documents with less than `shortest` tokens are left out. `teaches`:
+        whether a part of a document that is split has a target; one that has none is left out. None: each has."""
         kept = lengths >= shortest
         is_overlong = lengths > places
         if overlong == "drop":
@@ -154,6 +156,8 @@ class Pieces:
         self.num_short, self.num_overlong = int(np.count_nonzero(lengths < shortest)), int(np.count_nonzero(is_overlong))
         over = lengths[is_overlong].astype(np.int64)
         self.lost_tokens = {"cut": int((over - places).sum()), "drop": int(over.sum()), "split": 0}[overlong]
+        if overlong == "split" and teaches is not None:
+            self._leave_out(is_overlong, teaches)
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -161,6 +165,17 @@ class Pieces:
     def __getitem__(self, index: int) -> Piece:
         start = int(self.starts[index])
         return Piece(int(self.documents[index]), start, start + int(self.lengths[index]))
+
+    def _leave_out(self, is_overlong: np.ndarray, teaches: Callable[[Piece], bool]) -> None:
+        """Leaves out the parts of documents that do not teach."""
+        parts = np.flatnonzero(is_overlong[self.documents])
+        kept = np.ones(len(self.documents), bool)
+        kept[parts] = [teaches(self[index]) for index in parts.tolist()]
+        # Parts of one document overlap by a token: it is lost with the last of those that have it.
+        follows = np.append(self.starts[1:] > 0, False)
+        shared = int(np.count_nonzero(follows[:-1])) - int(np.count_nonzero(follows[:-1] & kept[:-1] & kept[1:]))
+        self.lost_tokens = int(self.lengths[~kept].sum()) - shared
+        self.documents, self.starts, self.lengths = self.documents[kept], self.starts[kept], self.lengths[kept]
 
     def counts(self, num_documents: int, num_rows: int, row_places: int) -> Counts:
         filled = int(self.lengths.sum())
@@ -296,14 +311,15 @@ def plan(
     overlong: Overlong = "cut",
     truncation: Truncation = "keep_start",
     shuffle: bool = True,
+    teaches: Callable[[Piece], bool] | None = None,
 ) -> Plan:
     """Returns the rows that documents of these lengths make. `packing` None: each document has a row of its own. `seed`: the
-    numbers that the shuffling depends on, beside the epoch."""
+    numbers that the shuffling depends on, beside the epoch. `teaches`: as for `Pieces`."""
     lengths = np.asarray(lengths)
     if packing == "concat":
         return Concat(lengths, sequence_length, seed, shuffle=shuffle)
     places = sequence_length + 1
-    pieces = Pieces(lengths, places, overlong, truncation)
+    pieces = Pieces(lengths, places, overlong, truncation, teaches=teaches)
     if packing == "fit":
         return Fit(lengths, pieces, places, seed, shuffle=shuffle)
     return OnePerRow(lengths, pieces, places)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainers.data.documents import Document, Encoder, Record, Records
+from trainers.data.permutations import held_out
 from trainers.errors import DataError
 from trainers.protocol import METRIC
 
@@ -34,17 +35,17 @@ class Rows:
 
 
 class Part:
-    """Some of the records: from `start` up to `stop`."""
+    """Some of the records."""
 
-    def __init__(self, records: Records, start: int, stop: int):
-        self.records, self.start, self.stop = records, start, stop
+    def __init__(self, records: Records, indices: np.ndarray):
+        self.records, self.indices = records, indices
 
     @property
     def columns(self) -> tuple[str, ...]:
         return self.records.columns
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> Record:
         return self.records[self._place(index)]
@@ -55,24 +56,25 @@ class Part:
     def _place(self, index: int) -> int:
         if not 0 <= index < len(self):
             raise IndexError(f"record {index} of {len(self)}")
-        return self.start + index
+        return int(self.indices[index])
 
 
 def split(records: Records, eval_fraction: float) -> tuple[Part, Part]:
-    """Returns (the records to train on, those that are held out): the last ones. Raises DataError if one has none."""
-    first_held_out = len(records) - num_held_out(len(records), eval_fraction)
-    return Part(records, 0, first_held_out), Part(records, first_held_out, len(records))
+    """Returns (the records to train on, those that are held out): a random choice, the same with any seed. Raises DataError if
+    one has none."""
+    train, held = held_out(len(records), num_held_out(len(records), eval_fraction))
+    return Part(records, train), Part(records, held)
 
 
 def num_held_out(num_records: int, eval_fraction: float) -> int:
     """Returns how many records are held out. Raises DataError if none is, or none is left to train on."""
-    held_out = round(num_records * eval_fraction)
-    if num_records == held_out or (eval_fraction > 0 and held_out == 0):
+    number = round(num_records * eval_fraction)
+    if num_records == number or (eval_fraction > 0 and number == 0):
         raise DataError(
-            f"data.eval_fraction = {eval_fraction} of {num_records} records leaves {num_records - held_out} to train on and "
-            f"{held_out} to hold out: expected at least one each; give more data, or another eval_fraction"
+            f"data.eval_fraction = {eval_fraction} of {num_records} records leaves {num_records - number} to train on and "
+            f"{number} to hold out: expected at least one each; give more data, or another eval_fraction"
         )
-    return held_out
+    return number
 
 
 def cut(document: Document, length: int, truncation: Truncation) -> Document:
@@ -89,6 +91,31 @@ def cut(document: Document, length: int, truncation: Truncation) -> Document:
             "set a larger data.sequence_length, or the other data.truncation"
         )
     return Document(tokens[kept], weight[kept])
+
+
+def cut_alike(documents: Sequence[Document], length: int, truncation: Truncation) -> list[Document]:
+    """Returns what is kept of texts that begin with the same prompt, as `cut` does: of the prompt the same in each. Raises
+    DataError if no target is left of one that is longer."""
+    longest = max(len(document.tokens) for document in documents)
+    if truncation == "keep_end" and longest > length:
+        start = min(longest - length, num_given_to_all(documents))
+        documents = [_without(document, start) for document in documents]
+    return [cut(document, length, truncation) for document in documents]
+
+
+def _without(document: Document, start: int) -> Document:
+    weight = document.token_weight
+    return Document(document.tokens[start:], None if weight is None else weight[start:])
+
+
+def num_given_to_all(documents: Sequence[Document]) -> int:
+    """Returns how many tokens all documents begin with that are no targets."""
+    shortest = min(len(document.tokens) for document in documents)
+    first, places = documents[0], np.zeros(shortest, bool)
+    for tokens, weight in documents:
+        places |= tokens[:shortest] != first.tokens[:shortest]
+        places |= True if weight is None else weight[:shortest] != 0
+    return int(np.argmax(places)) if places.any() else shortest
 
 
 def padded(document: Document, length: int, truncation: Truncation) -> dict[str, np.ndarray]:

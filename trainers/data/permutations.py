@@ -45,6 +45,14 @@ def digests(size: int, *key: int) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def held_out(number: int, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (the indices to train on, those that are held out), each in order, of `number` things. Which are held out depends
+    on nothing but how many there are: it is the same on every machine, with any seed. They are a random choice: the last ones
+    of data in order of its classes would be of one class."""
+    by_digest = np.argsort(digests(number), kind="stable")
+    return np.sort(by_digest[num_held_out:]), np.sort(by_digest[:num_held_out])
+
+
 def _number(*key: int) -> int:
     """Returns a digest of the key, below 2^32."""
     return int.from_bytes(hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=4).digest(), "little")

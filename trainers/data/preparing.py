@@ -28,7 +28,7 @@ from trainers.config.arguments import TrainingArguments
 from trainers.config.source import SourceConfig
 from trainers.console.progress import Progress
 from trainers.data import kept, prepared
-from trainers.data.documents import Encoder
+from trainers.data.documents import Encoder, notes_of
 from trainers.data.encoders import encoder_of
 from trainers.data.parts import Part, is_finished, join, parts_of, write_part
 from trainers.data.prepared import AGAIN, PREPARED, PreparedDocuments, settings_of
@@ -78,6 +78,7 @@ class Source:
             "source": settings_of(self.config),
             "columns": list(self.records.columns),
             "num_malformed": self.records.num_malformed,
+            "notes": notes_of(self.encoder, self.records),
             "tokenizer": self.tokenizer.source,
             "tokenizer_digest": self.tokenizer.digest(),
             "encoder": self.encoder.digest(),
@@ -104,11 +105,18 @@ def documents_of(config: SourceConfig, arguments: TrainingArguments, encoder: En
     if folder is not None:
         found = PreparedDocuments(folder)
         check(found, source, note)
+        tell(found, note)
         return found
     place = kept.folder(kept.TOKENS) / source.digest()
     found = _kept(place) or _make_and_keep(source, place, note)
+    tell(found, note)
     tell_left_out(config, found.about["num_malformed"], note)
     return found
+
+
+def tell(found: PreparedDocuments, note: Note) -> None:
+    for line in found.about["notes"]:
+        note(line)
 
 
 def prepared_folder(config: SourceConfig, arguments: TrainingArguments) -> Path | None:

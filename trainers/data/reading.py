@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from trainers.config import DataConfig
-from trainers.data.collate import SKIPPED
 from trainers.errors import DataUnavailableError, TransientError, UsageError, may_pass
+from trainers.protocol import SKIPPED
 
 TOLD = 5
 """How many examples that were left out are named in notes."""

@@ -96,6 +96,8 @@ def questions(config: ExactMatchConfig, arguments: TrainingArguments) -> Questio
 class AnswerTask(CausalLMTask):
     """A language model that answers: its predictions are the generated tokens."""
 
+    reads = CausalLMTask.reads | {PROMPT, "prompt_length", "answer"}
+
     def __init__(self, arguments: TrainingArguments, config: ExactMatchConfig):
         super().__init__(arguments)
         self.config = config
@@ -135,9 +137,14 @@ class ExactMatch:
 
     def add(self, outputs: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray]) -> None:
         for tokens, num_tokens, answer in zip(outputs["tokens"], outputs["num_tokens"], batch["answer"], strict=True):
-            given = found(self._tokenizer.decode(tokens[:num_tokens].tolist()), self._config.answer_pattern)
+            given = found(self._turn(tokens[:num_tokens].tolist()), self._config.answer_pattern)
             right = bytes(answer[answer != PADDING].astype(np.uint8)).decode()
             self._counts += [1, given is not None and same(given, right), given is not None]
+
+    def _turn(self, tokens: Sequence[int]) -> str:
+        """Returns the text up to what ends a turn, where that is no token by which the generation stops."""
+        text, ends = self._tokenizer.decode(tokens), self._tokenizer.stop_texts() if self._config.chat else ()
+        return text[: min((text.find(end) for end in ends if end in text), default=len(text))]
 
     def state(self) -> list[int]:
         return self._counts.tolist()

@@ -22,6 +22,8 @@ from trainers.step.state import TrainState
 class Beginning(Protocol):
     origin: dict[str, Any] | None
     """What the first parameters were loaded from (`trainers.loop.init_from`); None: not from files."""
+    meta: dict[str, Any]
+    """The meta of the checkpoint that `make` has loaded; empty if it loaded none."""
 
     def make(self) -> TrainState:
         """Returns the state to begin with. All hosts must call this."""
@@ -38,6 +40,7 @@ class FromSettings:
         """`params` are the shapes of the model's parameters, with shardings. `fresh` makes a state at step 0 with the loaded
         parameters, by name, and the others from the seed. It uses up its first argument, and casts the second."""
         self._config, self._run_folder, self._params, self._fresh = config, run_folder, params, fresh
+        self.meta: dict[str, Any] = {}
         self.origin: dict[str, Any] | None = None
 
     def make(self) -> TrainState:
@@ -67,6 +70,7 @@ class Given:
         whether `make` may be called again; each host then keeps a copy of its part, because training donates the state."""
         self._given, self._place, self._finish, self._keep = given, place, finish, keep
         self.origin: dict[str, Any] | None = None
+        self.meta: dict[str, Any] = {}
         self._copy: HostCopy | None = None
 
     def make(self) -> TrainState:

@@ -74,11 +74,12 @@ class Hooks:
         """
         return batch
 
-    def prepare_batch(self, state: TrainState, batch: Batch, *, training: bool) -> Batch:
+    def prepare_batch(self, state: TrainState, batch: Batch, *, training: bool) -> Any:
         """Called between steps, before each train step and each batch of an evaluation, with the present state and the batch on
         the devices: global arrays [accumulation_steps, rows, ...] ([1, rows, ...] in an evaluation), rows sharded over the
         replicas. Returns the batch, with leaves changed or added: rollouts, log-probabilities of a reference, logits of a
-        teacher. A leaf may also be a NumPy array of the whole global batch, equal on all hosts.
+        teacher. A leaf may also be a NumPy array of the whole global batch, equal on all hosts. It may also return (batch,
+        metrics): numbers, scalars on the devices, or arrays [accumulation_steps, rows], published as means over the rows.
 
         Use jitted functions: then nothing waits for the device. It must not keep arrays of `state`, which the step donates.
         All random numbers must come from `state.batch_index` (`trainers.step.rng.key`): a resumed run calls it again.

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from trainers import runtime
 from trainers.errors import DataError, UsageError
 from trainers.parallel import mesh as meshes
-from trainers.protocol import Batch, TrainerConfigureModelOutput
+from trainers.protocol import METRIC, Batch, TrainerConfigureModelOutput
 from trainers.runtime import distributed
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
@@ -38,8 +39,8 @@ class PreparedBatches:
             with runtime.current().within("compile"):
                 returned = call()
             self._called.add(training)
-        check(returned, batch)
-        return {name: self._placed(leaf) for name, leaf in returned.items()}
+        leaves = checked(returned, batch)
+        return {name: self._placed(leaf) for name, leaf in leaves.items()}
 
     def _placed(self, leaf: Any) -> jax.Array:
         if isinstance(leaf, np.ndarray):
@@ -51,11 +52,31 @@ class PreparedBatches:
         return jax.device_put(leaf, self.sharding)
 
 
-def check(returned: Any, batch: Mapping[str, Any]) -> None:
-    """Raises DataError for what is no batch of the same rows as `batch`."""
-    if not isinstance(returned, Mapping):
-        raise DataError(f"prepare_batch returned {type(returned).__name__}: expected the batch, a dict of arrays by name")
+def checked(returned: Any, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the leaves of what the hook has returned, those of its metrics among them. Raises DataError for what is no batch of
+    the same rows as `batch`."""
+    leaves, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not (isinstance(leaves, Mapping) and isinstance(metrics, Mapping)):
+        found = f"({type(leaves).__name__}, {type(metrics).__name__})" if leaves is not returned else type(returned).__name__
+        raise DataError(f"prepare_batch returned {found}: expected the batch, a dict of arrays by name, or (batch, metrics)")
     rows = tuple(np.shape(batch["weight"]))
+    leaves = {**leaves, **{METRIC + name: _for_each_row(name, value, rows) for name, value in metrics.items()}}
+    _check_rows(leaves, rows)
+    return leaves
+
+
+def _for_each_row(name: str, value: Any, rows: tuple[int, ...]) -> Any:
+    """Returns a metric as one value for each row, so that rows that only fill up the batch drop out by their weight."""
+    if np.shape(value) not in ((), rows):
+        raise DataError(
+            f"prepare_batch returned the metric {name} of shape {list(np.shape(value))}: expected a scalar, or {list(rows)}"
+        )
+    if isinstance(value, jax.Array):
+        return jnp.broadcast_to(value.astype(jnp.float32), rows)
+    return np.broadcast_to(np.asarray(value, np.float32), rows)
+
+
+def _check_rows(returned: Mapping[str, Any], rows: tuple[int, ...]) -> None:
     wrong = [f"{name} {np.shape(leaf)}" for name, leaf in returned.items() if np.shape(leaf)[:2] != rows]
     lacking = [name for name in REQUIRED if name not in returned]
     if wrong or lacking:
@@ -76,8 +97,14 @@ def traced_shapes(trainer: Any, model: TrainerConfigureModelOutput, shapes: Shap
     vars(trial).update(_mesh=mesh, _model=model)
     vars(trial).pop("_state_shardings", None)
     touched_before = distributed.devices_touched()
+
+    def traced(state: Any, batch: Any) -> Mapping[str, Any]:
+        return checked(trial.prepare_batch(state, batch, training=True), batch)
+
     try:
-        prepared = jax.eval_shape(functools.partial(trial.prepare_batch, training=True), model.state, dict(shapes))
+        prepared = jax.eval_shape(traced, model.state, dict(shapes))
+    except DataError:
+        raise
     except Exception as error:
         raise UsageError(
             f"prepare_batch cannot be traced for the shapes of what it returns ({type(error).__name__}: {_first_line(error)}): "
@@ -88,7 +115,6 @@ def traced_shapes(trainer: Any, model: TrainerConfigureModelOutput, shapes: Shap
             "prepare_batch uses devices while it is traced for its shapes, where there are none yet: override "
             "prepared_shapes, too"
         )
-    check(prepared, shapes)
     return prepared
 
 

@@ -37,7 +37,7 @@ class Resume:
     topology: Mapping[str, Any]
     lineage: Lineage
     meta: dict[str, Any] = field(default_factory=dict)
-    """The meta of the checkpoint that was restored; empty at the beginning of a run."""
+    """The meta of the checkpoint that was restored, or that the run began with; empty at the beginning of any other run."""
 
     def newest(self) -> TrainState:
         """Returns the state of the newest whole checkpoint; the first state if there is none."""
@@ -80,9 +80,9 @@ class Resume:
         return restored.state
 
     def _first(self) -> TrainState:
-        self.meta = {}
         state = self.beginning.make()
+        self.meta = self.beginning.meta
         # Of the state, for one that was given need not be at batch 0.
-        self.lineage.start(int(state.batch_index), self.topology)
+        self.lineage.start(int(state.batch_index), self.topology, self.meta)
         self.lineage.init_from = self.beginning.origin
         return state

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from trainers.config.recorders import BUILT_IN
 from trainers.data.loader import Tells
 from trainers.data.sources.iterable import num_examples
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
+from trainers.loop import start_from
 from trainers.loop.frozen import check_same
 from trainers.optim.param_groups import parameter_paths
 from trainers.planning import evaluations, first_batch, padding
@@ -157,6 +158,7 @@ def beginning_facts(problems: list[str], trainer: BaseTrainer, num_devices: int,
     """Returns what is known of where the run begins."""
     continued = attempt(problems, "checkpoints", lambda: going_on_from(trainer, num_devices))
     found = attempt(problems, "init_from", lambda: first_parameters(trainer, doubts))
+    attempt(problems, start_from.KEY, lambda: whole_state(trainer, doubts))
     read = attempt(problems, "frozen", lambda: frozen_weights(trainer, doubts))
     known = {"continues": continued, "init_from": found, "frozen": read or None}
     return {name: fact for name, fact in known.items() if fact is not None}
@@ -175,6 +177,20 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
         raise UsageError(str(error)) from error
     changed = going_on.changes(meta, trainer.arguments, num_devices)
     return {"step": meta["batch_index"], "told": going_on.told(meta["batch_index"], changed)}
+
+
+def whole_state(trainer: BaseTrainer, doubts: list[str]) -> None:
+    """Raises UsageError if `checkpoint.start_from` names no whole state of this model. What cannot be seen from here is added to
+    `doubts`."""
+    source = trainer.arguments.checkpoint.start_from
+    if source is None or os.path.isdir(f"{trainer._run_folder}/checkpoints"):
+        return
+
+    def check() -> None:
+        path, meta = start_from.found(source)
+        check_same_model(meta, trainer._model_state, str(path))
+
+    seen_from_here(start_from.KEY, source, check, doubts)
 
 
 def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:
@@ -211,21 +227,28 @@ def looked_at(asked_by: str, config: InitConfig, arrays: Any, doubts: list[str])
     """Returns in one line what a path gives for these arrays; None if it cannot be seen from here, which is added to `doubts`.
     Raises UsageError if it does not fit."""
     shapes = dict(zip(parameter_paths(arrays), (leaf.shape for leaf in jax.tree.leaves(arrays)), strict=True))
-    try:
-        found = weights.look(weights.find(config.path))
-    except CheckpointMissingError as error:
-        # Where not even the folder around it is to be seen, the storage may be one that only the hosts have.
-        if os.path.isdir(os.path.dirname(os.path.abspath(config.path))):
-            raise UsageError(f"{asked_by}: {error}") from error
-        doubts.append(f"{asked_by}: {error}")
+    found = seen_from_here(asked_by, config.path, lambda: weights.look(weights.find(config.path)), doubts)
+    if found is None:
         return None
-    except CheckpointUnavailableError as error:
-        doubts.append(f"{asked_by}: {error}")
-        return None
-    except CheckpointError as error:
-        raise UsageError(f"{asked_by}: {error}") from error
     pairs = weights.match(found, shapes, config, asked_by)
     return f"{len(pairs)} of {len(shapes)} parameters from {found.path}" + (f" ({found.about})" if found.about else "")
+
+
+def seen_from_here(asked_by: str, source: str, look: Callable[[], Any], doubts: list[str]) -> Any:
+    """Returns what `look` finds at a path; None if it cannot be seen from here, which is added to `doubts`. Raises UsageError if
+    it does not fit."""
+    try:
+        return look()
+    except CheckpointMissingError as error:
+        # Where not even the folder around it is to be seen, the storage may be one that only the hosts have.
+        if os.path.isdir(os.path.dirname(os.path.abspath(source))):
+            raise UsageError(f"{asked_by}: {error}") from error
+        doubts.append(f"{asked_by}: {error}")
+    except CheckpointUnavailableError as error:
+        doubts.append(f"{asked_by}: {error}")
+    except CheckpointError as error:
+        raise UsageError(f"{asked_by}: {error}") from error
+    return None
 
 
 def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from trainers.config.frozen import BASE
-from trainers.data.collate import SKIPPED
 from trainers.errors import UsageError
 from trainers.models.batch_norm import tell_rows
-from trainers.protocol import METRIC, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
+from trainers.protocol import METRIC, SKIPPED, Batch, Last, Loss, Max, Min, PerExample, Sum, Task
 from trainers.step.per_source import with_sources
 from trainers.step.rest_of_model import Rest, state_after
 from trainers.step.state import ModelParts
@@ -98,7 +97,8 @@ def with_row_metrics(loss: Loss, batch: Batch) -> Loss:
     rows = {name.removeprefix(METRIC): leaf for name, leaf in batch.items() if name.startswith(METRIC)}
     row_metrics = {name: (jnp.sum(leaf * batch["weight"]), jnp.sum(batch["weight"])) for name, leaf in rows.items()}
     if taken := row_metrics.keys() & loss.parts.keys():
-        raise UsageError(f"preprocess_batch returned metrics that the loss has too: {', '.join(sorted(taken))}; rename them")
+        names = ", ".join(sorted(taken))
+        raise UsageError(f"preprocess_batch or prepare_batch returned metrics that the loss has too: {names}; rename them")
     # By the rows themselves, and not by their weights, which are 0.
     skipped = {"total_skipped_examples": Sum(jnp.sum(batch[SKIPPED]))} if SKIPPED in batch else {}
     added = {**row_metrics, **skipped}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,14 @@ from trainers.errors import UsageError
 from trainers.models.decoder import Decoder, Hidden
 from trainers.models.experts import RouterLosses, router_losses
 from trainers.models.hf.pretrained import decoder_in, is_there
-from trainers.protocol import Batch, Loss
+from trainers.protocol import METRIC, SKIPPED, Batch, Loss
 from trainers.tasks.cross_entropy import TokenLosses, from_hidden, from_logits
 from trainers.tokenizers import Tokenizer
+
+NO_LABEL = -100
+"""In `labels`: the token is no target."""
+FOR_ALL = ("sample_id", "source", SKIPPED)
+"""Leaves that the loop reads, of any task."""
 
 
 @runtime_checkable
@@ -60,6 +65,28 @@ def inputs_of(model: nnx.Module, packed: Packed | None) -> dict[str, jax.Array]:
     return {"positions_BT": packed.positions, "segments_BT": packed.segments}
 
 
+def check_leaves(task: Any, batch: Batch, of: type) -> None:
+    """Raises UsageError for leaves of a batch that a task with the loss of the class `of` does not read (`reads`)."""
+    if type(task).loss is not of.loss:  # type: ignore[attr-defined]
+        return
+    unread = [name for name in batch if name not in task.reads and not name.startswith(METRIC)]
+    if unread:
+        raise UsageError(
+            f"nothing reads the columns {', '.join(unread)} of the examples: {type(task).__name__} reads "
+            f"{', '.join(sorted(task.reads))}; if that is right, set data.ignore_columns=[{', '.join(unread)}]"
+        )
+
+
+def labelled(batch: Batch, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (the targets, the weights [B, T]) of a batch with `labels`. Raises UsageError for labels of another shape."""
+    labels, tokens = batch["labels"], batch["tokens"]
+    if labels.shape != tokens.shape:
+        raise UsageError(f"labels has the shape {labels.shape}, and tokens {tokens.shape}: expected a label for each token")
+    is_target = labels[:, 1:] != NO_LABEL
+    # Where there is no label, any target will do: it has the weight 0.
+    return jnp.where(is_target, labels[:, 1:], tokens[:, 1:]), jnp.where(is_target, weight, 0.0)
+
+
 class CausalLMTask:
     """Predicts each next token. `batch` is {"tokens": int32[B, T + 1], "weight": float32[B]}: each of the first T tokens
     predicts its successor.
@@ -67,7 +94,13 @@ class CausalLMTask:
     A leaf `token_weight` (float32[B, T + 1], such as the mask of padding) says how much each token counts as a target. Of packed
     rows, `segments` (int32[B, T + 1]; 0 is filling) numbers the documents, and `positions` the tokens of each: a token sees its
     own document alone, and the first token of a document is no target.
+
+    A leaf `labels` (int32[B, T + 1]) has the targets in the place of `tokens`: label i is what the model is to say in the place
+    of token i, and -100 says that it is no target. Any other leaf is an error: nothing would read it.
     """
+
+    reads: frozenset[str] = frozenset({"tokens", "weight", "token_weight", "segments", "positions", "labels", *FOR_ALL})
+    """The leaves of a batch that it has a use for."""
 
     def __init__(self, arguments: TrainingArguments):
         self.arguments = arguments
@@ -102,6 +135,7 @@ class CausalLMTask:
         return Decoder(model, rngs=rngs, dtype=arguments.dtype, param_dtype=arguments.param_dtype)
 
     def loss(self, model: nnx.Module, batch: Batch) -> Loss:
+        check_leaves(self, batch, CausalLMTask)
         # [B, T] each: the targets are the inputs, one place further on.
         tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         config = self.arguments.loss
@@ -110,6 +144,8 @@ class CausalLMTask:
         if "token_weight" in batch:
             # A token's weight counts where it is the target, which the first token never is.
             weight = weight * batch["token_weight"][:, 1:]
+        if "labels" in batch:
+            targets, weight = labelled(batch, weight)
         packed = packing_of(batch)
         if packed is not None:
             weight = jnp.where(packed.has_target, weight, 0.0)

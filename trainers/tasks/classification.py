@@ -10,6 +10,7 @@ import optax
 
 from trainers.models.scoring import ScoringDecoder
 from trainers.protocol import Batch, PerExample
+from trainers.tasks.causal_lm import check_leaves
 from trainers.tasks.scoring import ScoringTask
 from trainers.tasks.segments import by_row
 
@@ -23,6 +24,7 @@ class ClassificationTask(ScoringTask):
     `example_weight`, float32[B, S], with S as many as the fullest row of the plan has texts.
     """
 
+    reads = ScoringTask.reads | {"label"}
     dataset = "trainers.data.sources.classification:labelled_texts"
 
     def problems(self) -> Iterator[str]:
@@ -35,6 +37,7 @@ class ClassificationTask(ScoringTask):
         return len(self.arguments.classification.labels)
 
     def loss(self, model: ScoringDecoder, batch: Batch) -> PerExample:
+        check_leaves(self, batch, ClassificationTask)
         logits, label = self.predictions(model, batch)["logits"], batch["label"]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
         hits = (jnp.argmax(logits, -1) == label).astype(jnp.float32)

@@ -12,7 +12,7 @@ from trainers.config import DistillationConfig
 from trainers.errors import UsageError
 from trainers.models.decoder import Hidden
 from trainers.protocol import Batch, Loss
-from trainers.tasks.causal_lm import CausalLMTask, packing_of
+from trainers.tasks.causal_lm import CausalLMTask, check_leaves, packing_of
 from trainers.tasks.cross_entropy import MAX_LOGITS, over_time, parts_of
 from trainers.tasks.preference import without_loss_settings
 
@@ -35,6 +35,7 @@ class DistillationTask(CausalLMTask):
     loss is a mean over the targets."""
 
     has_perplexity = False
+    reads = CausalLMTask.reads - {"labels"}
 
     def _problems(self) -> Iterator[str]:
         yield from without_loss_settings(self)
@@ -42,6 +43,7 @@ class DistillationTask(CausalLMTask):
             yield "frozen.teacher is missing: name the weights to learn from, a run or a folder of Hugging Face"
 
     def loss(self, model: Any, batch: Batch, frozen: Mapping[str, Any]) -> Loss:  # type: ignore[override]
+        check_leaves(self, batch, DistillationTask)
         tokens = batch["tokens"][:, :-1]
         weight = jnp.broadcast_to(batch["weight"][:, None], tokens.shape)
         if "token_weight" in batch:

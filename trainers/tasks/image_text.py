@@ -15,6 +15,10 @@ from trainers.protocol import Batch, Loss
 from trainers.tasks.causal_lm import CausalLMTask
 
 
+class _OfText(CausalLMTask):
+    reads = CausalLMTask.reads | {"images"}
+
+
 class ImageTextTask:
     """Predicts each next token, as `CausalLMTask` does, by the encoder of `vision` before the decoder of `model`.
 
@@ -27,7 +31,7 @@ class ImageTextTask:
     def __init__(self, arguments: TrainingArguments):
         if arguments.vision is None:
             raise UsageError("vision = null: the task reads images by an encoder; set vision: {family: siglip, ...}")
-        self.arguments, self.vision, self._of_text = arguments, arguments.vision, CausalLMTask(arguments)
+        self.arguments, self.vision, self._of_text = arguments, arguments.vision, _OfText(arguments)
 
     def build_model(self, rngs: nnx.Rngs) -> nnx.Module:
         arguments = self.arguments

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from trainers.config import PreferenceConfig
 from trainers.config.frozen import BASE
 from trainers.protocol import Batch, PerExample
-from trainers.tasks.causal_lm import CausalLMTask
+from trainers.tasks.causal_lm import CausalLMTask, check_leaves
 from trainers.tasks.completions import Completions, completions_of_pairs, metrics_of_rewards
 from trainers.tasks.segments import by_row
 
@@ -36,6 +36,7 @@ class PreferenceTask(CausalLMTask):
 
     dataset = "trainers.data.sources.preference:preference_pairs"
     has_perplexity = False
+    reads = CausalLMTask.reads - {"labels"} | {"example_weight", REFERENCE_LEAF}
 
     def _problems(self) -> Iterator[str]:
         yield from without_loss_settings(self)
@@ -58,6 +59,7 @@ class PreferenceTask(CausalLMTask):
         return self.arguments.preference.reference or ("frozen" if self.arguments.lora is None else "base")
 
     def loss(self, model: Any, batch: Batch, frozen: Mapping[str, Any]) -> PerExample:  # type: ignore[override]
+        check_leaves(self, batch, PreferenceTask)
         config = self.arguments.preference
         policy = completions_of_pairs(model, batch)
         reference = self._reference_of(batch, policy, frozen) if config.has_reference else None

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from trainers.models.scoring import ScoringDecoder
 from trainers.protocol import Batch, PerExample
+from trainers.tasks.causal_lm import check_leaves
 from trainers.tasks.completions import metrics_of_rewards
 from trainers.tasks.scoring import ScoringTask
 from trainers.tasks.segments import by_row
@@ -27,6 +28,7 @@ class RewardTask(ScoringTask):
         return 1
 
     def loss(self, model: ScoringDecoder, batch: Batch) -> PerExample:
+        check_leaves(self, batch, RewardTask)
         rewards = self.predictions(model, batch)["rewards"]
         losses, metrics = -jax.nn.log_sigmoid(rewards[..., 0] - rewards[..., 1]), metrics_of_rewards(rewards)
         num_tokens = jnp.sum(batch["token_weight"] > 0, (1, 2))

@@ -11,7 +11,7 @@ from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.models.scoring import OWN_PARAMETERS, ScoringDecoder, Segments
 from trainers.protocol import Batch
-from trainers.tasks.causal_lm import flops_of_decoder
+from trainers.tasks.causal_lm import CausalLMTask, flops_of_decoder
 from trainers.tasks.segments import lines_of
 
 
@@ -21,6 +21,7 @@ class ScoringTask:
 
     own_parameters = OWN_PARAMETERS
     has_perplexity = False
+    reads = CausalLMTask.reads - {"labels"} | {"example_weight"}
 
     def __init__(self, arguments: TrainingArguments):
         self.arguments = arguments

@@ -241,7 +241,12 @@ def test_an_interrupt_ends_it_with_what_was_learnt_and_a_later_one_goes_on(tmp_p
 
     settings = {"steps": 40, "publish_every_steps": 1}
     whole = training(**settings).fit()
-    first = training(**settings, run_dir=tmp_path / "run", callbacks=(Interrupt(),)).fit()
+    # A shell's background job ignores Ctrl-C, and so does a worker of pytest-xdist.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        first = training(**settings, run_dir=tmp_path / "run", callbacks=(Interrupt(),)).fit()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert first.stop_reason is StopReason.INTERRUPTED
     assert 5 <= first.metrics["step"] < 40
     second = training(**settings, run_dir=tmp_path / "run").fit()

@@ -64,6 +64,8 @@ def test_nothing_is_said_of_settings_that_nobody_has_changed():
         ),
         ({"evaluation": {"score": {}}}, ["evaluation.score has no effect: the only evaluation is the one at the end"]),
         ({"evaluation": {"after_step": 3}}, ["evaluation.after_step = 3 has no effect: nothing calls for evaluations"]),
+        ({"evaluation": {"after_epochs": 2}}, ["evaluation.after_epochs = 2 has no effect: nothing calls for evaluations"]),
+        ({"checkpoint": {"save_after_epochs": 2}}, ["checkpoint.save_after_epochs = 2 has no effect: it is about"]),
         ({"checkpoint": {"save_after_step": 3}}, ["checkpoint.save_after_step = 3 has no effect: it is about"]),
         ({"loss_scale": {"initial": 2.0}}, ["loss_scale.initial = 2.0 has no effect: only dtype float16 scales the loss"]),
         ({"pruning": {"every_steps": 5}}, ["pruning.every_steps = 5 has no effect: no pruning.pattern"]),
@@ -97,3 +99,17 @@ def test_the_watch_ends_and_leaves_the_sections_as_they_were():
     assert "ignore_index" not in read["loss"]
     assert made.loss == arguments(loss={"label_smoothing": 0.1}).loss
     assert "__getattribute__" not in vars(type(made.loss))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pruning": {"pruner": "some.module:Pruner", "every_steps": 5}},
+        {"pruning": {"pattern": "x", "every_steps": 5}},
+        {"evaluation": {"every_epochs": 1, "after_epochs": 2}},
+        {"checkpoint": {"save_steps": 1, "save_after_epochs": 2}},
+        {"checkpoint": {"save_epochs": 1, "save_after_step": 2}},
+    ],
+)
+def test_a_setting_that_changes_something_is_not_told(changes):
+    assert list(without_effect.by_rules(arguments(**changes))) == []

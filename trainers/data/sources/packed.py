@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
 
 from trainers import runtime, tokenizers
+from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.mixture import MixtureSource
+from trainers.config.source import SourceConfig
 from trainers.data import preparing
 from trainers.data.documents import Documents
 from trainers.data.mixture import Mixture, Share
 from trainers.data.packed_rows import HeldOutRows, PackedSource, Subset, TrainingRows, first_ids, split
-from trainers.data.packing import Plan, plan
-from trainers.errors import DataMissingError
+from trainers.data.packing import Piece, Plan, plan
+from trainers.data.padded import cut
+from trainers.data.prepared import PreparedDocuments
+from trainers.data.sources.records import open_records
+from trainers.errors import DataError, DataMissingError, TransientError, UsageError
 
 ALONE = "the data"
 """The name of a source that is no part of a mixture."""
@@ -25,7 +33,29 @@ def packed(arguments: TrainingArguments) -> tuple[TrainingRows, HeldOutRows]:
     documents = [preparing.of_source(source, arguments, note) for source in config.mixture or (config,)]
     for each in documents:
         tokenizers.check(tokenizer, arguments, each.num_ids)
+    if config.packing != "concat" and config.overlong == "cut":
+        for source, each in zip(config.mixture or (config,), documents, strict=True):
+            check_cuts(source, each, config)
     return rows_of(documents, arguments)
+
+
+def check_cuts(source: SourceConfig, documents: PreparedDocuments, config: DataConfig) -> None:
+    """Raises DataError for the first document of which a cut leaves no target, as without packing."""
+    if documents.weights is None:
+        return
+    places = config.sequence_length + 1
+    for index in np.flatnonzero(documents.lengths > places).tolist():
+        try:
+            cut(documents[index], places, config.truncation)
+        except DataError as error:
+            raise DataError(f"{_where(source, index)}: {error}; or data.overlong: drop or split") from error
+
+
+def _where(source: SourceConfig, index: int) -> str:
+    try:
+        return open_records(source).where(index)
+    except (DataError, TransientError, UsageError):  # prepared elsewhere
+        return f"document {index} of data.paths {', '.join(source.paths)}"
 
 
 def rows_of(documents: Sequence[Documents], arguments: TrainingArguments) -> tuple[TrainingRows, HeldOutRows]:
@@ -59,7 +89,13 @@ def _plan(documents: Subset, arguments: TrainingArguments, number: int, *, held_
         overlong=config.overlong,
         truncation=config.truncation,
         shuffle=config.shuffle and not held_out,
+        teaches=partial(_teaches, documents) if len(documents) and documents[0].token_weight is not None else None,
     )
+
+
+def _teaches(documents: Subset, piece: Piece) -> bool:
+    weight = documents[piece.document].token_weight
+    return weight is None or bool(np.any(weight[piece.start + 1 : piece.stop] > 0))
 
 
 def _mixture(sources: Sequence[PackedSource], arguments: TrainingArguments) -> Mixture:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from trainers import runtime, tokenizers
 from trainers.config.arguments import TrainingArguments
-from trainers.data.chat import PROMPT, completed, digest_of
-from trainers.data.documents import Document, Record, Records
-from trainers.data.messages import messages_of, value_of
+from trainers.data.chat import PROMPT, completed, digest_of, notes, with_template
+from trainers.data.documents import Document, Record, Records, notes_of
+from trainers.data.messages import chat_of, messages_of, value_of
 from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
-from trainers.data.padded import Rows, cut, padded, split, stacked
+from trainers.data.padded import CUT, Rows, cut_alike, padded, split, stacked
 from trainers.data.sources.records import ignored_of, open_told
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
@@ -42,6 +43,13 @@ class PairEncoder:
     def digest(self) -> str:
         return digest_of("pair", self.tokenizer, *sorted(self.ignored))
 
+    def notes(self, record: Record) -> list[str]:
+        if isinstance(record.get(CHOSEN), str):
+            return []
+        columns = [name for name in (PROMPT, CHOSEN) if record.get(name) is not None]
+        chat = partial(chat_of, record, columns, self.ignored, unread=(REJECTED,))
+        return notes(lambda: with_template(self.tokenizer), chat)
+
     def pair(self, record: Record) -> list[Document]:
         prompt = prompt_of(record)
         pair = [
@@ -65,8 +73,11 @@ def pairs(records: Records, tokenizer: Tokenizer, arguments: TrainingArguments) 
 
     def row(record: Record) -> dict[str, Any]:
         pair = encoder.pair(record)
-        check_differ([cut(document, length, truncation) for document in pair])
-        return {**stacked([padded(document, length, truncation) for document in pair]), **(leaves(record) if leaves else {})}
+        kept = cut_alike(pair, length, truncation)
+        check_differ(kept)
+        rows = stacked([padded(document, length, truncation) for document in kept])
+        is_cut = np.array(any(len(document.tokens) > length for document in pair), np.float32)
+        return {**rows, CUT: is_cut, **(leaves(record) if leaves else {})}
 
     return Rows(records, row)
 
@@ -86,7 +97,10 @@ def preference_pairs(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[
         )
         return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
-    train, held_out = split(open_told(arguments.data, runtime.current().note), arguments.data.eval_fraction)
+    records, note = open_told(arguments.data, runtime.current().note), runtime.current().note
+    for line in notes_of(PairEncoder(tokenizer, ignored_of(arguments.data)), records):
+        note(line)
+    train, held_out = split(records, arguments.data.eval_fraction)
     return pairs(train, tokenizer, arguments), pairs(held_out, tokenizer, arguments)
 
 

@@ -103,7 +103,7 @@ def test_an_agent_that_is_out_of_reach_for_a_moment_is_not_given_up(world, unava
     assert finished(launched, world) == []
 
 
-@pytest.mark.costs("drives through many failures")
+@pytest.mark.slow("drives through many failures")
 @pytest.mark.parametrize("unavailable", [False, True], ids=["no answer", "unavailable"])
 def test_an_agent_that_stays_out_of_reach_is_given_up(world, unavailable):
     world.max_steps = 2000

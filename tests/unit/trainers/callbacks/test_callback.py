@@ -76,7 +76,7 @@ class Meddler(Callback):
         metrics["loss"] = -1.0
 
 
-@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("order", ["", "ab", "ba"])
 def test_the_order_of_callbacks_never_changes_results(tmp_path, order):
     """Nor whether there are any."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -100,6 +101,77 @@ def test_several_files_with_an_index_are_one_model(tmp_path):
     arrays = weights.read(found, {name: name for name in found.parameters}, shardings(found.parameters))
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, parameters_of(PARITY / "llama3")[name])
+
+
+def in_two_files(tmp_path, index, twice=("model.norm.weight",), **others):
+    """A folder of two files, which both have the tensors `twice`: in the second one they are larger by one."""
+    folder = changed(tmp_path, lambda tensors: None)
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    files = {"a.safetensors": {name: tensors[name] for name in names[::2]}, "b.safetensors": {}}
+    files["b.safetensors"] = {name: tensors[name] for name in names[1::2]}
+    files["a.safetensors"] |= {name: tensors[name] for name in twice}
+    files["b.safetensors"] |= {name: tensors[name] + 1 for name in twice}
+    for file, part in files.items():
+        save_file(part, folder / file)
+    weight_map = {name: file for file, part in files.items() for name in part}
+    weight_map = {name: file for name, file in (weight_map | index).items() if file is not None}
+    (folder / hugging_face.INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder, tensors
+
+
+def norm_of(folder):
+    found = hugging_face.look(folder)
+    (name,) = (name for name, leaf in found.leaves.items() if leaf.tensors == ("model.norm.weight",))
+    return hugging_face.read_whole(found, name)
+
+
+@pytest.mark.parametrize(("file", "more"), [("a.safetensors", 0), ("b.safetensors", 1)])
+def test_of_a_tensor_that_two_files_have_the_one_that_the_index_names_counts(tmp_path, file, more):
+    folder, tensors = in_two_files(tmp_path, {"model.norm.weight": file})
+    np.testing.assert_array_equal(norm_of(folder), tensors["model.norm.weight"] + more)
+
+
+def test_one_file_counts_more_than_an_index_as_in_transformers(tmp_path):
+    folder, tensors = in_two_files(tmp_path, {"model.norm.weight": "b.safetensors"})
+    (folder / "one.safetensors").rename(folder / "model.safetensors")
+    np.testing.assert_array_equal(norm_of(folder), tensors["model.norm.weight"])
+    transformers = pytest.importorskip("transformers")
+    path = transformers.utils.hub.get_checkpoint_shard_files(folder, folder / hugging_face.INDEX_FILE)[0]
+    assert [Path(each).name for each in path] == ["a.safetensors", "b.safetensors"]  # what it would read without the one file
+
+
+def test_an_index_that_does_not_fit_its_files(tmp_path):
+    with pytest.raises(CheckpointError, match=r"index.json does not fit its files: model.norm.weight is in a.* and in b.*safe"):
+        hugging_face.look(in_two_files(tmp_path / "1", {"model.norm.weight": None})[0])
+    wrong = {"model.layers.0.mlp.up_proj.weight": "a.safetensors", "model.layers.1.mlp.up_proj.weight": "a.safetensors"}
+    folder, _ = in_two_files(tmp_path / "2", {})
+    headers = {name: {*load_file(folder / f"{name}.safetensors")} for name in "ab"}
+    elsewhere = next(name for name in wrong if name not in headers["a"])
+    with pytest.raises(CheckpointError, match=rf"does not fit its files: {elsewhere} is not in a\.safetensors"):
+        hugging_face.look(in_two_files(tmp_path / "3", wrong)[0])
+    with pytest.raises(CheckpointError, match=r"names c\.safetensors, which .* has not: copy the whole folder"):
+        hugging_face.look(in_two_files(tmp_path / "4", {"model.norm.weight": "c.safetensors"})[0])
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", r"model\.safetensors\.index\.json is no index of safetensors"),
+        ("[]", r"model\.safetensors\.index\.json is no index of safetensors"),
+        ('{"weight_map": {}}', "expected a weight_map with the file of each tensor"),
+        ('{"weight_map": {"a": 1}}', "expected a weight_map with the file of each tensor"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "a is there twice"),
+    ],
+)
+def test_a_file_that_is_no_index(tmp_path, index, message):
+    folder, _ = in_two_files(tmp_path, {})
+    (folder / hugging_face.INDEX_FILE).write_text(index)
+    with pytest.raises(
+        CheckpointError, match=rf"model\.safetensors\.index\.json is no index of safetensors: .*{message}|{message}"
+    ):
+        hugging_face.look(folder)
 
 
 def test_tensors_that_do_not_fit_are_all_named(tmp_path):

@@ -37,6 +37,7 @@ def folder_with(tmp_path, found):
     [
         {},
         {"resample": 3, "rescale_factor": 1 / 128},
+        {"resample": 0},
         {"do_normalize": False},
         {"do_rescale": False, "do_resize": False},
         {"image_processor_type": "SiglipImageProcessor", "do_convert_rgb": True},
@@ -62,6 +63,11 @@ def test_an_image_of_shades_of_grey_may_be_read_as_one_of_colours_and_the_other_
     assert grey(PIXELS).shape == (9, 7, 1)
 
 
+def test_null_is_as_if_it_were_left_out(tmp_path):
+    nothing = dict.fromkeys(("resample", "image_mean", "image_std", "rescale_factor"))
+    assert read_processor(folder_with(tmp_path, VIT | nothing)) == ImageProcessor(6, 4)
+
+
 def test_the_size_may_be_one_number(tmp_path):
     assert read_processor(folder_with(tmp_path, VIT | {"size": 5}))(PIXELS).shape == (5, 5, 3)
 
@@ -74,6 +80,13 @@ def test_the_size_may_be_one_number(tmp_path):
             r"image_processor_type = 'CLIPImageProcessor': expected one",
         ),
         ({"do_center_crop": True}, r"preprocessor_config.json: do_center_crop = true: expected false"),
+        ({"do_thumbnail": True}, r"do_thumbnail = true: expected false"),
+        ({"image_mean": []}, r"image_mean = \[\]: expected three numbers"),
+        ({"image_std": [0.5, 0, 0.5]}, r"image_std = \[0.5, 0, 0.5\]: expected three numbers, none of them 0"),
+        ({"image_std": [0.5, "1", 0.5]}, r"image_std = .*: expected three numbers"),
+        ({"resample": 7}, r"resample = 7: expected one of Pillow's numbers, 0 to 5"),
+        ({"rescale_factor": "1/255"}, r"rescale_factor = '1/255': expected a number"),
+        ({"size": 0}, r"size = 0: expected a number of pixels"),
         ({"size": {"shortest_edge": 4}}, r"size = \{'shortest_edge': 4\}: expected a number of pixels, or height and width"),
     ],
 )
@@ -98,6 +111,74 @@ def test_a_file_that_is_no_whole_image_is_named(content, message, tmp_path):
         open_image(tmp_path / "a.png")
 
 
+def saved(image, kind, **settings):
+    file = io.BytesIO()
+    image.save(file, kind, **settings)
+    return np.asarray(open_image("a", file.getvalue()).convert("RGB"))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_upright_as_its_exif_says(kind, orientation):
+    shades = np.kron(np.array([[0, 80], [160, 240], [40, 200]], np.uint8), np.ones((8, 8), np.uint8))
+    turns = {2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud, 5: np.transpose, 7: lambda a: np.rot90(a, 2).T}
+    turns |= {6: lambda a: np.rot90(a, -1), 8: np.rot90}
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    found = saved(Image.fromarray(shades), kind, exif=exif)[..., 0]
+    expected = turns.get(orientation, np.asarray)(shades)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found.astype(int), expected, atol=12)  # JPEG and WebP lose some
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_16_bits_of_grey_are_scaled_to_8(kind):
+    shades = np.array([[0, 257, 32896, 65535]], np.uint16)
+    np.testing.assert_array_equal(saved(Image.fromarray(shades), kind)[0, :, 0], [0, 1, 128, 255])
+    np.testing.assert_allclose(ImageProcessor(None, None, 1)(shades)[0, :, 0], [-1, -0.992157, 0.003922, 1], atol=1e-5)
+
+
+def test_numbers_whose_range_nothing_says_are_refused(tmp_path):
+    for shades, why in ((np.ones((2, 2), np.float32), "floating-point numbers"), (np.ones((2, 2), np.int32), "32 bits")):
+        Image.fromarray(shades).save(tmp_path / "a.tiff")
+        with pytest.raises(DataError, match=rf"a\.tiff cannot be read: its shades are .*{why}.*: save it with 8 or 16 bits"):
+            open_image(tmp_path / "a.tiff")
+        with pytest.raises(DataError, match=r"an image cannot be read: it is an array of .*expected uint8"):
+            ImageProcessor(None, None)(shades)
+    with pytest.raises(DataError, match=r"it is an array uint8\[2, 2, 7\]: expected \[height, width, colours\]"):
+        ImageProcessor(None, None)(np.zeros((2, 2, 7), np.uint8))
+
+
+def test_what_is_transparent_is_over_white_as_transformers_has_it():
+    from transformers.image_transforms import convert_to_rgb
+
+    clear = np.dstack([np.zeros((2, 2, 3), np.uint8), np.array([[0, 128], [255, 64]], np.uint8)])
+    image = Image.fromarray(clear)
+    np.testing.assert_array_equal(saved(image, "PNG"), convert_to_rgb(image, return_numpy=True))
+    np.testing.assert_array_equal(saved(image.convert("LA"), "PNG"), convert_to_rgb(image.convert("LA"), return_numpy=True))
+    palette = Image.fromarray(np.array([[0, 1], [1, 2]], np.uint8), "P")
+    palette.putpalette([255, 0, 0, 0, 255, 0, 0, 0, 255])
+    np.testing.assert_array_equal(saved(palette, "PNG")[0], [[255, 0, 0], [0, 255, 0]])
+    np.testing.assert_array_equal(saved(palette, "PNG", transparency=0)[0], [[255, 255, 255], [0, 255, 0]])
+    one_bit = Image.fromarray(np.array([[0, 255]], np.uint8)).convert("1")
+    np.testing.assert_array_equal(saved(one_bit, "PNG")[0, :, 0], [0, 255])
+
+
+def test_an_image_one_pixel_wide_keeps_its_sides():
+    assert ImageProcessor(None, None)(np.zeros((5, 1, 3), np.uint8)).shape == (5, 1, 3)
+    assert ImageProcessor(None, None, 1)(np.zeros((1, 5, 1), np.uint8)).shape == (1, 5, 1)
+
+
+@pytest.mark.parametrize("place", range(0, 70, 7))
+def test_a_byte_that_is_wrong_is_told_as_damage_or_changes_shades_only(place):
+    content = bytearray(as_bytes(np.full((5, 5, 3), 9, np.uint8)))
+    content[place] ^= 0xFF
+    try:
+        open_image("a.png", bytes(content))
+    except DataError as error:
+        assert str(error).startswith("a.png ")  # noqa: PT017 - an image may be read, too
+
+
 def test_a_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(DataMissingError, match=r"b\.png cannot be read: No such file"):
         open_image(tmp_path / "b.png")
@@ -105,7 +186,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def arguments(path, **changes):
     vision = VisionConfig(image_size=4, patch_size=2, num_labels=2)
-    data = DataConfig(paths=(str(path),), eval_fraction=0.25)
+    data = DataConfig(**{"paths": (str(path),), "eval_fraction": 0.25, **changes.pop("data", {})})
     return TrainingArguments(name="t", max_num_steps=1, data=data, **{"vision": vision, **changes})
 
 
@@ -149,17 +230,18 @@ def test_rows_of_parquet(as_struct, tmp_path):
         pq.write_table(table, tmp_path / f"{part}.parquet", row_group_size=2)
     train, held = labelled_images(arguments(tmp_path))
     examples = [part[index] for part in (train, held) for index in range(len(part))]
-    assert [int(example["label"]) for example in examples] == [0, 1, 0, 1, 0] * 2
     shades = [round(float((example["image"][0, 0, 0] + 1) * 127.5)) for example in examples]
-    assert shades == [10 * part + number for part in range(2) for number in range(5)]
+    labels = [int(example["label"]) for example in examples]
+    assert dict(zip(shades, labels, strict=True)) == {10 * part + n: n % 2 for part in range(2) for n in range(5)}
+    assert shades[:8] == sorted(shades[:8])
 
 
 def test_a_row_that_is_no_image_is_named(tmp_path):
     rows = [as_bytes(), as_bytes(), b"no image"]
     pq.write_table(pa.table({"image": rows, "label": [0, 1, 0]}), tmp_path / "a.parquet", row_group_size=2)
-    train, _ = labelled_images(arguments(tmp_path))
+    parts = labelled_images(arguments(tmp_path, data={"paths": (str(tmp_path),), "eval_fraction": 0.0}))
     with pytest.raises(DataError, match=r"a\.parquet, row 2 is no image that Pillow knows"):
-        train[2]
+        parts[0][2]
 
 
 def test_what_does_not_fit_is_named(folders, tmp_path):
@@ -180,5 +262,5 @@ def test_what_does_not_fit_is_named(folders, tmp_path):
         labelled_images(arguments(columns))
     labels = tmp_path / "labels.parquet"
     pq.write_table(pa.table({"image": [as_bytes()], "label": [2]}), labels)
-    with pytest.raises(DataError, match=r"image 0 has the label 2: expected 0 to 1 \(vision.num_labels\)"):
-        labelled_images(arguments(labels))[0][0]
+    with pytest.raises(DataError, match=r"labels.parquet, row 0 has the label 2: expected an integer from 0 to 1 \(vision"):
+        labelled_images(arguments(labels))

@@ -7,6 +7,7 @@ import pytest
 
 from tests.programs import short_pairs
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
+from trainers.data.sources import classification
 from trainers.data.sources.preference import PairEncoder
 from trainers.errors import DataError, DataMissingError, UsageError
 from trainers.planning.estimate import plan
@@ -141,12 +142,16 @@ def test_an_example_that_a_cut_leaves_nothing_of_is_an_error_before_training(tmp
         datasets(tmp_path, records=records)
 
 
-def test_a_label_or_a_column_that_is_wrong_says_where(tmp_path):
+def test_a_label_or_a_column_that_is_wrong_says_where(tmp_path, monkeypatch):
     records = short_pairs.labelled(20, 0)
     records[2]["label"] = "lowest"
-    train, _ = datasets(tmp_path, "labels", records=records)
     with pytest.raises(DataError, match=r"labels\.jsonl, line 3: column 'label' is 'lowest'"):
-        [train[index] for index in range(len(train))]
+        datasets(tmp_path, "labels", records=records)
+    # Of many records, those in the middle are looked at when they are read.
+    monkeypatch.setattr(classification, "CHECKED", 1)
+    parts = datasets(tmp_path, "labels", records=records)
+    with pytest.raises(DataError, match=r"labels\.jsonl, line 3: column 'label' is 'lowest'"):
+        [part[index] for part in parts for index in range(len(part))]
 
 
 def test_settings_that_do_not_fit_are_told_all_at_once(tmp_path):

@@ -47,10 +47,15 @@ def test_a_long_document_is_cut_at_the_side_that_the_settings_say():
         padded.padded(long, 2, "keep_start")
 
 
-def test_the_held_out_records_are_the_last_ones():
-    train, held_out = padded.split(ListRecords({"n": n} for n in range(10)), 0.2)
-    assert ([each["n"] for each in map(train.__getitem__, range(len(train)))], held_out[1]) == ([*range(8)], {"n": 9})
-    assert (held_out.where(0), held_out.columns) == ("pairs.jsonl, line 9", ("n",))
+def test_the_held_out_records_are_a_random_choice_and_the_same_each_time():
+    records = ListRecords({"n": n} for n in range(10))
+    train, held_out = padded.split(records, 0.2)
+    trained, held = ([part[index]["n"] for index in range(len(part))] for part in (train, held_out))
+    assert (trained, held) == (sorted({*range(10)} - {*held}), sorted(held))
+    assert len(held) == 2
+    assert held != [8, 9]
+    assert padded.split(records, 0.2)[1].indices.tolist() == held
+    assert (held_out.where(0), held_out.columns) == (f"pairs.jsonl, line {held[0] + 1}", ("n",))
     with pytest.raises(IndexError):
         train[8]
     with pytest.raises(DataError, match=r"data\.eval_fraction = 0\.1 of 3 records leaves 3 to train on and 0 to hold out"):

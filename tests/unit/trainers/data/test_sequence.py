@@ -55,7 +55,7 @@ def test_held_out_examples_of_every_kind_have_ids_after_those_of_the_training(tm
     assert ids(made.dataset_eval, 0, 2) == [ROWS, ROWS + 1]
 
 
-@pytest.mark.costs("reads much data")
+@pytest.mark.slow("reads much data")
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_of_every_kind_trains_over_epochs_to_the_same_state(tmp_path, kind):
     constant = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}}

@@ -90,7 +90,7 @@ def told(events, text):
     return [event["message"] for event in of(events, "note") if text in event["message"]]
 
 
-@pytest.mark.costs("reads much data")
+@pytest.mark.slow("reads much data")
 @pytest.mark.parametrize("make", [of_grain, Own, Held])
 def test_a_resumed_run_sets_the_state_and_reads_nothing_again(tmp_path, events, make):
     _, whole = made_of(tmp_path / "whole", make)

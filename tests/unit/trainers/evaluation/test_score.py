@@ -212,3 +212,29 @@ def test_scores_of_another_metric_are_not_compared():
 def test_what_makes_no_sense_is_told(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class KnowsMore(BaseTrainer):
+    def calculate_metrics(self, metrics, unit):
+        return {**metrics, "mine": 1.0}
+
+
+class BuildsLater(BaseTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def test_a_score_of_an_unknown_metric_is_an_error_when_the_trainer_is_built(tmp_path):
+    def made(metric, **changes):
+        return trainer(tmp_path, evaluation={"score": {"metrics": [metric], "lower_better": True}}, **changes)
+
+    with pytest.raises(UsageError, match=r"score.metrics: 'eval_los': expected .*did you mean eval_loss\?"):
+        made("eval_los")
+    with pytest.raises(UsageError, match=r"score.metrics: 'val_loss': expected"):
+        made("val_loss")
+    made("eval_accuracy")
+    made("eval_mine", cls=KnowsMore)
+    # Its parts may be set after `super().__init__`: then it is found before a device is used.
+    later = made("eval_los", cls=BuildsLater)
+    with pytest.raises(UsageError, match=r"score.metrics: 'eval_los': expected"):
+        later.prepare()

@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory):
     return state, made.output.metrics, seen
 
 
-@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("cut", [1, 3, 5, 6, 7, 8])
 def test_a_resume_in_or_at_the_edge_of_any_epoch_neither_stops_early_nor_repeats(tmp_path, events, undisturbed, cut):
     """Others end a run that is resumed in its last epoch at once, or train that epoch again."""

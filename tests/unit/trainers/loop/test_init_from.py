@@ -210,7 +210,7 @@ def test_before_its_first_checkpoint_a_run_begins_with_the_same_again(tmp_path, 
     assert_equal(begun(tmp_path, init_from=str(source[0])).first, source[1])  # other settings: another beginning
 
 
-@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("course", ["one process", "restarted", "begun from the seed"])
 def test_a_rollback_to_the_beginning_finds_it_again(tmp_path, events, source, course):
     """Also in a process that went on from a checkpoint, whatever its settings say by then."""

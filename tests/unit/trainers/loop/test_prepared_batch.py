@@ -113,6 +113,11 @@ def test_a_hook_that_reads_values_tells_its_shapes(tmp_path, events):
         (lambda batch: {**batch, "more": jnp.zeros((1, 3))}, r"returned more \(1, 3\): expected leaves \[1, 16, ...\]"),
         (lambda batch: {"weight": batch["weight"]}, "returned no sample_id"),
         (lambda batch: None, "returned NoneType: expected the batch"),
+        (lambda batch: (batch, 3), r"returned \(dict, int\): expected the batch, .*or \(batch, metrics\)"),
+        (
+            lambda batch: (batch, {"mine": jnp.zeros(3)}),
+            r"the metric mine of shape \[3\]: expected a scalar, or \[1, 16\]",
+        ),
     ],
 )
 def test_what_is_no_batch_is_an_error(tmp_path, returned, problem):
@@ -140,3 +145,19 @@ def test_shapes_are_found_without_a_device_and_nothing_of_the_trace_stays(tmp_pa
     made.prepare()
     assert "teacher" not in vars(made)
     assert "_mesh" not in vars(made)
+
+
+class Measures(BaseTrainer):
+    def prepare_batch(self, state, batch, *, training):
+        batch, metrics = dict(batch), {"step": state.batch_index, "two": 2, "is_training": float(training)}
+        return batch, {**metrics, "odd": batch["sample_id"] % 2, "host": np.ones(np.shape(batch["weight"]))}
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_metrics_beside_the_batch_are_means_over_the_rows(tmp_path, events):
+    trainer(tmp_path, cls=Measures, max_num_steps=2, global_batch_size=20, accumulation_steps=2).train()
+    published = [event["metrics"] for event in of(events, "metrics")]
+    names = ("step", "two", "is_training", "odd", "host")
+    assert [[metrics[name] for name in names] for metrics in published[:2]] == [[0, 2, 1, 0.5, 1], [1, 2, 1, 0.5, 1]]
+    assert [published[2][f"eval_{name}"] for name in names] == pytest.approx([2, 2, 0, 10 / 21, 1])
+    assert not [event for event in of(events, "note") if "compiles again" in event["message"]]

@@ -179,7 +179,7 @@ def test_a_process_that_dies_after_a_rollback_loses_none_of_it(tmp_path, left_ou
     assert len(named) == (0 if restored else 1)
 
 
-@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_loss_spike_is_left_out_and_the_statistics_ignore_it(tmp_path, left_out, policy):
     learning = {"max_num_steps": 30, "optimizer": {"name": "adamw", "learning_rate": 0.1}, "publish_every_steps": 1}

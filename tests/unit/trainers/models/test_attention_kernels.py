@@ -59,7 +59,7 @@ def assert_same(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
 
 
-@pytest.mark.costs("compiles a model in several forms")
+@pytest.mark.slow("compiles a model in several forms")
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["whole", "packed"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("softcap", [None, SOFTCAP])
@@ -122,7 +122,7 @@ def of_a_user(query, key, value, **settings):
     return -blockwise(query, key, value, **settings)
 
 
-@pytest.mark.costs("compiles a model in several forms")
+@pytest.mark.slow("compiles a model in several forms")
 @pytest.mark.parametrize(
     ("layers", "windows"),
     [({}, {CONFIG.window, None}), ({"global_every": None}, {CONFIG.window}), ({"window": None, "global_every": None}, {None})],

@@ -268,6 +268,7 @@ def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family)
         ),
         ({"family": "mistral", "window": 3, "global_every": 2}, r"global_every = 2: the family mistral has none such"),
         ({"family": "qwen2", "window": 3, "local_rope_theta": 5.0}, r"local_rope_theta = 5\.0: the family qwen2 has none such"),
+        ({"family": "qwen2", "window": 3, "global_every": 1}, "global_every = 1: then no layer has the window; leave out window"),
         ({"query_scalar": 8}, r"query_scalar = 8: the family llama has none such"),
         ({"family": "gemma2", "query_scalar": 8.5}, r"query_scalar = 8\.5: the family gemma2 has a whole number"),
         ({"family": "gemma3", "attention_softcap": 50.0}, r"attention_softcap = 50\.0: the family gemma3 has none such"),

@@ -99,7 +99,7 @@ def test_nothing_is_added_by_index_forward_or_backward():
     assert "scatter" not in program
 
 
-@pytest.mark.costs("compiles a model in several forms")
+@pytest.mark.slow("compiles a model in several forms")
 @pytest.mark.parametrize(
     ("sizes", "tokens", "changes"),
     [

@@ -15,9 +15,12 @@ from tests.programs.tiny import Numbers
 from tests.unit.training import FIXED, StopAt, arguments, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
+from trainers.config import MeshConfig
 from trainers.data.iterated_loader import IteratedLoader
 from trainers.errors import DataError, UsageError
-from trainers.protocol import TrainerConfigureDataloaderOutput
+from trainers.parallel.mesh import make_mesh
+from trainers.protocol import CheckpointManagerProtocol, TrainerConfigureDataloaderOutput, TrainerConfigureFunctionOutput
+from trainers.runtime.executables import Program
 
 pytestmark = pytest.mark.usefixtures("events")
 SGD = {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "max_grad_norm": None, "schedule": {"name": "constant"}}
@@ -127,6 +130,36 @@ def returning(step):
 def test_what_cannot_work_with_a_step_of_ones_own_is_refused_by_name(tmp_path, cls, changes, problem):
     with pytest.raises(UsageError, match=problem):
         trainer(tmp_path, cls=cls, **{**PLAIN, **changes}).train()
+
+
+class OnlyTheStep(OwnSteps):
+    returned = None
+
+    def configure_functions(self):
+        return self.returned or TrainerConfigureFunctionOutput(self.own_train_step)
+
+
+def test_what_is_left_out_of_the_functions_is_what_there_would_be(tmp_path):
+    made = trainer(tmp_path, cls=OnlyTheStep, **PLAIN)
+    made._configure()
+    functions = made.functions
+    assert functions.mesh == made.mesh
+    assert isinstance(functions.checkpoint_manager, CheckpointManagerProtocol)
+    assert isinstance(functions.eval_step_fn, Program)
+
+
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        ((1, 2), "configure_functions returned tuple: expected a trainers.protocol.TrainerConfigureFunctionOutput"),
+        (TrainerConfigureFunctionOutput(None), "returned no train_step_fn"),
+        (TrainerConfigureFunctionOutput(min, mesh=make_mesh(MeshConfig(), jax.devices()[:1])), "a mesh of its own"),
+    ],
+)
+def test_what_are_no_functions_is_refused(tmp_path, returned, problem):
+    made = trainer(tmp_path, cls=type("Returns", (OnlyTheStep,), {"returned": returned}), **PLAIN)
+    with pytest.raises(UsageError, match=problem):
+        made._configure()
 
 
 # ---------------------------------------------------------------------- loaders that are iterated over

@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_finite_is_an_anomaly_and_no_overflow(tmp_path, event
     assert float(state.scaler["scale"]) == LossScaleConfig().initial
 
 
-@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.slow("compiles a step and trains")
 @pytest.mark.parametrize(("dtype", "rtol"), [("float16", 1e-3), ("bfloat16", 1e-2)])
 def test_it_learns_what_float32_learns_with_micro_batches_too(tmp_path, events, dtype, rtol):
     masters = half(tmp_path / "half", dtype=dtype, accumulation_steps=2).train()

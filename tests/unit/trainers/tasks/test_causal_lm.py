@@ -103,11 +103,17 @@ def test_ignored_tokens_are_no_targets_and_have_no_loss(task, model):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), loss, by_weight)
 
 
+def test_no_token_is_ignored_by_the_index_of_other_libraries(task, model):
+    rows = batch(2, [1, 1])
+    ours, theirs = (jax.jit(with_loss(task, ignore_index=index).loss)(model, rows) for index in (None, -100))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
         ({"label_smoothing": 1.0}, "label_smoothing = 1.0: expected 0 <= "),
-        ({"ignore_index": -100}, "ignore_index = -100: expected an id"),
+        ({"ignore_index": -1}, "ignore_index = -1: expected an id of the vocabulary, .*; or -100"),
     ],
 )
 def test_settings_of_the_loss_are_checked(settings, error):

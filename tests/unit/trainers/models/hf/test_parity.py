@@ -106,7 +106,7 @@ def test_greedy_tokens_by_the_cache(family, model):
     np.testing.assert_array_equal(run(model), greedy)
 
 
-@pytest.mark.costs("compiles decoders of several families")
+@pytest.mark.slow("compiles decoders of several families")
 def test_packed_rows_are_their_documents_alone(family, model):
     tokens = family[2]["tokens"]
     lengths = (13, 7, 20)
@@ -120,7 +120,7 @@ def test_packed_rows_are_their_documents_alone(family, model):
         start += length
 
 
-@pytest.mark.costs("compiles decoders of several families")
+@pytest.mark.slow("compiles decoders of several families")
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}])
 def test_on_a_mesh(family, model, sizes):
     expected = family[2]

@@ -1,0 +1,95 @@
+"""What ends a turn is trained, whatever it is made of; or else the start says so. A generation stops by it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.unit import chat_folders
+from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.data.chat import ChatEncoder
+from trainers.data.sources.conversations import conversations
+from trainers.data.sources.preference import preference_pairs
+from trainers.data.sources.text import text_windows
+from trainers.tokenizers import FolderTokenizer
+
+ASKED, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}
+ALPACA = (
+    "{% for m in messages %}{{ ('### Instruction:\n' if m.role == 'user' else '### Response:\n') + m.content + '\n\n' }}"
+    "{% endfor %}"
+)
+LETTERS = chat_folders.CHATML.replace("<|im_end|>", "[/end]")
+MARKED_WITHOUT = (
+    "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+)
+HEADERS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '\n' }}{% endfor %}"
+LAST = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ '<|end|>' }}"
+CASES = {
+    "several": (LETTERS, (), ["Hello[/end]"] * 2),
+    "plain": (LETTERS, ("[/end]",), ["Hello[/end]"] * 2),
+    "alpaca": (ALPACA, (), ["Hello"] * 2),
+    "marked": (MARKED_WITHOUT, (), ["Hello"] * 2),
+    "headers": (HEADERS, (), ["Hello"] * 2),
+    "last": (LAST, (), ["Hello", "Hello\n<|end|>"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    path = tmp_path_factory.mktemp("folders")
+    return {name: chat_folders.write(path / name, template, plain=plain) for name, (template, plain, _) in CASES.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_end_of_a_turn_is_a_target(folders, name):
+    tokenizer = FolderTokenizer(str(folders[name]))
+    encoder, record = ChatEncoder(tokenizer), {"messages": [ASKED, ANSWER, ASKED, ANSWER]}
+    (document,) = encoder.encode([record])
+    weight = document.token_weight
+    edges = np.flatnonzero(np.diff([0, *(weight > 0), 0]))
+    runs = zip(edges[::2], edges[1::2], strict=True)
+    assert [tokenizer.raw(document.tokens[first:end].tolist()) for first, end in runs] == CASES[name][2]
+    told = encoder.notes(record)
+    assert len(told) == (name not in ("several", "plain"))
+    if told:
+        how = "marks" if name == "marked" else "writes"
+        assert f"for the chat template of {tokenizer.source} {how} none: the model does not learn to stop" in told[0]
+        assert told[0].endswith("Hello'")
+
+
+def test_a_generation_stops_by_what_ends_a_turn(folders):
+    of = {name: FolderTokenizer(str(folder)) for name, folder in folders.items()}
+    end = of["plain"]._tokenizer.convert_tokens_to_ids("[/end]")
+    assert (of["plain"].stop_ids(), of["plain"].stop_texts()) == ((of["plain"].separator, end), ())
+    assert (of["several"].stop_ids(), of["several"].stop_texts()) == ((of["several"].separator,), ("[/end]",))
+    assert (of["alpaca"].stop_ids(), of["alpaca"].stop_texts()) == ((of["alpaca"].separator,), ())
+
+
+def arguments(tmp_path, records, **data):
+    path = tmp_path / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = {
+        "vocab_size": chat_folders.NUM_IDS + 1,
+        "width": 16,
+        "num_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "mlp_width": 16,
+    }
+    settings = {"paths": [str(path)], "sequence_length": 96, "eval_fraction": 0.0, "shuffle": False, **data}
+    return from_dict(TrainingArguments, {"name": "t", "max_num_steps": 1, "model": model, "data": settings})
+
+
+def test_the_start_says_that_nothing_ends_a_turn(folders, tmp_path, events, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    chats, tokenizer = [{"messages": [ASKED, ANSWER]}], str(folders["alpaca"])
+    pairs = [{"prompt": [ASKED], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "No"}]}]
+    conversations(arguments(tmp_path, chats, tokenizer=tokenizer))
+    for _ in range(2):  # made, and found
+        text_windows(arguments(tmp_path, chats, tokenizer=tokenizer, packing="fit"))
+    preference_pairs(arguments(tmp_path, pairs, tokenizer=tokenizer))
+    told = [event["message"] for event in events if event["ev"] == "note" and "does not learn to stop" in event["message"]]
+    assert len(told) == 4
