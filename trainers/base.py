@@ -240,21 +240,24 @@ class BaseTrainer(Builder):
             first = jax.jit(self._initial_state, out_shardings=shardings)
             return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
         if arrays := arrays_in(self._configured(self._model, "model", "configure_model").state):
-            named = {"init_from": arguments.init_from, "checkpoint.start_from": arguments.checkpoint.start_from}
-            for name in (name for name, given in named.items() if given is not None):
+            if others := [name for name, value in named.items() if value is not None]:
                 raise UsageError(
-                    f"{name} is set, and configure_model has returned a state with arrays, such as {next(iter(arrays))}: leave "
-                    "one of them out"
+                    f"{others[0]}: configure_model has returned a state with arrays ({next(iter(arrays))} ...), which begins the "
+                    "run: leave one of them out"
                 )
-            abstract = with_shardings(self._model_state, shardings)
-            finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
-            first = jax.jit(finish, out_shardings=shardings)
-            return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
+            return self._from_arrays(arrays, keep)
         if arguments.checkpoint.start_from is not None:
             return FromCheckpoint(arguments, self._run_folder, with_shardings(self._model_state, shardings))
         # What was loaded becomes part of the state: there are no two of it in memory.
         first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
+
+    def _from_arrays(self, arrays: dict[str, Any], keep: bool) -> Beginning:
+        """Returns the beginning with these arrays of the state, by path, and the rest from the seed."""
+        abstract = with_shardings(self._model_state, self._state_shardings)
+        finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
+        first = jax.jit(finish, out_shardings=self._state_shardings)
+        return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
 
     def _placed(self, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:
         """Returns the given arrays of the model, on the devices, by name. State beside the parameters may be missing."""

@@ -160,7 +160,7 @@ def test_a_call_by_hand_drops_no_array_and_types_are_those_of_the_model(tmp_path
 
 
 def test_arrays_of_configure_model_that_do_not_go_with_the_rest_are_an_error(tmp_path, events):
-    with pytest.raises(UsageError, match=r"init_from is set, and configure_model has returned .* arrays, such as .params"):
+    with pytest.raises(UsageError, match=r"init_from: configure_model has returned a state with arrays \(.params"):
         trainer(tmp_path, cls=OwnState, init_from="x", **NO_SAVES).train()
     shapes = {"more": jax.ShapeDtypeStruct((3,), np.float32)}
     other = type("Other", (OwnState,), {"changes": {"sums": shapes}})
