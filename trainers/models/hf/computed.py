@@ -154,7 +154,8 @@ def _problems_of_ropes(family: str, given: Json) -> Iterator[str]:
 
 def _problems_of_layers(family: str, given: Json) -> Iterator[str]:
     kinds, count = given.get("layer_types"), given.get("num_hidden_layers")
-    if None not in (flags := given.get("no_rope_layers"), count) and len(flags) != count:
+    flags = given.get("no_rope_layers")
+    if flags is not None and count is not None and len(flags) != count:
         yield f"no_rope_layers has {len(flags)} layers: expected num_hidden_layers ({count})"
     if kinds is None or count is None:
         return
