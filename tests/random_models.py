@@ -224,13 +224,13 @@ def _windows(draw: Draw, family: str, layers: int) -> dict[str, Any]:
         return {}
     window = draw.one(1, 3, 5)
     found: dict[str, Any] = {"sliding_window": window}
-    if family in ("mistral", "mixtral", "ministral"):
+    if family in ("mistral", "mixtral"):
         found["sliding_window"] = draw.one(window, None)
     if "use_sliding_window" in known:
         found["use_sliding_window"] = draw.now_and_then(0.7)
     every = draw.one(1, 2, 3)
     kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
-    if family == "ministral" and found["sliding_window"] is not None and draw.now_and_then():
+    if family == "ministral" and draw.now_and_then():
         found["layer_types"] = kinds
     if family in ("gemma2", "gemma3") or (family in ("qwen2", "qwen3") and found["use_sliding_window"]):
         form = draw.one("layer_types", "pattern")

@@ -219,7 +219,7 @@ def _write_window(config: ModelConfig) -> dict[str, Any]:
     about: dict[str, Any] = {"sliding_window": config.window}
     if config.family.startswith("qwen"):
         about["use_sliding_window"] = config.window is not None
-    elif config.window is None and config.family != "ministral":
+    elif config.window is None:
         # No layer has it, and still transformers wants a number.
         about["sliding_window"] = DEFAULTS[config.family]["sliding_window"]
     if config.family != "qwen3_moe":
