@@ -67,6 +67,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0, "attention_multiplier": 0.25},
     ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "mlp_bias": True}),
+    "olmo2": ("olmo2", {}),
     "mistral": ("mistral", {"sliding_window": 6}),
     "ministral": ("ministral", {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
     "gemma": ("gemma", {}),

@@ -18,8 +18,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 ROWS, TIME, TOLERANCE = 2, 24, 3e-4
-"""The tolerance is of the largest logit: scores as large as some here make rounding larger than in `tests/unit/data/parity`. A key
-that is read wrongly makes a difference of a hundredth at least."""
+"""The tolerance is of the largest logit: scores as large as some here make rounding larger than in `tests/unit/data/parity`. A
+key that is read wrongly makes a difference of a hundredth at least."""
 
 
 def draw(folder: Path, count: int) -> None:

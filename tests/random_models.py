@@ -46,6 +46,7 @@ HARMLESS: dict[str, Any] = {
     "router_jitter_noise": 0.0,
     "cache_implementation": "hybrid",
     "_auto_class": None,
+    "sliding_window": 5,
     "reorder_and_upcast_attn": True,
 }
 """Values of keys that may have any. Others have 1 here."""
@@ -112,6 +113,8 @@ def _optional(draw: Draw, has: frozenset[str]) -> dict[str, Any]:
             settings["global_every"] = draw.one(None, 2, 3)
         if "local_rope_theta" in has and (settings["rope_scaling"] or draw.now_and_then()):
             settings["local_rope_theta"] = draw.one(10.0, 10_000)
+    if "unturned_every" in has:
+        settings["unturned_every"] = draw.one(None, 1, 2, 3)
     settings |= {name: draw.now_and_then() for name in ("attention_bias", "mlp_bias") if name in has}
     settings |= {name: draw.one(None, 3, 0.7) for name in MULTIPLIERS if name in has}
     for name, values in (
@@ -207,12 +210,17 @@ def _decoder(draw: Draw, family: str) -> dict[str, Any]:
         found["num_experts_per_tok"] = draw.one(1, 2)
     if family == "qwen3_moe":
         found["moe_intermediate_size"] = draw.one(12, 20)
+    if family == "smollm3":
+        every = draw.one(1, 2, 3, 9)
+        flags = [int((layer + 1) % every != 0) for layer in range(layers)]
+        found |= draw.one({}, {"no_rope_layer_interval": every}, {"no_rope_layers": flags, "no_rope_layer_interval": 2})
+        found |= draw.one({}, {"layer_types": ["full_attention"] * layers})
     return found | _windows(draw, family, layers) | _ropes(draw, family)
 
 
 def _windows(draw: Draw, family: str, layers: int) -> dict[str, Any]:
     known = keys.OF_FAMILY[family]
-    if "sliding_window" not in known:
+    if "window" not in FAMILIES[family].settings:
         return {}
     window = draw.one(1, 3, 5)
     found: dict[str, Any] = {"sliding_window": window}

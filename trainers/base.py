@@ -27,7 +27,7 @@ from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit, lacks_data
 from trainers.loop import init_from
-from trainers.loop.beginning import Beginning, FromSettings, Given, given_arrays
+from trainers.loop.beginning import Beginning, FromSettings, Given, arrays_in, given_arrays, placed_like, with_arrays
 from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import IS_OBSERVED, Evaluator, Observed, means, observed
 from trainers.loop.garbage import GarbageCollection
@@ -222,8 +222,9 @@ class BaseTrainer(Builder):
 
     def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
         """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
-        new optimizer state; 3. the state that `checkpoint.start_from` names; 4. the parameters that `init_from` names; 5. the
-        seed."""
+        new optimizer state; 3. the arrays in the state of `configure_model`, with the rest from the seed; 4. the state that
+        `checkpoint.start_from` names; 5. the parameters that `init_from` names; 6. the seed. Raises UsageError for 3 together
+        with 4 or 5."""
         arguments, shardings, shapes = self.arguments, self._state_shardings, self._model_arrays
         # Only a rollback comes back to the beginning within this process.
         keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
@@ -239,11 +240,25 @@ class BaseTrainer(Builder):
         if model_parameters is not None:
             first = jax.jit(self._initial_state, out_shardings=shardings)
             return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
+        if arrays := arrays_in(self._configured(self._model, "model", "configure_model").state):
+            if others := [name for name, value in named.items() if value is not None]:
+                raise UsageError(
+                    f"{others[0]}: configure_model has returned a state with arrays ({next(iter(arrays))} ...), which begins the "
+                    "run: leave one of them out"
+                )
+            return self._from_arrays(arrays, keep)
         if arguments.checkpoint.start_from is not None:
             return FromCheckpoint(arguments, self._run_folder, with_shardings(self._model_state, shardings))
         # What was loaded becomes part of the state: there are no two of it in memory.
         first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
+
+    def _from_arrays(self, arrays: dict[str, Any], keep: bool) -> Beginning:
+        """Returns the beginning with these arrays of the state, by path, and the rest from the seed."""
+        abstract = with_shardings(self._model_state, self._state_shardings)
+        finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
+        first = jax.jit(finish, out_shardings=self._state_shardings)
+        return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
 
     def _placed(self, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:
         """Returns the given arrays of the model, on the devices, by name. State beside the parameters may be missing."""

@@ -30,6 +30,7 @@ from trainers.evaluation.exact_match import ExactMatch, questions, task_of_unit
 from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.unit_builder import UnitBuilder
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
+from trainers.loop.beginning import with_types_of
 from trainers.loop.frozen import FrozenWeights, Source
 from trainers.loop.inflight import Flags
 from trainers.loop.lineage import Lineage
@@ -85,6 +86,7 @@ class Builder(ModelBuilder):
         self.output: TrainerOutput | None = None
         self.info = RunInfo(max_steps=arguments.max_num_steps)
         self.lineage = Lineage()
+        self._is_prepared = False
         self._functions: TrainerConfigureFunctionOutput | None = None
         self._dataloaders: TrainerConfigureDataloaderOutput | None = None
         self._given_loaders: TrainerConfigureDataloaderOutput | None = None
@@ -253,8 +255,13 @@ class Builder(ModelBuilder):
 
     def prepare(self) -> None:
         """Does everything that needs no device. Optional: `train` does what was not done."""
-        if self._model is None:
-            self._model = self.configure_model()
+        if not self._is_prepared:
+            # Also after a call by hand: a subclass's own keeps nothing itself, and its result may have arrays.
+            if self._model is None or type(self).configure_model is not ModelBuilder.configure_model:
+                made = self.configure_model()
+                own = None if self._model is None else self._model.state
+                self._model = TrainerConfigureModelOutput(made.model, with_types_of(own, made.state))
+            self._is_prepared = True
         _ = self.loss_layout, self._unit_datasets
         score_metrics.check(self)
 

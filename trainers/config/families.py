@@ -11,7 +11,7 @@ ROTARY = frozenset({"num_kv_heads", "head_dim", "rope_theta", "rope_scaling"})
 OPTIONAL = (
     *("num_kv_heads", "head_dim", "rope_theta", "rope_scaling", "local_rope_theta", "num_positions", "window", "global_every"),
     *("query_scalar", "attention_softcap", "logit_softcap", "num_experts", "experts_per_token", "normalize_routing"),
-    *("attention_bias", "mlp_bias", "embedding_multiplier", "residual_multiplier", "logit_divisor"),
+    *("attention_bias", "mlp_bias", "embedding_multiplier", "residual_multiplier", "logit_divisor", "unturned_every"),
 )
 """The keys of `model` that not every family has."""
 
@@ -24,6 +24,8 @@ class Family:
     """`layer`: LayerNorm, with a bias (Ba et al., 2016)."""
     norm_offset: bool = False
     """The scale of a norm is 1 + weight, applied in float32."""
+    pre_norms: bool = True
+    """A norm before the attention and before the MLP."""
     post_norms: bool = False
     """A norm also after the attention and after the MLP, before their sums with the residual stream."""
     qkv_bias: bool = False
@@ -32,6 +34,8 @@ class Family:
     """So have the attention's output and the MLP."""
     qk_norm: bool = False
     """A norm over the channels of each head of queries and keys, before their rotation."""
+    whole_qk_norm: bool = False
+    """A norm over the channels of all heads of queries together, and one of keys."""
     activation: Literal["silu", "gelu", "exact_gelu"] = "silu"
     """`gelu`: the approximation by tanh (Hendrycks & Gimpel, 2016)."""
     gated: bool = True
@@ -66,6 +70,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma2": Family(**GEMMA, settings=OF_GEMMA | {"attention_softcap"}),  # type: ignore[arg-type]
         "gemma3": Family(**GEMMA, qk_norm=True, settings=OF_GEMMA | {"local_rope_theta"}),  # type: ignore[arg-type]
         "granite": Family(settings=OF_GRANITE),
+        "smollm3": Family(settings=ROTARY | BIASES | {"unturned_every"}),
+        "olmo2": Family(pre_norms=False, post_norms=True, whole_qk_norm=True, settings=ROTARY | {"attention_bias"}),
         "gpt2": Family(
             norm="layer",
             qkv_bias=True,

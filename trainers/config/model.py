@@ -120,8 +120,8 @@ class ModelConfig(Section):
     """A folder of Hugging Face. The model is the one that its `config.json` describes, and begins with its weights (`init_from`).
     It says all keys of this section but `remat`, `attention` and `grouped_product`."""
     family: str = "llama"
-    """The structure: `llama`, `mistral`, `ministral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3`, `granite`, `gpt2`, `mixtral`
-    or `qwen3_moe`. The other keys are its numbers."""
+    """The structure: `llama`, `mistral`, `ministral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3`, `granite`, `smollm3`,
+    `olmo2`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys are its numbers."""
     vocab_size: int = 256
     width: int = 256
     num_layers: int = 4
@@ -146,6 +146,8 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     local_rope_theta: float | None = None
     """The `rope_theta` of layers with a window, to which `rope_scaling` does not apply. null: that of the others."""
+    unturned_every: int | None = None
+    """Every so manieth layer has no rotary positions (NoPE, Kazemnejad et al., 2023). null: all have them."""
     num_positions: int | None = None
     """The learned positions of `gpt2`: no sequence may be longer."""
     window: int | None = None
@@ -185,7 +187,7 @@ class ModelConfig(Section):
                 self,
                 1,
                 *("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_width"),
-                *("num_positions", "window", "global_every", "num_experts", "experts_per_token"),
+                *("num_positions", "window", "global_every", "num_experts", "experts_per_token", "unturned_every"),
             )
         )
         require_none([*convert_sections(self), *self._problems()])
@@ -244,6 +246,12 @@ class ModelConfig(Section):
         """Returns for each layer whether its attention has the window."""
         every = self.global_every or self.num_layers + 1
         return tuple(self.window is not None and (layer + 1) % every != 0 for layer in range(self.num_layers))
+
+    @property
+    def turned_layers(self) -> tuple[bool, ...]:
+        """Returns for each layer whether it has rotary positions."""
+        rotary, every = self.structure.positions == "rotary", self.unturned_every or self.num_layers + 1
+        return tuple(rotary and (layer + 1) % every != 0 for layer in range(self.num_layers))
 
     def unrolled(self, platform: str | None) -> bool:
         """Returns whether the layers are compiled one by one on `platform` (`cpu`, `gpu` or `tpu`), and not as a loop."""

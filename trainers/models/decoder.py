@@ -36,6 +36,9 @@ TABLE_SCALE = 0.02
 """The standard deviation of the embedding's initial values. It is small beside what the layers add: otherwise a table that also
 scores the next token would begin by expecting every token to repeat itself."""
 
+TURNED = "turned"
+"""Beside the weights of a layer: whether it has rotary positions, if only some have."""
+
 
 class Hidden(NamedTuple):
     """What logits are computed from, which a loss may do in parts."""
@@ -176,13 +179,14 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, RouterSums | None]:
         config, structure = self.config, self.config.structure
         with jax.named_scope("attention"):
-            query, key, value = heads_of(config, norm(config, x_ND, weights, "attention_norm"), weights, batch, angles)
+            normed_ND = norm(config, x_ND, weights, "attention_norm") if structure.pre_norms else x_ND
+            query, key, value = heads_of(config, normed_ND, weights, batch, angles)
             # [B, T, H, C] -> [N, H * C].
             mixed_ND = project(mix(query, key, value).reshape(x_ND.shape[0], -1), weights, "out")
             added_ND = norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
             x_ND += times(added_ND, config.residual_multiplier)
         with jax.named_scope("mlp"):
-            normed_ND, sums = norm(config, x_ND, weights, "mlp_norm"), None
+            normed_ND, sums = norm(config, x_ND, weights, "mlp_norm") if structure.pre_norms else x_ND, None
             if structure.experts:
                 added_ND, sums = mixture(config, normed_ND, weights, counted_N, activation(config))
             else:
@@ -197,7 +201,7 @@ class Decoder(nnx.Module):
     def _angles(self, positions_BT: jax.Array) -> Callable[[jax.Array | None], Angles | None]:
         """Returns the angles of a layer, given whether it has the window (traced; None: all have, or none has)."""
         config = self.config
-        if config.structure.positions != "rotary":
+        if not any(config.turned_layers):
             return lambda local: None
         of = partial(rotary_angles, positions_BT, config.channels)
         everywhere = of(config.rope_theta, config.rope_scaling)
@@ -217,7 +221,9 @@ class Decoder(nnx.Module):
         weights = lora.scaled(self.layers)
         # The router computes in float32: its weights are not rounded first.
         cast = {name: weight if name == "router" else weight.astype(self.dtype) for name, weight in weights.items()}
-        return cast | lora.noise(self.layers)
+        turned = self.config.turned_layers
+        flags = {TURNED: jnp.asarray(turned)} if any(turned) and not all(turned) else {}
+        return cast | flags | lora.noise(self.layers)
 
     def embedded(self, tokens_BT: jax.Array, positions_BT: jax.Array | None = None) -> jax.Array:
         """Returns what the first layer reads of the tokens, [B, T, D]. Only models with learned positions read `positions_BT`."""
@@ -284,12 +290,17 @@ def heads_of(
     """Query [B, T, H, C], key and value [B, T, K, C], turned to their places."""
 
     def heads(name: str) -> jax.Array:
-        x_BTHC = project(x_ND, weights, name).reshape(batch, -1, weights[name].shape[1] // config.channels, config.channels)
+        x_NF = project(x_ND, weights, name)
+        if config.structure.whole_qk_norm and name != "value":
+            x_NF = norm(config, x_NF, weights, f"{name}_norm")
+        x_BTHC = x_NF.reshape(batch, -1, weights[name].shape[1] // config.channels, config.channels)
         if name == "value":
             return x_BTHC
         if config.structure.qk_norm:
             x_BTHC = norm(config, x_BTHC, weights, f"{name}_norm")
-        return x_BTHC if angles is None else rotate(x_BTHC, angles)
+        if angles is None:
+            return x_BTHC
+        return jnp.where(weights[TURNED], rotate(x_BTHC, angles), x_BTHC) if TURNED in weights else rotate(x_BTHC, angles)
 
     return heads("query"), heads("key"), heads("value")
 

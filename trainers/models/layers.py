@@ -41,7 +41,8 @@ class Layers(nnx.Module):
             if structure.norm == "layer":
                 setattr(self, f"{name}_bias", zeros(axis))
 
-        norm("attention_norm")
+        if structure.pre_norms:
+            norm("attention_norm")
         self.query = matrix(embed, heads)
         self.key = matrix(embed, kv_heads)
         self.value = matrix(embed, kv_heads)
@@ -49,7 +50,11 @@ class Layers(nnx.Module):
         if structure.qk_norm:
             norm("query_norm", ("head_dim", config.channels))
             norm("key_norm", ("head_dim", config.channels))
-        norm("mlp_norm")
+        if structure.whole_qk_norm:
+            norm("query_norm", ("norm", config.num_heads * config.channels))
+            norm("key_norm", ("norm", config.num_kv_heads * config.channels))
+        if structure.pre_norms:
+            norm("mlp_norm")
         if structure.experts:
             # Which expert is which is no dimension to divide: a token needs the scores of all of them.
             self.router = matrix(embed, (None, config.num_experts or 0))

@@ -61,6 +61,14 @@ DEFAULTS: Mapping[str, Json] = {
         "logits_scaling": 1.0,
         "attention_multiplier": 1.0,
     },
+    "smollm3": {
+        **LLAMA,
+        "rope_theta": 2_000_000.0,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+    },
+    "olmo2": {**LLAMA, "rms_norm_eps": 1e-5},
     "gpt2": {
         "vocab_size": 50257,
         "n_embd": 768,
@@ -146,6 +154,9 @@ def _problems_of_ropes(family: str, given: Json) -> Iterator[str]:
 
 def _problems_of_layers(family: str, given: Json) -> Iterator[str]:
     kinds, count = given.get("layer_types"), given.get("num_hidden_layers")
+    flags = given.get("no_rope_layers")
+    if flags is not None and count is not None and len(flags) != count:
+        yield f"no_rope_layers has {len(flags)} layers: expected num_hidden_layers ({count})"
     if kinds is None or count is None:
         return
     if other := sorted(set(kinds) - {FULL, SLIDING}):
@@ -182,7 +193,8 @@ def ropes(family: str, given: Json) -> dict[str, Any]:
 
 def window_of(family: str, given: Json) -> int | None:
     """Returns the window of the layers that have one."""
-    if family.startswith("qwen") and not given["use_sliding_window"]:
+    unused = family.startswith("qwen") and not given["use_sliding_window"]
+    if unused or "window" not in FAMILIES[family].settings:
         return None
     return given.get("sliding_window")
 
@@ -244,10 +256,22 @@ def _layers(family: str, given: Json) -> Iterator[Layer]:
     first = (theta_of(sections[0], given["rope_theta"]), scaling_of(sections[0], given))
     # Without scaling: else the file is refused.
     second = (theta_of(sections[1], given["rope_local_base_freq"]), None) if sections[1:] else first
-    for kind in kinds_of_layers(family, given):
+    for kind, turned in zip(kinds_of_layers(family, given), turned_layers(given), strict=True):
         if kind == SLIDING and window is None and family in ("gemma2", "gemma3", "ministral"):
             raise UsageError(f"sliding_window = null: expected the window of the layers of {SLIDING}, which the file has")
+        if not turned:
+            yield Layer(window if kind == SLIDING else None, None, None)
+            continue
         yield Layer(window, *second) if kind == SLIDING else Layer(None, *first)
+
+
+def turned_layers(given: Json) -> list[bool]:
+    """Returns for each layer whether it has rotary positions. A 1 in `no_rope_layers` says that it has."""
+    count = given["num_hidden_layers"]
+    if given.get("no_rope_layers") is not None:
+        return [bool(flag) for flag in given["no_rope_layers"]]
+    every = given.get("no_rope_layer_interval", count + 1)
+    return [(layer + 1) % every != 0 for layer in range(count)]
 
 
 def kinds_of_layers(family: str, given: Json) -> list[str]:

@@ -36,6 +36,8 @@ FAMILY_OF = {
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "granite": "granite",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
     "gpt2": "gpt2",
     "mixtral": "mixtral",
     "qwen3_moe": "qwen3_moe",
@@ -51,6 +53,8 @@ ARCHITECTURE_OF = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -96,6 +100,7 @@ def _decoder(family: str, given: Json, meant: Meaning) -> ModelConfig:
         rope_theta=theta_of(sections[0], given["rope_theta"]),
         rope_scaling=scaling_of(sections[0], given),
         local_rope_theta=theta_of(sections[1], given["rope_local_base_freq"]) if has_two else None,
+        unturned_every=_unturned_every(meant.layers),
         window=window,
         global_every=global_every,
         query_scalar=query_scalar_of(given),
@@ -135,6 +140,16 @@ def _window(layers: tuple[Layer, ...]) -> tuple[int | None, int | None]:
             return window, every
     kinds = ", ".join(SLIDING if one else FULL for one in local)
     raise UsageError(f"layer_types: {kinds}: expected a full layer after every so many with a window, and no others")
+
+
+def _unturned_every(layers: tuple[Layer, ...]) -> int | None:
+    """Returns `unturned_every`. Raises UsageError if the layers without rotary positions are not those of any."""
+    turned = tuple(layer.rope_theta is not None for layer in layers)
+    for every in (None, *range(1, len(layers) + 1)):
+        if turned == tuple((layer + 1) % (every or len(layers) + 1) != 0 for layer in range(len(layers))):
+            return every
+    shown = ", ".join(str(int(one)) for one in turned)
+    raise UsageError(f"no_rope_layers: {shown}: expected a 0 after every so many layers with a 1, and no others")
 
 
 def write(config: ModelConfig, *, max_length: int, dtype: str) -> dict[str, Any]:
@@ -190,6 +205,7 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
         **_write_window(config),
         **_write_experts(config),
         **_write_biases(config),
+        **({"no_rope_layers": list(map(int, config.turned_layers))} if config.family == "smollm3" else {}),
         **(_write_gemma(config) if config.family in ("gemma2", "gemma3") else {}),
         **(_write_granite(config) if config.family == "granite" else {}),
     }

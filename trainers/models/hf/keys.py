@@ -62,6 +62,15 @@ ZERO, OFF, ON = only(0), only(False), only(True)
 EMPTY = Kind("nothing in it, or null", lambda found: found is None or found in ([], {}))
 NULL = Kind("null", lambda found: found is None)
 
+
+def _flags(found: Any) -> bool:
+    return isinstance(found, list) and all(type(item) in (int, bool) and item in (0, 1) for item in found)
+
+
+def _all_full(found: Any) -> bool:
+    return TEXTS.fits(found) and set(found) == {"full_attention"}
+
+
 Keys = Mapping[str, Kind]
 
 ABOUT_THE_FILE: Keys = dict.fromkeys(
@@ -189,6 +198,20 @@ OF_FAMILY: Mapping[str, Keys] = {
         "logits_scaling": POSITIVE,
         "attention_multiplier": POSITIVE,
     },
+    "smollm3": {
+        **DECODER,
+        **BIAS,
+        **HEAD_DIM,
+        "mlp_bias": FLAG,
+        "pretraining_tp": ANY,
+        "no_rope_layers": Kind("a 0 or a 1 for each layer, or null", lambda found: found is None or _flags(found)),
+        "no_rope_layer_interval": COUNT,
+        "use_sliding_window": OFF,
+        "sliding_window": ANY,
+        "max_window_layers": ANY,
+        "layer_types": Kind("full_attention alone, or null", lambda found: found is None or (_all_full(found))),
+    },
+    "olmo2": {**DECODER, **BIAS, **HEAD_DIM},
     "gpt2": {
         **OF_EVERY_MODEL,
         "vocab_size": COUNT,

@@ -52,11 +52,10 @@ class Meaning:
 
 def of_model(config: ModelConfig) -> Meaning:
     """Returns what `trainers.models.decoder.Decoder` computes."""
-    rotary = config.structure.positions == "rotary"
 
-    def layer(local: bool) -> Layer:
+    def layer(local: bool, turned: bool) -> Layer:
         window = config.window if local else None
-        if not rotary:
+        if not turned:
             return Layer(window, None, None)
         if local and config.local_rope_theta is not None:
             return Layer(window, config.local_rope_theta, None)
@@ -64,7 +63,7 @@ def of_model(config: ModelConfig) -> Meaning:
 
     named: dict[str, Any] = {item.name: getattr(config, item.name, None) for item in dataclasses.fields(Meaning)}
     named |= {name: getattr(config, name) or 1.0 for name in MULTIPLIERS}
-    named["layers"] = tuple(map(layer, config.local_layers))
+    named["layers"] = tuple(map(layer, config.local_layers, config.turned_layers))
     named["query_scalar"] = config.query_scalar or config.channels
     return Meaning(**named)
 

@@ -92,8 +92,13 @@ def layer_places(config: ModelConfig) -> dict[str, Place]:
     if config.family == "gpt2":
         return GPT2_LAYER
     structure = config.structure
-    optional = {f"{name}_bias": BIASES[f"{name}_bias"] for name in sorted(config.biased)} | (QK_NORM if structure.qk_norm else {})
-    return ATTENTION | MLPS.get(config.family, GATED_MLP) | optional | (POST_NORMS if structure.post_norms else NORMS)
+    optional = {f"{name}_bias": BIASES[f"{name}_bias"] for name in sorted(config.biased)} | (
+        QK_NORM if structure.qk_norm or structure.whole_qk_norm else {}
+    )
+    norms = POST_NORMS if structure.post_norms else NORMS
+    if not structure.pre_norms:
+        norms = {name: place for name, place in norms.items() if name.endswith("post_norm")}
+    return ATTENTION | MLPS.get(config.family, GATED_MLP) | optional | norms
 
 
 def top_places(config: ModelConfig) -> dict[str, Place]:

@@ -179,6 +179,7 @@ def test_every_parameter_names_its_dimensions():
         ("gemma2", "query_scalar", 2.0),
         ("gemma2", "attention_softcap", 0.2),
         ("gemma2", "logit_softcap", 0.1),
+        ("smollm3", "unturned_every", 2),
         ("granite", "embedding_multiplier", 3.0),
         ("granite", "residual_multiplier", 0.2),
         ("granite", "logit_divisor", 4.0),

@@ -177,6 +177,9 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
         ("gpt2", {"n_inner": 0}, "n_inner = 0: expected a whole number of at least 1, or null"),
         ("qwen2", {"layer_types": ["full_attention"] * 5}, r"layer_types has 5 layers: expected num_hidden_layers \(6\)"),
         ("gemma2", {"sliding_window": None}, "sliding_window = null: expected the window of the layers of sliding_attention"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 1, 1]}, "no_rope_layers: 0, 1, 1, 1, 1, 1: expected a 0 after every so many"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers has 2 layers: expected num_hidden_layers \(6\)"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window = true: expected false in the family smollm3"),
         # Two keys for one thing.
         (
             "mixtral",
@@ -242,7 +245,7 @@ def test_the_length_of_the_first_training_may_be_that_of_the_positions():
         hf_config.read(given)
 
 
-@pytest.mark.parametrize("kind", ["ministral3", "mistral3", "pixtral", "gemma3n_text", "olmo2", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["ministral3", "mistral3", "pixtral", "gemma3n_text", "olmo3", "smollm4", "qwen2_moe"])
 def test_no_other_model_is_suggested_for_one_that_is_not_there(kind):
     with pytest.raises(UsageError, match=rf"model_type = '{kind}': expected one of [^;]*$"):
         hf_config.read({"model_type": kind, **SIZES})

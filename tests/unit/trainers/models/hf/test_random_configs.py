@@ -150,7 +150,9 @@ def layers_of(family, config):
             kind = config.layer_types[layer]
             window = window if kind == "sliding_attention" else None
             ropes = ropes[kind] if family == "gemma3" else ropes
-        yield Layer(None, None, None) if family == "gpt2" else Layer(window, *rope_of(ropes))
+        if family == "smollm3":
+            window, ropes = None, ropes if config.no_rope_layers[layer] else None
+        yield Layer(window, None, None) if ropes is None else Layer(window, *rope_of(ropes))
 
 
 def rope_of(rope):
@@ -246,6 +248,7 @@ SETTINGS = st.fixed_dictionaries(
         "norm_eps": st.sampled_from([1e-6, 1]),
         "attention_bias": st.booleans(),
         "mlp_bias": st.booleans(),
+        "unturned_every": st.sampled_from([None, 1, 3]),
         "embedding_multiplier": st.sampled_from([None, 3]),
         "logit_divisor": st.sampled_from([None, 0.7]),
         "tie_embeddings": st.booleans(),
