@@ -27,9 +27,9 @@ from trainers.errors import NotConfiguredError, OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT, NO_DATA, ValidationUnit, lacks_data
 from trainers.loop import init_from
-from trainers.loop.beginning import Beginning, FromSettings, Given, given_arrays
+from trainers.loop.beginning import Beginning, FromSettings, Given, arrays_in, given_arrays, placed_like, with_arrays
 from trainers.loop.data_state import DataState
-from trainers.loop.evaluator import Evaluator, Observed
+from trainers.loop.evaluator import IS_OBSERVED, Evaluator, Observed, means, observed
 from trainers.loop.garbage import GarbageCollection
 from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
@@ -49,6 +49,7 @@ from trainers.metrics.publisher import THROUGHPUT, Publisher, Seconds, Throughpu
 from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
+from trainers.published import own
 from trainers.runtime import multihost, signals
 from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
@@ -99,7 +100,8 @@ class BaseTrainer(Builder):
         unit: str | None = None,
     ) -> dict[str, float]:
         """Returns means over the whole held-out set of a validation unit (default: the first), or over its `max_batches`, each
-        example counted once: `loss`, the parts of the loss, and `perplexity`, without the name of the unit.
+        example counted once: `loss`, the parts of the loss, and `perplexity`, without the name of the unit. If a subclass has its
+        own `eval`, they are the means of what that yields.
 
         The hooks and callbacks of an evaluation are called as in training. A hook may donate the state that is given.
         `metric_calculator` gets the means and returns further metrics; metrics of single predictions come from
@@ -107,7 +109,8 @@ class BaseTrainer(Builder):
         """
 
         def measure(state: TrainState) -> dict[str, float]:
-            metrics = {} if chosen is None else self.calculate_metrics(chosen.evaluate(state), name)
+            metrics = self._measured(chosen, state, unit)
+            metrics = self.calculate_metrics(metrics, name) if metrics else {}
             return metrics if metric_calculator is None else {**metrics, **metric_calculator(metrics)}
 
         name, chosen = self._unit(unit)
@@ -128,6 +131,9 @@ class BaseTrainer(Builder):
 
         def batches() -> Iterator[dict[str, float]]:
             if chosen is None:
+                return
+            if self._observed.active:  # a subclass's own `eval` calls this one in an evaluation
+                yield from chosen.eval(given)
                 return
             self._at(given)
             state = self._observed.begin(given, name)
@@ -172,11 +178,7 @@ class BaseTrainer(Builder):
         host = runtime.current()
         time_used = TimeUsed(host.time_used_s)
         self._configure()
-        if (
-            not self.validation_units
-            and type(self).evaluate is BaseTrainer.evaluate
-            and (problem := lacks_data(self.arguments.evaluation))
-        ):
+        if not self.validation_units and not self._has_own_evaluation and (problem := lacks_data(self.arguments.evaluation)):
             self._note_from_host0(problem)
         host.phase("restore")
         # Before the restore: a checkpoint that was trained on a skipped batch must be refused.
@@ -220,8 +222,9 @@ class BaseTrainer(Builder):
 
     def _beginning(self, model_parameters: Any, state: TrainState | None) -> Beginning:
         """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a
-        new optimizer state; 3. the state that `checkpoint.start_from` names; 4. the parameters that `init_from` names; 5. the
-        seed."""
+        new optimizer state; 3. the arrays in the state of `configure_model`, with the rest from the seed; 4. the state that
+        `checkpoint.start_from` names; 5. the parameters that `init_from` names; 6. the seed. Raises UsageError for 3 together
+        with 4 or 5."""
         arguments, shardings, shapes = self.arguments, self._state_shardings, self._model_arrays
         # Only a rollback comes back to the beginning within this process.
         keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
@@ -237,11 +240,25 @@ class BaseTrainer(Builder):
         if model_parameters is not None:
             first = jax.jit(self._initial_state, out_shardings=shardings)
             return Given("model_parameters", lambda: self._placed(model_parameters, shapes), first, keep=keep)
+        if arrays := arrays_in(self._configured(self._model, "model", "configure_model").state):
+            if others := [name for name, value in named.items() if value is not None]:
+                raise UsageError(
+                    f"{others[0]}: configure_model has returned a state with arrays ({next(iter(arrays))} ...), which begins the "
+                    "run: leave one of them out"
+                )
+            return self._from_arrays(arrays, keep)
         if arguments.checkpoint.start_from is not None:
             return FromCheckpoint(arguments, self._run_folder, with_shardings(self._model_state, shardings))
         # What was loaded becomes part of the state: there are no two of it in memory.
         first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
         return FromSettings(arguments.init_from, self._run_folder, shapes, first)
+
+    def _from_arrays(self, arrays: dict[str, Any], keep: bool) -> Beginning:
+        """Returns the beginning with these arrays of the state, by path, and the rest from the seed."""
+        abstract = with_shardings(self._model_state, self._state_shardings)
+        finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
+        first = jax.jit(finish, out_shardings=self._state_shardings)
+        return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
 
     def _placed(self, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:
         """Returns the given arrays of the model, on the devices, by name. State beside the parameters may be missing."""
@@ -393,6 +410,7 @@ class BaseTrainer(Builder):
         metrics = {
             **describe(state, saver.manager.fingerprint(state)),
             "train_loss": saver.reporter.latest.get("loss"),
+            "train_metrics": own(saver.reporter.latest),
             "throughput": {name: saver.reporter.latest[name] for name in THROUGHPUT if name in saver.reporter.latest},
             "evaluation": dict(evaluator.final_metrics()),
             **self.lineage.meta(self.info.batch_index),
@@ -444,6 +462,23 @@ class BaseTrainer(Builder):
     def _observed(self) -> Observed:
         return Observed(self, self.callbacks, self.info)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.evaluate is not BaseTrainer.evaluate and not hasattr(cls.evaluate, IS_OBSERVED):
+            cls.evaluate = observed(cls.evaluate)  # type: ignore[method-assign]
+
+    @property
+    def _has_own_evaluation(self) -> bool:
+        """Whether a subclass measures by itself, and so needs no held-out data."""
+        return not (type(self).evaluate is BaseTrainer.evaluate and type(self).eval is BaseTrainer.eval)
+
+    def _measured(self, chosen: ValidationUnit | None, state: TrainState, unit: str | None) -> dict[str, float]:
+        """Returns the means of a unit, by a subclass's own `eval` if there is one."""
+        if type(self).eval is not BaseTrainer.eval:
+            found = means(self.eval(state) if unit is None else self.eval(state, unit=unit))
+            return {name: value for name, value in found.items() if name not in getattr(chosen, "rates", {})}
+        return {} if chosen is None else chosen.evaluate(state)
+
     def _unit(self, name: str | None) -> tuple[str, ValidationUnit | None]:
         """Returns a unit and its name; None in a training without held-out data."""
         self._configure()
@@ -451,7 +486,7 @@ class BaseTrainer(Builder):
         if name is not None and name not in units:
             raise UsageError(f"unit = {name!r}: expected one of {', '.join(units) or 'no unit, for there is no held-out data'}")
         # A training may do without: its evaluations measure nothing.
-        if not units and not self._observed.active:
+        if not units and not self._observed.active and not self._has_own_evaluation:
             raise UsageError(f"evaluation: {NO_DATA}, or give dataset_eval")
         chosen = name or next(iter(units), DEFAULT_UNIT)
         return chosen, units.get(chosen)

@@ -30,7 +30,9 @@ from trainers.evaluation.exact_match import ExactMatch, questions, task_of_unit
 from trainers.evaluation.previews import Previews, can_generate
 from trainers.evaluation.unit_builder import UnitBuilder
 from trainers.evaluation.validation import DEFAULT_UNIT, ValidationUnit, shapes_of_rows
+from trainers.loop.beginning import with_types_of
 from trainers.loop.frozen import FrozenWeights, Source
+from trainers.loop.inflight import Flags
 from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.model_builder import ModelBuilder
@@ -51,6 +53,7 @@ from trainers.protocol import (
 from trainers.runtime import distributed
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.step import adapted
+from trainers.step.by_hand import StepProgram, eval_by_hand, train_by_hand
 from trainers.step.loss import LossFunction
 from trainers.step.state import (
     num_parameters,
@@ -83,6 +86,7 @@ class Builder(ModelBuilder):
         self.output: TrainerOutput | None = None
         self.info = RunInfo(max_steps=arguments.max_num_steps)
         self.lineage = Lineage()
+        self._is_prepared = False
         self._functions: TrainerConfigureFunctionOutput | None = None
         self._dataloaders: TrainerConfigureDataloaderOutput | None = None
         self._given_loaders: TrainerConfigureDataloaderOutput | None = None
@@ -124,13 +128,23 @@ class Builder(ModelBuilder):
         self._functions = TrainerConfigureFunctionOutput(
             train_step, self._eval_step(), self._mesh, self.build_checkpoint_manager()
         )
-        return self._functions
+        return self._with_calls_by_hand(self._functions)
 
     def _eval_step(self) -> Program:
         return self._program("eval_step", self._unit_builder.jit(self.eval_loss_function, self.loss_layout))
 
     def _program(self, name: str, jitted: Any) -> Program:
-        return Program(name, jitted, self._programs, runtime.current().note, self._frozen)
+        return StepProgram(name, jitted, self._programs, runtime.current().note, self._frozen)
+
+    def _with_calls_by_hand(self, functions: TrainerConfigureFunctionOutput) -> TrainerConfigureFunctionOutput:
+        """Returns the functions, whose steps may then also be called with (state, batch)."""
+        train, evaluate, layout = functions.train_step_fn, functions.eval_step_fn, self.step_layout
+        if isinstance(train, StepProgram):
+            train.by_hand = train_by_hand(layout, lambda: self._zeros(layout), Flags(self._mesh).array)
+        if isinstance(evaluate, StepProgram):
+            counting = self.loss_layout.with_others(EVALUATION_COUNTS)
+            evaluate.by_hand = eval_by_hand(counting, lambda: self._zeros(counting))
+        return functions
 
     def build_checkpoint_manager(self) -> CheckpointManagerProtocol:
         """Returns what saves and restores the state of the run."""
@@ -232,7 +246,7 @@ class Builder(ModelBuilder):
         self.prepare()
         if self._functions is None:
             self._functions = self.configure_functions()
-        self._functions = self._with_adapted_steps(self._completed(self._functions))
+        self._functions = self._with_calls_by_hand(self._with_adapted_steps(self._completed(self._functions)))
         if self._dataloaders is None:
             self._dataloaders = self._as_loaders(self._given_loaders or self.configure_dataloaders())
         if self._validation_units is None:
@@ -241,8 +255,13 @@ class Builder(ModelBuilder):
 
     def prepare(self) -> None:
         """Does everything that needs no device. Optional: `train` does what was not done."""
-        if self._model is None:
-            self._model = self.configure_model()
+        if not self._is_prepared:
+            # Also after a call by hand: a subclass's own keeps nothing itself, and its result may have arrays.
+            if self._model is None or type(self).configure_model is not ModelBuilder.configure_model:
+                made = self.configure_model()
+                own = None if self._model is None else self._model.state
+                self._model = TrainerConfigureModelOutput(made.model, with_types_of(own, made.state))
+            self._is_prepared = True
         _ = self.loss_layout, self._unit_datasets
         score_metrics.check(self)
 

@@ -63,7 +63,7 @@ class ModelBuilder(BatchBuilder):
 
     def configure_model(self) -> TrainerConfigureModelOutput:
         """Returns (the parts of the model, the shapes of the state). Touches no device. May be called by hand: `model` is there
-        from then on."""
+        from then on. A leaf of the state that is an array, and no shape, is what a new run begins with (`initial_state`)."""
         parts, params, self._axes = self._abstract_model
         frozen.check_use(self.task, self.arguments, prepares=self.overrides("prepare_batch"))
         trained = param_groups.trainable(self.param_groups, params)
@@ -192,6 +192,11 @@ class ModelBuilder(BatchBuilder):
         """Returns the parameters that are evaluated, previewed and exported: those of the state, or the averages that the
         optimizer keeps."""
         return parameters_to_evaluate(state.opt_state, state.params)
+
+    def initial_state(self) -> TrainState:
+        """Returns the state at step 0, on the devices: parameters from the seed, and a new optimizer state. `configure_model` of
+        a subclass may call it after that of its base class, and return it with other arrays. All hosts must call this."""
+        return jax.jit(self._initial_state, out_shardings=self._state_shardings)()
 
     # ------------------------------------------------------------------ inside
 

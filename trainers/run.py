@@ -255,7 +255,7 @@ def lines(event: Event) -> list[str]:
 def result(output: TrainerOutput) -> str:
     """Returns the line at the end."""
     metrics = output.metrics
-    numbers = {"loss": metrics.get("train_loss"), **metrics.get("evaluation", {})}
+    numbers = {"loss": metrics.get("train_loss"), **metrics.get("train_metrics", {}), **metrics.get("evaluation", {})}
     # A trainer of another base says what it likes, or nothing.
     steps = [f"{metrics['steps']} steps"] if "steps" in metrics else []
     parts = steps + [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from orchestrator.run_state.goodput import CATEGORIES
 from trainers.console.text import count, printable, seconds, sentence
+from trainers.published import of_evaluation, own, shown
 from trainers.runtime.stop_reason import StopReason
 
 BAR_WIDTH = 30
@@ -104,9 +105,13 @@ def _headline(screen: Screen, summary: Mapping[str, Any]) -> None:
 
 def _facts(screen: Screen, summary: Mapping[str, Any]) -> None:
     losses = [("training", summary.get("train_loss")), ("held-out", summary.get("eval_loss"))]
-    shown = "  ".join(f"{name} {value:.4f}" for name, value in losses if value is not None)
-    if shown:
-        _line(screen, "loss", shown)
+    if of_losses := "  ".join(f"{name} {value:.4f}" for name, value in losses if value is not None):
+        _line(screen, "loss", of_losses)
+    evaluated = {name: value for name, value in (summary.get("evaluation") or {}).items() if name != "eval_loss"}
+    further = (("training", own(summary.get("train_metrics") or {})), ("held-out", of_evaluation(evaluated)))
+    for name, metrics in further:
+        if metrics:
+            _line(screen, name, "  ".join(shown(metrics)))
     _line(screen, "restarts", str(max(0, (summary.get("generations") or 1) - 1)))
 
 

@@ -34,6 +34,7 @@ def build(
         "tokens": result.get("tokens"),
         "samples": result.get("samples"),
         "train_loss": result.get("train_loss"),
+        "train_metrics": result.get("train_metrics"),
         "eval_loss": result.get("eval_loss"),
         "evaluation": result.get("evaluation"),
         "throughput": result.get("throughput"),

@@ -27,7 +27,7 @@ ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax"
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
-        ("config", "storage", "foreign_errors", "first_line", "program", "other_systems"),
+        ("config", "storage", "foreign_errors", "first_line", "program", "other_systems", "published"),
         ("errors", "parallel", "recorders", "console"),
         ("turns",),
         ("runtime", "models", "optim", "tokenizers", "overrides"),
@@ -95,6 +95,7 @@ LIGHT_MODULES = tuple(
         "config/optimizer",
         "config/pieces",
         "program",
+        "published",
         "config/recorders",
         "config/section",
         "config/source",

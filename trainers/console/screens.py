@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 from trainers.console.text import clock_time, printable
-from trainers.console.view import STATES, Event, Line, View, facts, lines_of, measures, metrics_line, progress
+from trainers.console.view import STATES, Event, Line, View, facts, lines_of, measures, metrics_line, own_metrics, progress
 from trainers.first_line import CLOCK_WIDTH, TERMINAL_CLOCK_WIDTH
 
 PLAIN_EVERY_S = 5.0
@@ -120,7 +120,7 @@ class TerminalConsole:
         self._screen.print(row)
 
     def _lines(self) -> Any:
-        """Two lines: how the training goes, and how the run is. They fit into 80 columns."""
+        """Two lines: how the training goes, and how the run is. They fit into 80 columns. A user's own metrics are another."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -147,6 +147,8 @@ class TerminalConsole:
             rows.add_row(elapsed, first)
         else:
             rows.add_row(elapsed, numbers)
+        if own := own_metrics(view):
+            rows.add_row("", Text("  ".join(own)))
         rows.add_row("", Text.assemble(state, ("".join(f"  {fact}" for fact in facts(view)), "dim")))
         return rows
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.console.text import clock_time, count, printable, sentence
+from trainers.published import of_evaluation, own, shown
 
 Event = Mapping[str, Any]
 """An event for the console (`orchestrator/events.py` has the schemas): `ev` is its kind."""
@@ -51,6 +52,8 @@ class View:
     max_steps: int | None = None
     step: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    own: dict[str, float] = field(default_factory=dict)
+    """The metrics of the last publish of the training."""
     saved_step: int | None = None
     hosts: int | None = None
     unit: str = "tokens"
@@ -76,6 +79,8 @@ class View:
             case "metrics":
                 self.step = event["step"]
                 self.metrics |= event["metrics"]
+                if event.get("kind") != "eval":
+                    self.own = dict(event["metrics"])
                 self.goodput = event.get("goodput", self.goodput)
             case "checkpoint":
                 self.saved_step = event["step"]
@@ -122,7 +127,12 @@ def progress(event: Event) -> str:
 
 def metrics_line(view: View) -> str:
     of = f"/{view.max_steps}" if view.max_steps else ""
-    return "  ".join([f"step {view.step}{of}", *measures(view), *facts(view)])
+    return "  ".join([f"step {view.step}{of}", *measures(view), *own_metrics(view), *facts(view)])
+
+
+def own_metrics(view: View) -> list[str]:
+    """Returns the user's own metrics of the training."""
+    return [printable(part) for part in shown(own(view.own))]
 
 
 def measures(view: View) -> list[str]:
@@ -165,11 +175,8 @@ def _header(event: Event) -> Line:
 
 
 def _evaluation(event: Event) -> Line:
-    values = event["metrics"]
-    shown = [f"{name} {values[f'eval_{name}']:.4f}" for name in ("loss", "accuracy", "perplexity") if f"eval_{name}" in values]
-    # Of further units the losses alone: a line has room for no more.
-    shown += [f"{name} {value:.4f}" for name, value in values.items() if name.endswith("_loss") and name != "eval_loss"]
-    return line(("◆ ", "cyan"), f"step {event['step']}  held-out ", "  ".join(shown))
+    parts = shown(of_evaluation(event["metrics"]))
+    return line(("◆ ", "cyan"), f"step {event['step']}  held-out ", printable("  ".join(parts)))
 
 
 def _preview(step: int, shown: Mapping[str, str]) -> Line:

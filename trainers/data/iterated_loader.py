@@ -90,6 +90,8 @@ class IteratedLoader:
             yield self._on_devices(batch)
             k += 1
 
+    __iter__ = epoch
+
     def close(self) -> None:
         self._kept.clear()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
@@ -131,6 +132,12 @@ class StepAddressedLoader:
 
     def epoch(self) -> Iterator[dict[str, jax.Array]]:
         return (self.batch(k) for k in range(len(self)))
+
+    def __iter__(self) -> Iterator[dict[str, jax.Array]]:
+        """The batches of one epoch, or of the whole stream, from the first on."""
+        if (ends := self.ends) is None:
+            return self.epoch()
+        return (self.batch(k) for k in itertools.takewhile(lambda k: not ends(k), itertools.count()))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -22,7 +22,10 @@ def with_arguments(tokenizer: FolderTokenizer, chat: Conversation) -> Conversati
         if all(_writes_json(tokenizer, chat, index, form) for index in chat.answers if chat.messages[index].get(TOOL_CALLS)):
             return chat._replace(messages=[_with_form(message, form) for message in chat.messages])
     text = turns.rendered(tokenizer, chat)  # it may refuse the calls for a reason of its own
-    if any(turns.parts_of_calls_left_out(tokenizer, chat, text)):
+    without = [{name: value for name, value in message.items() if name != TOOL_CALLS} for message in chat.messages]
+    if any(turns.parts_of_calls_left_out(tokenizer, chat, text)) or text == turns.rendered(
+        tokenizer, chat._replace(messages=without)
+    ):
         return chat  # which is told with all else that it does not write
     raise DataError(
         f"the chat template of {tokenizer.source} writes the arguments of {TOOL_CALLS} neither as JSON, nor without quotes: give "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from trainers import runtime
@@ -64,7 +65,8 @@ class Given:
     """A state, or parameters, that the caller of `train` passed in."""
 
     def __init__(self, given: str, place: Callable[[], Any], finish: Callable[[Any], TrainState], *, keep: bool):
-        """`given` names it in a note. `place` puts on the devices what was given, and `finish` makes a state of that. `keep`:
+        """`given` names it in a note, if it is not used; empty: there is no note. `place` puts on the devices what was given, and
+        `finish` makes a state of that. `keep`:
         whether `make` may be called again; each host then keeps a copy of its part, because training donates the state."""
         self._given, self._place, self._finish, self._keep = given, place, finish, keep
         self.origin: dict[str, Any] | None = None
@@ -99,6 +101,55 @@ def given_arrays(params: Any, abstract: Any, optional: Collection[str] = ()) -> 
     if problems:
         raise UsageError(f"the given parameters are not those of the model: {'; '.join(problems)}")
     return {name: _put(named[name], leaf) for name, leaf in wanted.items() if name in named}
+
+
+def arrays_in(state: TrainState) -> dict[str, Any]:
+    """Returns the leaves that are arrays, and no shapes, by their paths in the state."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves if not isinstance(leaf, jax.ShapeDtypeStruct)}
+
+
+def with_types_of(own: TrainState | None, state: TrainState) -> TrainState:
+    """Returns the state with arrays of the types that the model's own state `own` has, or else of those that JAX has."""
+    leaves = jax.tree_util.tree_leaves_with_path(own)
+    types = {jax.tree_util.keystr(path): leaf.dtype for path, leaf in leaves}
+
+    def cast(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        leaf = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        return leaf.astype(types.get(jax.tree_util.keystr(path), jax.dtypes.canonicalize_dtype(leaf.dtype)))
+
+    return jax.tree_util.tree_map_with_path(cast, state)
+
+
+def placed_like(arrays: Mapping[str, Any], abstract: TrainState) -> dict[str, jax.Array]:
+    """Returns the arrays on the devices, with the types and shardings of `abstract`."""
+    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)}
+    return {name: _put(value, wanted[name]) for name, value in arrays.items()}
+
+
+def with_arrays(arrays: Mapping[str, jax.Array], abstract: TrainState, fresh: Callable[[], TrainState]) -> TrainState:
+    """Returns the state with these arrays, and for the other leaves of `abstract` those of `fresh`. Raises UsageError if `fresh`
+    has no such leaf. Traced."""
+    # Copies: training donates its state, and the user's arrays must stay for a later training.
+    found: dict[str, jax.Array] = {name: jnp.copy(array) for name, array in arrays.items()}
+    if any(jax.tree_util.keystr(path) not in found for path, _ in jax.tree_util.tree_leaves_with_path(abstract)):
+        made = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(fresh())}
+        found = {**made, **found}
+
+    def leaf_of(path: Any, wanted: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path)
+        leaf = found.get(name)
+        if leaf is None or leaf.shape != wanted.shape:
+            shape = "none" if leaf is None else list(leaf.shape)
+            raise UsageError(
+                f"configure_model returned a state with {name} {list(wanted.shape)}, of which only the shape is there, and the "
+                f"model has {shape}: give an array for it"
+            )
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(leaf_of, abstract)
 
 
 def _named(tree: Any, prefix: str = "") -> Any:

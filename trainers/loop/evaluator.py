@@ -13,10 +13,13 @@ import jax
 
 from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
+from trainers.errors import UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT
 from trainers.loop.hooks import Hooks
 from trainers.step.state import TrainState
+
+IS_OBSERVED = "_is_observed"
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,40 @@ class Observed:
             yield
         finally:
             self.active = before
+
+
+def observed(method: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Returns a user's method `evaluate` that calls the hooks and callbacks of an evaluation outside of training too. Inside of
+    one, where they are called already, it is the method itself."""
+
+    @functools.wraps(method)
+    def evaluate(self: Any, state: TrainState | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if self._observed.active:
+            return method(self, state, *args, **kwargs)
+        self._configure()
+        name = kwargs.get("unit") or next(iter(self.validation_units), DEFAULT_UNIT)
+        given = self._current(state)
+        self._at(given)
+        returned, metrics = self._observed.evaluate(given, name, lambda state: method(self, state, *args, **kwargs))
+        self._keep(given, returned)
+        return metrics
+
+    vars(evaluate)[IS_OBSERVED] = True
+    return evaluate
+
+
+def means(found: Any) -> dict[str, float]:
+    """Returns the means of what a user's `eval` yields: metrics by name for each batch, all of which count alike. Raises
+    UsageError."""
+    rows = [found] if isinstance(found, Mapping) else list(found)
+    if wrong := [row for row in rows if not isinstance(row, Mapping)]:
+        raise UsageError(f"eval yields {type(wrong[0]).__name__}: expected metrics, a dict of numbers by name")
+    names = dict.fromkeys(name for row in rows for name in row)
+    by_name = {name: [row[name] for row in rows if name in row] for name in names}
+    try:
+        return {name: sum(map(float, values)) / len(values) for name, values in by_name.items()}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"eval yields what is no number ({error}): expected a dict of numbers by name") from error
 
 
 @dataclass

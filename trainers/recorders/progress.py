@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from trainers import published
+
 SHOWN = ("loss", "accuracy", "error", "eval_loss", "eval_accuracy", "eval_error")
 
 
@@ -28,7 +30,9 @@ class Progress:
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
         self._latest |= metrics
         self._first = self._first or (step, self._clock())
-        shown = [f"{name} {self._latest[name]:.4g}" for name in SHOWN if name in self._latest]
+        further = (name for name in published.own(self._latest) if not name.endswith(published.RATES))
+        names = dict.fromkeys((*SHOWN, *further))
+        shown = [f"{name} {self._latest[name]:.4g}" for name in names if name in self._latest]
         self._show("  ".join([f"step {step}" + (f"/{self._max_steps}" if self._max_steps else ""), *shown, *self._left(step)]))
 
     def tell(self, text: str) -> None:

@@ -16,7 +16,7 @@ from trainers.data.messages import value_of
 from trainers.data.packed_examples import Kind, packed_examples
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import Rows, only, padded, split
-from trainers.data.sources.records import ignored_of, open_told
+from trainers.data.sources.records import ignored_of, open_records, open_told
 from trainers.errors import DataError
 from trainers.tokenizers import Tokenizer
 from trainers.turns import shown
@@ -50,7 +50,8 @@ def labelled_texts(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[Tr
     """Returns (training rows, held-out rows) of the records of `arguments.data`, with the columns `text` and `label`: a text in
     each row, or with `data.packing: fit` as many as fit (`trainers.data.packed_examples`), with the leaf `label`, int32[S]."""
     tokenizer, config = tokenizers.of(arguments), arguments.data
-    records = open_told(config, runtime.current().note)
+    # Of packed rows, what makes their tokens tells what is left out.
+    records = open_records(config) if config.packing is not None else open_told(config, runtime.current().note)
     if config.on_error == "raise":
         check_labels(records, arguments.classification.labels)
     if config.packing is not None:

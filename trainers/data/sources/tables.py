@@ -100,11 +100,21 @@ def _check_names(path: str, names: Sequence[str]) -> None:
 
 
 def _record(table: Any, row: int, where: str) -> Record:
-    """Returns a row as Python has it. Raises DataError for values that Python has not, such as a text that is no UTF-8."""
+    """Returns a row as Python has it. Fields without a value in lists of structures, such as messages, are left out: there all
+    rows have the fields of all. Raises DataError for values that Python has not, such as a text that is no UTF-8."""
     try:
-        return table.slice(row, 1).to_pylist()[0]
+        found = table.slice(row, 1).to_pylist()[0]
+        return {
+            name: [_without_nulls(each) for each in value] if isinstance(value, list) else value for name, value in found.items()
+        }
     except (ValueError, OverflowError) as error:
         raise DataError(f"{where} cannot be read: {error}; correct it, or leave its column out of the file") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 class ArrayRecord:

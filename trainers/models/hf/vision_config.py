@@ -96,7 +96,10 @@ def _num_labels(given: Json) -> int | None:
     it has neither if they are the two of the default."""
     if "ForImageClassification" not in "".join(given.get("architectures") or ()):
         return None
-    return len(given.get("id2label") or range(given.get("num_labels") or 2))
+    names, number = given.get("id2label"), given.get("num_labels")
+    if names:
+        return len(names)
+    return 2 if number is None else number
 
 
 def _problems(family: str, found: Json, within: str = "") -> Iterator[str]:

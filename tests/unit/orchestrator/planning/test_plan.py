@@ -60,7 +60,7 @@ def of_two_lengths(arguments):
 
 
 def columns(arguments):
-    return {name: np.zeros((12, 17), np.int32) for name in ("tokens", "others")}, {"tokens": np.zeros((3, 17), np.int32)}
+    return {name: np.zeros((12, 17), np.int32) for name in ("tokens", "labels")}, {"tokens": np.zeros((3, 17), np.int32)}
 
 
 class Stream:

@@ -1,4 +1,5 @@
 import io
+import re
 import threading
 
 import pytest
@@ -7,7 +8,9 @@ from rich.console import Console as Screen
 from orchestrator.board import Board
 from orchestrator.reporting.console import job_lines_of, make_console, watch
 from orchestrator.reporting.text import recovery, summary_page, waiting
+from tests import ROOT
 from tests.event_schema import check_event
+from trainers import published
 from trainers.console.screens import PlainConsole, TerminalConsole
 from trainers.console.text import clock_time, count, printable, seconds, sentence
 
@@ -119,6 +122,35 @@ def test_plain_metrics_come_now_and_then_and_at_the_end(plain, clock):
     assert plain(metrics(300, loss=2.0)) == "   0:06  step 300/300  loss 2.0000  41.2 k tokens/s  1 host  saved 20\n"
 
 
+def test_a_users_own_metrics_and_those_of_every_unit_are_shown(plain, clock):
+    shown = plain(metrics(10, loss=3.0, margin=0.25, tiny=1e-7, epoch=0.5, mfu=0.4, **{"loss/web": 1.0}))
+    assert "step 10  loss 3.0000  MFU 40%  margin 0.2500  tiny 1e-07" in shown
+    far = {"far_loss": 4.0, "far_error": 0.5, "far_seconds": 3.0}
+    shown = plain(metrics(10, **far, eval_margin=0.75, eval_loss=2.5, score=2.5, eval_samples_per_s=3.0))
+    assert shown.endswith("step 10  held-out loss 2.5000  margin 0.7500  far_loss 4.0000  far_error 0.5000  score 2.5000\n")
+    clock.now_s += 10
+    assert "margin 0.1250" in plain(metrics(20, loss=3.0, margin=0.125))
+    clock.now_s += 10
+    assert "margin" not in plain(metrics(30, loss=3.0))  # a hook that gives it no longer
+
+
+def test_the_live_view_has_a_line_of_a_users_own_metrics(clock):
+    terminal = TerminalConsole(Screen(file=io.StringIO(), force_terminal=True, width=80, color_system=None), clock)
+    terminal.show({"ev": "status", "state": "training"})
+    terminal.show(metrics(10, loss=3.0, margin=0.25))
+    live = Screen(file=io.StringIO(), width=80)
+    live.print(terminal._lines())
+    terminal.close()
+    assert [line.strip() for line in live.file.getvalue().splitlines()][1] == "margin 0.2500"
+
+
+def test_what_the_system_publishes_is_not_taken_for_a_users():
+    documented = re.findall(r"^\| ((?:`[a-z_0-9]+`(?:, )?)+) \|", (ROOT / "docs" / "metrics.md").read_text(), re.M)
+    names = [name for cell in documented for name in re.findall(r"`(\w+)`", cell)]
+    assert len(names) > 25
+    assert published.own(dict.fromkeys(names, 0.0)).keys() <= {name for name in names if name.startswith("eval_")}
+
+
 def test_a_checkpoint_that_somebody_has_deleted_is_no_longer_shown_as_saved(plain, clock):
     plain({**RUN, "max_steps": 300}, metrics(10, loss=3.0), {"ev": "checkpoint", "step": 20, "path": "x"})
     clock.now_s += 6
@@ -221,6 +253,16 @@ def test_summary_says_what_happened_where_the_time_went_and_where_things_are():
 )
 def test_summary_says_what_ended_a_run_before_its_last_step(reason, headline):
     assert headline in page({**SUMMARY, "stop_reason": reason})
+
+
+def test_summary_has_a_users_own_metrics_and_all_of_the_evaluations():
+    measured = {"train_metrics": {"margin": 0.25}, "evaluation": {"eval_loss": 2.0511, "eval_margin": 0.5, "far_loss": 4.0}}
+    lines = [line.rstrip() for line in page({**SUMMARY, **measured}).splitlines()]
+    assert lines[3:6] == [
+        "  loss         training 2.0123  held-out 2.0511",
+        "  training     margin 0.2500",
+        "  held-out     margin 0.5000  far_loss 4.0000",
+    ]
 
 
 def test_summary_does_not_cut_what_is_there_to_be_copied():

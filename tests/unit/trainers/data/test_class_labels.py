@@ -101,9 +101,11 @@ def test_a_label_that_is_none_is_told_before_training(tmp_path, packing, wrong):
 @pytest.mark.parametrize("kind", ["labels", "pairs"])
 def test_of_sorted_data_examples_of_all_classes_are_held_out_the_same_packed_and_apart(tmp_path, kind):
     words = [f"w{number:02}" for number in range(40)]
-    labels = [{"text": f"{word} ", "label": int(number >= 20)} for number, word in enumerate(words)]
-    records = labels if kind == "labels" else [{"prompt": f"{word} ", "chosen": "y", "rejected": "n"} for word in words]
-    path = write(tmp_path / "a.jsonl", records)
+    records = {
+        "labels": [{"text": f"{word} ", "label": int(number >= 20)} for number, word in enumerate(words)],
+        "pairs": [{"prompt": f"{word} ", "chosen": "y", "rejected": "n"} for word in words],
+    }
+    path = write(tmp_path / "a.jsonl", records[kind])
     dataset = labelled_texts if kind == "labels" else preference_pairs
     held = [dataset(settings(path, packing, seed))[1] for packing in (None, "fit") for seed in (0, 1)]
     if kind == "labels":

@@ -98,8 +98,12 @@ def test_a_closed_text_of_several_lines_with_too_many_values_beside_it_is_told_w
 
 @pytest.mark.parametrize("dataset", [conversations, preference_pairs, labelled_texts])
 def test_lines_that_are_left_out_are_counted_also_where_rows_are_made_when_they_are_read(tmp_path, events, dataset):
-    columns = {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "c", "text": "d", "label": "x"}
-    write_jsonl(tmp_path / "a.jsonl", [columns] * 4)
+    columns = {
+        conversations: {"prompt": "a", "completion": "b"},
+        preference_pairs: {"prompt": "a", "chosen": "b", "rejected": "c"},
+        labelled_texts: {"text": "d", "label": "x"},
+    }
+    write_jsonl(tmp_path / "a.jsonl", [columns[dataset]] * 4)
     with open(tmp_path / "a.jsonl", "a") as file:
         file.write("{\n")
     data = source(tmp_path / "a.jsonl", on_malformed="skip", eval_fraction=0.25)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from tests.unit import chat_folders
+from trainers.config.source import SourceConfig
 from trainers.data.chat import ChatEncoder, CompletionEncoder
 from trainers.data.sources.preference import PairEncoder
+from trainers.data.sources.records import open_records
 from trainers.errors import DataError
 from trainers.tokenizers import FolderTokenizer
 
@@ -221,3 +223,24 @@ def test_a_pair_has_no_weights_but_0_and_1(tokenizer):
         PairEncoder(tokenizer(chat_folders.CHATML)).encode(
             [{"prompt": [ASKED], "chosen": [{**ANSWER, "weight": 0.5}], "rejected": [ASKED, ANSWER]}]
         )
+
+
+def test_fields_that_a_table_gives_to_every_row_are_not_there(tokenizer, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    other = {"type": "function", "function": {"name": "f", "arguments": {"rest": [{"a": 1}, {"b": None}]}}}
+    records = [
+        {"messages": [ASKED, calling(), RESULT, ANSWER], "tools": TOOLS},
+        {"messages": [ASKED, calling(other)], "tools": None},
+    ]
+    table = pa.Table.from_pylist(records)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    encoder = ChatEncoder(tokenizer(chat_folders.TOOLS))
+    expected = encoder.encode(records[:1])[0]
+    for path in ("a.parquet", "a.arrow"):
+        read = open_records(SourceConfig(paths=(str(tmp_path / path),)))
+        np.testing.assert_array_equal(encoder.encode([read[0]])[0].tokens, expected.tokens)
+        assert read[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"rest": [{"a": 1}, {}]}

@@ -12,6 +12,7 @@ from tests.unit.training import FIXED, arguments, of, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.errors import UsageError
+from trainers.loop.evaluator import means
 
 
 class Halving(BaseTrainer):
@@ -127,3 +128,60 @@ def test_evaluations_that_have_no_data_are_told_once(tmp_path, events, cls, num_
     without_held_out_data(tmp_path, cls, evaluation={"every_steps": 1}).train()
     told = [event["message"] for event in of(events, "note")]
     assert told == ["evaluation.every_steps: there is no held-out data to evaluate on; set data.eval_fraction"] * num_notes
+
+
+class ByHand(BaseTrainer):
+    """Measures by itself, and notes which hooks were called."""
+
+    def post_init(self):
+        self.called = []
+
+    def on_evaluation_start(self, state):
+        self.called.append("start")
+        return state
+
+    def on_evaluation_end(self, state, metrics):
+        self.called.append(sorted(metrics))
+        return state, {**metrics, "hooked": 1.0}
+
+
+class OwnEvaluate(ByHand):
+    def evaluate(self, state):
+        return {"loss": float(state.step)}
+
+
+class OwnEval(ByHand):
+    def eval(self, model_state):
+        yield {"loss": 1.0, "steps": float(model_state.step)}
+        yield {"loss": 2.0}
+
+
+class PassesOn(ByHand):
+    def eval(self, model_state, **kwargs):
+        for metrics in super().eval(model_state, **kwargs):
+            yield {"loss": metrics["loss"], "batches": 1.0}
+
+
+@pytest.mark.costs("trains")
+@pytest.mark.parametrize(
+    ("cls", "expected"),
+    [(OwnEvaluate, {"loss": 2.0}), (OwnEval, {"loss": 1.5, "steps": 2.0}), (PassesOn, {"batches": 1.0})],
+)
+def test_a_measure_of_ones_own_is_used_and_its_hooks_called_in_training_and_by_hand(tmp_path, events, cls, expected):
+    heard = Heard()
+    made = trainer(tmp_path, heard, cls=cls, max_num_steps=2)
+    state = made.train()
+    calls = [entry[0] for entry in heard.heard]
+    assert {name: made.output.metrics[f"eval_{name}"] for name in expected} == pytest.approx(expected)
+    assert made.output.metrics["eval_hooked"] == 1.0
+    in_training, made.called, heard.heard = made.called, [], []
+    by_hand = made.evaluate(state)
+    assert {name: by_hand[name] for name in (*expected, "hooked")} == pytest.approx({**expected, "hooked": 1.0})
+    assert made.called == in_training == ["start", sorted(by_hand.keys() - {"hooked"})]
+    assert [entry[0] for entry in heard.heard] == calls
+
+
+@pytest.mark.parametrize(("found", "problem"), [([{"loss": "low"}], "no number"), ([3.0], "eval yields float")])
+def test_what_are_no_metrics_is_an_error(found, problem):
+    with pytest.raises(UsageError, match=problem):
+        means(found)

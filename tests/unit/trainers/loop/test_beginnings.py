@@ -118,3 +118,59 @@ def test_given_parameters_have_the_types_and_names_of_the_model(tmp_path, events
         "the given parameters are not those of the model: out is missing; head.bias is not in the model; "
         "embed is [256, 8], expected [256, 16]"
     )
+
+
+class OwnState(BaseTrainer):
+    """Its state has the parameters of `parameters(1)`, and shapes of all else."""
+
+    changes: dict = {}  # noqa: RUF012 - what a test replaces
+
+    def configure_model(self):
+        made = super().configure_model()
+        return made._replace(state=dataclasses.replace(made.state, **{"params": parameters(1), **self.changes}))
+
+
+class WholeState(BaseTrainer):
+    """Its state is all arrays: the first one, with other parameters."""
+
+    def configure_model(self):
+        made = super().configure_model()
+        return made._replace(state=dataclasses.replace(self.initial_state(), params=parameters(1)))
+
+
+@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.parametrize("cls", [OwnState, WholeState])
+def test_the_arrays_of_configure_model_are_the_beginning_also_of_a_second_training(tmp_path, events, cls):
+    expected = trainer(tmp_path / "given", **NO_SAVES | {"max_num_steps": 2}).train(model_parameters=parameters(1))
+    made = trainer(tmp_path / "own", cls=cls, **NO_SAVES | {"max_num_steps": 2})
+    assert_equal(made.train(), expected)
+    assert_equal(made.train(), expected)
+    assert [event["message"] for event in of(events, "note") if "configure_model" in event["message"]] == []
+
+
+def test_a_call_by_hand_drops_no_array_and_types_are_those_of_the_model(tmp_path, events):
+    wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), parameters(1))
+    cls = type("Wide", (OwnState,), {"changes": {"params": wide}})
+    made = trainer(tmp_path, cls=cls, **NO_SAVES)
+    made.configure_model()
+    made.prepare()
+    state = made._model.state
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {"float32"}
+    assert_equal(state.params, parameters(1))
+
+
+def test_arrays_of_configure_model_that_do_not_go_with_the_rest_are_an_error(tmp_path, events):
+    with pytest.raises(UsageError, match=r"init_from: configure_model has returned a state with arrays \(.params"):
+        trainer(tmp_path, cls=OwnState, init_from="x", **NO_SAVES).train()
+    shapes = {"more": jax.ShapeDtypeStruct((3,), np.float32)}
+    other = type("Other", (OwnState,), {"changes": {"sums": shapes}})
+    with pytest.raises(UsageError, match=r"with .sums\['more'\] \[3\], of which only the shape .* has none: give an array"):
+        trainer(tmp_path, cls=other, **NO_SAVES).train()
+
+
+def test_the_first_state_is_that_of_a_training_without_steps(tmp_path, events):
+    made = trainer(tmp_path, **NO_SAVES)
+    made.configure_model()
+    state = made.initial_state()
+    assert (int(state.step), int(state.batch_index)) == (0, 0)
+    assert_equal(state, jax.jit(made._initial_state)())
