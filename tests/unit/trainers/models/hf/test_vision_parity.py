@@ -243,7 +243,6 @@ def test_a_soft_cap_of_the_logits_is_not_there_with_images():
 
 
 def test_the_sizes_of_gemma_3_that_its_files_leave_out():
-    read = vision_config.read(
-        {"model_type": "gemma3", "text_config": {"hidden_size": 2560}, "vision_config": {"image_size": 896}}
-    )
+    of_images = {"image_size": 896, "patch_size": 14}
+    read = vision_config.read({"model_type": "gemma3", "text_config": {"hidden_size": 2560}, "vision_config": of_images})
     assert (read.model.width, read.model.num_heads, read.model.channels, read.model.vocab_size) == (2560, 8, 256, 262_208)
