@@ -211,6 +211,7 @@ def _decoder(draw: Draw, family: str) -> dict[str, Any]:
     if family == "qwen3_moe":
         found["moe_intermediate_size"] = draw.one(12, 20)
     if family == "smollm3":
+        found["pad_token_id"] = 0
         every = draw.one(1, 2, 3, 9)
         flags = [int((layer + 1) % every != 0) for layer in range(layers)]
         found |= draw.one({}, {"no_rope_layer_interval": every}, {"no_rope_layers": flags, "no_rope_layer_interval": 2})

@@ -205,7 +205,7 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
         **_write_window(config),
         **_write_experts(config),
         **_write_biases(config),
-        **({"no_rope_layers": list(map(int, config.turned_layers))} if config.family == "smollm3" else {}),
+        **(_write_smollm3(config) if config.family == "smollm3" else {}),
         **(_write_gemma(config) if config.family in ("gemma2", "gemma3") else {}),
         **(_write_granite(config) if config.family == "granite" else {}),
     }
@@ -229,6 +229,11 @@ def _write_window(config: ModelConfig) -> dict[str, Any]:
 
 def _write_biases(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("attention_bias", "mlp_bias") if name in config.structure.settings}
+
+
+def _write_smollm3(config: ModelConfig) -> dict[str, Any]:
+    # What is left out is a token that a smaller vocabulary does not have, and the model does not load.
+    return {"no_rope_layers": list(map(int, config.turned_layers)), "pad_token_id": None}
 
 
 def _write_granite(config: ModelConfig) -> dict[str, Any]:
