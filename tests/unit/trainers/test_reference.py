@@ -72,7 +72,8 @@ def test_the_margin_of_the_example_grows(tmp_path, run, events):
 def config(tmp_path, run):
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     settings = {"name": "dpo", "task": EXAMPLE["task"], "model": MODEL, "max_num_steps": 1, "storage": str(tmp_path)}
-    settings |= {"data": {"paths": [str(tmp_path / "pairs.jsonl")], "sequence_length": 32}, "frozen": {"reference": str(run)}}
+    data = {"paths": [str(tmp_path / "pairs.jsonl")], "ignore_columns": ["number"], "sequence_length": 32}
+    settings |= {"data": data, "frozen": {"reference": str(run)}}
     (tmp_path / "dpo.yaml").write_text(yaml.safe_dump(settings))
     return tmp_path / "dpo.yaml"
 

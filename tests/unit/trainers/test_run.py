@@ -10,8 +10,8 @@ import pytest
 import trainers.run
 from tests.programs.mistaken import mistake
 from trainers.protocol import StopReason, TrainerOutput
+from trainers.runtime import executables
 from trainers.runtime.events import Event
-from trainers.runtime.executables import ProgramStore
 
 CONFIG = """
 name: alone
@@ -65,13 +65,13 @@ def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run):
 
 @pytest.mark.slow("runs a command twice")
 def test_a_later_launch_loads_what_an_earlier_one_has_compiled(run, monkeypatch):
-    compile_one, compiled = ProgramStore._compile, []
+    compile_one, compiled = executables.compile_afresh, []
 
-    def counted(store, lowered):
+    def counted(lowered):
         compiled.append(lowered)
-        return compile_one(store, lowered)
+        return compile_one(lowered)
 
-    monkeypatch.setattr(ProgramStore, "_compile", counted)
+    monkeypatch.setattr(executables, "compile_afresh", counted)
     assert run("name=first")[0] == 0
     num_programs = len(compiled)
     assert num_programs > 0

@@ -50,7 +50,15 @@ MESHES = [{"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]
     ("mesh", "num_layers", "planted", "module", "operation", "function", "text"),
     [
         (MESHES[0], UNROLLED_LAYERS + 1, "gate", "layers/2/mlp", "mul", decoder.mlp, "inner ="),
-        (MESHES[1], 3, "query", "layers/2/attention", "dot_general", attention.dot_product, "return jax.nn.dot_product_attention"),
+        (
+            MESHES[1],
+            3,
+            "query",
+            "layers/2/attention",
+            "dot_general",
+            attention.dot_product,
+            "return jax.nn.dot_product_attention",
+        ),
     ],
 )
 @pytest.mark.slow("compiles a step, and reads its parts")
