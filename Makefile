@@ -56,13 +56,13 @@ done; \
 test $$status -ne 0 -o $$ran -eq 1 || status=5; exit $$status
 endef
 
-test: env build/tpu  ## Run the tests of every commit, those without Ray first and two files at a time (WORKERS=0: one by one; ARGS="-k name ...")
+test: env build/tpu  ## Run the tests of every commit, in about twelve minutes, those without Ray first and two files at a time (WORKERS=0: one by one; ARGS="-k name ...")
 	$(call run_tests,-m "not slow")
 
 test-slow: env build/tpu  ## Run the tests that `make test` leaves out
 	$(call run_tests,-m slow)
 
-test-all: env build/tpu  ## Run all tests: about an hour
+test-all: env build/tpu  ## Run all tests: less than an hour
 	$(call run_tests,)
 
 # The compiler for TPUs, for the tests of configurations of real sizes. Those are skipped where it cannot be had.
