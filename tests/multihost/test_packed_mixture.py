@@ -81,6 +81,7 @@ def test_killed_at_random_and_resized_it_trains_on_the_samples_of_an_undisturbed
     killed_at, stopped_at = random.randint(5, 15), random.randint(22, 32)
     two = harness.start(made, tmp_path / "two", hosts=2, devices_per_host=1, env=env)
     wait_for_step(two[0], killed_at)
+    two[0].wait_for("saved")  # the first checkpoint, of step 4, may still be on its way
     harness.kill(two)
     one = harness.run(made, tmp_path / "one", hosts=1, devices_per_host=2, stop_at=stopped_at, env=env)
     again = harness.run(made, tmp_path / "again", hosts=2, devices_per_host=1, env=env)
