@@ -261,9 +261,10 @@ class Builder(ModelBuilder):
                 made = self.configure_model()
                 own = None if self._model is None else self._model.state
                 self._model = TrainerConfigureModelOutput(made.model, with_types_of(own, made.state))
+            _ = self.loss_layout, self._unit_datasets
+            # Once: each evaluation comes here, and the check asks for a user's metrics.
+            score_metrics.check(self)
             self._is_prepared = True
-        _ = self.loss_layout, self._unit_datasets
-        score_metrics.check(self)
 
     @cached_property
     def _unit_datasets(self) -> dict[str, RandomAccess]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from trainers.tokenizers import FolderTokenizer
 
 SPECIAL = ("<|end|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 NUM_IDS = 256 + len(SPECIAL)
@@ -91,3 +94,8 @@ def write(
     if template is not None:
         (path / "chat_template.jinja").write_text(template)
     return path
+
+
+def by_template(new_folder: Callable[[], Path]) -> Callable[[str], FolderTokenizer]:
+    """Returns a function that gives the tokenizer with a chat template, which it makes once, in a folder of its own."""
+    return functools.cache(lambda template: FolderTokenizer(str(write(new_folder() / "folder", template))))

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from trainers.config.hf_files import CONFIG_FILE
+from trainers.config.section import repeated
 from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.tensors import is_besides, sources
@@ -200,11 +201,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is there twice")
-    return found
+    if twice := repeated(name for name, _ in pairs):
+        raise ValueError(f"{twice[0]} is there twice")
+    return dict(pairs)
 
 
 def _headers(path: Path) -> dict[str, Header]:

@@ -244,18 +244,23 @@ class ModelConfig(Section):
     @property
     def local_layers(self) -> tuple[bool, ...]:
         """Returns for each layer whether its attention has the window."""
-        every = self.global_every or self.num_layers + 1
-        return tuple(self.window is not None and (layer + 1) % every != 0 for layer in range(self.num_layers))
+        has_window = self.window is not None
+        return all_but_every(self.global_every, self.num_layers) if has_window else (False,) * self.num_layers
 
     @property
     def turned_layers(self) -> tuple[bool, ...]:
         """Returns for each layer whether it has rotary positions."""
-        rotary, every = self.structure.positions == "rotary", self.unturned_every or self.num_layers + 1
-        return tuple(rotary and (layer + 1) % every != 0 for layer in range(self.num_layers))
+        is_rotary = self.structure.positions == "rotary"
+        return all_but_every(self.unturned_every, self.num_layers) if is_rotary else (False,) * self.num_layers
 
     def unrolled(self, platform: str | None) -> bool:
         """Returns whether the layers are compiled one by one on `platform` (`cpu`, `gpu` or `tpu`), and not as a loop."""
         return unrolled(self.num_layers, self.remat, platform)
+
+
+def all_but_every(every: int | None, num_layers: int) -> tuple[bool, ...]:
+    """Returns False for every so manieth layer, and True for the others; None: True for all."""
+    return tuple(every is None or (layer + 1) % every != 0 for layer in range(num_layers))
 
 
 def unrolled(num_layers: int, remat: str, platform: str | None) -> bool:

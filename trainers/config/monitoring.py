@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from trainers.config.section import Section, require, require_none, too_small
+from trainers.config.section import Section, repeated, require, require_none, too_small
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,7 @@ class MetricsConfig(Section):
     """The peak of one device, for `mfu`; default: the known one of its kind (`trainers/metrics/peak_flops.py`)."""
 
     def __post_init__(self):
-        repeated = sorted({name for name in self.running_means if self.running_means.count(name) > 1})
-        require(not repeated, f"running_means = {list(self.running_means)}: expected each name once")
+        require(not repeated(self.running_means), f"running_means = {list(self.running_means)}: expected each name once")
         if self.peak_flops_per_s is not None:
             require(self.peak_flops_per_s > 0, f"peak_flops_per_s = {self.peak_flops_per_s}: expected a positive number")
 

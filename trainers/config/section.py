@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -67,6 +68,11 @@ def parse_duration_s(text: str | int | float) -> float:
     if not parts or "".join(n + u for n, u in parts) != text.replace(" ", ""):
         raise ValueError(f"duration {text!r}: expected seconds or numbers with units d, h, m, s, such as 45s, 30m or 2h30m")
     return sum(float(n) * units[u] for n, u in parts)
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Returns the names that are there more than once, in their order."""
+    return [name for name, number in Counter(names).items() if number > 1]
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", at_most: int = 1, cutoff: float = 0.6) -> str:

@@ -84,13 +84,18 @@ def cut(document: Document, length: int, truncation: Truncation) -> Document:
     weight = np.ones(len(tokens), np.float32) if weight is None else weight
     if len(tokens) <= length:
         return Document(tokens, weight)
-    kept = slice(length) if truncation == "keep_start" else slice(len(tokens) - length, None)
+    kept = kept_places(len(tokens), length, truncation)
     if not np.any(weight[kept][1:] > 0):
         raise DataError(
             f"of its {len(tokens)} tokens {length} are kept (data.truncation = {truncation!r}), and no target is among them; "
             "set a larger data.sequence_length, or the other data.truncation"
         )
     return Document(tokens[kept], weight[kept])
+
+
+def kept_places(num_tokens: int, length: int, truncation: Truncation) -> slice:
+    """Returns the places of the `length` tokens that are kept of a document that has more."""
+    return slice(0, length) if truncation == "keep_start" else slice(num_tokens - length, num_tokens)
 
 
 def cut_alike(documents: Sequence[Document], length: int, truncation: Truncation) -> list[Document]:

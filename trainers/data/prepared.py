@@ -80,6 +80,11 @@ class PreparedDocuments:
         weights = None if self.weights is None else self.weights[start:stop].astype(np.float32)
         return Document(self.tokens[start:stop].astype(np.int32), weights)
 
+    def has_target(self, index: int, start: int, stop: int) -> bool:
+        """Returns whether a token of a document, from `start` up to `stop`, counts as a target. Reads nothing but that."""
+        first = int(self.offsets[index])
+        return self.weights is None or bool(self.weights[first + start : first + stop].any())
+
     def check(self) -> None:
         """Reads all of it. Raises DataError if a byte has changed."""
         wrong = [name for name, digest in self.about["checksums"].items() if checksum(self.folder / name) != digest]

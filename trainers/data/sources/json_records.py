@@ -6,14 +6,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from trainers.config.section import repeated
 from trainers.config.source import SourceConfig
 from trainers.data.documents import Record
+from trainers.data.sources.access import reading
+from trainers.data.sources.bounds import BOM
 from trainers.data.sources.encoded import SURROGATE, ranges_of, read_text, text_of
 from trainers.data.sources.files import SourceFile
 from trainers.data.sources.lines import LEAVE_OUT, LinesFile
 from trainers.errors import DataError
 
-PEEK_BYTES = 1 << 16
 BLANK = " \t\r\n"
 
 
@@ -65,11 +67,9 @@ class JsonList:
 
 def json_file(file: SourceFile, source: SourceConfig) -> JsonList | JsonLines:
     """Returns the records of a file that ends in `.json`: one list, one record, or a record in each line."""
-    ranges = ranges_of(file.path, source.encoding)
-    first, start = b"", 0
-    while b"\n" not in first.lstrip() and (more := ranges.read(start, start + PEEK_BYTES)):
-        first, start = (first + more).lstrip(), start + len(more)
-    line = first.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
+    with reading(file.path), ranges_of(file.path, source.encoding).open() as opened:
+        lines = (line.removeprefix(BOM).strip() for line in opened)
+        line = next(filter(None, lines), b"")
     is_list = line.startswith(b"[")
     return JsonLines(file, source) if not is_list and (not line or _is_whole(line)) else JsonList(file, source)
 
@@ -144,8 +144,7 @@ class _Decoder(json.JSONDecoder):
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            self.problems.append(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+            self.problems.append(f"the key {repeated(name for name, _ in pairs)[0]!r} is there twice")
         return found
 
     def _constant(self, name: str) -> float:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trainers.config.section import repeated
 from trainers.config.source import SourceConfig
 from trainers.data import kept
 from trainers.data.documents import Record
@@ -122,7 +123,7 @@ class Csv(LinesFile):
             self.header = self._row(header) if header else []
         except ValueError as error:
             raise DataError(f"{self.path} has no header of names: {error}") from error
-        if twice := sorted({repr(name) for name in self.header if self.header.count(name) > 1}):
+        if twice := sorted(map(repr, repeated(self.header))):
             raise DataError(f"{self.path} has two columns of one name: {', '.join(twice)}; expected each name once in its header")
 
     def parse(self, line: bytes, first: int = 0) -> Record:

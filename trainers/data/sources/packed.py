@@ -17,7 +17,7 @@ from trainers.data.documents import Documents
 from trainers.data.mixture import Mixture, Share
 from trainers.data.packed_rows import HeldOutRows, PackedSource, Subset, TrainingRows, first_ids, split
 from trainers.data.packing import Piece, Plan, plan
-from trainers.data.padded import cut
+from trainers.data.padded import cut, kept_places
 from trainers.data.prepared import PreparedDocuments
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, DataMissingError, TransientError, UsageError
@@ -43,8 +43,12 @@ def check_cuts(source: SourceConfig, documents: PreparedDocuments, config: DataC
     """Raises DataError for the first document of which a cut leaves no target, as without packing."""
     if documents.weights is None:
         return
-    places = config.sequence_length + 1
-    for index in np.flatnonzero(documents.lengths > places).tolist():
+    places, lengths = config.sequence_length + 1, documents.lengths
+    for index in np.flatnonzero(lengths > places).tolist():
+        kept = kept_places(int(lengths[index]), places, config.truncation)
+        # Each start comes here with all that are too long: no other part of them is read.
+        if documents.has_target(index, kept.start + 1, kept.stop):
+            continue
         try:
             cut(documents[index], places, config.truncation)
         except DataError as error:

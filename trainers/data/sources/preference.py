@@ -85,20 +85,15 @@ def pairs(records: Records, tokenizer: Tokenizer, arguments: TrainingArguments) 
 def preference_pairs(arguments: TrainingArguments) -> tuple[Rows, Rows] | tuple[TrainingRows, HeldOutRows]:
     """Returns (training pairs, held-out pairs) of the records of `arguments.data`: a pair in each row, or with `data.packing:
     fit` as many as fit (`trainers.data.packed_examples`), each a segment of both lines of its row."""
-    tokenizer = tokenizers.of(arguments)
+    tokenizer, note = tokenizers.of(arguments), runtime.current().note
+    encoder = PairEncoder(tokenizer, ignored_of(arguments.data))
     if arguments.data.packing is not None:
         length = arguments.data.sequence_length + 1
-        kind = Kind(
-            PairEncoder(tokenizer, ignored_of(arguments.data)),
-            length,
-            num_texts=2,
-            leaves=leaves_of(arguments),
-            check=check_differ,
-        )
+        kind = Kind(encoder, length, num_texts=2, leaves=leaves_of(arguments), check=check_differ)
         return packed_examples(arguments, kind)
     tokenizers.check(tokenizer, arguments)
-    records, note = open_told(arguments.data, runtime.current().note), runtime.current().note
-    for line in notes_of(PairEncoder(tokenizer, ignored_of(arguments.data)), records):
+    records = open_told(arguments.data, note)
+    for line in notes_of(encoder, records):
         note(line)
     train, held_out = split(records, arguments.data.eval_fraction)
     return pairs(train, tokenizer, arguments), pairs(held_out, tokenizer, arguments)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+from trainers.config.section import repeated
 from trainers.data.documents import Record
 from trainers.data.sources.access import open_binary, reading, unreadable
 from trainers.data.sources.files import SourceFile
@@ -95,7 +96,7 @@ def _batches(path: str) -> list[Any]:
 
 
 def _check_names(path: str, names: Sequence[str]) -> None:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(repeated(names)):
         raise DataError(f"data.paths: {path} has two columns of one name: {', '.join(twice)}; expected each name once")
 
 

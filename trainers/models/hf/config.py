@@ -7,7 +7,7 @@ from typing import Any
 
 from trainers.config import ModelConfig
 from trainers.config.families import misspelt
-from trainers.config.model import MULTIPLIERS, RopeScaling
+from trainers.config.model import MULTIPLIERS, RopeScaling, all_but_every
 from trainers.errors import UsageError
 from trainers.models.hf.computed import (
     ACTIVATIONS,
@@ -135,21 +135,24 @@ def _window(layers: tuple[Layer, ...]) -> tuple[int | None, int | None]:
     window = next((layer.window for layer in layers if layer.window is not None), None)
     if window is None:
         return None, None
-    for every in (None, *range(2, len(layers) + 1)):
-        if local == tuple((layer + 1) % (every or len(layers) + 1) != 0 for layer in range(len(layers))):
-            return window, every
     kinds = ", ".join(SLIDING if one else FULL for one in local)
-    raise UsageError(f"layer_types: {kinds}: expected a full layer after every so many with a window, and no others")
+    problem = f"layer_types: {kinds}: expected a full layer after every so many with a window, and no others"
+    return window, _exception(local, problem)
 
 
 def _unturned_every(layers: tuple[Layer, ...]) -> int | None:
     """Returns `unturned_every`. Raises UsageError if the layers without rotary positions are not those of any."""
     turned = tuple(layer.rope_theta is not None for layer in layers)
-    for every in (None, *range(1, len(layers) + 1)):
-        if turned == tuple((layer + 1) % (every or len(layers) + 1) != 0 for layer in range(len(layers))):
-            return every
     shown = ", ".join(str(int(one)) for one in turned)
-    raise UsageError(f"no_rope_layers: {shown}: expected a 0 after every so many layers with a 1, and no others")
+    return _exception(turned, f"no_rope_layers: {shown}: expected a 0 after every so many layers with a 1, and no others")
+
+
+def _exception(layers: tuple[bool, ...], problem: str) -> int | None:
+    """Returns the number of which every so manieth layer alone is False (`all_but_every`). Raises UsageError(`problem`)."""
+    for every in (None, *range(1, len(layers) + 1)):
+        if layers == all_but_every(every, len(layers)):
+            return every
+    raise UsageError(problem)
 
 
 def write(config: ModelConfig, *, max_length: int, dtype: str) -> dict[str, Any]:
@@ -214,15 +217,13 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
 def _write_window(config: ModelConfig) -> dict[str, Any]:
     if "window" not in config.structure.settings:
         return {}
-    if config.family in WINDOW_IN_ALL and config.family != "qwen3_moe":
-        return {"sliding_window": config.window}
     about: dict[str, Any] = {"sliding_window": config.window}
     if config.family.startswith("qwen"):
         about["use_sliding_window"] = config.window is not None
-    elif config.window is None:
+    elif config.window is None and config.family not in WINDOW_IN_ALL:
         # No layer has it, and still transformers wants a number.
         about["sliding_window"] = DEFAULTS[config.family]["sliding_window"]
-    if config.family != "qwen3_moe":
+    if config.family not in WINDOW_IN_ALL:
         about["layer_types"] = [SLIDING if local else FULL for local in config.local_layers]
     return about
 

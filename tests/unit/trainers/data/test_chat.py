@@ -16,14 +16,7 @@ MESSAGES = [{"role": role, "content": content} for role, content in TURNS]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    made = {}
-
-    def with_this(template):
-        if template not in made:
-            made[template] = FolderTokenizer(str(chat_folders.write(tmp_path_factory.mktemp("chat") / "folder", template)))
-        return made[template]
-
-    return with_this
+    return chat_folders.by_template(lambda: tmp_path_factory.mktemp("chat"))
 
 
 def texts(tokenizer, document):

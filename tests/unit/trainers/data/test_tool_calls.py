@@ -13,7 +13,6 @@ from trainers.data.chat import ChatEncoder, CompletionEncoder
 from trainers.data.sources.preference import PairEncoder
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError
-from trainers.tokenizers import FolderTokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "temperature", "parameters": {"type": "object"}}}]
 CALL = {"type": "function", "function": {"name": "temperature", "arguments": {"city": "Rome", "days": 2}}}
@@ -26,14 +25,7 @@ IN_JSON = {**CALL, "function": {"name": "temperature", "arguments": '{"city":"Ro
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    made = {}
-
-    def with_this(template):
-        if template not in made:
-            made[template] = FolderTokenizer(str(chat_folders.write(tmp_path_factory.mktemp("chat") / "folder", template)))
-        return made[template]
-
-    return with_this
+    return chat_folders.by_template(lambda: tmp_path_factory.mktemp("chat"))
 
 
 def calling(call=CALL, **message):

@@ -238,3 +238,19 @@ def test_a_score_of_an_unknown_metric_is_an_error_when_the_trainer_is_built(tmp_
     later = made("eval_los", cls=BuildsLater)
     with pytest.raises(UsageError, match=r"score.metrics: 'eval_los': expected"):
         later.prepare()
+
+
+def test_a_users_metrics_are_asked_for_by_each_evaluation_alone(tmp_path, events):
+    class Own(BaseTrainer):
+        asked = 0
+
+        def build_evaluation_metrics(self, unit):
+            self.asked += 1
+
+    made = trainer(tmp_path, cls=Own, evaluation={"score": {"metrics": ["eval_loss"], "lower_better": True}})
+    made.train()
+    begun = made.asked
+    made.evaluate()
+    of_one = made.asked - begun
+    made.prepare()
+    assert made.asked == begun + of_one
