@@ -44,26 +44,14 @@ install:
 quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=..., ARGS="key=value ...")
 	@$(IN_VENV) -m orchestrator.run $(CONFIG) $(ARGS)
 
-# Tests with Ray run one by one: several Rays at once take longer than one after the other.
-# 5: ARGS has chosen no test of this part, which is fine if it has chosen one of the other.
-define run_tests
-@status=0; ran=0; \
-for part in "--numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder tests/unit tests/multihost" \
-		"tests/ray tests/faults"; do \
-	code=0; $(IN_VENV) -m pytest $$part --durations 10 $(1) $(ARGS) || code=$$?; \
-	case $$code in 0) ran=1;; 5) ;; *) status=$$code;; esac; \
-done; \
-test $$status -ne 0 -o $$ran -eq 1 || status=5; exit $$status
-endef
-
-test: env build/tpu  ## Run the tests of every commit, in about twelve minutes, those without Ray first and two files at a time (WORKERS=0: one by one; ARGS="-k name ...")
-	$(call run_tests,-m "not slow")
+test: env build/tpu  ## Run the tests of every commit, in about eleven minutes: those with Ray beside the others, of which two files run at a time (WORKERS=0: one by one; ARGS="-k name ...")
+	@$(IN_VENV) -m tests.parts $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: env build/tpu  ## Run the tests that `make test` leaves out
-	$(call run_tests,-m slow)
+	@$(IN_VENV) -m tests.parts $(WORKERS) -m slow $(ARGS)
 
 test-all: env build/tpu  ## Run all tests: less than an hour
-	$(call run_tests,)
+	@$(IN_VENV) -m tests.parts $(WORKERS) $(ARGS)
 
 # The compiler for TPUs, for the tests of configurations of real sizes. Those are skipped where it cannot be had.
 build/tpu: tests/tpu.txt | env
