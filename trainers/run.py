@@ -31,7 +31,7 @@ from trainers.models.hf.pretrained import resolved
 from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.runtime.events import Event
+from trainers.runtime.events import Event, course_left_at
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
     from trainers.protocol import TrainerOutput
@@ -204,8 +204,13 @@ def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:
 
 
 def show(event: Event, recorders: Recorders, console: Console) -> None:
-    if event["ev"] == "metrics":
-        recorders.record(event["step"], event["metrics"], event.get("distributions"))
+    match event["ev"]:
+        case "metrics":
+            recorders.record(event["step"], event["metrics"], event.get("distributions"))
+        case "first_step":  # of a new start: it may have other settings than the one before
+            recorders.go_back(event.get("resumed_step", event["step"] - 1))
+        case "anomaly" if (step := course_left_at(event)) is not None:
+            recorders.go_back(step)
     for shown in for_console(event):
         console.show(shown)
 

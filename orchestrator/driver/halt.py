@@ -104,8 +104,9 @@ def find_cause(generation: Generation, answers: Mapping[int, Mapping[str, Any]],
 
 def unpolled_events(answers: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Returns the events since the last poll, from the answers to `halt`, in the form of answers to a poll."""
+    names = ("events", "cursor", "missed", "facts")
     return {
-        host: {"events": answer["events"], "cursor": answer["cursor"], "heartbeat": answer.get("last_heartbeat")}
+        host: {name: answer[name] for name in names if name in answer} | {"heartbeat": answer.get("last_heartbeat")}
         for host, answer in answers.items()
         if "events" in answer
     }

@@ -42,22 +42,26 @@ def read(lines: Iterable[str], launch_id: str) -> list[Entry]:
 
     Invalid lines are ignored: a driver may have died while it wrote one.
     """
-    entries: dict[int, Entry] = {}
+    return read_all(lines).get(launch_id, [])
+
+
+def read_all(lines: Iterable[str]) -> dict[str, list[Entry]]:
+    """Returns the same of all launches, by the id of the launch, in the order in which they began."""
+    launches: dict[str, dict[int, Entry]] = {}
     for text in lines:
-        entry = _parse(text, launch_id)
-        if entry is not None:
+        if (found := _parse(text)) is not None:
+            launch_id, entry = found
             # A later line of the same number is its newer state.
-            entries[entry.number] = entry
-    return [entries[number] for number in sorted(entries)]
+            launches.setdefault(launch_id, {})[entry.number] = entry
+    return {launch_id: [entries[number] for number in sorted(entries)] for launch_id, entries in launches.items()}
 
 
-def _parse(text: str, launch_id: str) -> Entry | None:
+def _parse(text: str) -> tuple[str, Entry] | None:
     try:
         document = json.loads(text)
-        if document["launch_id"] != launch_id:
-            return None
         past = document["past"]
         incident = Incident.from_dict(document["incident"])
-        return Entry(int(document["number"]), incident, PastFailure.from_dict(past) if past else None)
+        entry = Entry(int(document["number"]), incident, PastFailure.from_dict(past) if past else None)
+        return str(document["launch_id"]), entry
     except (ValueError, KeyError, TypeError):
         return None
