@@ -33,6 +33,14 @@ class BoardLike(Protocol):
 
     def stop_requested(self) -> str | None: ...
 
+    def conclude(self, outcome: dict[str, Any]) -> None:
+        """Tells how the launch has ended, also where the storage cannot take it."""
+        ...
+
+    def outcome(self) -> dict[str, Any] | None:
+        """Returns what `conclude` was told; None before that."""
+        ...
+
 
 class Board:
     """Thread-safe; any number of readers, each with its own cursor."""
@@ -41,6 +49,7 @@ class Board:
         self._events: deque[ConsoleEvent] = deque(maxlen=kept_events)
         self._num_posted = 0
         self._stop_reason: str | None = None
+        self._outcome: dict[str, Any] | None = None
         self._changed = threading.Condition()
 
     def post(self, event: ConsoleEvent) -> None:
@@ -64,6 +73,12 @@ class Board:
     def stop_requested(self) -> str | None:
         with self._changed:
             return self._stop_reason
+
+    def conclude(self, outcome: dict[str, Any]) -> None:
+        self._outcome = outcome
+
+    def outcome(self) -> dict[str, Any] | None:
+        return self._outcome
 
 
 class RemoteBoard:
@@ -102,6 +117,13 @@ class RemoteBoard:
         if ray.wait([self._asked], timeout=FIRST_ANSWER_S if first else 0)[0]:
             self._stop_reason, self._asked = _answer(self._asked, 0.0), None
         return self._stop_reason
+
+    def conclude(self, outcome: dict[str, Any]) -> None:
+        # Awaited: this process ends soon.
+        _answer(self._actor.conclude.remote(outcome), 10.0)
+
+    def outcome(self) -> dict[str, Any] | None:
+        return _answer(self._actor.outcome.remote(), 10.0)
 
 
 def _answer(call: Any, timeout_s: float) -> Any:

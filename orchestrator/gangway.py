@@ -15,6 +15,7 @@ from typing import NamedTuple
 from orchestrator.shipped.files import configuration_named
 from trainers.config.section import did_you_mean
 from trainers.program import GANGWAY
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 PACKAGES = ("orchestrator", "trainers", "cluster")
@@ -57,6 +58,7 @@ def script() -> int:
     return main()
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if not words or words[0] in ("-h", "--help", "help"):

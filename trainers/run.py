@@ -24,7 +24,7 @@ from trainers.checkpoint import going_on
 from trainers.config import without_effect
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, dataset_function, from_dict, load_object
 from trainers.config.masking import masked
-from trainers.console.screens import Console, make_console
+from trainers.console.screens import CONSOLE_LOG, Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
 from trainers.first_line import say
 from trainers.models.hf.pretrained import resolved
@@ -32,6 +32,7 @@ from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
     from trainers.protocol import TrainerOutput
@@ -55,6 +56,7 @@ CACHE = "~/.cache/gangway/single"
 """Where compiled programs are kept for the next launch."""
 
 
+@command
 def main() -> int:
     given = sys.argv[1:]
     if given in (["-h"], ["--help"]):
@@ -91,7 +93,7 @@ def usage() -> str:
 
 def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
     """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
-    console = make_console(sys.stdout, began_s)
+    console = make_console(sys.stdout, began_s, log=os.path.join(arguments.storage, arguments.name, CONSOLE_LOG))
 
     def note(message: str, level: str = "info") -> None:
         console.show({"ev": "note", "message": message, "level": level})

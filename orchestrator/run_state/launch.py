@@ -108,6 +108,10 @@ class Launch:
         self.generations = 0
         self.drivers = 1
         self.high_water_step = 0
+        self.trained_step = 0
+        """How far this launch has trained, without the steps that a rollback took back."""
+        self.save_problem: str | None = None
+        """Why the last save failed; None if a later one has succeeded."""
         self.saved_path: str | None = None
         self.checkpoint_step: int | None = None
         self.committed = Committed()
@@ -158,7 +162,7 @@ class Launch:
         self._store_gang()
 
     def saved(self, step: int, path: str) -> None:
-        self.checkpoint_step, self.saved_path = step, path
+        self.checkpoint_step, self.saved_path, self.save_problem = step, path, None
         self.committed = self.committed.and_(Committed(step=step))
         # At once, not at the next tick: the next driver has to know that this step was committed.
         self.store()
@@ -331,6 +335,7 @@ class Launch:
             "generations": self.generations,
             "drivers": self.drivers,
             "high_water_step": self.high_water_step,
+            "trained_step": self.trained_step,
             "saved_path": self.saved_path,
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
@@ -359,6 +364,7 @@ class Launch:
         self.goodput = Goodput.resume(state["goodput"])
         self._last_stored_at_s = self.goodput.counted_to_s
         self.generations, self.drivers = state["generations"], state["drivers"] + 1
+        self.trained_step = state.get("trained_step", 0)
         if gang is not None and gang["launch_id"] == self.launch_id:
             self.gang = gang["gang"]
         if self.gang is not None:

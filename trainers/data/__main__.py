@@ -19,6 +19,7 @@ import numpy as np
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.base import BaseTrainer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # they import JAX: the first line is there before that
 INTERRUPTED = 130
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"reading {options.config}", stream=sys.stderr)
