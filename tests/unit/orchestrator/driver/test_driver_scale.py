@@ -14,7 +14,7 @@ import cluster
 from orchestrator.driver import poller
 from tests.unit.simulated_ray import MeteredWorld, launched
 
-SIZES = (64, 128, 256)
+SIZES = (128, 256, 512)
 OWN = str(Path(cluster.__file__).parents[1])
 TESTS = str(Path(OWN, "tests"))
 ALLOWANCE = 0.1
