@@ -146,13 +146,13 @@ def to_hugging_face(
     parameters, read_one, meta = open_parameters(checkpoint, base, host, num_hosts)
     config = _config_of(meta["arguments"])
     tensors = hugging_face_out.plan(config, parameters)
-    about = hf_config.write(config, max_length=meta["arguments"]["data"]["sequence_length"], dtype=tensors[0].dtype)
+    about = hf_config.write(config, max_length=_context_of(checkpoint, meta), dtype=tensors[0].dtype)
     files = hugging_face_out.files_of(tensors, max_file_bytes)
 
     def write_others(work: Path) -> None:
         assets.copy_into(work, checkpoint)
         # After the assets: none of their files takes the place of the model's own.
-        found = (_original(work, config, about) or about) | _class_names(work)
+        found = (_original(work, config, about) or about | _ends(work, about)) | _class_names(work)
         (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
         hugging_face_out.write_index(work, files)
 
@@ -213,6 +213,33 @@ def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[st
         return None
     name = "dtype" if "dtype" in original else "torch_dtype"
     return original | {name: about["torch_dtype"]}
+
+
+def _context_of(checkpoint: Path, meta: Mapping[str, Any]) -> int:
+    """Returns the length of the texts that a model is for: that of the folder of Hugging Face that the run began with, if its
+    rows were not longer."""
+    rows = meta["arguments"]["data"]["sequence_length"]
+    from trainers.checkpoint import carried
+
+    begun = carried.folder_of(checkpoint)
+    return max(rows, (begun and hf_config.context(begun)) or 0)
+
+
+def _ends(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns which tokens of the tokenizer in the folder begin and end a text, for a `config.json` that does not say it; {} if
+    there is no tokenizer."""
+    alone, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if about.get("eos_token_id", -1) is not None or not (alone.is_file() or described.is_file()):
+        return {}
+    from trainers import tokenizers
+
+    # Not `tokenizers.load`, which keeps what it has read: the folder gets another name.
+    read = tokenizers.FolderTokenizer(str(folder)) if described.is_file() else tokenizers.FileTokenizer(str(alone))
+    begin, ends = read.begin, read.stop_ids()
+    return {
+        "bos_token_id": begin[0] if len(begin) == 1 else None,
+        "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else list(ends),
+    }
 
 
 def _class_names(folder: Path) -> dict[str, Any]:

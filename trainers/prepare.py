@@ -118,9 +118,9 @@ def prepare_source(
     from trainers.data.encoders import encoder_of
     from trainers.data.prepared import PREPARED, PreparedDocuments
     from trainers.data.preparing import Source, check, make
-    from trainers.data.sources.records import open_records
+    from trainers.data.sources.records import open_told
 
-    records = open_records(config)
+    records = open_told(config, lambda line: print(f"{name}: {line}"))
     source = Source(config, arguments, encoder_of(config, arguments, records.columns))
     if (folder / PREPARED).is_file():
         found = PreparedDocuments(folder)
@@ -138,10 +138,9 @@ def report(name: str, documents: PreparedDocuments) -> None:
     about, lengths = documents.about, documents.lengths
     for line in about["notes"]:
         print(f"{name}: {line}")
-    left_out = f"; {about['num_malformed']:,} malformed lines left out" if about["num_malformed"] else ""
     print(
         f"{name}: {len(documents):,} documents, {about['num_tokens']:,} tokens, in the mean {float(lengths.mean()):,.1f} each, "
-        f"{int(lengths.max(initial=0)):,} in the longest{left_out}"
+        f"{int(lengths.max(initial=0)):,} in the longest"
     )
 
 

@@ -191,7 +191,7 @@ def test_an_override_sets_back_to_nothing_and_replaces_a_whole_section(write):
 
 @pytest.mark.parametrize("text", ["class Foo: ", "[not a list", "a=b", "", "  two  ", "# hash"])
 def test_an_override_of_text_is_taken_as_it_is(write, text):
-    assert load(write(SMALL), [f"data.pattern={text}"]).training.data.pattern == text
+    assert load(write(SMALL), [f"data.examples={text}"]).training.data.examples == text
 
 
 def test_a_quoted_override_is_yaml(write):

@@ -10,6 +10,12 @@ from tests.unit.driving import Launched
 from tests.unit.fake_gang import World
 
 
+def some(values, each):
+    """Each so manieth value in `make test`, the others in `make test-slow`."""
+    slow = pytest.mark.slow("one of many moments")
+    return [pytest.param(value, marks=() if number % each == 0 else slow) for number, value in enumerate(values)]
+
+
 @pytest.fixture
 def world():
     world = World()
@@ -115,7 +121,7 @@ def test_an_agent_that_stays_out_of_reach_is_given_up(world, unavailable):
 
 
 @pytest.mark.parametrize("stall_s", [21.0, 90.0])
-@pytest.mark.parametrize("effect", range(60, 160, 9))
+@pytest.mark.parametrize("effect", some(range(60, 160, 9), each=4))
 def test_a_driver_that_stalls_harms_nobody(effect, stall_s):
     """Stuck, or stopped, for longer than any answer may take: what is silent meanwhile is the driver."""
     world = World(max_steps=400)
@@ -125,7 +131,7 @@ def test_a_driver_that_stalls_harms_nobody(effect, stall_s):
     assert world.violations == []
 
 
-@pytest.mark.parametrize("effect", [130, 131, 132, 133, 134, 135])
+@pytest.mark.parametrize("effect", some(range(130, 136), each=3))
 def test_a_driver_that_stalls_while_it_handles_a_failure_gives_up_no_healthy_host(effect):
     world = World(max_steps=200)
     launched = Launched(world)
@@ -135,7 +141,7 @@ def test_a_driver_that_stalls_while_it_handles_a_failure_gives_up_no_healthy_hos
     assert world.violations == []
 
 
-@pytest.mark.costs("drives through many failures")
+@pytest.mark.slow("drives through many failures")
 def test_a_driver_that_stalls_for_longer_than_the_lease_goes_on_with_new_agents(world):
     world.max_steps = 3000
     launched = Launched(world)
@@ -153,7 +159,7 @@ def test_storage_that_hangs_costs_no_step(world):
     assert launched.launch.incidents[0].total_s < 2.0
 
 
-@pytest.mark.parametrize("effect", [*range(1, 60, 3), *range(60, 140)])
+@pytest.mark.parametrize("effect", some([*range(1, 60, 3), *range(60, 140)], each=3))
 def test_a_driver_may_die_before_anything_it_does(effect):
     """Its successor takes the gang over, or clears it away; checkpoints can be committed again; nothing is trained twice."""
     world = World()
