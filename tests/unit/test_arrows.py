@@ -92,6 +92,7 @@ LIGHT_MODULES = tuple(
         "config/mixture",
         "config/model",
         "config/monitoring",
+        "config/near_keys",
         "config/optimizer",
         "config/pieces",
         "program",
