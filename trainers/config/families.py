@@ -72,6 +72,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "granite": Family(settings=OF_GRANITE),
         "smollm3": Family(settings=ROTARY | BIASES | {"unturned_every"}),
         "olmo2": Family(pre_norms=False, post_norms=True, whole_qk_norm=True, settings=ROTARY | {"attention_bias"}),
+        "phi3": Family(settings=ROTARY - {"rope_scaling"} | {"window"}),
         "gpt2": Family(
             norm="layer",
             qkv_bias=True,

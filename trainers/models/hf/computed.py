@@ -69,6 +69,7 @@ DEFAULTS: Mapping[str, Json] = {
         "no_rope_layer_interval": 4,
     },
     "olmo2": {**LLAMA, "rms_norm_eps": 1e-5},
+    "phi3": {**LLAMA, "rms_norm_eps": 1e-5},
     "gpt2": {
         "vocab_size": 50257,
         "n_embd": 768,
@@ -140,14 +141,18 @@ def _problems_of_ropes(family: str, given: Json) -> Iterator[str]:
             yield f"{where} = {rope!r}: expected a section of keys and values"
             continue
         kind = kind_of(rope)
-        if kind not in keys.OF_ROPE_TYPE:
+        if kind not in keys.OF_ROPE_TYPE and "rope_scaling" in FAMILIES[family].settings:
             yield f"{where}: rope_type = {kind!r}: expected {', '.join(keys.OF_ROPE_TYPE)}"
+        elif kind != "default" and "rope_scaling" not in FAMILIES[family].settings:
+            yield f"{where}: rope_type = {kind!r}: expected default in the family {family}, whose positions are not scaled here"
         elif kind != "default" and where.endswith(SLIDING):
             yield f"{where}: rope_type = {kind!r}: expected default: only the other layers have scaled positions here"
         else:
             yield from keys.problems(rope, keys.OF_ROPE_TYPE[kind], f"rope_type {kind}", f"{where}.")
             for name in sorted({*keys.NEEDED_OF_ROPE[kind]} - set(rope)):
                 yield f"{where}.{name} is missing: rope_type {kind} needs it"
+        if family == "gemma3" and where == "rope_scaling" and "rope_type" not in rope and kind != "default":
+            yield f"rope_scaling.type = {kind!r}: transformers reads rope_type alone in the family {family}; name it rope_type"
         if {"type", "rope_type"} <= set(rope) and rope["type"] != rope["rope_type"]:
             yield f"{where}: rope_type = {rope['rope_type']!r}, type = {rope['type']!r}: both say the same; delete one of them"
 
@@ -171,7 +176,7 @@ def _problems_of_layers(family: str, given: Json) -> Iterator[str]:
         )
 
 
-WINDOW_IN_ALL = ("mistral", "mixtral", "qwen3_moe")
+WINDOW_IN_ALL = ("mistral", "mixtral", "qwen3_moe", "phi3")
 
 
 def kind_of(rope: Json) -> Any:

@@ -45,7 +45,7 @@ def test_the_rope_of_llama_3_in_the_forms_of_both_versions(rope):
 @pytest.mark.parametrize(
     "form",
     [
-        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -179,6 +179,19 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
         ("gemma2", {"sliding_window": None}, "sliding_window = null: expected the window of the layers of sliding_attention"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 1, 1]}, "no_rope_layers: 0, 1, 1, 1, 1, 1: expected a 0 after every so many"),
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers has 2 layers: expected num_hidden_layers \(6\)"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75: expected 1 in the family phi3"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "rope_scaling: rope_type = 'longrope': expected default in the family phi3",
+        ),
+        # transformers takes it for longrope.
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn': expected default in the family phi3"),
+        (
+            "phi3",
+            {"auto_map": {"AutoConfig": "mine.Config"}},
+            "auto_map = .* expected the classes of Phi-3 that transformers has",
+        ),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window = true: expected false in the family smollm3"),
         # Two keys for one thing.
         (
@@ -199,6 +212,11 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5: expected 1"),
         ("llama", {"rope_parameters": LOCAL}, "rope_parameters.full_attention = {}: rope_type default has no such key"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: rope_theta: expected full_attention and"),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rope_scaling.type = 'linear': transformers reads rope_type alone in the family gemma3; name it rope_type",
+        ),
         ("gemma3_text", {"rope_parameters": LOCAL}, r"sliding_attention: rope_type = 'linear': expected default: only the other"),
         (
             "gemma3_text",
@@ -265,6 +283,8 @@ EXPORTED = {
     "gemma3": {"family": "gemma3", "window": 8, "local_rope_theta": 1e4, "rope_scaling": RopeScaling(), "logit_softcap": 3.0},
     "gemma": {"family": "gemma", "attention_bias": True},
     "ministral without a window": {"family": "ministral"},
+    "phi3": {"family": "phi3", "window": 8},
+    "phi3 without a window": {"family": "phi3", "head_dim": 12},
     "granite": {
         "family": "granite",
         "query_scalar": 3.0,
@@ -289,7 +309,7 @@ def test_what_is_written_means_the_same(settings):
     real = {"rms_norm_eps", "layer_norm_epsilon", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping"}
     assert {name for name, value in written.items() if name in whole and type(value) not in (int, type(None))} == set()
     assert {name for name, value in written.items() if name in real and type(value) not in (float, type(None))} == set()
-    assert config.family != "smollm3" or written["pad_token_id"] is None
+    assert config.family not in ("smollm3", "phi3") or written["pad_token_id"] is None
     # Also where no layer has the window, transformers wants a number.
     assert config.family not in ("gemma2", "gemma3", "ministral") or written["sliding_window"] is not None
 
