@@ -69,6 +69,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500_000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
     "phi3": ("phi3", {"sliding_window": 6, "original_max_position_embeddings": 512}),
     "mistral": ("mistral", {"sliding_window": 6}),
     "ministral": ("ministral", {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),

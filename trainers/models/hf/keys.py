@@ -217,6 +217,7 @@ OF_FAMILY: Mapping[str, Keys] = {
         "layer_types": Kind("full_attention alone, or null", lambda found: found is None or (_all_full(found))),
     },
     "olmo2": {**DECODER, **BIAS, **HEAD_DIM},
+    "olmo3": {**DECODER, **BIAS, **HEAD_DIM, **WINDOW, "layer_types": or_null(TEXTS)},
     "phi3": {
         **DECODER,
         **HEAD_DIM,
