@@ -145,7 +145,7 @@ def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:
     from trainers.tasks.causal_lm import CausalLMTask
 
     own = getattr(trainer.task, "decode", None)
-    if own is None or (specials and type(trainer.task).decode is CausalLMTask.decode):
+    if own is None or (specials and getattr(type(trainer.task), "decode", None) is CausalLMTask.decode):
         tokenizer = tokenizers.of(trainer.arguments)
         return tokenizer.raw if specials else tokenizer.decode
     if specials:
