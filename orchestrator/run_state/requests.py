@@ -11,11 +11,13 @@ import socket
 import time
 import uuid
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
-from trainers.storage import documents
+from trainers.storage import documents, ours
 
 FOLDER = "requests"
+MARK = ours.named("a request", r"(stop|save)-[0-9a-f]{12}\.json")
 STOP, SAVE = "stop", "save"
 Kind = Literal["stop", "save"]
 
@@ -48,7 +50,7 @@ def take(run_dir: str, launch_id: str) -> list[Request]:
         if request is not None and request.launch_id == launch_id:
             found.append(request)
         # After it was read: of two drivers, the one that is superseded must not take a request with it.
-        os.unlink(path)
+        ours.delete(path, MARK)
     return sorted(found, key=lambda request: request.at_s)
 
 
@@ -63,7 +65,7 @@ def _paths(run_dir: str) -> list[str]:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
         return []
-    return [documents.join(folder, name) for name in names if name.endswith(".json")]
+    return [path for name in names if MARK.is_on(Path(path := documents.join(folder, name)))]
 
 
 def _read(path: str) -> Request | None:

@@ -54,7 +54,7 @@ FLOORS = {
         ("policies", "tracking"),
         ("run_state",),
         ("config", "reporting", "testbed"),
-        ("planning", "verify"),
+        ("planning", "verify", "runs"),
         ("driver", "chaos", "checkpoints"),
         ("launching",),
         ("run", "compile", "profile", "init", "gangway"),

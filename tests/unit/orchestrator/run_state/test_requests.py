@@ -27,6 +27,7 @@ def test_a_request_is_taken_once_by_the_launch_that_is_meant(tmp_path):
 )
 def test_what_is_no_request_is_not_done(tmp_path, text):
     (tmp_path / "requests").mkdir()
-    (tmp_path / "requests" / "stop-1.json").write_text(text)
+    for name in ("stop-0123456789ab.json", "notes.json"):
+        (tmp_path / "requests" / name).write_text(text)
     assert requests.take(str(tmp_path), "b") == []
-    assert not list((tmp_path / "requests").iterdir())
+    assert [path.name for path in (tmp_path / "requests").iterdir()] == ["notes.json"]  # the user's own

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from orchestrator import asking
+from orchestrator.runs import asking
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return asking.main("save", "orchestrator.save", "Lets a run save now, and go on.", argv)
+    return asking.main("save", "orchestrator.runs.save", "Lets a run save now, and go on.", argv)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import overview
+from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
-from orchestrator.overview import Overview
+from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.program import program
 from trainers.published import own, shown
@@ -40,7 +40,7 @@ ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.status"), description="How runs are, by their files alone.")
+    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.status"), description="How runs are, by their files alone.")
     parser.add_argument(
         "place",
         nargs="?",

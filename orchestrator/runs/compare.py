@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import overview
+from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
-from orchestrator.overview import Overview
+from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL
 from trainers.console.text import printable, seconds
@@ -34,7 +34,7 @@ NOT_COMPARED = frozenset({"name", "storage"})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.compare"), description="Runs side by side.")
+    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.compare"), description="Runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)

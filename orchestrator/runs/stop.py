@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from orchestrator import asking
+from orchestrator.runs import asking
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return asking.main("stop", "orchestrator.stop", "Lets a run save and stop.", argv)
+    return asking.main("stop", "orchestrator.runs.stop", "Lets a run save and stop.", argv)
 
 
 if __name__ == "__main__":

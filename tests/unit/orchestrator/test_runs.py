@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import asking, compare, incidents, logs, overview, status
 from orchestrator.config.locate import NoRunError
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state import outcome
 from orchestrator.run_state.incidents import Incident
+from orchestrator.runs import asking, compare, incidents, logs, overview, status
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import wait_until
 from trainers.storage import documents
@@ -254,5 +254,5 @@ def test_a_request_waits_for_what_comes_of_it(start, storage, monkeypatch):
 
 def test_a_request_that_nobody_reads_is_told(start, storage, capsys):
     run_dir = start("a").run_dir
-    assert asking.main("stop", "orchestrator.stop", "", [run_dir, "--timeout", "0.1"]) == asking.EXIT_NOT_DONE
+    assert asking.main("stop", "orchestrator.runs.stop", "", [run_dir, "--timeout", "0.1"]) == asking.EXIT_NOT_DONE
     assert "the driver has not read the request; the run is training" in capsys.readouterr().out

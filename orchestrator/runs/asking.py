@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator import overview
+from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
-from orchestrator.overview import ENDED, LIVE, Overview
+from orchestrator.runs.overview import ENDED, LIVE, Overview
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import STOP, Kind
 from trainers.program import program

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator import overview
+from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from orchestrator.reporting.text import action_of, recovery
@@ -30,7 +30,7 @@ EXIT_FINE, EXIT_REFUSED = 0, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.incidents"), description="The incidents of a run.")
+    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.incidents"), description="The incidents of a run.")
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     parser.add_argument("--number", type=int, metavar="N", help="one of them, with its evidence")
