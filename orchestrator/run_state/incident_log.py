@@ -42,18 +42,23 @@ def read(lines: Iterable[str], launch_id: str) -> list[Entry]:
 
     Invalid lines are ignored: a driver may have died while it wrote one.
     """
-    return read_all(lines).get(launch_id, [])
+    return [entry for of_launch, entry in with_launches(lines) if of_launch == launch_id]
 
 
-def read_all(lines: Iterable[str]) -> dict[str, list[Entry]]:
-    """Returns the same of all launches, by the id of the launch, in the order in which they began."""
-    launches: dict[str, dict[int, Entry]] = {}
+def of_all_launches(lines: Iterable[str]) -> list[Entry]:
+    """Returns the incidents of all launches of a run in their last state, oldest first."""
+    return sorted((entry for _, entry in with_launches(lines)), key=lambda entry: entry.incident.failed_at_s)
+
+
+def with_launches(lines: Iterable[str]) -> list[tuple[str, Entry]]:
+    """Returns (id of the launch, incident) of valid lines, by launch and number."""
+    entries: dict[tuple[str, int], Entry] = {}
     for text in lines:
         if (found := _parse(text)) is not None:
-            launch_id, entry = found
             # A later line of the same number is its newer state.
-            launches.setdefault(launch_id, {})[entry.number] = entry
-    return {launch_id: [entries[number] for number in sorted(entries)] for launch_id, entries in launches.items()}
+            launch_id, entry = found
+            entries[launch_id, entry.number] = entry
+    return [(launch_id, entries[launch_id, number]) for launch_id, number in sorted(entries)]
 
 
 def _parse(text: str) -> tuple[str, Entry] | None:
@@ -61,7 +66,6 @@ def _parse(text: str) -> tuple[str, Entry] | None:
         document = json.loads(text)
         past = document["past"]
         incident = Incident.from_dict(document["incident"])
-        entry = Entry(int(document["number"]), incident, PastFailure.from_dict(past) if past else None)
-        return str(document["launch_id"]), entry
+        return document["launch_id"], Entry(int(document["number"]), incident, PastFailure.from_dict(past) if past else None)
     except (ValueError, KeyError, TypeError):
         return None

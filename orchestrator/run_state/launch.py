@@ -13,10 +13,12 @@ import dataclasses
 import hashlib
 import json
 import os
+import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, Entry
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
+from orchestrator.run_state.requests import Request
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
 from orchestrator.run_state.time_used import TimeUsed
@@ -124,11 +127,16 @@ class Launch:
         """The newest incidents of earlier launches, oldest first, each with the id of its launch."""
         self.history: list[PastFailure] = []
         """The newest failures, oldest first."""
-        self.generations = 0
-        self.drivers = 1
+        self.generations, self.drivers = 0, 1
         self.high_water_step = 0
         self.step_s: dict[int, float] = {}
         """The median seconds of a step, by number of hosts."""
+        self.trained_step = 0
+        """How far this launch has trained, without the steps that a rollback took back."""
+        self.save_problem: str | None = None
+        """Why the last save failed; None if a later one has succeeded."""
+        self.max_steps: int | None = None
+        """For those who look at the run: `gangway status`."""
         self.saved_path: str | None = None
         self.checkpoint_step: int | None = None
         self.committed = Committed()
@@ -141,6 +149,7 @@ class Launch:
         """Problems with the files of an earlier driver, as sentences."""
         self._folder, self._writer = folder, writer
         self._entries: list[Entry] = []
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._published = {"train": -1, "eval": -1}
         self._course = self._course_of_points = course
         """The settings of this launch, and those under which the published points were trained. They differ until training
@@ -182,7 +191,7 @@ class Launch:
         self._store_gang()
 
     def saved(self, step: int, path: str) -> None:
-        self.checkpoint_step, self.saved_path = step, path
+        self.checkpoint_step, self.saved_path, self.save_problem = step, path, None
         self.committed = self.committed.and_(Committed(step=step))
         # At once, not at the next tick: the next driver has to know that this step was committed.
         self.store()
@@ -279,8 +288,20 @@ class Launch:
         # Made here, not by the writer: it is the state of this moment, which only this thread may read.
         document = self._document()
         self._write(STATE, lambda: self._folder.write(STATE, document))
+        self._write("the requests", self._look_for_requests)
         if (path := self.saved_path) is not None and self._gone != path:
             self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
+
+    def new_requests(self) -> Iterator[Request]:
+        """Yields what was asked of this launch in its storage since the last call (`gangway stop`)."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._requests.get_nowait()
+
+    def _look_for_requests(self) -> None:
+        # On the writer's thread: the storage may hang.
+        for request in self._folder.take_requests(self.launch_id):
+            self._requests.put(request)
 
     def checkpoint_is_gone(self) -> bool:
         """Returns True once for a newest checkpoint that is no longer where it was saved: somebody has deleted it."""
@@ -380,6 +401,8 @@ class Launch:
             "drivers": self.drivers,
             "high_water_step": self.high_water_step,
             "step_s": {str(hosts): step_s for hosts, step_s in self.step_s.items()},
+            "trained_step": self.trained_step,
+            "max_steps": self.max_steps,
             "saved_path": self.saved_path,
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
@@ -403,20 +426,21 @@ class Launch:
         self.committed = Committed(**state.get("committed", {"step": self.checkpoint_step}))
         self._published, self._course_of_points = state["published"], state.get("course", self._course)
         self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id)
-        found = incident_log.read_all(self._folder.last_lines(incident_log.NAME))
-        entries = found.pop(self.launch_id, [])
-        others = [(launch_id, entry.incident) for launch_id, of_launch in found.items() for entry in of_launch]
-        self.earlier_incidents = others[-KEPT_INCIDENTS:]
+        found = incident_log.with_launches(self._folder.last_lines(incident_log.NAME))
+        others = [(launch_id, entry.incident) for launch_id, entry in found if launch_id != self.launch_id]
+        self.earlier_incidents = sorted(others, key=lambda item: item[1].failed_at_s)[-KEPT_INCIDENTS:]
         if state["launch_id"] != self.launch_id:
-            met = found.get(state["launch_id"], [])
-            self.earlier = Earlier.before(state, state.get("num_incidents", met[-1].number + 1 if met else 0))
+            met = [entry.number + 1 for launch_id, entry in found if launch_id == state["launch_id"]]
+            self.earlier = Earlier.before(state, state.get("num_incidents", max(met, default=0)))
             return
+        entries = [entry for launch_id, entry in found if launch_id == self.launch_id]
         self.earlier = Earlier.of(state)
         # From here on only for a driver that follows another one of the same launch.
         self.goodput = Goodput.resume(state["goodput"])
         self._last_stored_at_s = self.goodput.counted_to_s
         self.generations, self.drivers = state["generations"], state["drivers"] + 1
         self.step_s = {int(hosts): step_s for hosts, step_s in state.get("step_s", {}).items()}
+        self.trained_step = state.get("trained_step", 0)
         if gang is not None and gang["launch_id"] == self.launch_id:
             self.gang = gang["gang"]
         if self.gang is not None:
