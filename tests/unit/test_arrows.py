@@ -132,6 +132,7 @@ LIGHT_MODULES = tuple(
         "storage/__init__",
         "storage/documents",
         "storage/durable",
+        "storage/refused",
         "storage/sealed",
     )
 )

@@ -142,12 +142,13 @@ def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:
     from trainers import tokenizers
     from trainers.tasks.causal_lm import CausalLMTask
 
-    own = getattr(trainer.task, "decode", None)
-    if own is None or (specials and type(trainer.task).decode is CausalLMTask.decode):
+    task: Any = trainer.task
+    own = getattr(task, "decode", None)
+    if own is None or (specials and type(task).decode is CausalLMTask.decode):
         tokenizer = tokenizers.of(trainer.arguments)
         return tokenizer.raw if specials else tokenizer.decode
     if specials:
-        raise UsageError(f"--specials: {type(trainer.task).__name__} decodes tokens by itself; leave it out")
+        raise UsageError(f"--specials: {type(task).__name__} decodes tokens by itself; leave it out")
     return own
 
 
