@@ -32,6 +32,7 @@ from trainers.first_line import say
 from trainers.program import parser as command_parser
 from trainers.run import arguments_in, read
 from trainers.runtime.events import Event
+from trainers.terminal import command
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Result:
     rates: dict[str, float]
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"evaluating {', '.join(options.checkpoint)}", stream=sys.stderr)

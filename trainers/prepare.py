@@ -25,6 +25,7 @@ from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
 from trainers.storage.documents import is_url
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # the first line is there before it is imported
     from trainers.config.arguments import TrainingArguments
@@ -35,6 +36,7 @@ TOKENIZER = "tokenizer"
 """The folder of a tokenizer that was trained here."""
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"reading {options.config}")

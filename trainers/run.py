@@ -33,9 +33,8 @@ from trainers.config.arguments import (
     recorded_arguments,
 )
 from trainers.config.masking import masked, masked_keys
-from trainers.console import log_file
 from trainers.console.log_file import LoggedConsole
-from trainers.console.screens import Console, make_console
+from trainers.console.screens import CONSOLE_LOG, Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
 from trainers.first_line import say
 from trainers.models.hf.pretrained import resolved
@@ -44,6 +43,7 @@ from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event
 from trainers.storage.documents import is_url, write_text
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
     from trainers.protocol import TrainerOutput
@@ -68,6 +68,7 @@ CACHE = "~/.cache/gangway/single"
 """Where compiled programs are kept for the next launch."""
 
 
+@command
 def main() -> int:
     given = sys.argv[1:]
     if given in (["-h"], ["--help"]):
@@ -104,7 +105,8 @@ def usage() -> str:
 
 def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
     """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
-    console: Console = make_console(sys.stdout, began_s)
+    log = os.path.join(arguments.storage, arguments.name, CONSOLE_LOG)
+    console: Console = make_console(sys.stdout, began_s, log=log, logged=True)
     recorders: Recorders | None = None
 
     def on_event(event: Event) -> None:
@@ -142,9 +144,9 @@ def with_files(arguments: TrainingArguments, console: Console, began_s: float) -
     folder = Path(arguments.storage, arguments.name)
     try:
         write_text(folder / CONFIG, settings_yaml(arguments))
-        return LoggedConsole(console, folder / log_file.NAME, began_s)
+        return LoggedConsole(console, folder / CONSOLE_LOG, began_s)
     except OSError as error:
-        console.show({"ev": "note", "message": f"{folder} has no {CONFIG} and {log_file.NAME}: {error}", "level": "warning"})
+        console.show({"ev": "note", "message": f"{folder} has no {CONFIG} and {CONSOLE_LOG}: {error}", "level": "warning"})
         return console
 
 

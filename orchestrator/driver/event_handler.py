@@ -105,10 +105,13 @@ class EventHandler:
     def handle(self, generation: Generation, host: int, event: HostEvent, known: bool = False) -> None:
         # A host's clock may be wrong by any amount: the time is clamped between the start of the generation and now.
         event = cast("HostEvent", {**event, "t": min(max(event["t"], generation.began_at_s), self.clock())})
-        was_training, phase = generation.training, generation.phase
+        was_training, phase, rollbacks = generation.training, generation.phase, len(generation.anomalies)
         generation.observe(host, event)
         launch = self.launch
         launch.high_water_step = max(launch.high_water_step, generation.step)
+        # Steps that a rollback took back are not lost: they were not to be kept.
+        took_back = len(generation.anomalies) > rollbacks
+        launch.trained_step = generation.step if took_back else max(launch.trained_step, generation.step)
         # Once a host has failed, the driver sets the clock: a late event would set it back to `step`.
         if not generation.wants_restart:
             launch.goodput.switch(generation.category, event["t"])
@@ -134,6 +137,7 @@ class EventHandler:
                 self._on_saved(host, event)
             case "save_failed":
                 text = f"the checkpoint of step {event['step']} failed, training goes on and tries again: {event['error']}"
+                self.launch.save_problem = f"the checkpoint of step {event['step']} failed: {event['error']}"
                 self.note(f"host {host}: {text}", "warning")
             case "restored":
                 self._on_restored(host, event)

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from typing import Any
 
 from orchestrator.board import BoardLike
 from orchestrator.events import ConsoleEvent
 from orchestrator.reporting.console import job_lines_of
 from orchestrator.reporting.text import summary_page
 from trainers.console.screens import PlainConsole
-
-NAME = "console.log"
 
 
 class LoggedBoard:
@@ -57,8 +56,14 @@ class LoggedBoard:
     def read(self, cursor: int, timeout_s: float) -> tuple[int, list[ConsoleEvent]]:
         return self._board.read(cursor, timeout_s)
 
-    def request_stop(self, reason: str) -> None:
-        self._board.request_stop(reason)
+    def request_stop(self, reason: str, *, wait: bool = True) -> None:
+        self._board.request_stop(reason, wait=wait)
 
     def stop_requested(self) -> str | None:
         return self._board.stop_requested()
+
+    def conclude(self, outcome: dict[str, Any]) -> None:
+        self._board.conclude(outcome)
+
+    def outcome(self) -> dict[str, Any] | None:
+        return self._board.outcome()

@@ -10,8 +10,6 @@ from pathlib import Path
 from trainers.console.screens import Console, PlainConsole
 from trainers.console.view import Event
 
-NAME = "console.log"
-
 
 class LoggedConsole:
     """A console whose lines are written to a file, too. What is wrong with the file stops nothing."""

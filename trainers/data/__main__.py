@@ -19,6 +19,7 @@ import numpy as np
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.base import BaseTrainer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # they import JAX: the first line is there before that
 INTERRUPTED = 130
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"reading {options.config}", stream=sys.stderr)
@@ -142,13 +144,12 @@ def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:
     from trainers import tokenizers
     from trainers.tasks.causal_lm import CausalLMTask
 
-    task: Any = trainer.task
-    own = getattr(task, "decode", None)
-    if own is None or (specials and type(task).decode is CausalLMTask.decode):
+    own = getattr(trainer.task, "decode", None)
+    if own is None or (specials and getattr(type(trainer.task), "decode", None) is CausalLMTask.decode):
         tokenizer = tokenizers.of(trainer.arguments)
         return tokenizer.raw if specials else tokenizer.decode
     if specials:
-        raise UsageError(f"--specials: {type(task).__name__} decodes tokens by itself; leave it out")
+        raise UsageError(f"--specials: {type(trainer.task).__name__} decodes tokens by itself; leave it out")
     return own
 
 

@@ -18,6 +18,7 @@ def handler():
     launch = SimpleNamespace(
         seen={},
         high_water_step=0,
+        trained_step=0,
         generations=1,
         goodput=SimpleNamespace(switch=lambda *args: None, move=lambda *args: None, goodput=lambda at_s: 1.0),
         is_new=lambda step, kind: True,
