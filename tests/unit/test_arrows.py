@@ -134,6 +134,7 @@ LIGHT_MODULES = tuple(
         "storage/documents",
         "storage/durable",
         "storage/ours",
+        "storage/refused",
         "storage/sealed",
     )
 )
