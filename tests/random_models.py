@@ -216,6 +216,8 @@ def _decoder(draw: Draw, family: str) -> dict[str, Any]:
         found["num_experts_per_tok"] = draw.one(1, 2)
     if family == "qwen3_moe":
         found["moe_intermediate_size"] = draw.one(12, 20)
+    if family == "ministral":
+        found["head_dim"] = draw.one(4, 10)
     if family in PAD_IS_NULL:
         found["pad_token_id"] = 0
     if family == "smollm3":

@@ -24,6 +24,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.vision_config import Config, ImageTextConfig
 from trainers.models.hf.weights import flat
 from trainers.program import program
+from trainers.storage import ours
+from trainers.terminal import command
 
 MAX_FILE_BYTES = 5 * 10**9
 """The largest size of one file in the Hugging Face format: a larger model gets several files, with an index."""
@@ -48,6 +51,7 @@ MAX_FILE_BYTES = 5 * 10**9
 Tensors = Mapping[str, np.ndarray]
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("trainers.export"), description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
@@ -203,7 +207,7 @@ def _publish(work: Path, out: Path, write_others: Callable[[Path], None], *, rep
     except FileNotFoundError:
         return
     write_others(mine)
-    layout.put_in_place(mine, out, replace=replace)
+    layout.put_in_place(mine, out, replace=EXPORT if replace else None)
 
 
 def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -269,7 +273,7 @@ def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) ->
         work.mkdir()
         assets.copy_into(work, checkpoint)
         (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-        _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt"})
+        _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt", **ours.MADE_BY})
 
     _write_atomically(out, write, replace=replace)
 
@@ -297,6 +301,20 @@ def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
     path.chmod(mode)
 
 
+def _has_our_weights(folder: Path) -> bool:
+    from safetensors import safe_open
+
+    path = next(folder.glob("*.safetensors"), None)
+    try:
+        with safe_open(path, "np") as file:
+            return (file.metadata() or {}).items() >= ours.MADE_BY.items()
+    except Exception:  # there is none, or it is damaged: the library has errors of its own
+        return False
+
+
+EXPORT = ours.Mark("an export that Gangway wrote", _has_our_weights)
+
+
 def _check_new(out: Path) -> None:
     if out.exists():
         raise CheckpointError(f"{out} exists already: give a new name")
@@ -310,11 +328,10 @@ def _write_atomically(out: Path, write: Callable[[Path], Any], *, replace: bool 
     work = out.with_name(f"{out.name}.saving-{uuid.uuid4().hex[:8]}")
     try:
         write(work)
-        layout.put_in_place(work, out, replace=replace)
+        layout.put_in_place(work, out, replace=EXPORT if replace else None)
     finally:
-        if work.is_dir():
-            shutil.rmtree(work, ignore_errors=True)
-        work.unlink(missing_ok=True)
+        with suppress(OSError):  # the error that led here is the one to tell
+            ours.delete(work, ours.ON_THE_WAY)
 
 
 if __name__ == "__main__":

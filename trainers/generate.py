@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     import numpy as np
@@ -54,6 +55,7 @@ class Opened:
     """None: the model reads texts alone."""
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     try:

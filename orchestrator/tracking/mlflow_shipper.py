@@ -25,7 +25,8 @@ from orchestrator.tracking.spool import FOLDER, RUN, SPOOL, STATE, read_document
 from orchestrator.tracking.tracker import left_over
 from trainers.config.masking import MASK, masked
 from trainers.program import program
-from trainers.storage import documents
+from trainers.storage import documents, ours
+from trainers.terminal import command
 
 POLL_S = 1.0
 MAX_BACKOFF_S = 30.0
@@ -351,13 +352,15 @@ def prepare_sqlite(uri: str) -> str:
     return artifacts
 
 
+UNFINISHED = ours.named("an unfinished database", r".+\.unfinished")
+
+
 def _make_sqlite(path: str, artifacts: str) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     unfinished = path + ".unfinished"
     # Of a process that died half-way: no MLflow could go on with it.
-    if os.path.exists(unfinished):
-        os.unlink(unfinished)
+    ours.delete(unfinished, UNFINISHED)
     SqlAlchemyStore(f"sqlite:///{unfinished}", artifacts).engine.dispose()
     os.replace(unfinished, path)
 
@@ -378,6 +381,7 @@ def die_with(parent_pid: int) -> None:
         sys.exit(LEFT_OVER)
 
 
+@command
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.tracking"), description="Ships a run's tracking file to MLflow.")
     parser.add_argument("run_dir", help="the run's folder: STORAGE/NAME")

@@ -14,10 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from trainers.storage import ours
+
 RETRIES = 3
 RETRY_S = 0.5
 _TERM = re.compile(r"(\d+)\.json")
 _CLAIM = re.compile(r"claimed-(\d+)-(\d+)")
+
+
+CLAIM = ours.named("a claim of a generation", _CLAIM.pattern)
 
 
 class WriterTerm(NamedTuple):
@@ -88,7 +93,7 @@ def drop_older_claims(checkpoints: Path, writer: WriterTerm) -> None:
     """Raises OSError."""
     for name in os.listdir(checkpoints):
         if (term := _claimed_by(name)) is not None and term < writer:
-            (checkpoints / name).unlink(missing_ok=True)
+            ours.delete(checkpoints / name, CLAIM)
 
 
 def claims(checkpoints: Path) -> list[WriterTerm]:

@@ -23,6 +23,7 @@ from trainers.errors import UsageError
 from trainers.models.hf.tensors import sources
 from trainers.models.hf.vision_config import Config
 from trainers.storage import durable
+from trainers.storage.ours import MADE_BY
 
 CODES = {name: code for code, name in DTYPES.items()}
 BLOCK_BYTES = 32 << 20
@@ -145,7 +146,7 @@ def is_whole(folder: Path, file: File) -> bool:
 
 def _header(tensors: Sequence[Tensor]) -> bytes:
     """Returns the head of a file of safetensors: the length of the JSON that follows, and what is where."""
-    about: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    about: dict[str, object] = {"__metadata__": {"format": "pt", **MADE_BY}}
     start = 0
     for tensor in tensors:
         end = start + tensor.num_bytes

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from trainers.storage import durable, sealed
+from trainers.storage import durable, ours, sealed
 
 MAGIC = b"gangway program 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
@@ -31,6 +31,8 @@ IN_USE_S = 2 * 3600.0
 """What was used within this time is not deleted to make room; a process marks what it uses once an hour."""
 LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes")
 """The libraries whose objects JAX pickles, and whose functions it calls."""
+KEPT = ours.named("a kept executable", r".+-[0-9a-f]+\.(json|xla)(\..+)?|[0-9a-f]{32}\.trying")
+"""Executables and what names them, what a process that died has left of one, and the records of their use."""
 PLAIN = ("builtins", "collections")
 """Modules of the standard library whose classes may be in a tree."""
 
@@ -204,8 +206,8 @@ def delete_old(folder: Path, newest: Path, max_bytes: float | None) -> None:
         too_much = max_bytes is not None and total_bytes > max_bytes
         # A `.tmp` that nobody has touched for so long is from a process that died while writing.
         if unused_s > KEPT_DAYS * 24 * 3600 or (unused_s > IN_USE_S and (too_much or path.suffix == ".tmp")):
-            with suppress(OSError):  # another host of this machine was faster, or it is somebody else's
-                path.unlink()
+            with suppress(OSError):  # it is somebody else's
+                ours.delete(path, KEPT)
                 # Only after `unlink` has succeeded: what is still there still takes room.
                 total_bytes -= status.st_size
 
@@ -213,5 +215,7 @@ def delete_old(folder: Path, newest: Path, max_bytes: float | None) -> None:
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for parent, _, names in os.walk(folder):
         for name in names:
+            if not KEPT.is_on(Path(name)):
+                continue  # it is somebody's own
             with suppress(OSError):  # another host has deleted it
                 yield Path(parent, name), os.stat(Path(parent, name))

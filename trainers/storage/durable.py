@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from trainers.storage import ours
+
 NOT_OFFERED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of a file system that has no fsync, or none for folders. It decides by itself when data is safe."""
 
@@ -39,7 +41,7 @@ def _write(path: Path, temporary: Path, contents: bytes, mode: int) -> None:
         os.replace(temporary, path)
     # Whatever ended the write: a temporary file with a unique name would stay for ever.
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        ours.delete(temporary, ours.TEMPORARY)
         raise
     # The folder too: its new entry could be lost in a power cut although the file is not.
     sync_folder(path.parent)
@@ -66,7 +68,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
                 sync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            ours.delete(temporary, ours.TEMPORARY)
             raise
     finally:
         os.close(locked)

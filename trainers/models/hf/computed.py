@@ -232,7 +232,8 @@ def of_file(family: str, given: Json) -> Meaning:
     if family == "gpt2":
         return _gpt2(given)
     heads = given["num_attention_heads"]
-    channels = given.get("head_dim") or given["hidden_size"] // heads
+    # Of Ministral, transformers takes no other number in its place.
+    channels = given["head_dim"] if family == "ministral" else given.get("head_dim") or given["hidden_size"] // heads
     of_experts = FAMILIES[family].experts
     return Meaning(
         family=family,

@@ -211,7 +211,7 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
         "rms_norm_eps": float(config.norm_eps),
         "rope_theta": float(config.rope_theta),
         "rope_scaling": _write_scaling(config.rope_scaling),
-        "max_position_embeddings": max_length,
+        "max_position_embeddings": max(max_length, _stretched(config.rope_scaling)),
         **_write_window(config),
         **_write_experts(config),
         **_write_biases(config),
@@ -221,6 +221,11 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
         **(_write_gemma(config) if config.family in ("gemma2", "gemma3") else {}),
         **(_write_granite(config) if config.family == "granite" else {}),
     }
+
+
+def _stretched(scaling: RopeScaling | None) -> int:
+    """Returns the length of the texts that positions are stretched for; 0 if nothing says it."""
+    return 0 if scaling is None or scaling.kind == "linear" else round(scaling.factor * scaling.original_length)
 
 
 def _write_window(config: ModelConfig) -> dict[str, Any]:

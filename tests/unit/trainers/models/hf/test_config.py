@@ -348,5 +348,29 @@ def test_all_that_is_not_understood_is_told_at_once():
 
 
 def test_a_missing_size_is_named():
+    with pytest.raises(UsageError, match="head_dim is missing: a configuration of model_type ministral has it"):
+        hf_config.read({"model_type": "ministral", **SIZES})
     with pytest.raises(UsageError, match="hidden_size is missing: a configuration of model_type llama has it"):
         hf_config.read({name: value for name, value in {"model_type": "llama", **SIZES}.items() if name != "hidden_size"})
+
+
+@pytest.mark.parametrize(("kind", "context"), [("llama3", 32), ("yarn", 32), ("linear", 8)])
+def test_the_context_of_a_file_is_what_its_positions_are_stretched_for(kind, context):
+    scaling = {"kind": kind, "factor": 4.0} | ({} if kind == "linear" else {"original_length": 8})
+    for length in (8, 64):
+        written = hf_config.write(ModelConfig(rope_scaling=RopeScaling(**scaling)), max_length=length, dtype="float32")
+        assert written["max_position_embeddings"] == max(length, context)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("linear", "original_length", 8),
+        ("linear", "high_freq_factor", 8.0),
+        ("llama3", "truncate", False),
+        ("yarn", "low_freq_factor", 2.0),
+    ],
+)
+def test_a_number_that_a_kind_of_scaling_does_not_use_is_refused(kind, name, value):
+    with pytest.raises(ValueError, match=f"{name} = {value}: {kind} does not use it; leave it out"):
+        RopeScaling(kind=kind, **{name: value})
