@@ -10,6 +10,7 @@ with each incident. A background thread writes them: storage that hangs does not
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import queue
 import threading
@@ -37,6 +38,7 @@ from trainers.checkpoint.committed import Committed
 from trainers.storage import documents
 
 STATE, GANG = "launch.json", "gang.json"
+TIMELINE = "timeline.jsonl"
 CHECKPOINTS = "checkpoints"
 STORE_EVERY_S = 1.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
@@ -132,6 +134,7 @@ class Launch:
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._published = {"train": -1, "eval": -1}
         self._num_published = 0
+        self._num_marks = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None
@@ -224,6 +227,14 @@ class Launch:
         self._num_published += 1
         # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
         self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
+
+    def mark(self, ev: str, at_s: float | None = None, **about: Any) -> None:
+        """Adds a line to the run's time line (`timeline.jsonl`), for those who look at it later: `gangway report`."""
+        self._num_marks += 1
+        line = {"t": round(self.clock() if at_s is None else at_s, 3), "launch": self.launch_id, "ev": ev, **about}
+        text = json.dumps(line) + "\n"
+        # A key for each: a waiting job with the same key would be replaced, and its line lost.
+        self._write(f"mark {self._num_marks}", lambda: self._folder.append(TIMELINE, text))
 
     def write_beside(self, name: str, write: Callable[[], None]) -> None:
         """Writes something else to the run's folder, from the same background thread."""
