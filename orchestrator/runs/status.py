@@ -26,6 +26,7 @@ from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.program import program
 from trainers.published import own, shown
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 STORAGE = "runs"
@@ -39,6 +40,7 @@ STYLES_OF_ENDS = {"finished": "bright_black", "stopped": "yellow", "failed": "re
 ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.status"), description="How runs are, by their files alone.")
     parser.add_argument(
