@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.hosts import config as hosts_config
-from orchestrator.config.job import JobConfig, shown, to_yaml
+from orchestrator.config.job import JobConfig, given_yaml, shown, to_yaml
 from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.planning.child import Child
 from trainers.config.attention import choose
@@ -104,10 +104,12 @@ def check(config: JobConfig) -> PlanReport:
         return plan.report()
 
 
-def render(config: JobConfig, report: PlanReport) -> str:
-    """The resolved configuration, then the arithmetic that follows from it, as YAML with comments."""
+def render(config: JobConfig, report: PlanReport, *, everything: bool = False) -> str:
+    """The settings that differ from the defaults, or all, then the arithmetic that follows from them, as YAML with comments."""
     lines = [f"# {name:<18}{value}" for name, value in arithmetic(config, report).items()]
-    return "\n".join([to_yaml(config), *lines])
+    if everything:
+        return "\n".join([to_yaml(config), *lines])
+    return "\n".join([given_yaml(config), *lines, "# --all             shows the settings that have their defaults, too"])
 
 
 def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:

@@ -182,6 +182,7 @@ def _locations(screen: Screen, summary: Mapping[str, Any]) -> None:
     locations = (
         ("summary", f"{summary['storage']}/summary.json" if summary.get("storage") else None),
         ("checkpoints", summary.get("checkpoints")),
+        ("printed", summary.get("logs")),
         ("metrics", mlflow.get("command") or mlflow.get("uri")),
     )
     for name, location in locations:

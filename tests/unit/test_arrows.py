@@ -122,6 +122,7 @@ LIGHT_MODULES = tuple(
         "models/hf/keys",
         "models/hf/meaning",
         "models/hf/pretrained",
+        "models/hf/text_part",
         "models/hf/vision_config",
         "recorders/__init__",
         "recorders/dispatch",
@@ -134,6 +135,7 @@ LIGHT_MODULES = tuple(
         "storage/documents",
         "storage/durable",
         "storage/ours",
+        "storage/refused",
         "storage/sealed",
     )
 )

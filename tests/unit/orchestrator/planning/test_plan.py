@@ -444,7 +444,11 @@ def test_a_dry_run_shows_the_resolved_configuration_and_the_arithmetic(job, chil
     child_answers(stdout=json.dumps({"problems": [], "facts": FACTS}))
     text = job_plan.render(job, job_plan.check(job))
     assert text.startswith("name: job\n")
-    assert "\n    max_failures: 10\n" in text
+    assert "max_failures" not in text  # it has its default
+    assert text.endswith("# --all             shows the settings that have their defaults, too")
+    everything = job_plan.render(job, job_plan.check(job), everything=True)
+    assert "\n    max_failures: 10\n" in everything
+    assert "--all" not in everything
     assert "\n# mesh              data 1 x fsdp 2 x expert 1 x tensor 1 = 2\n" in text
 
 

@@ -492,6 +492,17 @@ def test_what_can_no_longer_be_shown_is_in_the_log_of_the_run_with_the_page_at_t
     assert "  ✓ tiny finished  300 steps, 1.23 M tokens in 1 min 40 s" in lines
 
 
+def test_a_log_that_has_the_lines_in_any_case_gets_them_once(tmp_path):
+    stream, log = Closes(is_terminal=False), tmp_path / "console.log"
+    console = make_console(stream, clock=Clock(), log=str(log), logged=True)
+    stream.is_closed = True
+    console.show({"ev": "note", "message": "logged by the driver"})
+    console.show({"ev": "note", "message": "this one too"})
+    console.close()
+    (line,) = log.read_text().splitlines()
+    assert "standard output is lost" in line
+
+
 def test_without_a_stream_and_without_room_for_a_log_the_console_shows_nothing_and_raises_nothing(tmp_path):
     for log in (None, str(tmp_path / "gone" / "console.log"), "gs://bucket/console.log"):
         console = make_console(None, log=log)
