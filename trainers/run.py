@@ -41,7 +41,7 @@ from trainers.models.hf.pretrained import resolved
 from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.runtime.events import Event
+from trainers.runtime.events import Event, course_left_at
 from trainers.storage.documents import is_url, write_text
 from trainers.terminal import command
 
@@ -257,9 +257,19 @@ def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:
     return cls(arguments, *dataset_function(arguments)(arguments))
 
 
+def record(event: Event, recorders: Recorders) -> None:
+    match event["ev"]:
+        case "metrics":
+            recorders.record(event["step"], event["metrics"], event.get("distributions"))
+        case "first_step":  # of a new start: it may have other settings than the one before
+            recorders.go_back(event.get("resumed_step", event["step"] - 1))
+        case "anomaly" if (step := course_left_at(event)) is not None:
+            recorders.go_back(step)
+
+
 def show(event: Event, recorders: Recorders | None, console: Console) -> None:
-    if event["ev"] == "metrics" and recorders is not None:
-        recorders.record(event["step"], event["metrics"], event.get("distributions"))
+    if recorders is not None:
+        record(event, recorders)
     for shown in for_console(event):
         console.show(shown)
 

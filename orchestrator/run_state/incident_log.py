@@ -42,16 +42,16 @@ def read(lines: Iterable[str], launch_id: str) -> list[Entry]:
 
     Invalid lines are ignored: a driver may have died while it wrote one.
     """
-    return [entry for of_launch, entry in _entries(lines) if of_launch == launch_id]
+    return [entry for of_launch, entry in with_launches(lines) if of_launch == launch_id]
 
 
 def of_all_launches(lines: Iterable[str]) -> list[Entry]:
     """Returns the incidents of all launches of a run in their last state, oldest first."""
-    return sorted((entry for _, entry in _entries(lines)), key=lambda entry: entry.incident.failed_at_s)
+    return sorted((entry for _, entry in with_launches(lines)), key=lambda entry: entry.incident.failed_at_s)
 
 
-def _entries(lines: Iterable[str]) -> list[tuple[str, Entry]]:
-    """Returns (launch, incident) of valid lines, by launch and number."""
+def with_launches(lines: Iterable[str]) -> list[tuple[str, Entry]]:
+    """Returns (id of the launch, incident) of valid lines, by launch and number."""
     entries: dict[tuple[str, int], Entry] = {}
     for text in lines:
         if (found := _parse(text)) is not None:

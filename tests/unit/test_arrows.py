@@ -123,6 +123,7 @@ LIGHT_MODULES = tuple(
         "models/hf/keys",
         "models/hf/meaning",
         "models/hf/pretrained",
+        "models/hf/text_part",
         "models/hf/vision_config",
         "recorders/__init__",
         "recorders/dispatch",

@@ -299,7 +299,7 @@ def test_a_model_of_any_family_begins_undecided_and_has_named_dimensions(family)
         ),
         *(
             ({"family": name}, rf"family = '{name}': expected one of [^;]*$")
-            for name in ("ministral3", "phi3", "pixtral", "gemma3n", "qwen3_next", "llama4")
+            for name in ("ministral3", "phi2", "pixtral", "gemma3n", "qwen3_next", "llama4")
         ),
         ({"family": "Qwen-3"}, r"did you mean qwen3\?"),
         ({"family": "mitsral"}, r"did you mean mistral\?"),
