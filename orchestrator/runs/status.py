@@ -26,7 +26,6 @@ from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.program import program
 from trainers.published import counted, own, shown
-from trainers.published import own, shown
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
