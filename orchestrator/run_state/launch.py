@@ -160,8 +160,7 @@ class Launch:
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None
-        self._monotonic = monotonic
-        self._stored_at_s = monotonic()
+        self._monotonic, self._stored_at_s = monotonic, monotonic()
         self._last_stored_at_s = started_at_s
         """When the previous driver last stored its state."""
         self._restore()
