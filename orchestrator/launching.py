@@ -26,6 +26,7 @@ from orchestrator.planning.child import PlanError
 from orchestrator.reporting.console import Console, make_console, watch
 from orchestrator.run_state.lease import RunInUse, check_free
 from orchestrator.run_state.outcome import read_outcome
+from orchestrator.run_state.versions import check_versions
 from trainers.config.masking import masked
 from trainers.storage import documents
 
@@ -77,6 +78,7 @@ def run_job(config: JobConfig, began_s: float) -> tuple[dict[str, Any] | None, B
     # All of this before Ray is started: a wrong configuration is reported within a second.
     documents.check_writable(run_dir)
     check_free(run_dir)
+    check_versions(run_dir)
     if named := head.named(os.environ, config.driver.address):
         head.check(*named)
     console, plan = make_console(sys.stdout, began_s), None

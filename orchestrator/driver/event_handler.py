@@ -16,7 +16,7 @@ from cluster.agent.phases import PHASES
 from orchestrator.board import BoardLike
 from orchestrator.driver.generation import Generation, in_order
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.events import HostEvent, Level, Status
+from orchestrator.events import HostEvent, Level, Status, problem_of
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
@@ -48,6 +48,8 @@ class EventHandler:
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
         self._stragglers = Stragglers(0, straggler_policy)
+        self._odd: set[tuple[int, str]] = set()
+        """Hosts and kinds of events that were left out."""
         self._usage: dict[int, Mapping[str, float]] = {}
         """How much of its machine each host used, by its newest heartbeat."""
 
@@ -68,17 +70,24 @@ class EventHandler:
 
     def catch_up(self, generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> None:
         """Handles the answers of several agents to `poll`, all events in the order of their times."""
-        events = {host: [e for e in answer["events"] if self._belongs(generation, e)] for host, answer in answers.items()}
+        events = {host: [e for e in answer["events"] if self._takes(generation, host, e)] for host, answer in answers.items()}
         for host, _, event in in_order(events):
             self.handle(generation, host, event, known=event["n"] < self.launch.seen.get(host, 0))
         # After the events: the cursor is stored together with all that came of them.
         for host, answer in answers.items():
             # The maximum: the answer to an earlier poll may come late.
             self.launch.seen[host] = max(self.launch.seen.get(host, 0), answer["cursor"])
-            if answer["heartbeat"] and self._belongs(generation, answer["heartbeat"]):
+            if answer["heartbeat"] and self._takes(generation, host, answer["heartbeat"]):
                 self.handle(generation, host, answer["heartbeat"])
 
-    def _belongs(self, generation: Generation, event: Mapping[str, Any]) -> bool:
+    def _takes(self, generation: Generation, host: int, event: Mapping[str, Any]) -> bool:
+        """Whether an event is one of this generation. One that is no event is dropped, and told once of each host."""
+        if problem := problem_of(event):
+            kind = str(event.get("ev"))[:50] if isinstance(event, Mapping) else ""
+            if (host, kind) not in self._odd:
+                self._odd.add((host, kind))
+                self.note(f"host {host}: an event that its training process has sent is left out: {kind}: {problem}", "warning")
+            return False
         return event.get("generation", generation.number) == generation.number
 
     def handle(self, generation: Generation, host: int, event: HostEvent, known: bool = False) -> None:

@@ -15,7 +15,7 @@ from orchestrator.planning.report import parameters
 from orchestrator.run_state import summary
 from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch
 from orchestrator.run_state.lease import RunInUse
-from orchestrator.run_state.outcome import read_outcome, write_outcome
+from orchestrator.run_state.outcome import read_outcome, set_damaged_aside, write_outcome
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.stop_reason import StopReason
@@ -46,9 +46,11 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         try:
             arguments = (run_dir, launch_id, message["started_at_s"], config.tracking, parameters(config), clock)
             launch = when_storage_answers(lambda: open_launch(*arguments, lambda message: _warn(board, message)), board)
-        except RunInUse as error:
-            # To try again would only find the other launch again.
+        except (RunInUse, documents.StorageError) as error:
+            # To try again would only find the other launch, or the same document, again.
             raise JobFailed(str(error)) from error
+        if damaged := set_damaged_aside(run_dir):
+            _warn(board, damaged)
         status, result, failure = "failed", {}, None
         about = About(config.training.name, run_dir, shown(config))
         names, folders = config.training.recorders, config.training.recorder_folders

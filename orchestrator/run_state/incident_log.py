@@ -7,12 +7,14 @@ that is not over yet, and the past failures that decisions need.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state.incidents import Incident
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument
 
 NAME = "incidents.jsonl"
 KEPT_INCIDENTS = 200
@@ -30,34 +32,38 @@ class Entry:
     """The failure, as decisions need it; None if the incident was no failure."""
 
 
+class _Line(TypedDict):
+    launch_id: str
+    number: int
+    incident: Incident
+    past: PastFailure | None
+
+
+LINE_KIND = DocumentKind(NAME, _Line, "these incidents do not count for the budgets of restarts")
+
+
 def line(launch_id: str, entry: Entry) -> str:
     """Returns the line of an incident in its present state."""
     past = dataclasses.asdict(entry.past) if entry.past is not None else None
     document = {"launch_id": launch_id, "number": entry.number, "incident": entry.incident.to_dict(), "past": past}
-    return json.dumps(document) + "\n"
+    return LINE_KIND.line(document)
 
 
-def read(lines: Iterable[str], launch_id: str) -> list[Entry]:
-    """Returns the incidents of a launch in their last state, oldest first.
-
-    Invalid lines are ignored: a driver may have died while it wrote one.
-    """
+def read(lines: Sequence[str], launch_id: str) -> tuple[list[Entry], str | None]:
+    """Returns the incidents of a launch in their last state, oldest first, and a sentence about damaged lines if there are some:
+    a driver may have died while it wrote one. Raises NewerDocument."""
     entries: dict[int, Entry] = {}
-    for text in lines:
-        entry = _parse(text, launch_id)
-        if entry is not None:
+    damaged: list[str] = []
+    for text in filter(str.strip, lines):
+        try:
+            document = LINE_KIND.parse(text, NAME)
+        except DamagedDocument as error:
+            damaged.append(str(error).partition(";")[0])
+            continue
+        if document["launch_id"] == launch_id:
+            past = document["past"]
+            incident = Incident.from_dict(document["incident"])
             # A later line of the same number is its newer state.
-            entries[entry.number] = entry
-    return [entries[number] for number in sorted(entries)]
-
-
-def _parse(text: str, launch_id: str) -> Entry | None:
-    try:
-        document = json.loads(text)
-        if document["launch_id"] != launch_id:
-            return None
-        past = document["past"]
-        incident = Incident.from_dict(document["incident"])
-        return Entry(int(document["number"]), incident, PastFailure.from_dict(past) if past else None)
-    except (ValueError, KeyError, TypeError):
-        return None
+            entries[document["number"]] = Entry(document["number"], incident, PastFailure.from_dict(past) if past else None)
+    problem = f"{len(damaged)} lines of {NAME} are left out ({damaged[0]}): {LINE_KIND.cost}" if damaged else None
+    return [entries[number] for number in sorted(entries)], problem

@@ -21,20 +21,22 @@ from typing import Any
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.goodput import Goodput
-from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, Entry
+from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, LINE_KIND, Entry
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
+from orchestrator.run_state.processes import this_machine
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
+from orchestrator.run_state.stored import CHECKPOINTS, GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment, clock_step_s
 from orchestrator.run_state.time_used import TimeUsed
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
-from trainers.storage import documents
+from trainers.storage import documents, identity
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument
 
-STATE, GANG = "launch.json", "gang.json"
-CHECKPOINTS = "checkpoints"
 STORE_EVERY_S = 1.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
 HURRIED_CLOSE_TIMEOUT_S = 1.0
@@ -49,6 +51,7 @@ def open_launch(
     params: dict[str, Any],
     clock: Callable[[], float],
     waiting: Callable[[str], None] = lambda message: None,
+    monotonic: Callable[[], float] = time.monotonic,
 ) -> Launch:
     """Opens the launch for a driver and takes the run's lease, until `close`. Raises RunInUse if another launch drives the run.
 
@@ -59,23 +62,26 @@ def open_launch(
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
     tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
     recorded = committed.of_run(Path(run_dir), Path(run_dir, CHECKPOINTS))
-    return Launch(RunFolder(run_dir), launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded)
+    return Launch(RunFolder(run_dir), launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, monotonic)
 
 
 def _latest_term(run_dir: str) -> int:
     """Returns the highest driver term in the launch's state and in the checkpoints. A new term must be higher than this even if
     the lease files were deleted: checkpoints of a higher term would fence the new driver out."""
     try:
-        stored = (documents.read_json(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
+        stored = (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
+    except DamagedDocument:  # told by `Launch`
+        stored = 0
+    try:
         return max([stored, *(term.driver_term for term in fence.claims(Path(run_dir, CHECKPOINTS)))])
-    except (OSError, documents.StorageError):
-        return 0  # the lease files still have the term
+    except OSError:
+        return stored  # the lease files still have the term
 
 
 def read_gang(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Returns how to find the agents of the present generation: `address` of the cluster, `generation`, `gang` (`Gang.record`).
     None if there is no gang. Raises StorageError."""
-    document = documents.read_json(documents.join(run_dir, GANG))
+    document = GANG_KIND.read(documents.join(run_dir, GANG))
     return document["gang"] if document else None
 
 
@@ -118,6 +124,7 @@ class Launch:
         """How many events of the present generation were handled, by host. Stored together with their effects."""
         self.problems: list[str] = []
         """Problems with the files of an earlier driver, as sentences."""
+        self.problems += tracker.problems
         self._folder, self._writer = folder, writer
         self._entries: list[Entry] = []
         self._published = {"train": -1, "eval": -1}
@@ -200,7 +207,7 @@ class Launch:
 
         def write() -> None:
             try:
-                self._folder.write(name, about)
+                self._folder.write(PREVIEWS_KIND, about, name)
             except (documents.StorageError, OSError) as error:  # previews are not worth a failure
                 on_problem(f"the previews of step {about['step']} are not kept: {error}")
                 return
@@ -232,7 +239,7 @@ class Launch:
         self._stored_at_s = self._monotonic()
         # Made here, not by the writer: it is the state of this moment, which only this thread may read.
         document = self._document()
-        self._write(STATE, lambda: self._folder.write(STATE, document))
+        self._write(STATE, lambda: self._folder.write(STATE_KIND, document))
         if (path := self.saved_path) is not None and self._gone != path:
             self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
 
@@ -314,7 +321,7 @@ class Launch:
 
     def _store_gang(self) -> None:
         document = {"launch_id": self.launch_id, "driver_term": self.lease.driver_term, "gang": self.gang}
-        self._write(GANG, lambda: self._folder.write(GANG, document))
+        self._write(GANG, lambda: self._folder.write(GANG_KIND, document))
         self.store()
 
     def _write_incident(self, entry: Entry) -> None:
@@ -326,12 +333,16 @@ class Launch:
         return {
             "launch_id": self.launch_id,
             "driver_term": self.lease.driver_term,
+            "stored": self._moment(),
             "goodput": self.goodput.to_dict(self.clock()),
             "time_used": self.time_used.to_dict(self.clock()),
             "generations": self.generations,
             "drivers": self.drivers,
+            "num_incidents": self.num_incidents,
             "high_water_step": self.high_water_step,
-            "saved_path": self.saved_path,
+            # Relative, if it is in the run's folder: the next driver may find that elsewhere, or in a copy.
+            "saved_path": self.saved_path and identity.inside(self.saved_path, self.run_dir),
+            "saved_at": self.saved_path,
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
             "published": dict(self._published),
@@ -342,21 +353,30 @@ class Launch:
             },
         }
 
+    def _moment(self) -> Moment:
+        return {"machine": this_machine(), "wall_s": self.clock(), "passed_s": self._monotonic()}
+
     def _restore(self) -> None:
         """Restores what earlier drivers stored: the progress of the run, and everything of this launch."""
-        state, gang = self._read(STATE), self._read(GANG)
+        state, gang = self._read(STATE_KIND), self._read(GANG_KIND)
         if state is None:
             return
         # These belong to the run, whichever launch stored them.
         self.high_water_step = state["high_water_step"]
-        self.saved_path, self.checkpoint_step = state["saved_path"], state["checkpoint_step"]
-        self.committed = Committed(**state.get("committed", {"step": self.checkpoint_step}))
+        self.saved_path = state["saved_path"] and identity.outside(state["saved_path"], self.run_dir)
+        # A trainer of one's own may have saved beside a run that was moved alone.
+        if self.saved_path and self.saved_path != state.get("saved_at") and not documents.exists(self.saved_path):
+            self.saved_path = state.get("saved_at") or self.saved_path
+        self.checkpoint_step = state["checkpoint_step"]
+        recorded = state.get("committed", {"step": self.checkpoint_step})
+        self.committed = Committed(recorded.get("run"), recorded.get("step"))
         self._published = state["published"]
-        self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id)
+        step_s = clock_step_s(state.get("stored"), self._moment())
+        self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id, step_s=step_s)
         if state["launch_id"] != self.launch_id:
             return
         # From here on only for a driver that follows another one of the same launch.
-        self.goodput = Goodput.resume(state["goodput"])
+        self.goodput = Goodput.resume(state["goodput"], step_s)
         self._last_stored_at_s = self.goodput.counted_to_s
         self.generations, self.drivers = state["generations"], state["drivers"] + 1
         if gang is not None and gang["launch_id"] == self.launch_id:
@@ -366,16 +386,19 @@ class Launch:
             self.generations = max(self.generations, self.gang["generation"] + 1)
             if state["seen"]["generation"] == self.gang["generation"]:
                 self.seen = dict(enumerate(state["seen"]["events"]))
-        entries = incident_log.read(self._folder.last_lines(incident_log.NAME), self.launch_id)
+        entries, problem = incident_log.read(self._folder.last_lines(incident_log.NAME), self.launch_id)
+        self.problems += [problem] if problem else []
         self._entries = entries[-KEPT_INCIDENTS:]
         self.history = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
-        self.num_incidents = entries[-1].number + 1 if entries else 0
+        found, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)
+        self.num_incidents = max(found, stored)
+        if found < stored and not problem:
+            self.problems.append(f"{incident_log.NAME} has {found} of the {stored} incidents of this launch: {LINE_KIND.cost}")
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def _read(self, kind: DocumentKind) -> dict[str, Any] | None:
         """Reads a document. A damaged one is set aside and lost: a driver that refused to start would lose the whole run."""
         try:
-            return self._folder.read(name)
-        except documents.StorageError as error:
-            new_path = self._folder.set_aside(name)
-            self.problems.append(f"{error.args[0].partition(';')[0]}; set aside as {new_path}: ledgers and budgets begin anew")
+            return self._folder.read(kind)
+        except DamagedDocument as error:
+            self.problems.append(self._folder.set_aside(kind, error))
             return None
