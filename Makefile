@@ -44,7 +44,7 @@ install:
 quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=..., ARGS="key=value ...")
 	@$(IN_VENV) -m orchestrator.run $(CONFIG) $(ARGS)
 
-test: env build/tpu  ## Run the tests of every commit, in about eleven minutes: those with Ray beside the others, of which two files run at a time (WORKERS=0: one by one; ARGS="-k name ...")
+test: env build/tpu  ## Run the tests of every commit, in about twelve minutes: those with Ray beside the others, of which two files run at a time (WORKERS=0: one by one; ARGS="-k name ...")
 	@$(IN_VENV) -m tests.parts $(WORKERS) -m "not slow" $(ARGS)
 
 test-slow: env build/tpu  ## Run the tests that `make test` leaves out

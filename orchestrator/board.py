@@ -27,11 +27,20 @@ class BoardLike(Protocol):
         """Returns the cursor for the next call, and the events after `cursor` (0 at first). Waits up to `timeout_s` for one."""
         ...
 
-    def request_stop(self, reason: str) -> None:
-        """Requests that the run saves and stops. The first reason is kept."""
+    def request_stop(self, reason: str, *, wait: bool = True) -> None:
+        """Requests that the run saves and stops. The first reason is kept. `wait`: until the board has it, where it is a remote
+        one; the driver, which reads it, need not wait."""
         ...
 
     def stop_requested(self) -> str | None: ...
+
+    def conclude(self, outcome: dict[str, Any]) -> None:
+        """Tells how the launch has ended, also where the storage cannot take it."""
+        ...
+
+    def outcome(self) -> dict[str, Any] | None:
+        """Returns what `conclude` was told; None before that."""
+        ...
 
 
 class Board:
@@ -41,6 +50,7 @@ class Board:
         self._events: deque[ConsoleEvent] = deque(maxlen=kept_events)
         self._num_posted = 0
         self._stop_reason: str | None = None
+        self._outcome: dict[str, Any] | None = None
         self._changed = threading.Condition()
 
     def post(self, event: ConsoleEvent) -> None:
@@ -57,13 +67,19 @@ class Board:
             num_new = min(self._num_posted - cursor, len(self._events))
             return self._num_posted, [self._events[i] for i in range(len(self._events) - num_new, len(self._events))]
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, wait: bool = True) -> None:
         with self._changed:
             self._stop_reason = self._stop_reason or reason
 
     def stop_requested(self) -> str | None:
         with self._changed:
             return self._stop_reason
+
+    def conclude(self, outcome: dict[str, Any]) -> None:
+        self._outcome = outcome
+
+    def outcome(self) -> dict[str, Any] | None:
+        return self._outcome
 
 
 class RemoteBoard:
@@ -86,8 +102,13 @@ class RemoteBoard:
     def read(self, cursor: int, timeout_s: float) -> tuple[int, list[ConsoleEvent]]:
         return _answer(self._actor.read.remote(cursor, timeout_s), timeout_s + 10.0) or (cursor, [])
 
-    def request_stop(self, reason: str) -> None:
-        _answer(self._actor.request_stop.remote(reason), 10.0)
+    def request_stop(self, reason: str, *, wait: bool = True) -> None:
+        call = self._actor.request_stop.remote(reason)
+        if wait:
+            _answer(call, 10.0)
+        else:
+            # Known here at once: the command's machine, and the board with it, may be cut off.
+            self._stop_reason = self._stop_reason or reason
 
     def stop_requested(self) -> str | None:
         """Returns the reason, as of the board's last answer. Only the first call waits: the command's machine may be cut off,
@@ -102,6 +123,13 @@ class RemoteBoard:
         if ray.wait([self._asked], timeout=FIRST_ANSWER_S if first else 0)[0]:
             self._stop_reason, self._asked = _answer(self._asked, 0.0), None
         return self._stop_reason
+
+    def conclude(self, outcome: dict[str, Any]) -> None:
+        # Awaited: this process ends soon.
+        _answer(self._actor.conclude.remote(outcome), 10.0)
+
+    def outcome(self) -> dict[str, Any] | None:
+        return _answer(self._actor.outcome.remote(), 10.0)
 
 
 def _answer(call: Any, timeout_s: float) -> Any:

@@ -28,6 +28,7 @@ from trainers.first_line import say
 from trainers.program import program
 from trainers.storage import documents
 from trainers.storage.documents import DamagedDocument
+from trainers.terminal import command
 
 EXIT_FINE = 0
 EXIT_DAMAGED = 1
@@ -53,6 +54,7 @@ class Row:
     skipped_batches: list[int] = field(default_factory=list)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.checkpoints"), description="The checkpoints of a run.")
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")

@@ -17,10 +17,12 @@ from typing import Any
 
 from trainers.first_line import say
 from trainers.program import program
+from trainers.terminal import command
 
 EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.compile"), description=__doc__.split("\n\n")[1])
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")

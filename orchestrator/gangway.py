@@ -15,6 +15,7 @@ from typing import NamedTuple
 from orchestrator.shipped.files import configuration_named
 from trainers.config.section import did_you_mean
 from trainers.program import GANGWAY
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 PACKAGES = ("orchestrator", "trainers", "cluster")
@@ -37,6 +38,12 @@ COMMANDS = {
     "evaluate": Command("trainers.evaluate", "the metrics of checkpoints, on held-out data"),
     "reference": Command("trainers.reference", "the log-probabilities of a reference, as columns of preference data"),
     "export": Command("trainers.export", "the model of a run as files for other programs"),
+    "status": Command("orchestrator.runs.status", "how runs are: step, loss, time left, goodput; --watch"),
+    "compare": Command("orchestrator.runs.compare", "settings and results of runs side by side"),
+    "incidents": Command("orchestrator.runs.incidents", "what failed in a run, and what it cost"),
+    "logs": Command("orchestrator.runs.logs", "what the processes of a run have printed; --follow"),
+    "save": Command("orchestrator.runs.save", "let a run save now, and go on"),
+    "stop": Command("orchestrator.runs.stop", "let a run save and stop, from any machine that sees its storage"),
     "checkpoints": Command("orchestrator.checkpoints", "list and check the checkpoints of a run"),
     "profile": Command("orchestrator.profile", "profile a few steps of a run while it goes on"),
     "verify": Command("orchestrator.verify.__main__", "prove that your program can be killed, resumed and resized"),
@@ -57,6 +64,7 @@ def script() -> int:
     return main()
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if not words or words[0] in ("-h", "--help", "help"):

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from orchestrator.shipped.files import CONFIGS, EXAMPLES, PROJECT, folder_of
 from trainers.program import program
+from trainers.storage import ours
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 NEXT = {
@@ -29,6 +31,7 @@ class InitError(Exception):
     """The folder cannot be written."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.init"), description="Write a small project, which runs at once.")
     parser.add_argument("folder", metavar="DIR", help="a new or empty folder")
@@ -91,12 +94,12 @@ def remove(written: Sequence[Path], folder: Path) -> None:
     """Deletes these files of a folder, and the folders inside it that are empty then."""
     for path in written:
         with suppress(OSError):  # the error that led here is the one to tell
-            path.unlink()
+            ours.delete(path, ours.among("a file made just now", written))
     # Deeper ones first.
     inside = {parent for path in written for parent in path.relative_to(folder).parents} - {Path()}
     for parent in sorted(inside, reverse=True):
         with suppress(OSError):
-            (folder / parent).rmdir()
+            ours.delete_empty(folder / parent)
 
 
 def told(folder: str, files: Mapping[str, bytes], next_commands: Sequence[str]) -> list[str]:

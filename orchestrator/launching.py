@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -28,7 +29,9 @@ from orchestrator.run_state.lease import RunInUse, check_free
 from orchestrator.run_state.outcome import read_outcome
 from orchestrator.run_state.versions import check_versions
 from trainers.config.masking import masked
+from trainers.console.screens import CONSOLE_LOG
 from trainers.storage import documents
+from trainers.terminal import outlives_terminal
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
@@ -41,22 +44,30 @@ class Interrupted(Exception):
     """Somebody has interrupted the command before there was a driver that could save anything."""
 
 
+class EndedAtOnce(Exception):
+    """Somebody has interrupted the command twice: it did not wait for the driver to save."""
+
+
 def run(path: str, overrides: Sequence[str], *, dry_run: bool, began_s: float) -> int:
     """Runs the job of a configuration, or only tells what it would be. `began_s`: when the command began, by the monotonic clock;
     all times that it shows count from then. Returns the exit status."""
     try:
-        config = load(path, overrides)
-        if dry_run:
-            print(report.render(config, report.check(config)))
-            return EXIT_FINISHED
-        return launch(config, began_s)
+        with interruptible():
+            config = load(path, overrides)
+            if dry_run:
+                print(report.render(config, report.check(config)))
+                return EXIT_FINISHED
+            return launch(config, began_s)
     except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     except PlanError as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_FAILED
-    except Interrupted:
+    except EndedAtOnce as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except (Interrupted, KeyboardInterrupt):
         print("error: interrupted before the run began; nothing is left of it", file=sys.stderr)
         return EXIT_FAILED
 
@@ -81,7 +92,7 @@ def run_job(config: JobConfig, began_s: float) -> tuple[dict[str, Any] | None, B
     check_versions(run_dir)
     if named := head.named(os.environ, config.driver.address):
         head.check(*named)
-    console, plan = make_console(sys.stdout, began_s), None
+    console, plan = make_console(sys.stdout, began_s, log=documents.join(run_dir, CONSOLE_LOG)), None
     try:
         plan, supervised = plan_and_connect(config, console)
     except KeyboardInterrupt as error:
@@ -98,12 +109,19 @@ def run_job(config: JobConfig, began_s: float) -> tuple[dict[str, Any] | None, B
     # Off the main thread: there Ray Train would take SIGINT for itself.
     driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
     driver.start()
-    with relay_signals(board, run_dir, launch_id), head.HeadWatch(head_address(), run_dir, console.show) as head_watch:
-        watch(board, console, lambda: head_watch.over or not driver.is_alive())
-    # By the file: Ray wraps the exceptions of a worker, and their types are lost.
-    outcome = read_outcome(run_dir, launch_id)
-    lost = head_watch.why_lost() if outcome is None else None
-    leave(driver, has_head=lost is None)
+    # To the end, and not only while it trains: a signal that comes late changes neither what is saved nor the exit status.
+    with relay_signals(board, run_dir, launch_id):
+        try:
+            with head.HeadWatch(head_address(), run_dir, console.show) as head_watch:
+                watch(board, console, lambda: head_watch.over or not driver.is_alive())
+        except KeyboardInterrupt as error:
+            raise EndedAtOnce(
+                f"interrupted twice: not waited for; the next launch goes on from the newest checkpoint in {run_dir}/checkpoints"
+            ) from error
+        # By the file: Ray wraps the exceptions of a worker, and their types are lost.
+        outcome = outcome_of(board, run_dir, launch_id)
+        lost = head_watch.why_lost() if outcome is None else None
+        leave(driver, has_head=lost is None)
     return outcome, ended.error, lost
 
 
@@ -119,6 +137,14 @@ def plan_and_connect(config: JobConfig, console: Console) -> tuple[report.PlanRe
         except BaseException:
             disconnect()
             raise
+
+
+def outcome_of(board: BoardLike, run_dir: str, launch_id: str) -> dict[str, Any] | None:
+    """Returns how the launch has ended: by the run's folder, or by the board where the storage could not take it; else None."""
+    with suppress(OSError, documents.StorageError):
+        if (outcome := read_outcome(run_dir, launch_id)) is not None:
+            return outcome
+    return board.outcome()
 
 
 def leave(driver: threading.Thread, has_head: bool) -> None:
@@ -153,8 +179,26 @@ class ThreadEnd:
             self.error = error
 
 
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets SIGTERM, and SIGHUP where a terminal is closed, interrupt what runs as Ctrl-C does. Python's own handlers end the
+    process, and what it has started stays."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    numbers = [signal.SIGTERM] if outlives_terminal() else [signal.SIGTERM, signal.SIGHUP]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class relay_signals:
-    """SIGINT and SIGTERM ask the driver to save and stop; a second SIGINT ends this command at once."""
+    """SIGINT, SIGTERM, and SIGHUP when the terminal is closed, ask the driver to save and stop. A second SIGINT ends this command
+    at once. Under `nohup`, and in a session without a terminal, SIGHUP asks for nothing."""
 
     def __init__(self, board: BoardLike, run_dir: str, launch_id: str):
         self.board, self.run_dir, self.launch_id = board, run_dir, launch_id
@@ -164,6 +208,7 @@ class relay_signals:
     def __enter__(self) -> relay_signals:
         for number in (signal.SIGINT, signal.SIGTERM):
             self.before[number] = signal.signal(number, self._on_signal)
+        self.before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN if outlives_terminal() else self._on_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -174,19 +219,23 @@ class relay_signals:
         if self.asked_at_s is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked_at_s = time.monotonic()
-        reason = "interrupted" if number == signal.SIGINT else "terminated"
+        reason = "terminated" if number == signal.SIGTERM else "interrupted"
         # In another thread: the board may be an actor, and Ray's calls must not be made in a signal handler.
-        threading.Thread(target=self.board.request_stop, args=(reason,), daemon=True).start()
+        threading.Thread(target=self._request_stop, args=(reason,), daemon=True).start()
         if number == signal.SIGTERM:
             late = threading.Timer(JOB_STOP_GRACE_S - 0.5, self._too_late)
             late.daemon = True
             late.start()
 
+    def _request_stop(self, reason: str) -> None:
+        with suppress(Exception):  # the run is over, and with it the actor, or Ray itself
+            self.board.request_stop(reason)
+
     def _too_late(self) -> None:
-        if read_outcome(self.run_dir, self.launch_id) is not None:
+        if outcome_of(self.board, self.run_dir, self.launch_id) is not None:
             return  # the run is saved and its outcome written: only Ray is still shutting down
         print(
-            f"SIGTERM: the state could not be saved within {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed now, "
+            f"SIGTERM: the state is not saved yet, after {JOB_STOP_GRACE_S - 0.5:.1f} s; if this process is killed before it is, "
             f"the next launch goes on from the newest checkpoint in {self.run_dir}/checkpoints",
             file=sys.stderr,
             flush=True,
@@ -200,8 +249,10 @@ def exit_status(outcome: dict[str, Any] | None, error: BaseException | None, los
         return EXIT_FAILED
     if outcome["status"] == "failed":
         print(f"\nerror: {outcome['error']}", file=sys.stderr)
-    elif outcome["status"] == "stopped":
-        print(f"stopped ({outcome['error'] or outcome['stop_reason']}); run the same command again to go on", file=sys.stderr)
+    if unwritten := outcome.get("unwritten"):
+        print(f"{outcome['status']}; could not be written: {'; '.join(unwritten)}", file=sys.stderr)
+    if line := outcome.get("line"):
+        print(masked(line), file=sys.stderr)
     return {"finished": EXIT_FINISHED, "stopped": EXIT_STOPPED}.get(outcome["status"], EXIT_FAILED)
 
 

@@ -30,6 +30,7 @@ from trainers.config.keywords import plain, put
 from trainers.config.section import did_you_mean
 from trainers.errors import UsageError
 from trainers.storage import documents
+from trainers.terminal import shown
 
 END = "end.json"
 """The file in which the process of the run says how it has ended."""
@@ -201,7 +202,8 @@ class Output:
         for line in self._child.stdout or ():
             self.lines.append(line.rstrip())
             if self._show:
-                print(line, end="", flush=True)
+                # A line that cannot be shown must not keep this thread from reading: the run would wait for it.
+                print(line, end="", flush=True, file=shown(sys.stdout))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
 from trainers.first_line import say
 from trainers.program import program
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
 STEPS = 3
@@ -30,6 +31,7 @@ Outcome = dict[str, Any]
 """The result of one host: `host`, `path`, `problem`."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.profile"), description="Profiles a run while it goes on.")
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")

@@ -13,8 +13,10 @@ import time
 
 from trainers.first_line import say
 from trainers.program import program
+from trainers.terminal import command
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     began_s = time.monotonic()
     arguments = parse(sys.argv[1:] if argv is None else argv)

@@ -37,6 +37,7 @@ from trainers.loop.metrics_reporter import MetricsReporter
 from trainers.loop.previewer import Previewer
 from trainers.loop.restore import Resume, initial_lineage
 from trainers.loop.results import describe
+from trainers.loop.returned import check_returns
 from trainers.loop.saver import Saver
 from trainers.loop.start_from import FromCheckpoint
 from trainers.loop.time_used import TimeUsed
@@ -464,6 +465,7 @@ class BaseTrainer(Builder):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        check_returns(cls, BaseTrainer)
         if cls.evaluate is not BaseTrainer.evaluate and not hasattr(cls.evaluate, IS_OBSERVED):
             cls.evaluate = observed(cls.evaluate)  # type: ignore[method-assign]
 

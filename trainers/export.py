@@ -24,6 +24,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.vision_config import Config, ImageTextConfig
 from trainers.models.hf.weights import flat
 from trainers.program import program
+from trainers.storage import ours
+from trainers.terminal import command
 
 MAX_FILE_BYTES = 5 * 10**9
 """The largest size of one file in the Hugging Face format: a larger model gets several files, with an index."""
@@ -47,6 +50,7 @@ MAX_FILE_BYTES = 5 * 10**9
 Tensors = Mapping[str, np.ndarray]
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("trainers.export"), description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
@@ -146,13 +150,13 @@ def to_hugging_face(
     parameters, read_one, meta = open_parameters(checkpoint, base, host, num_hosts)
     config = _config_of(meta["arguments"])
     tensors = hugging_face_out.plan(config, parameters)
-    about = hf_config.write(config, max_length=meta["arguments"]["data"]["sequence_length"], dtype=tensors[0].dtype)
+    about = hf_config.write(config, max_length=_context_of(checkpoint, meta), dtype=tensors[0].dtype)
     files = hugging_face_out.files_of(tensors, max_file_bytes)
 
     def write_others(work: Path) -> None:
         assets.copy_into(work, checkpoint)
         # After the assets: none of their files takes the place of the model's own.
-        found = (_original(work, config, about) or about) | _class_names(work)
+        found = (_original(work, config, about) or about | _ends(work, about)) | _class_names(work)
         (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
         hugging_face_out.write_index(work, files)
 
@@ -199,7 +203,7 @@ def _publish(work: Path, out: Path, write_others: Callable[[Path], None], *, rep
     except FileNotFoundError:
         return
     write_others(mine)
-    layout.put_in_place(mine, out, replace=replace)
+    layout.put_in_place(mine, out, replace=EXPORT if replace else None)
 
 
 def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -213,6 +217,33 @@ def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[st
         return None
     name = "dtype" if "dtype" in original else "torch_dtype"
     return original | {name: about["torch_dtype"]}
+
+
+def _context_of(checkpoint: Path, meta: Mapping[str, Any]) -> int:
+    """Returns the length of the texts that a model is for: that of the folder of Hugging Face that the run began with, if its
+    rows were not longer."""
+    rows = meta["arguments"]["data"]["sequence_length"]
+    from trainers.checkpoint import carried
+
+    begun = carried.folder_of(checkpoint)
+    return max(rows, (begun and hf_config.context(begun)) or 0)
+
+
+def _ends(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns which tokens of the tokenizer in the folder begin and end a text, for a `config.json` that does not say it; {} if
+    there is no tokenizer."""
+    alone, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if about.get("eos_token_id", -1) is not None or not (alone.is_file() or described.is_file()):
+        return {}
+    from trainers import tokenizers
+
+    # Not `tokenizers.load`, which keeps what it has read: the folder gets another name.
+    read = tokenizers.FolderTokenizer(str(folder)) if described.is_file() else tokenizers.FileTokenizer(str(alone))
+    begin, ends = read.begin, read.stop_ids()
+    return {
+        "bos_token_id": begin[0] if len(begin) == 1 else None,
+        "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else list(ends),
+    }
 
 
 def _class_names(folder: Path) -> dict[str, Any]:
@@ -238,7 +269,7 @@ def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) ->
         work.mkdir()
         assets.copy_into(work, checkpoint)
         (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-        _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt"})
+        _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt", **ours.MADE_BY})
 
     _write_atomically(out, write, replace=replace)
 
@@ -266,6 +297,20 @@ def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
     path.chmod(mode)
 
 
+def _has_our_weights(folder: Path) -> bool:
+    from safetensors import safe_open
+
+    path = next(folder.glob("*.safetensors"), None)
+    try:
+        with safe_open(path, "np") as file:
+            return (file.metadata() or {}).items() >= ours.MADE_BY.items()
+    except Exception:  # there is none, or it is damaged: the library has errors of its own
+        return False
+
+
+EXPORT = ours.Mark("an export that Gangway wrote", _has_our_weights)
+
+
 def _check_new(out: Path) -> None:
     if out.exists():
         raise CheckpointError(f"{out} exists already: give a new name")
@@ -279,11 +324,10 @@ def _write_atomically(out: Path, write: Callable[[Path], Any], *, replace: bool 
     work = out.with_name(f"{out.name}.saving-{uuid.uuid4().hex[:8]}")
     try:
         write(work)
-        layout.put_in_place(work, out, replace=replace)
+        layout.put_in_place(work, out, replace=EXPORT if replace else None)
     finally:
-        if work.is_dir():
-            shutil.rmtree(work, ignore_errors=True)
-        work.unlink(missing_ok=True)
+        with suppress(OSError):  # the error that led here is the one to tell
+            ours.delete(work, ours.ON_THE_WAY)
 
 
 if __name__ == "__main__":

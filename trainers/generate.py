@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     import numpy as np
@@ -36,8 +37,6 @@ if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.tokenizers import Tokenizer
 
 INTERRUPTED = 130
-LENGTH_OF_GEMMA3 = 131_072
-"""What its files leave out if it is so."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class Opened:
     """None: the model reads texts alone."""
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     try:
@@ -175,6 +175,7 @@ def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opene
     from trainers.config.arguments import load_object
     from trainers.data import image_prompts
     from trainers.evaluation.previews import can_generate
+    from trainers.models.hf import vision_config
     from trainers.tasks.causal_lm import CausalLMTask
     from trainers.tasks.image_text import ImageTextTask
 
@@ -186,7 +187,8 @@ def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opene
     texts = CausalLMTask(arguments) if reads_images and not can_generate(task) else task
     if not can_generate(texts):
         raise UsageError(f"the task {arguments.task} has no encode and decode: it cannot generate")
-    window = _context(arguments.data.tokenizer or "", found.path) or arguments.data.sequence_length
+    folders = (found.path, Path(arguments.data.tokenizer or ""))
+    window = next(filter(None, map(vision_config.context, folders)), arguments.data.sequence_length)
     tokenizer, vision = tokenizers.of(arguments), arguments.vision if reads_images else None
     images = None if vision is None else image_prompts.of(vision, tokenizer, files_of(found))
     return Opened(found, arguments, task, texts, tokenizer, window, images)
@@ -258,20 +260,6 @@ def _dtype(found: Weights, arguments: TrainingArguments) -> Any:
     if found.folder is None or jax.default_backend() == "cpu":  # where bfloat16 is slow
         return arguments.dtype
     return next(iter(found.parameters.values())).dtype
-
-
-def _context(tokenizer: str, path: Path) -> int | None:
-    """Returns the length of the texts that a `config.json` says; None if there is none."""
-    for folder in (path, Path(tokenizer)):
-        try:
-            config = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError):
-            continue
-        if "text_config" in config:
-            config = {"max_position_embeddings": LENGTH_OF_GEMMA3, **config["text_config"]}
-        if length := config.get("max_position_embeddings") or config.get("n_positions"):
-            return int(length)
-    return None
 
 
 def encoded(opened: Opened, text: str, options: argparse.Namespace, num_images: int = 0) -> list[int]:

@@ -5,7 +5,8 @@
 FOLDER is on storage that every host sees; by default it is `data.prepared` of CONFIG, or else STORAGE/NAME.prepared. Set
 `data.prepared` to it, and a run reads the tokens from there. A command that was killed goes on where it stopped when it is
 called again. The folder knows the files, the tokenizer and the settings that it was made of, and a run that has others says so.
-`--train-bpe N` first trains a tokenizer of N tokens on the data, and writes it to FOLDER/tokenizer.
+`--train-bpe N` first trains a tokenizer of N tokens on the data, and writes it to FOLDER/tokenizer. The command ends with the
+settings that a run needs to train on its result.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
 from trainers.storage.documents import is_url
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # the first line is there before it is imported
     from trainers.config.arguments import TrainingArguments
@@ -34,6 +36,7 @@ TOKENIZER = "tokenizer"
 """The folder of a tokenizer that was trained here."""
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"reading {options.config}")
@@ -79,6 +82,7 @@ def prepare(options: argparse.Namespace) -> None:
                 f"data.mixture has a source {TOKENIZER!r}, the name of the folder for --train-bpe: rename the source"
             )
         arguments = with_tokenizer(arguments, list(sources.values()), options.train_bpe, output / TOKENIZER)
+        arguments = with_room(arguments, tokenizers.of(arguments).num_ids)
     tokenizers.check(tokenizers.of(arguments), arguments)
     for name, config in sources.items():
         report(name, prepare_source(name, config, arguments, output / name, options.workers))
@@ -111,6 +115,12 @@ def with_tokenizer(arguments: TrainingArguments, sources: list[SourceConfig], vo
     return dataclasses.replace(arguments, data=dataclasses.replace(arguments.data, tokenizer=str(folder)))
 
 
+def with_room(arguments: TrainingArguments, num_tokens: int) -> TrainingArguments:
+    """Returns the arguments with a model that has so many tokens at least."""
+    vocab_size = max(num_tokens, arguments.model.vocab_size)
+    return dataclasses.replace(arguments, model=dataclasses.replace(arguments.model, vocab_size=vocab_size))
+
+
 def prepare_source(
     name: str, config: SourceConfig, arguments: TrainingArguments, folder: Path, num_workers: int
 ) -> PreparedDocuments:
@@ -118,9 +128,9 @@ def prepare_source(
     from trainers.data.encoders import encoder_of
     from trainers.data.prepared import PREPARED, PreparedDocuments
     from trainers.data.preparing import Source, check, make
-    from trainers.data.sources.records import open_records
+    from trainers.data.sources.records import open_told
 
-    records = open_records(config)
+    records = open_told(config, lambda line: print(f"{name}: {line}"))
     source = Source(config, arguments, encoder_of(config, arguments, records.columns))
     if (folder / PREPARED).is_file():
         found = PreparedDocuments(folder)
@@ -138,17 +148,16 @@ def report(name: str, documents: PreparedDocuments) -> None:
     about, lengths = documents.about, documents.lengths
     for line in about["notes"]:
         print(f"{name}: {line}")
-    left_out = f"; {about['num_malformed']:,} malformed lines left out" if about["num_malformed"] else ""
     print(
         f"{name}: {len(documents):,} documents, {about['num_tokens']:,} tokens, in the mean {float(lengths.mean()):,.1f} each, "
-        f"{int(lengths.max(initial=0)):,} in the longest{left_out}"
+        f"{int(lengths.max(initial=0)):,} in the longest"
     )
 
 
 def how_to_use(folder: Path, arguments: TrainingArguments, *, trained: bool) -> str:
     settings = [f"data.prepared={folder.absolute()}"]
     if trained:
-        settings.append(f"data.tokenizer={(folder / TOKENIZER).absolute()}")
+        settings += [f"data.tokenizer={(folder / TOKENIZER).absolute()}", f"model.vocab_size={arguments.model.vocab_size}"]
     return "\n".join(["to train on it, give the run these settings, or write them into the configuration:", *settings])
 
 

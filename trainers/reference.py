@@ -24,6 +24,7 @@ from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
 from trainers.storage.documents import is_url
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.config.arguments import TrainingArguments
@@ -36,6 +37,7 @@ AT_ONCE = 16
 TASK = "trainers.tasks.preference:PreferenceTask"
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     try:

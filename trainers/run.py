@@ -8,6 +8,7 @@ such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import sys
@@ -23,8 +24,8 @@ import yaml
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, dataset_function, from_dict, load_object
-from trainers.config.masking import masked
-from trainers.console.screens import Console, make_console
+from trainers.config.masking import masked, masked_keys
+from trainers.console.screens import CONSOLE_LOG, Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
 from trainers.first_line import say
 from trainers.models.hf.pretrained import resolved
@@ -32,6 +33,7 @@ from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event
+from trainers.terminal import command
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
     from trainers.protocol import TrainerOutput
@@ -55,6 +57,7 @@ CACHE = "~/.cache/gangway/single"
 """Where compiled programs are kept for the next launch."""
 
 
+@command
 def main() -> int:
     given = sys.argv[1:]
     if given in (["-h"], ["--help"]):
@@ -91,7 +94,7 @@ def usage() -> str:
 
 def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
     """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
-    console = make_console(sys.stdout, began_s)
+    console = make_console(sys.stdout, began_s, log=os.path.join(arguments.storage, arguments.name, CONSOLE_LOG))
 
     def note(message: str, level: str = "info") -> None:
         console.show({"ev": "note", "message": message, "level": level})
@@ -149,9 +152,17 @@ def read(path: str, overrides: Sequence[str] = ()) -> TrainingArguments:
         raise UsageError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise UsageError(f"{path}: expected keys and values, such as those of configs/tiny.yaml")
+    settings.setdefault("name", Path(path).stem)
+    return arguments_in(settings, overrides)
+
+
+def arguments_in(settings: dict[str, Any], overrides: Sequence[str] = ()) -> TrainingArguments:
+    """Returns the arguments that settings describe, changed by `key=value`. Raises UsageError or ValueError."""
+    settings = copy.deepcopy(settings)
     for item in overrides:
         override(settings, item)
-    settings.setdefault("name", Path(path).stem)
+    if hidden := [*masked_keys(settings)]:
+        raise UsageError(f"{', '.join(hidden)}: masked, for it had a secret; give {hidden[0]}=VALUE")
     cls = load_object(settings.pop("arguments", DEFAULT_ARGUMENTS))
     return resolved(from_dict(cls, {key: value for key, value in settings.items() if key not in ORCHESTRATOR_SECTIONS}))
 

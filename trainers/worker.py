@@ -21,9 +21,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
+from trainers.terminal import shown
 
 if TYPE_CHECKING:
     from trainers.errors import FailureKind
@@ -66,6 +67,8 @@ class Prepared:
 def main() -> None:
     # First: from here on the agent can take stacks, whatever hangs.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # What is printed is a log on a disk, which may be full: no `print` of a user's code ends the training for it.
+    sys.stdout, sys.stderr = (cast(TextIO, shown(stream, tries_again=True)) for stream in (sys.stdout, sys.stderr))
     let_trace(os.getppid())
     pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
     process = os.getpid()
@@ -208,7 +211,7 @@ def join(prepared: Prepared, orders: dict[str, Any]) -> Any:
     if folder := orders.get("cache_dir"):
         distributed.use_compile_cache(folder)
     distributed.join(member)
-    host.emit({"ev": "joined"})
+    host.emit({"ev": "joined", "pid": os.getpid(), "machine": socket.gethostname()})
     return prepared.trainer or prepared.trainer_class(prepared.arguments, *prepared.datasets)
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import cluster
+from cluster.agent import log_mark
 from cluster.agent.events import ProcessEvent, problem_of
 
 _log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ def spawn(module: str, *, env: Mapping[str, str], first_line: dict[str, Any], lo
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, here, str(guard_child), str(events_child), module]
     try:
         # Appending matters: `logs.cut` empties the file under the writer, which then goes on at its beginning.
-        with open(log_path, "ab") as log:
+        with open(log_path, "ab", opener=log_mark.no_link) as log:
             popen = subprocess.Popen(
                 launcher,
                 stdin=subprocess.PIPE,

@@ -11,8 +11,11 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable
 from contextlib import suppress
+
+from cluster.agent import log_mark
 
 LOG_DIR = "~/.cache/gangway/logs"
 MAX_FILES, MAX_BYTES = 100, 1 << 28
@@ -53,8 +56,10 @@ class Logs:
         dropped."""
         path = os.path.join(self.folder, name)
         try:
-            os.makedirs(self.folder, exist_ok=True)
-            open(path, "ab").close()
+            # The run's folder first: with a folder of a host in it that has a mark, it looks like a user's own.
+            log_mark.claim(self._run_folder)
+            log_mark.claim(self.folder)
+            open(path, "ab", opener=log_mark.no_link).close()
         except OSError as error:
             return os.devnull, f"what the training process prints is lost: its log {path} cannot be opened: {error}"
         return path, None
@@ -79,8 +84,9 @@ class Logs:
         _forget_old(os.path.dirname(self._run_folder))
         while not self._closing.wait(TIDY_EVERY_S):
             with suppress(OSError):  # a broken local disk is reported when the next log is opened
-                os.utime(self._run_folder)  # the age of the folder decides when `_forget_old` deletes it
-                for path in _files(self.folder):
+                if log_mark.is_marked(self._run_folder):
+                    os.utime(self._run_folder)  # the age of the folder decides when `_forget_old` deletes it
+                for path in log_mark.logs_in(self.folder):
                     cut(path)
                 keep_newest(self.folder)
 
@@ -101,7 +107,9 @@ class Logs:
                 self._closed.set()
 
     def _copy_all(self) -> None:
-        copied = [self._copy(path) for path in _files(self.folder)]
+        if not _is_url(self.copies):
+            log_mark.claim(self.copies)
+        copied = [self._copy(path) for path in log_mark.logs_in(self.folder)]
         if any(copied) and not _is_url(self.copies):
             keep_newest(self.copies)
 
@@ -134,7 +142,7 @@ def cut(path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
     size = os.path.getsize(path)
     if size <= max_bytes or path.endswith(".1"):
         return
-    with open(path, "rb") as log, open(f"{path}.1", "wb") as kept:
+    with open(path, "rb") as log, open(f"{path}.1", "wb", opener=log_mark.no_link) as kept:
         log.seek(size - min(size, COPIED_BYTES))
         shutil.copyfileobj(log, kept)
     # What is printed between the copy above and this line is lost: the writer cannot be stopped for it.
@@ -142,9 +150,10 @@ def cut(path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
 
 
 def keep_newest(folder: str, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES) -> None:
-    """Deletes the oldest files of a folder, until at most `max_files` of at most `max_bytes` together are left."""
+    """Deletes the oldest logs of a folder, until at most `max_files` of at most `max_bytes` together are left. Files that are no
+    logs of ours stay, and do not count."""
     files = []
-    for path in _files(folder):
+    for path in log_mark.logs_in(folder):
         with suppress(FileNotFoundError):
             status = os.stat(path)
             files.append((status.st_mtime_ns, status.st_size, path))
@@ -153,21 +162,16 @@ def keep_newest(folder: str, max_files: int = MAX_FILES, max_bytes: int = MAX_BY
     for number, (_, size, path) in enumerate(sorted(files, reverse=True)):
         total_bytes += size
         if number >= max_files or (number > 0 and total_bytes > max_bytes):
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            log_mark.delete(path)
 
 
 def _forget_old(root: str) -> None:
     limit_s = time.time() - KEPT_RUN_DAYS * 24 * 3600
     with suppress(OSError), os.scandir(root) as runs:
         for run in runs:
-            if run.is_dir() and run.stat().st_mtime < limit_s:
-                shutil.rmtree(run.path, ignore_errors=True)
-
-
-def _files(folder: str) -> Iterator[str]:
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
-        yield from sorted(entry.path for entry in entries if entry.is_file(follow_symlinks=False))
+            if run.is_dir() and log_mark.is_marked(run.path) and run.stat().st_mtime < limit_s:
+                with suppress(OSError):  # it is another user's
+                    log_mark.delete(run.path)
 
 
 def _end_of(path: str, size: int) -> bytes:
@@ -199,14 +203,14 @@ def _write(path: str, payload: bytes) -> None:
         filesystem.pipe_file(name, payload)
         return
     folder, name = os.path.split(path)
-    part = os.path.join(folder, f".{name}.{os.getpid()}.part")
+    part = os.path.join(folder, f".{name}.{uuid.uuid4().int}.part")  # nobody can plant a link of that name
     os.makedirs(folder, exist_ok=True)
     try:
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             file.write(payload)
         # Renamed at the end: a copy that was cut off by a crash never has the final name.
         os.replace(part, path)
     except OSError:
         with suppress(OSError):
-            os.unlink(part)
+            log_mark.delete(part)
         raise

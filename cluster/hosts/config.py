@@ -7,6 +7,7 @@ A TPU run counts its hosts slice by slice, and inside a slice by the worker id t
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +89,22 @@ def _problems(config: HostsConfig) -> Iterator[str]:
             yield f"{name} = {value}: expected more than 0"
     if config.wait_for_max_s < 0:
         yield f"wait_for_max_s = {config.wait_for_max_s}: expected at least 0"
+    if problem := _log_dir_problem(config.log_dir):
+        yield problem
     yield from _tpu_problems(config) if config.kind == "tpu" else _elastic_problems(config)
+
+
+def _log_dir_problem(path: str) -> str | None:
+    """Returns what is wrong with `log_dir`. `~` is that of this machine: a user mostly has the same one everywhere."""
+    home, full = os.path.expanduser("~"), os.path.normpath(os.path.expanduser(path))
+    advice = "expected a folder for logs alone, such as ~/.cache/gangway/logs or /scratch/logs"
+    if "://" in path or not (os.path.isabs(full) or path.startswith("~/")):
+        return f"log_dir = {path!r}: a path that begins at / or ~/, on a disk of each machine; {advice}"
+    # Also through links, and folders above: what is in them is the user's.
+    real, home = os.path.realpath(full), os.path.realpath(home)
+    if real in (home, os.getcwd()) or os.path.commonpath([real, home]) == real:
+        return f"log_dir = {path!r}: this is {real}, which holds other things than logs; {advice}"
+    return None
 
 
 def _elastic_problems(config: HostsConfig) -> Iterator[str]:

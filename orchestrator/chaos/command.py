@@ -42,6 +42,7 @@ from orchestrator.tracking.tracker import left_over
 from trainers.first_line import say
 from trainers.program import program
 from trainers.storage import documents
+from trainers.terminal import command
 
 DEFAULT_KINDS = ("process", "agent", "driver")
 SMALLEST_DISK_BYTES = 64 << 20
@@ -53,6 +54,7 @@ FAULT_S, LONGEST_PACE_S = 12.0, 0.15
 """A run is slowed down so that it lasts FAULT_S for each remaining fault, but each step by at most LONGEST_PACE_S."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(sys.argv[1:] if argv is None else argv)
     say(f"reading {arguments.config}")

@@ -22,7 +22,7 @@ from cluster.gang.gang import Gang
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.ask_hosts import ask_hosts
-from orchestrator.driver.errors import Superseded, TimeIsUp, TrainingFailed
+from orchestrator.driver.errors import StoppedOnRequest, Superseded, TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Finished, Generation, Paused
 from orchestrator.driver.halt import (
@@ -51,6 +51,7 @@ from orchestrator.run_state import replay
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.replay import ReplayError, ReplayPlan, Segment
+from orchestrator.run_state.requests import STOP, Request
 from orchestrator.tracking.prometheus import Gauges
 from trainers.recorders.dispatch import Recorders
 from trainers.runtime.stop_reason import StopReason
@@ -89,6 +90,7 @@ class Driver:
         )
         self._time_limit = TimeLimit(config, launch, self.events, clock, monotonic)
         self.replay_plan = self._replay_plan()
+        launch.max_steps = config.training.max_num_steps
         self._membership: Membership | None = None
         self._stop_requests: StopRequests
         self._precompilations: Precompilations
@@ -263,14 +265,25 @@ class Driver:
             raise Superseded
         # Every wait passes here, so the stored state stays up to date in all of them.
         self.launch.tick()
+        for request in self.launch.new_requests():
+            self._do(request)
+
+    def _do(self, request: Request) -> None:
+        """Does what somebody asks by the run's storage."""
+        self.events.note(f"{request.by} asks this run to {request.kind}")
+        if request.kind == STOP:
+            self.board.request_stop(str(StopReason.REQUESTED), wait=False)
+        elif self._membership is not None:
+            for host in range(self.membership.size):
+                self.membership.gang.call(host, "order", {"cmd": "save"})
 
     def _check_stop(self, activity: str) -> None:
-        """Called in every wait in which no gang trains. Raises TrainingFailed if there is a stop request."""
+        """Called in every wait in which no gang trains. Raises StoppedOnRequest if there is a stop request."""
         self._check_lease()
         if self._membership is not None:
             self._stop_requests.record_gang()
         if reason := self.board.stop_requested():
-            raise TrainingFailed(f"stopped on request ({reason}) while {activity}: there is nothing new to save")
+            raise StoppedOnRequest(f"stopped on request ({reason}) while {activity}")
         self._time_limit.check(f"the run ends while {activity}")
 
     def _release(self) -> None:
@@ -410,6 +423,7 @@ class Driver:
         failed_at_s = min(max(failure.failed_at_s or detected_s, generation.began_at_s), detected_s)
         # A post-mortem may know of a later step than any event: trained again, it counts as replay.
         launch.high_water_step = max(launch.high_water_step, findings.last_step)
+        launch.trained_step = max(launch.trained_step, findings.last_step)
         launch.goodput.switch("detection", failed_at_s)
         launch.goodput.switch("recovery", detected_s)
         incident = Incident(
@@ -431,7 +445,7 @@ class Driver:
             raise TrainingFailed(final_error(failure, decision.reason))
         # There is no gang left that could save: a request that came meanwhile ends the run here.
         if self.board.stop_requested():
-            raise TrainingFailed(f"stopped on request while it was failing: {failure.summary}")
+            raise StoppedOnRequest(f"stopped on request while it was failing: {failure.summary}")
         if self._time_limit.passed:  # another generation would have no time to train
             self._keep_stacks(incident, findings.stacks)
             self._give_up(incident, "the time limit has passed")

@@ -7,6 +7,10 @@ class TrainingFailed(Exception):
     """The run cannot go on; the message is for the user."""
 
 
+class StoppedOnRequest(TrainingFailed):
+    """Somebody has asked for a stop where no gang trained that could save, or the gang did not stop in time."""
+
+
 class TimeIsUp(Exception):
     """The time limit has passed, and the hosts could not stop by themselves. Not a failure: the run has a checkpoint."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from cluster.agent import events as agent_events
 from cluster.agent.phases import PHASES
@@ -23,9 +23,28 @@ from orchestrator.run_state.launch import Launch
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
-from trainers.runtime.events import Heartbeat, Metrics, Note, Preview, Profile, Restored, Saved
+from trainers.runtime.events import Heartbeat, Joined, Metrics, Note, Preview, Profile, Restored, Saved
 
 KEPT_STEP_TIMES = 100
+SHOWN_PROCESSES = 8
+
+
+class Process(NamedTuple):
+    """The training process of a host."""
+
+    pid: int
+    machine: str
+
+
+def processes_line(processes: Mapping[int, Process]) -> str:
+    """Returns the line that says which process is which host: that of one machine alone without its name."""
+    machines = {process.machine for process in processes.values()}
+    shown = [
+        f"{process.pid} (host {host}{f' on {process.machine}' if len(machines) > 1 else ''})"
+        for host, process in sorted(processes.items())[:SHOWN_PROCESSES]
+    ]
+    more = f", and {len(processes) - SHOWN_PROCESSES} more" if len(processes) > SHOWN_PROCESSES else ""
+    return f"training process{'es' if len(processes) > 1 else ''} {', '.join(shown)}{more}"
 
 
 class EventHandler:
@@ -52,6 +71,8 @@ class EventHandler:
         """Hosts and kinds of events that were left out."""
         self._usage: dict[int, Mapping[str, float]] = {}
         """How much of its machine each host used, by its newest heartbeat."""
+        self._processes: dict[int, Process] = {}
+        """The training process of each host that has joined."""
 
     @property
     def step_s(self) -> dict[int, float]:
@@ -61,7 +82,7 @@ class EventHandler:
     def start(self, generation: Generation) -> None:
         """Resets what it keeps about the hosts of a generation."""
         self._stragglers = Stragglers(generation.num_hosts, self._straggler_policy)
-        self._usage = {}
+        self._usage, self._processes = {}, {}
 
     def handle_answer(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> None:
         """Handles one agent's answer to `poll`."""
@@ -93,10 +114,13 @@ class EventHandler:
     def handle(self, generation: Generation, host: int, event: HostEvent, known: bool = False) -> None:
         # A host's clock may be wrong by any amount: the time is clamped between the start of the generation and now.
         event = cast("HostEvent", {**event, "t": min(max(event["t"], generation.began_at_s), self.clock())})
-        was_training, phase = generation.training, generation.phase
+        was_training, phase, rollbacks = generation.training, generation.phase, len(generation.anomalies)
         generation.observe(host, event)
         launch = self.launch
         launch.high_water_step = max(launch.high_water_step, generation.step)
+        # Steps that a rollback took back are not lost: they were not to be kept.
+        took_back = len(generation.anomalies) > rollbacks
+        launch.trained_step = generation.step if took_back else max(launch.trained_step, generation.step)
         # Once a host has failed, the driver sets the clock: a late event would set it back to `step`.
         if not generation.wants_restart:
             launch.goodput.switch(generation.category, event["t"])
@@ -122,6 +146,7 @@ class EventHandler:
                 self._on_saved(host, event)
             case "save_failed":
                 text = f"the checkpoint of step {event['step']} failed, training goes on and tries again: {event['error']}"
+                self.launch.save_problem = f"the checkpoint of step {event['step']} failed: {event['error']}"
                 self.note(f"host {host}: {text}", "warning")
             case "restored":
                 self._on_restored(host, event)
@@ -137,6 +162,13 @@ class EventHandler:
                 self._on_heartbeat(generation, host, event)
             case "joined":
                 self.launch.time_used.begin(event["t"])
+                self._on_joined(generation, host, event)
+
+    def _on_joined(self, generation: Generation, host: int, event: Joined) -> None:
+        if "pid" in event:
+            self._processes[host] = Process(event["pid"], event.get("machine", ""))
+            if len(self._processes) == generation.num_hosts:
+                self.note(processes_line(self._processes))
 
     def _on_metrics(self, generation: Generation, event: Metrics) -> None:
         metrics, step, launch = event["metrics"], event["step"], self.launch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from orchestrator.driver.generation import Generation
 from orchestrator.failures import classify
 from orchestrator.failures.classify import Failure
 from trainers.errors import CodeMissingError
-from trainers.storage import documents
+from trainers.storage import documents, durable, ours
 
 AGENT_TIMEOUT_S = 20.0
 """How long an agent may take to answer a call that does not wait for its process."""
@@ -102,6 +102,13 @@ def find_cause(generation: Generation, answers: Mapping[int, Mapping[str, Any]],
     )
 
 
+def _has_stacks_alone(path: Path) -> bool:
+    return path.is_dir() and all(re.fullmatch(r"host-\d{4,}\.txt", file.name) for file in path.iterdir())
+
+
+STACKS = ours.Mark("a folder of stacks alone", _has_stacks_alone)
+
+
 def unpolled_events(answers: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Returns the events since the last poll, from the answers to `halt`, in the form of answers to a poll."""
     return {
@@ -125,14 +132,14 @@ def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
     """Writes each host's stacks to a file of its own, and removes those of old incidents. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
     for host, text in texts.items():
-        with open(documents.join(folder, f"host-{host:04d}.txt"), "w", encoding="utf-8") as file:
-            file.write(text)
-    newest_first = sorted((path for path in Path(folder).parent.iterdir() if path.name.isdigit()), reverse=True)
+        durable.write(Path(folder, f"host-{host:04d}.txt"), text)
+    of_incidents = (path for path in Path(folder).parent.iterdir() if path.name.isdigit() and STACKS.is_on(path))
+    newest_first = sorted(of_incidents, reverse=True)
     num_bytes = 0
     for index, path in enumerate(newest_first):
         num_bytes += sum(file.stat().st_size for file in path.iterdir())
         if index >= KEPT_STACKS or (index and num_bytes > KEPT_STACKS_BYTES):
-            shutil.rmtree(path)
+            ours.delete(path, STACKS)
 
 
 def final_error(failure: Failure, reason: str) -> str:

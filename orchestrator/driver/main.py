@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 from cluster.hosts.process_env import PRIVATE_UMASK
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig, shown
+from orchestrator.driver.ending import Ending, Progress, ending
+from orchestrator.driver.errors import Superseded, TrainingFailed
 from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
 from orchestrator.run_state import summary
 from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch
 from orchestrator.run_state.lease import RunInUse
-from orchestrator.run_state.outcome import read_outcome, set_damaged_aside, write_outcome
+from orchestrator.run_state.outcome import FILE, read_outcome, set_damaged_aside, write_outcome
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.runtime.stop_reason import StopReason
 from trainers.storage import documents
 
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
@@ -34,14 +35,14 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
     """
     # Imported here: this module is imported by the command, which does not need the driver.
     from orchestrator.driver.driver import Driver
-    from orchestrator.driver.errors import Superseded, TrainingFailed
 
     config, run_dir, launch_id, board = message["config"], message["run_dir"], message["launch_id"], message["board"]
     # First: in Ray Train's worker nobody has set the umask yet.
     keep_private(config)
     clock = steady_clock()
     # Before the lease: a driver that is started again after the end must not open the launch once more.
-    outcome = when_storage_answers(lambda: read_outcome(run_dir, launch_id), board)
+    # The board's first: the storage may not have been able to take it.
+    outcome = board.outcome() or when_storage_answers(lambda: read_outcome(run_dir, launch_id), board)
     if outcome is None:
         try:
             arguments = (run_dir, launch_id, message["started_at_s"], config.tracking, parameters(config), clock)
@@ -51,22 +52,23 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
             raise JobFailed(str(error)) from error
         if damaged := set_damaged_aside(run_dir):
             _warn(board, damaged)
-        status, result, failure = "failed", {}, None
+        result: dict[str, Any] = {}
+        failure: TrainingFailed | None = None
         about = About(config.training.name, run_dir, shown(config))
         names, folders = config.training.recorders, config.training.recorder_folders
         recorders = Recorders(names, about, lambda message: _warn(board, message), folders=folders)
         try:
             result = Driver(config, launch, board, reporter, recorders, clock=clock).run()
-            status = "finished" if StopReason(result["stop_reason"]).finished else "stopped"
         except Superseded as error:
             # No outcome is written: the run belongs to the other driver now.
             raise JobFailed(str(error)) from error
         except TrainingFailed as error:
-            failure = str(error)
-            status = "stopped" if board.stop_requested() else "failed"
+            failure = error
         finally:
             recorders.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-        outcome = conclude(launch, board, config, status, result, failure, clock)
+        progress = Progress(launch.trained_step, launch.checkpoint_step, launch.save_problem)
+        end = ending(result, failure, board.stop_requested(), progress)
+        outcome = conclude(launch, board, config, end, result, clock)
     if outcome["status"] == "failed":
         raise JobFailed(outcome["error"])
 
@@ -82,21 +84,42 @@ def conclude(
     launch: Launch,
     board: BoardLike,
     config: JobConfig,
-    status: str,
+    end: Ending,
     result: dict[str, Any],
-    error: str | None,
     clock: Callable[[], float],
 ) -> dict[str, Any]:
-    """Writes the summary and then the outcome, which is last: a reader that finds it finds everything else too."""
-    tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status]
+    """Writes the summary and then the outcome, which is last: a reader that finds it finds everything else too.
+
+    Each is tried by itself. What cannot be written, such as on a disk that is full, is named in the outcome (`unwritten`); how
+    the launch has ended does not depend on it.
+    """
+    unwritten = Unwritten()
+    tracked_as = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[end.status]
+
+    def document() -> dict[str, Any]:
+        return summary.build(launch, end.status, result, end.error, clock(), shown(config))
+
     # Before the close, which ships what was tracked.
-    summary.track(launch, summary.build(launch, status, result, error, clock(), shown(config)))
-    undelivered = launch.close(tracked_as, HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-    # Built again after the close, so that it covers the time that the close took.
-    document = summary.build(launch, status, result, error, clock(), shown(config))
-    summary.write(launch.run_dir, document)
-    if undelivered:
+    unwritten.unless_done("the metrics of the end", lambda: summary.track(launch, document()))
+    limit_s = HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S
+    if undelivered := unwritten.unless_done("the state of the run", lambda: launch.close(tracked_as, limit_s)):
         _warn(board, undelivered)
+    # Built again after the close, so that it covers the time that the close took.
+    final = document()
+    unwritten.unless_done(summary.SUMMARY, lambda: summary.write(launch.run_dir, final))
+    outcome = {
+        "launch_id": launch.launch_id,
+        "status": end.status,
+        "stop_reason": result.get("stop_reason"),
+        "error": end.error,
+        "line": end.line,
+        "unwritten": unwritten.texts,
+    }
+    unwritten.unless_done(FILE, lambda: write_outcome(launch.run_dir, outcome))
+    # The command has it from here where the storage has not; and the next driver, which Ray Train may start, too.
+    board.conclude(outcome)
+    for text in unwritten.texts:
+        _warn(board, f"not written: {text}")
     extra = {
         "name": config.training.name,
         "prompt": next(iter(config.training.previews.prompts), ""),
@@ -104,10 +127,23 @@ def conclude(
         "checkpoints": documents.join(launch.run_dir, "checkpoints"),
         "mlflow": launch.tracker.where(),
     }
-    board.post({"ev": "summary", "summary": {**document, **extra}})
-    outcome = {"launch_id": launch.launch_id, "status": status, "stop_reason": result.get("stop_reason"), "error": error}
-    write_outcome(launch.run_dir, outcome)
+    board.post({"ev": "summary", "summary": {**final, **extra}})
     return outcome
+
+
+class Unwritten:
+    """What of the conclusion could not be written, and why."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def unless_done(self, what: str, work: Callable[[], Result]) -> Result | None:
+        """Returns what `work` returns; None, with a text more, if it raises."""
+        try:
+            return work()
+        except Exception as error:  # the training is over and saved: nothing of this may make a failure of it
+            self.texts.append(f"{what} ({(isinstance(error, OSError) and error.strerror) or error})")
+            return None
 
 
 def steady_clock() -> Callable[[], float]:

@@ -15,6 +15,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
@@ -64,7 +65,7 @@ def connect(config: JobConfig) -> bool:
     # One CPU more: where Ray Train supervises the driver, the driver is a worker that takes one.
     cpus = int(hosts * config.hosts.cpus_per_host) + 1
     # "local": otherwise Ray would join a cluster that somebody else has started on this machine.
-    with without_helpers(() if config.driver.dashboard else ASKED_BY_NOBODY):
+    with without_helpers(() if config.driver.dashboard else ASKED_BY_NOBODY), in_a_session():
         ray.init(
             "local",
             num_cpus=cpus,
@@ -90,6 +91,26 @@ def without_helpers(names: Sequence[str]) -> Iterator[None]:
     finally:
         for name, method in before.items():
             setattr(Node, name, method)
+
+
+@contextlib.contextmanager
+def in_a_session() -> Iterator[None]:
+    """Lets the processes that `ray.init` starts be in a session of their own. A signal to the process group of the command, as
+    from `timeout`, a batch system or a terminal, is for the command: it still needs Ray to save the state."""
+    from ray._private import services
+
+    # Private, and there is no setting for it. Of `Popen`, the one that Ray uses for its own processes.
+    before = services.ConsolePopen
+
+    class InASession(before):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **named: Any):
+            super().__init__(*args, **named, start_new_session=True)
+
+    services.ConsolePopen = InASession  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before  # type: ignore[misc]
 
 
 def head_address() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
-from orchestrator.driver.errors import TrainingFailed
+from orchestrator.driver.errors import StoppedOnRequest
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.membership import Membership
@@ -46,25 +46,25 @@ class StopRequests:
         """The version of the gang that is recorded for the next driver."""
 
     def poll(self, generation: Generation, *, may_grow: bool) -> None:
-        """Called in every round of the poller. Raises TrainingFailed if a request cannot be fulfilled."""
+        """Called in every round of the poller. Raises StoppedOnRequest if a request cannot be fulfilled."""
         self._check_stop_request(generation)
         self._check_notices(generation)
         if may_grow:
             self._consider_growing(generation)
 
     def _check_stop_request(self, generation: Generation) -> None:
-        """Sends a person's request to the hosts once. Raises TrainingFailed if they do not stop in time."""
+        """Sends a person's request to the hosts once. Raises StoppedOnRequest if they do not stop in time."""
         reason = self.board.stop_requested()
         if reason is None:
             return
         if self._ordered_at_s is None:
             if not generation.training:
-                raise TrainingFailed(f"stopped on request ({reason}) before the first step: there is nothing new to save")
+                raise StoppedOnRequest(f"stopped on request ({reason}) before the first step")
             self._ordered_at_s = self.monotonic()
             self.events.set_status("saving", f"stopping ({reason}): saving first")
             self._order_stop(reason)
         elif self.monotonic() - self._ordered_at_s > STOP_TIMEOUT_S:
-            raise TrainingFailed(f"the hosts did not stop within {STOP_TIMEOUT_S:.0f} s of the request ({reason}); killed")
+            raise StoppedOnRequest(f"the hosts did not stop within {STOP_TIMEOUT_S:.0f} s of the request ({reason}); killed")
 
     def record_gang(self) -> None:
         """Records the gang if it has changed: the next driver must find new agents."""

@@ -40,6 +40,7 @@ class Child:
             stderr=self._errors,
             # On CPU: it must not take a device from the processes that will train.
             env=child_env(os.environ, {"JAX_PLATFORMS": "cpu", **env}),
+            start_new_session=True,  # what ends it is `__exit__`, and no signal to the command
         )
 
     def __enter__(self) -> Child:

@@ -19,10 +19,14 @@ READ_TIMEOUT_S = 0.2
 
 
 def make_console(
-    stream: TextIO = sys.stdout, began_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    stream: TextIO | None = sys.stdout,
+    began_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    log: str | None = None,
 ) -> Console:
-    """Makes the console of a job for `stream`. Its times count from `began_s` (default: now)."""
-    return screens.make_console(stream, began_s, clock, job_lines_of, summary_page)
+    """Makes the console of a job for `stream`. Its times count from `began_s` (default: now). `log`: the file that gets what can
+    no longer be written to `stream`."""
+    return screens.make_console(stream, began_s, clock, job_lines_of, summary_page, log)
 
 
 def watch(board: BoardLike, console: Console, finished: Callable[[], bool]) -> None:

@@ -52,7 +52,18 @@ def line(launch_id: str, entry: Entry) -> str:
 def read(lines: Sequence[str], launch_id: str) -> tuple[list[Entry], str | None]:
     """Returns the incidents of a launch in their last state, oldest first, and a sentence about damaged lines if there are some:
     a driver may have died while it wrote one. Raises NewerDocument."""
-    entries: dict[int, Entry] = {}
+    found, problem = _entries(lines)
+    return [entry for of_launch, entry in found if of_launch == launch_id], problem
+
+
+def of_all_launches(lines: Sequence[str]) -> list[Entry]:
+    """Returns the incidents of all launches of a run in their last state, oldest first. Raises NewerDocument."""
+    return sorted((entry for _, entry in _entries(lines)[0]), key=lambda entry: entry.incident.failed_at_s)
+
+
+def _entries(lines: Sequence[str]) -> tuple[list[tuple[str, Entry]], str | None]:
+    """Returns (launch, incident) of sound lines, by launch and number, and a sentence about the others."""
+    entries: dict[tuple[str, int], Entry] = {}
     damaged: list[str] = []
     for text in filter(str.strip, lines):
         try:
@@ -60,10 +71,10 @@ def read(lines: Sequence[str], launch_id: str) -> tuple[list[Entry], str | None]
         except DamagedDocument as error:
             damaged.append(str(error).partition(";")[0])
             continue
-        if document["launch_id"] == launch_id:
-            past = document["past"]
-            incident = Incident.from_dict(document["incident"])
-            # A later line of the same number is its newer state.
-            entries[document["number"]] = Entry(document["number"], incident, PastFailure.from_dict(past) if past else None)
+        number, past = document["number"], document["past"]
+        incident = Incident.from_dict(document["incident"])
+        # A later line of the same number is its newer state.
+        entry = Entry(number, incident, PastFailure.from_dict(past) if past else None)
+        entries[document["launch_id"], number] = entry
     problem = f"{len(damaged)} lines of {NAME} are left out ({damaged[0]}): {LINE_KIND.cost}" if damaged else None
-    return [entries[number] for number in sorted(entries)], problem
+    return [(launch_id, entries[launch_id, number]) for launch_id, number in sorted(entries)], problem

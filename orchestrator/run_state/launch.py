@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, L
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
 from orchestrator.run_state.processes import this_machine
+from orchestrator.run_state.requests import Request
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
 from orchestrator.run_state.stored import CHECKPOINTS, GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment, clock_step_s
@@ -114,6 +117,12 @@ class Launch:
         self.generations = 0
         self.drivers = 1
         self.high_water_step = 0
+        self.trained_step = 0
+        """How far this launch has trained, without the steps that a rollback took back."""
+        self.save_problem: str | None = None
+        """Why the last save failed; None if a later one has succeeded."""
+        self.max_steps: int | None = None
+        """For those who look at the run: `gangway status`."""
         self.saved_path: str | None = None
         self.checkpoint_step: int | None = None
         self.committed = Committed()
@@ -127,6 +136,7 @@ class Launch:
         self.problems += tracker.problems
         self._folder, self._writer = folder, writer
         self._entries: list[Entry] = []
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._published = {"train": -1, "eval": -1}
         self._num_published = 0
         self._gone: str | None = None
@@ -165,7 +175,7 @@ class Launch:
         self._store_gang()
 
     def saved(self, step: int, path: str) -> None:
-        self.checkpoint_step, self.saved_path = step, path
+        self.checkpoint_step, self.saved_path, self.save_problem = step, path, None
         self.committed = self.committed.and_(Committed(step=step))
         # At once, not at the next tick: the next driver has to know that this step was committed.
         self.store()
@@ -240,8 +250,20 @@ class Launch:
         # Made here, not by the writer: it is the state of this moment, which only this thread may read.
         document = self._document()
         self._write(STATE, lambda: self._folder.write(STATE_KIND, document))
+        self._write("the requests", self._look_for_requests)
         if (path := self.saved_path) is not None and self._gone != path:
             self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
+
+    def new_requests(self) -> Iterator[Request]:
+        """Yields what was asked of this launch in its storage since the last call (`gangway stop`)."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._requests.get_nowait()
+
+    def _look_for_requests(self) -> None:
+        # On the writer's thread: the storage may hang.
+        for request in self._folder.take_requests(self.launch_id):
+            self._requests.put(request)
 
     def checkpoint_is_gone(self) -> bool:
         """Returns True once for a newest checkpoint that is no longer where it was saved: somebody has deleted it."""
@@ -340,6 +362,8 @@ class Launch:
             "drivers": self.drivers,
             "num_incidents": self.num_incidents,
             "high_water_step": self.high_water_step,
+            "trained_step": self.trained_step,
+            "max_steps": self.max_steps,
             # Relative, if it is in the run's folder: the next driver may find that elsewhere, or in a copy.
             "saved_path": self.saved_path and identity.inside(self.saved_path, self.run_dir),
             "saved_at": self.saved_path,
@@ -379,6 +403,7 @@ class Launch:
         self.goodput = Goodput.resume(state["goodput"], step_s)
         self._last_stored_at_s = self.goodput.counted_to_s
         self.generations, self.drivers = state["generations"], state["drivers"] + 1
+        self.trained_step = state.get("trained_step", 0)
         if gang is not None and gang["launch_id"] == self.launch_id:
             self.gang = gang["gang"]
         if self.gang is not None:

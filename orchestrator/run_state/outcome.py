@@ -11,6 +11,10 @@ from trainers.storage import documents
 from trainers.storage.document_kind import set_aside
 from trainers.storage.documents import DamagedDocument
 
+FILE = OUTCOME_KIND.name
+
+FILE = OUTCOME_KIND.name
+
 
 def write_outcome(run_dir: str | os.PathLike[str], outcome: dict[str, Any]) -> None:
     """Writes the final outcome of the launch. Ray Train runs a driver again after *any* exception, and takes any return for a

@@ -30,10 +30,15 @@ def started(pid: int) -> int | None:
     """Returns the tick since the boot at which a process of this machine was started; None if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # After the last `)`: the name of a process, in parentheses, may hold spaces and parentheses itself.
-            fields = file.read().rpartition(b")")[2].split()
+            return tick_in(file.read())
     except (FileNotFoundError, ProcessLookupError):
         return None if os.path.exists("/proc/self/stat") else _started_elsewhere(pid)
+
+
+def tick_in(stat: bytes) -> int | None:
+    """Returns the tick of the start in what the kernel says of a process; None if it is dead."""
+    # After the last `)`: the name of a process, in parentheses, may hold spaces and parentheses itself.
+    fields = stat.rpartition(b")")[2].split()
     # A zombie is dead, and has not been waited for yet.
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 

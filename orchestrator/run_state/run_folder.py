@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.run_state import requests
+from orchestrator.run_state.requests import Request
 from trainers.storage import documents, durable
 from trainers.storage.document_kind import DocumentKind, set_aside
 
@@ -36,7 +38,9 @@ class RunFolder:
     def append(self, name: str, text: str) -> None:
         """Appends lines to a file, and syncs it to the disk."""
         path = documents.join(self.path, name)
-        if os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
+        if os.path.isdir(path):
+            set_aside(path)
+        elif os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
             os.replace(path, f"{path}.old")
         with durable.appending(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -46,16 +50,17 @@ class RunFolder:
             file.flush()
             durable.sync(file.fileno())
 
+    def take_requests(self, launch_id: str) -> list[Request]:
+        """Returns what is asked of a launch, once."""
+        return requests.take(self.path, launch_id)
+
     def last_lines(self, name: str) -> list[str]:
-        """Returns the lines at the end of a file; none if there is no file. A folder in its place is set aside."""
+        """Returns the lines at the end of a file; none if there is no file."""
         try:
             with open(documents.join(self.path, name), "rb") as file:
                 begin = max(0, os.fstat(file.fileno()).st_size - READ_BYTES)
                 file.seek(begin)
                 lines = file.read().decode(errors="replace").splitlines()
                 return lines[1:] if begin else lines  # the first one began before
-        except FileNotFoundError:
-            return []
-        except IsADirectoryError:
-            set_aside(documents.join(self.path, name))
+        except (FileNotFoundError, IsADirectoryError):
             return []

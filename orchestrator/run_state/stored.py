@@ -52,6 +52,8 @@ class _State(TypedDict):
     saved_path: str | None
     saved_at: NotRequired[str | None]
     checkpoint_step: int | None
+    max_steps: NotRequired[int | None]
+    trained_step: NotRequired[int]
     committed: NotRequired[committed.Committed]
     published: dict[str, int]
     seen: _Seen
@@ -91,10 +93,15 @@ class _Segment(TypedDict):
 
 
 class _Summary(TypedDict):
-    """What `driver.replay` reads; `summary.build` has all of it."""
+    """What `driver.replay` and `gangway status` read; `summary.build` has all of it."""
 
     lineage: list[_Segment] | None
     skipped_batches: NotRequired[list[int] | None]
+    launch_id: NotRequired[str]
+    steps: NotRequired[int | None]
+    hosts: NotRequired[int | None]
+    num_incidents: NotRequired[int]
+    evaluation: NotRequired[dict[str, Any] | None]
 
 
 def clock_step_s(then: Moment | None, now: Moment) -> float:

@@ -20,7 +20,7 @@ from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import holder_of
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.summary import SUMMARY
-from trainers.storage import documents
+from trainers.storage import documents, ours
 
 FAULTS_VARIABLE = "GANGWAY_FAULTS"
 """As in trainers/diagnostics/fault_injection.py, which says what lies in the folder that it names."""
@@ -245,7 +245,7 @@ class Run:
         if step_s:
             documents.write_json(self.orders / "pace.json", {"step_s": step_s})
         else:
-            (self.orders / "pace.json").unlink(missing_ok=True)
+            ours.delete(self.orders / "pace.json", documents.DOCUMENT)
 
     # ------------------------------------------------------------------ inside
 

@@ -26,10 +26,12 @@ from cluster.hosts.config import HostsConfig
 from cluster.hosts.fake_slices import FakeNode, slice_nodes
 from orchestrator.testbed import clock as settable_clock
 from orchestrator.testbed.resources import ResourceError, can_connect, free_port, run, wait_for
+from trainers.storage import ours
 
 NET = "10.231.{octet}.{host}"
 """Addresses of the nodes in network namespaces of their own; the octet is that of this process."""
 NAMES_OF_SPACES = Path("/etc/netns")
+NAMES = ours.named("the names of a network namespace", r"gw\d+n\d+")
 CLUSTER_ENV = {
     # A node that is cut off is declared dead within some 10 s, not within a minute.
     "RAY_health_check_period_ms": "1000",
@@ -242,7 +244,8 @@ class Network:
                     os.kill(int(pid), signal.SIGKILL)
             for thing in (["link", "del", self._cable(number)], ["netns", "del", space]):
                 subprocess.run(["ip", *thing], capture_output=True, check=False)
-            shutil.rmtree(NAMES_OF_SPACES / space, ignore_errors=True)
+            with suppress(OSError):
+                ours.delete(NAMES_OF_SPACES / space, NAMES)
         subprocess.run(["ip", "link", "del", self.bridge], capture_output=True, check=False)
 
     def _cable(self, number: int) -> str:
@@ -259,7 +262,8 @@ def local_cluster(network: Network | None, slices_of: HostsConfig | None = None)
         yield cluster
     finally:
         cluster.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            ours.delete(folder, ours.TEMPORARY_FOLDER)
 
 
 @contextmanager

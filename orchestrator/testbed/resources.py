@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainers.storage import ours
+
 START_TIMEOUT_S = 60.0
 
 
@@ -27,6 +29,8 @@ HOLD_FROZEN = 'fsfreeze --freeze "$0" && echo frozen && cat > /dev/null; fsfreez
 """Holds the file system frozen until its input ends: even if this process is killed, nothing stays frozen."""
 FILE_SYSTEM_BYTES = 16 << 20
 """The most that an ext4 of this size needs for itself."""
+
+BALLAST = ours.named("what fills a disk", "ballast")
 
 
 class SmallDisk:
@@ -60,7 +64,7 @@ class SmallDisk:
                         file.write(b"\0" * size)
 
     def free(self) -> None:
-        self._ballast.unlink(missing_ok=True)
+        ours.delete(self._ballast, BALLAST)
 
 
 class MlflowServer:
@@ -123,8 +127,8 @@ def small_disk(size_bytes: int, *, freezable: bool = False) -> Iterator[SmallDis
             # Lazily: a process that still has a file open must not prevent it.
             run(["umount", "--lazy", str(folder)])
     finally:
-        folder.rmdir()
-        image.unlink(missing_ok=True)
+        ours.delete_empty(folder)
+        ours.delete(image, ours.TEMPORARY_FOLDER)
 
 
 @contextmanager

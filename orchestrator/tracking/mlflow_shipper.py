@@ -27,6 +27,7 @@ from trainers.config.masking import MASK, masked
 from trainers.program import program
 from trainers.storage import documents, durable, identity
 from trainers.storage.documents import DamagedDocument
+from trainers.terminal import command
 
 POLL_S = 1.0
 MAX_BACKOFF_S = 30.0
@@ -347,6 +348,7 @@ def die_with(parent_pid: int) -> None:
         sys.exit(LEFT_OVER)
 
 
+@command
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.tracking"), description="Ships a run's tracking file to MLflow.")
     parser.add_argument("run_dir", help="the run's folder: STORAGE/NAME")

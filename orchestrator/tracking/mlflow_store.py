@@ -10,9 +10,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from trainers.storage import durable
+from trainers.storage import durable, ours
 
 ARTIFACTS = "mlartifacts"
+UNFINISHED = ours.named("an unfinished database", r".+\.unfinished")
 PLACES = (("experiments", "artifact_location"), ("runs", "artifact_uri"), ("logged_models", "artifact_location"))
 """Tables and columns in which MLflow keeps where artifacts are."""
 
@@ -71,8 +72,7 @@ def _make(path: str, artifacts: str) -> None:
 
     unfinished = path + ".unfinished"
     # Of a process that died half-way: no MLflow could go on with it.
-    if os.path.lexists(unfinished):
-        os.unlink(unfinished)
+    ours.delete(unfinished, UNFINISHED)
     # From the folder: the name alone means the same as a part of a URL.
     before = os.getcwd()
     os.chdir(os.path.dirname(path))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,13 +27,17 @@ from orchestrator.tracking.spool import SPOOL
 from orchestrator.verify.compare import Evidence, Finding, judge_replayed, judge_resized, judge_resumed, judge_twice, passed
 from trainers.first_line import say
 from trainers.program import program
-from trainers.storage import documents
+from trainers.storage import documents, ours
+from trainers.terminal import command
 
 REPORT = "verify.json"
+TRIAL = ours.with_any_of("the folder of an earlier verify", REPORT)
+RUN = ours.named("a run of this verify", "undisturbed|again|killed|resized|replayed")
 EXIT_STOPPED = 3
 """Of orchestrator.run: stopped on request, state saved."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     say(f"reading {arguments.config}")
@@ -86,7 +89,7 @@ class Trial:
         self.folder = Path(f"{self.config.run_dir}-verify")
         if self.folder.exists() and not (self.folder / REPORT).exists():
             raise RunError(f"{self.folder} is in the way, and not of an earlier verify: remove it, or set name= or storage=")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        ours.delete(self.folder, TRIAL)
         # Marks the folder as ours at once: after an interrupt, the next verify may delete it.
         documents.write_json(self.folder / REPORT, {"passed": None})
         training = self.config.training
@@ -105,8 +108,8 @@ class Trial:
 
     def remove_runs(self) -> None:
         for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
+            if path.is_dir() and RUN.is_on(path):
+                ours.delete(path, RUN)
 
     def _resize(self, plain: Evidence) -> list[Finding]:
         hosts, why_not = fewer_hosts(self.config)

@@ -82,11 +82,11 @@ def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
     wait_until(saved(tmp_path, 40), process, tmp_path)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    again = start(tmp_path, "max_num_steps=500", "checkpoint.save_steps=1000")
+    again = start(tmp_path, "max_num_steps=150", "checkpoint.save_steps=1000")
     assert again.wait(120) == 0, (tmp_path / "console.log").read_text()
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
-    assert summary["samples"] == 8 * 500
-    assert summary["samples_digest"] == undisturbed_digest(500)
+    assert summary["samples"] == 8 * 150
+    assert summary["samples_digest"] == undisturbed_digest(150)
 
 
 def undisturbed_digest(steps):

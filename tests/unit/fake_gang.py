@@ -61,6 +61,8 @@ class World:
         self.jobs: dict[str, Job] = {}
         self.commits: list[tuple[int, int]] = []
         """(generation, step), in order."""
+        self.save_orders: list[tuple[int, float]] = []
+        """(host, when) of each order to save now."""
         self.trouble_told_s: list[float] = []
         """When an agent told that its process had ended, or was overdue."""
         self.driver_term = 0
@@ -238,6 +240,8 @@ class Agent:
             process.fence = int(message["path"])
         elif message["cmd"] == "stop":
             self.world.jobs[self.job_key].stop(message["reason"])
+        elif message["cmd"] == "save":
+            self.world.save_orders.append((process.host, self.world.now_s))
         return True
 
     @property

@@ -27,7 +27,7 @@ ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax"
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
-        ("config", "storage", "foreign_errors", "first_line", "program", "other_systems", "published"),
+        ("config", "storage", "foreign_errors", "first_line", "program", "terminal", "other_systems", "published"),
         ("errors", "parallel", "recorders", "console"),
         ("turns",),
         ("runtime", "models", "optim", "tokenizers", "overrides"),
@@ -54,7 +54,7 @@ FLOORS = {
         ("policies", "tracking"),
         ("run_state",),
         ("config", "reporting", "testbed"),
-        ("planning", "verify"),
+        ("planning", "verify", "runs"),
         ("driver", "chaos", "checkpoints"),
         ("launching",),
         ("run", "compile", "profile", "init", "gangway"),
@@ -92,9 +92,11 @@ LIGHT_MODULES = tuple(
         "config/mixture",
         "config/model",
         "config/monitoring",
+        "config/near_keys",
         "config/optimizer",
         "config/pieces",
         "program",
+        "terminal",
         "published",
         "config/recorders",
         "config/section",
@@ -134,6 +136,7 @@ LIGHT_MODULES = tuple(
         "storage/documents",
         "storage/durable",
         "storage/identity",
+        "storage/ours",
         "storage/sealed",
         "storage/shapes",
     )
@@ -304,7 +307,7 @@ def test_a_command_tells_its_help_and_its_first_line_before_it_imports_what_is_s
 
 
 def test_the_first_line_of_a_run_needs_the_standard_library_alone():
-    light = {"trainers.first_line", "trainers.program"}
+    light = {"trainers.first_line", "trainers.program", "trainers.terminal"}
     ours = {module for module in imported_with("orchestrator.run") if top(module) in PACKAGES}
     assert ours - {"trainers.first_line.say", "trainers.program.program"} == {
         "orchestrator",

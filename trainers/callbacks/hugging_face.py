@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +15,7 @@ from trainers.callbacks.callback import Callback, RunInfo
 from trainers.checkpoint import readers
 from trainers.errors import CheckpointError
 from trainers.export import on_the_way, to_hugging_face
+from trainers.storage import ours
 
 FAILED = "failed"
 """The file that a host leaves in the folder on the way when it cannot write its part."""
@@ -86,6 +86,7 @@ class HuggingFaceExport(Callback):
         deadline_s = time.monotonic() + WAIT_S
         while host == 0 and work.exists():
             if (work / FAILED).exists() or time.monotonic() > deadline_s:
-                shutil.rmtree(work, ignore_errors=True)
+                with suppress(OSError):
+                    ours.delete(work, ours.ON_THE_WAY)
                 raise CheckpointError(f"another host did not write its part of {out}: do all hosts see {self.folder}?")
             time.sleep(POLL_S)

@@ -7,9 +7,9 @@ it.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from trainers.callbacks.callback import Callback, RunInfo
 from trainers.config import ProfileConfig
 from trainers.runtime.events import Profile
 from trainers.step.host_flags import RUN_AHEAD_STEPS
+from trainers.storage import ours
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,8 @@ class Profiler(Callback):
         self._trace = self._writer = None
         runtime.current().profiling = False
         if trace.is_warmup:
-            shutil.rmtree(trace.folder, ignore_errors=True)
+            with suppress(OSError):  # it is in a folder for temporary files
+                ours.delete(trace.folder, ours.TEMPORARY_FOLDER)
         if problem or not trace.is_warmup:
             self._report(trace, problem)
 

@@ -8,18 +8,20 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from trainers.checkpoint import layout, manifest
 from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
-from trainers.storage import documents, durable
+from trainers.storage import documents, durable, ours
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import StorageError
 
 FOLDER = "assets"
 INDEX = "assets.json"
 """The kind of each asset by name."""
+ASSETS = ours.with_any_of("the assets of a model", INDEX)
 
 
 class _Index(TypedDict):
@@ -64,7 +66,8 @@ def keep(run_folder: str, assets: Mapping[str, Any]) -> None:
     folder = layout.local(run_folder)
     folder.mkdir(parents=True, exist_ok=True)
     for left in (*folder.glob(f"{FOLDER}.saving-*"), *folder.glob(f"{FOLDER}.replaced-*")):
-        shutil.rmtree(left, ignore_errors=True)  # by a process that died
+        with suppress(OSError):  # by a process that died
+            ours.delete(left, ours.ON_THE_WAY)
     work, final = folder / layout.name_on_the_way(FOLDER, "saving", uuid.uuid4().hex[:8]), folder / FOLDER
     try:
         _write_to(work, assets)
@@ -73,9 +76,10 @@ def keep(run_folder: str, assets: Mapping[str, Any]) -> None:
                 # Otherwise a power cut could leave the new names on empty files.
                 with open(work / name, "rb") as file:
                     durable.sync(file.fileno())
-            layout.put_in_place(work, final, replace=True)
+            layout.put_in_place(work, final, replace=ASSETS)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):
+            ours.delete(work, ours.ON_THE_WAY)
 
 
 def folder_of(checkpoint: Path) -> Path | None:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers.checkpoint import assets, hugging_face
+from trainers.checkpoint import assets, hugging_face, weights
 from trainers.config.arguments import TrainingArguments
-from trainers.config.hf_files import BYTES, LABELS_FILE, MODEL_FILES, PREPROCESSOR_FILE, TOKENIZER_FILES
+from trainers.config.hf_files import BYTES, LABELS_FILE, MODEL_FILES, MORE_TEMPLATES, PREPROCESSOR_FILE, TOKENIZER_FILES
+from trainers.errors import TransientError, UsageError
 
 NAME = "hugging_face"
 """The name of the asset."""
@@ -25,21 +26,40 @@ class HuggingFaceFiles:
 
     def save_pretrained(self, folder: str) -> None:
         for name, path in self.files.items():
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, Path(folder, name))
 
 
 def of(arguments: TrainingArguments, run_folder: str) -> dict[str, HuggingFaceFiles]:
-    """Returns the asset by its name, or nothing if the run has no such files. Where the folders that the settings name are gone,
-    the files are those that the run has kept."""
+    """Returns the asset by its name, or nothing if the run has no such files. They are those of what the run begins with, or of
+    the base of its adapters: a folder of Hugging Face, or a run that carries such files itself. Where the folders that the
+    settings name are gone, the files are those that the run has kept."""
     kept = Path(run_folder, assets.FOLDER, NAME)
     files: dict[str, Path] = {}
-    if (init_from := arguments.init_from) is not None:
-        beginning = Path(os.path.expanduser(init_from.path))
-        files |= _in(beginning if hugging_face.is_folder(beginning) else kept, (*MODEL_FILES, PREPROCESSOR_FILE))
+    base = None if arguments.lora is None else arguments.lora.base
+    for begun in (base, None if arguments.init_from is None else arguments.init_from.path):
+        if begun is not None:
+            files |= _in(_files_of(Path(os.path.expanduser(begun))) or kept, (*MODEL_FILES, PREPROCESSOR_FILE))
     if (tokenizer := arguments.data.tokenizer) not in (None, BYTES):
         path = Path(os.path.expanduser(str(tokenizer)))
-        files |= {"tokenizer.json": path} if path.is_file() else _in(path if path.is_dir() else kept, TOKENIZER_FILES)
+        files |= {"tokenizer.json": path} if path.is_file() else _of_tokenizer(path if path.is_dir() else kept)
     return {NAME: HuggingFaceFiles(files)} if files else {}
+
+
+def _files_of(begun: Path) -> Path | None:
+    """Returns the folder with the files of Hugging Face of what a run begins with; None if it has none, or is not there."""
+    if hugging_face.is_folder(begun):
+        return begun
+    try:
+        found = weights.find(str(begun))
+    except (TransientError, UsageError):  # what is wrong with it, the reader of the weights says
+        return None
+    return folder_of(found) if found.is_dir() else None
+
+
+def _of_tokenizer(folder: Path) -> dict[str, Path]:
+    more = sorted(path for path in folder.glob(f"{MORE_TEMPLATES}/*") if path.is_file())
+    return _in(folder, TOKENIZER_FILES) | {path.relative_to(folder).as_posix(): path for path in more}
 
 
 def labels_of(dataset: Any) -> dict[str, list[str]]:

@@ -7,10 +7,10 @@ the number that names its exchanges belongs to the thread that trains.
 from __future__ import annotations
 
 import json
-import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, one_line
-from trainers.storage import durable, sealed
+from trainers.storage import durable, ours, sealed
 
 TIMEOUT_S = 1800
 """How long host 0 waits for another host. This is a backstop only: the agents notice a death, or a save that takes too long,
@@ -119,7 +119,8 @@ class Commit:
         except CommitError:
             if exchange.host == 0:
                 # No host writes any more: each has answered, or host 0 has waited long enough for it.
-                shutil.rmtree(self.work, ignore_errors=True)
+                with suppress(OSError):
+                    ours.delete(self.work, ours.ON_THE_WAY)
             raise
 
     def _write(self) -> None:
@@ -152,7 +153,7 @@ class Commit:
         if problem := self.forbidden():  # again, at the last moment: writing may have taken long
             raise CommitError(problem)
         # This rename is the commit: a reader finds no checkpoint, or a whole one.
-        layout.put_in_place(self.work, self.final, replace=self.replace)
+        layout.put_in_place(self.work, self.final, replace=layout.CHECKPOINT if self.replace else None)
 
 
 def begin(final: Path, obstacle: Callable[[], str], term: WriterTerm = NO_DRIVER) -> Path:

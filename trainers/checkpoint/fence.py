@@ -14,10 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from trainers.storage import durable, ours
+
 RETRIES = 3
 RETRY_S = 0.5
 _TERM = re.compile(r"(\d+)\.json")
 _CLAIM = re.compile(r"claimed-(\d+)-(\d+)")
+
+
+CLAIM = ours.named("a claim of a generation", _CLAIM.pattern)
 
 
 class WriterTerm(NamedTuple):
@@ -80,7 +85,7 @@ def claim(checkpoints: Path, writer: WriterTerm) -> None:
     """Records that this generation works in the folder, which must exist. Raises OSError."""
     if writer != NO_DRIVER:
         # Appending creates the file and never changes one: a second claim of the same generation is harmless.
-        with open(checkpoints / f"claimed-{writer.driver_term:06}-{writer.generation:06}", "ab"):
+        with open(checkpoints / f"claimed-{writer.driver_term:06}-{writer.generation:06}", "ab", opener=durable.no_link):
             pass
 
 
@@ -88,7 +93,7 @@ def drop_older_claims(checkpoints: Path, writer: WriterTerm) -> None:
     """Raises OSError."""
     for name in os.listdir(checkpoints):
         if (term := _claimed_by(name)) is not None and term < writer:
-            (checkpoints / name).unlink(missing_ok=True)
+            ours.delete(checkpoints / name, CLAIM)
 
 
 def claims(checkpoints: Path) -> list[WriterTerm]:

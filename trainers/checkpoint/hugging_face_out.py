@@ -23,6 +23,7 @@ from trainers.errors import UsageError
 from trainers.models.hf.tensors import sources
 from trainers.models.hf.vision_config import Config
 from trainers.storage import durable
+from trainers.storage.ours import MADE_BY
 
 CODES = {name: code for code, name in DTYPES.items()}
 BLOCK_BYTES = 32 << 20
@@ -41,7 +42,7 @@ class Tensor:
     shape: Shape
     dtype: str
     parameters: tuple[str, ...]
-    """Their slices are joined along the last dimension: GPT-2 has three parameters in one tensor."""
+    """Their slices are joined along the last dimension: GPT-2 has three parameters in one tensor, Phi-3 two or three."""
     number: int | None
     """Which of the tensors that are stacked in the parameters; None: they are not stacked."""
     turned: bool
@@ -79,7 +80,7 @@ def plan(config: Config, parameters: Mapping[str, tuple[Shape, str]]) -> list[Te
         own = shape[len(stacked) :]
         for number, name in enumerate(names):
             before = tensors.get(name)
-            joined = own if before is None else (*own[:-1], before.shape[-1] + own[-1])
+            joined = own if place.part is None else (*own[:-1], place.part.whole)
             parts = (ours,) if before is None else (*before.parameters, ours)
             tensors[name] = Tensor(
                 name, joined[::-1] if place.turned else joined, dtype, parts, number if stacked else None, place.turned
@@ -107,7 +108,7 @@ def write(folder: Path, files: Sequence[File], read: Read, mine: Callable[[int],
         if not mine(number) or is_whole(folder, (name, tensors)):
             continue
         work = folder / f"{name}.part"
-        with open(work, "wb") as file:
+        with open(work, "wb", opener=durable.no_link) as file:
             file.write(_header(tensors))
             for names, group in itertools.groupby(tensors, key=lambda tensor: tensor.parameters):
                 if last[0] != names:
@@ -145,7 +146,7 @@ def is_whole(folder: Path, file: File) -> bool:
 
 def _header(tensors: Sequence[Tensor]) -> bytes:
     """Returns the head of a file of safetensors: the length of the JSON that follows, and what is where."""
-    about: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    about: dict[str, object] = {"__metadata__": {"format": "pt", **MADE_BY}}
     start = 0
     for tensor in tensors:
         end = start + tensor.num_bytes

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from trainers.checkpoint import manifest
 from trainers.checkpoint.retention import Retention
 from trainers.errors import CheckpointError
-from trainers.storage import durable
+from trainers.storage import durable, ours
 
 MODELS_FOLDER = "models"
 
 ROOM_FACTOR = 1.1
 ROOM_MARGIN_BYTES = 4 << 20
 PROBE, PROBE_BYTES = ".probe-", 4096
+CHECKPOINT = ours.with_any_of("a checkpoint", manifest.MANIFEST_FILE, manifest.META_FILE)
+"""A damaged one is one too. A folder whose name is a number may be a user's own."""
 _ON_THE_WAY = re.compile(r"(\d+)\.(saving|replaced|deleted)-\w+")
 
 
@@ -75,9 +77,10 @@ def obstacle(folder: Path, num_bytes: int) -> str:
             return f"no room in {folder}: {_mib(needed)} needed, {_mib(free)} free; free some, or lower save_total_limit"
         try:
             # Free space does not tell whether a quota is used up, or whether the folder may be written to.
-            probe.write_bytes(bytes(PROBE_BYTES))
+            with durable.created(probe) as file:
+                file.write(bytes(PROBE_BYTES))
         finally:
-            probe.unlink(missing_ok=True)
+            ours.delete(probe, ours.PROBE)
     except OSError as error:
         return unwritable(folder, error)
     return ""
@@ -177,24 +180,28 @@ def is_whole(path: Path) -> bool:
     return next(content.problems(path, content.files, digest_up_to=0), None) is None
 
 
-def put_in_place(work: Path, final: Path, *, replace: bool) -> None:
-    """Renames a finished checkpoint to `final`; with `replace`, one that has that name is removed. Raises OSError."""
+def put_in_place(work: Path, final: Path, *, replace: ours.Mark | None) -> None:
+    """Renames a finished checkpoint to `final`. With `replace`, what has that name is removed, if it carries that mark. Raises
+    NotOursError if it does not, and OSError."""
     old = final.with_name(name_on_the_way(final.name, "replaced", uuid.uuid4().hex[:8]))
     # A folder cannot be renamed over another. If the process dies between the two renames, `committed.check`
     # still counts the old one.
     if replace and final.exists():
+        ours.check(final, replace)
         os.rename(final, old)
     os.rename(work, final)
     # Before the old one is deleted: until then a power cut could undo the rename, and leave neither.
     durable.sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):
+        ours.delete(old, ours.ON_THE_WAY)
 
 
 def delete(path: Path) -> None:
-    """Removes a checkpoint so that no part of it is ever taken for a checkpoint. Raises OSError."""
+    """Removes a checkpoint so that no part of it is ever taken for one. Raises NotOursError if it is none, and OSError."""
+    ours.check(path, CHECKPOINT)
     renamed = path.with_name(name_on_the_way(path.name, "deleted", uuid.uuid4().hex[:8]))
     os.rename(path, renamed)
-    shutil.rmtree(renamed)
+    ours.delete(renamed, ours.ON_THE_WAY)
 
 
 def _mib(num_bytes: int) -> str:

@@ -7,7 +7,6 @@ is written last.
 
 from __future__ import annotations
 
-import shutil
 import threading
 import uuid
 from collections.abc import Callable, Iterable
@@ -39,6 +38,7 @@ from trainers.runtime.events import RefusedCheckpoint
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.runtime.multihost import first_problem, of_host0, one_line
 from trainers.step.state import TrainState
+from trainers.storage import ours
 
 Accept = Callable[[dict[str, Any]], str]
 """Returns why a checkpoint with this meta must not be used; empty if it may be."""
@@ -311,9 +311,11 @@ class CheckpointManager:
             self._cleared = True
             for folder in (self.folder, layout.models_of(self.folder)):
                 for path in layout.on_the_way(folder):
-                    shutil.rmtree(path, ignore_errors=True)
+                    with suppress(OSError):
+                        ours.delete(path, ours.ON_THE_WAY)
             for probe in self.folder.glob(f"{layout.PROBE}*"):
-                probe.unlink(missing_ok=True)  # another host that writes one just now needs no name for it
+                with suppress(OSError):
+                    ours.delete(probe, ours.PROBE)  # another host that writes one just now needs no name for it
 
     def _fenced(self) -> str:
         """Returns why nothing may be committed; empty if it may. For host 0, which commits."""

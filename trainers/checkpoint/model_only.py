@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import CommitError
-from trainers.storage import durable, sealed
+from trainers.storage import durable, ours, sealed
 
 PART = "params"
 """The name of the parameters in a TrainState, and in the files."""
@@ -39,9 +39,10 @@ def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callab
         if problem := forbidden():
             raise CommitError(problem)
         # What is there already is damaged, or of an abandoned course: a whole one is not made again.
-        layout.put_in_place(work, final, replace=True)
+        layout.put_in_place(work, final, replace=layout.CHECKPOINT)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):
+            ours.delete(work, ours.ON_THE_WAY)
 
 
 def meta_of(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class PreviewConfig(Section):
 
     every_steps: int | None = None
     """Default: only at the end."""
-    prompts: tuple[str, ...] = ("def ",)
+    prompts: tuple[str, ...] = ()
     """The texts to continue, all in one batch; []: no previews."""
     num_tokens: int = 200
     """The number of tokens of each continuation."""

@@ -73,6 +73,13 @@ UNROLLED_LAYERS = 8
 there. A loop compiles and loads in the same time for any depth."""
 
 
+USED_BY_SCALING = {
+    "linear": {"kind", "factor"},
+    "llama3": {"kind", "factor", "low_freq_factor", "high_freq_factor", "original_length"},
+    "yarn": {"kind", "factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(Section):
     """How rotary positions are stretched for texts that are longer than those a model was first trained on."""
@@ -99,6 +106,11 @@ class RopeScaling(Section):
 
     def __post_init__(self):
         require_none(too_small(self, 1, "factor", "original_length"))
+        require_none(
+            f"{item.name} = {getattr(self, item.name)}: {self.kind} does not use it; leave it out"
+            for item in dataclasses.fields(self)
+            if item.name not in USED_BY_SCALING[self.kind] and getattr(self, item.name) != item.default
+        )
         require(
             0 < self.low_freq_factor < self.high_freq_factor,
             f"low_freq_factor = {self.low_freq_factor}: expected more than 0 and less than high_freq_factor "
@@ -121,7 +133,7 @@ class ModelConfig(Section):
     It says all keys of this section but `remat`, `attention` and `grouped_product`."""
     family: str = "llama"
     """The structure: `llama`, `mistral`, `ministral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3`, `granite`, `smollm3`,
-    `olmo2`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys are its numbers."""
+    `olmo2`, `olmo3`, `phi3`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys are its numbers."""
     vocab_size: int = 256
     width: int = 256
     num_layers: int = 4

@@ -16,8 +16,9 @@ class SourceConfig(Section):
     paths: tuple[str, ...] = ("python-stdlib",)
     """Files, folders (also one that `datasets` has saved), patterns such as `data/*.jsonl`, or URLs; `python-stdlib` stands for
     the sources of the running Python's standard library."""
-    pattern: str = "*.py"
-    """Which files of a folder to read (a file named in `paths` is always read)."""
+    pattern: str | None = None
+    """Which files of a folder to read, by name, such as `*.txt`. Default: all, but for hidden ones; of `python-stdlib`, `*.py`. A
+    file that is named in `paths` is always read."""
     format: Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "arrayrecord"] = "auto"
     """What the files are. `auto`: by the ending of each; an unknown ending is text, one record for each file."""
     encoding: str = "utf-8"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
+
+from trainers.terminal import shown
 
 PLAIN_EVERY_S = 5.0
 """The time between two lines where there is no terminal."""
@@ -15,6 +17,7 @@ Progress = Callable[[int, int, int], None]
 
 def progress_on(stream: TextIO, name: str, total: int, unit: str) -> AbstractContextManager[Progress]:
     """Returns what shows the progress over `total` records, and how many of `unit`, such as tokens, a second makes."""
+    stream = cast(TextIO, shown(stream))
     if stream.isatty():
         return Bar(stream, name, total, unit)
     return nullcontext(plain_lines(stream, name, total, unit, time.monotonic))

@@ -3,21 +3,25 @@ gets a line with the same numbers from time to time."""
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from trainers.console.text import clock_time, printable
 from trainers.console.view import STATES, Event, Line, View, facts, lines_of, measures, metrics_line, own_metrics, progress
 from trainers.first_line import CLOCK_WIDTH, TERMINAL_CLOCK_WIDTH
+from trainers.storage import durable
+from trainers.terminal import Shown, shown
 
 PLAIN_EVERY_S = 5.0
 """The least time between two lines of metrics in a log. Evaluations and the last step are always shown."""
 WITH_BAR = 110
 """Columns of a terminal that has room for a bar beside the numbers."""
 BAR = 20
+
+CONSOLE_LOG = "console.log"
+"""The file in a run's folder that gets the lines which cannot be shown."""
 
 LinesOf = Callable[[Event, View], list[Line]]
 Page = Callable[[Any, Any], None]
@@ -40,9 +44,10 @@ class PlainConsole:
         began_s: float | None = None,
         lines_of: LinesOf = lines_of,
         page: Page | None = None,
+        view: View | None = None,
     ):
         self._stream, self._clock, self._lines_of, self._page = stream, clock, lines_of, page
-        self._view = View(started_s=clock() if began_s is None else began_s)
+        self._view = view or View(started_s=clock() if began_s is None else began_s)
         self._last_metrics_s = float("-inf")
 
     def show(self, event: Event) -> None:
@@ -153,20 +158,76 @@ class TerminalConsole:
         return rows
 
 
+class SteadyConsole:
+    """A console that never fails what it shows. When nothing more can be written to `stream`, the lines go to the file `log`
+    instead: of a run, CONSOLE_LOG in its folder. An event that cannot be shown is named in a line, and left out."""
+
+    def __init__(self, console: Any, stream: Shown, log: str | None, plain: Callable[[TextIO, View], PlainConsole]):
+        self._console, self._stream, self._log, self._plain = console, stream, log, plain
+        self._is_elsewhere = False
+
+    def show(self, event: Event) -> None:
+        self._look(event, self._shown(event))
+
+    def close(self) -> None:
+        self._tried(self._console.close)
+        self._look(None, True)
+
+    def _shown(self, event: Event) -> bool:
+        problem = self._tried(lambda: self._console.show(event))
+        if problem:
+            note = {"ev": "note", "message": f"an event {event.get('ev')!r} cannot be shown: {problem}", "level": "warning"}
+            self._tried(lambda: self._console.show(note))
+        return not problem
+
+    def _look(self, event: Event | None, could_be_shown: bool) -> None:
+        """Goes on in the file, if the stream was lost just now: with the event of which nobody has seen all."""
+        if self._stream.lost is None or self._is_elsewhere:
+            return
+        self._is_elsewhere = True
+        self._tried(self._console.close)
+        view, why = self._console._view, self._stream.lost
+        self._console = self._plain(cast(TextIO, _log_file(self._log)), view)
+        note = {"ev": "note", "message": f"standard output is lost ({why}): what follows is shown here alone", "level": "warning"}
+        self._tried(lambda: self._console.show(note))
+        if event is not None and could_be_shown:
+            self._tried(lambda: self._console.show(event))
+
+    def _tried(self, work: Callable[[], None]) -> str | None:
+        """Returns what went wrong; None if nothing did."""
+        try:
+            work()
+        except Exception as error:  # a view is never worth a run
+            return f"{type(error).__name__}: {error}"
+        return None
+
+
+def _log_file(path: str | None) -> Shown:
+    """Returns a stream that appends to a file; one that writes nothing if it cannot be opened, or there is no path."""
+    try:
+        opened = path is not None and "://" not in path
+        return shown(open(str(path), "a", encoding="utf-8", opener=durable.no_link) if opened else None)
+    except OSError:  # as when one disk has both, and is full
+        return shown(None)
+
+
 def make_console(
-    stream: TextIO = sys.stdout,
+    stream: TextIO | None = sys.stdout,
     began_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     lines_of: LinesOf = lines_of,
     page: Page | None = None,
+    log: str | None = None,
 ) -> Console:
     """Makes a console for a terminal or for a log, depending on `stream`. Its times count from `began_s` (default: now).
-    `lines_of` returns the lines that an event adds, and `page` prints the end of a run."""
+    `lines_of` returns the lines that an event adds, and `page` prints the end of a run. `log`: the file that gets the lines when
+    nothing more can be written to `stream`. No method of the console raises an error of showing."""
     from rich.console import Console as Screen
 
-    if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="replace")  # A terminal that knows no `·` shows `?`, and the run goes on.
-    screen = Screen(file=stream, highlight=False)
-    if stream.isatty() and not screen.is_dumb_terminal:
-        return TerminalConsole(screen, clock, began_s, lines_of, page)
-    return PlainConsole(stream, clock, began_s, lines_of, page)
+    out = shown(stream)
+    text = cast(TextIO, out)
+    screen = Screen(file=text, highlight=False)
+    console: Any = PlainConsole(text, clock, began_s, lines_of, page)
+    if out.isatty() and not screen.is_dumb_terminal:
+        console = TerminalConsole(screen, clock, began_s, lines_of, page)
+    return SteadyConsole(console, out, log, lambda file, view: PlainConsole(file, clock, None, lines_of, page, view))

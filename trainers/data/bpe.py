@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainers.data.documents import TEXT
 from trainers.data.sources.files import files_of, stamps
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, UsageError
-from trainers.storage import durable, sealed
+from trainers.storage import durable, ours, sealed
 
 END = "<|endoftext|>"
 SMALLEST = 257
@@ -41,7 +41,8 @@ def train(sources: Sequence[SourceConfig], vocab_size: int, folder: Path) -> boo
         durable.sync_folder(mine)
         os.rename(mine, folder)
     except BaseException:
-        shutil.rmtree(mine, ignore_errors=True)
+        with suppress(OSError):
+            ours.delete(mine, ours.TEMPORARY)
         raise
     return True
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from trainers.storage import durable, ours
 
 FOLDER = "~/.cache/gangway"
 TOKENS, INDICES, CHECKED, LOCKS = "tokens", "records", "checked", "locks"
 KEPT_BYTES = 20 << 30
 """How much of each is kept."""
+ENTRY = ours.named("kept data", r"[0-9a-f]{64}(\..+)?")
+"""Each is named after a digest of what it was made of."""
 
 
 def folder(kind: str) -> Path:
@@ -35,7 +38,7 @@ def tidy(place: Path) -> None:
 
 def _tidy(place: Path) -> None:
     entries: dict[str, list[Path]] = {}
-    for path in place.iterdir():
+    for path in filter(ENTRY.is_on, place.iterdir()):
         entries.setdefault(path.name.partition(".")[0], []).append(path)
     newest_first = sorted(entries.values(), key=lambda paths: -max(path.stat().st_mtime for path in paths))
     num_bytes = 0
@@ -43,7 +46,7 @@ def _tidy(place: Path) -> None:
         num_bytes += sum(_num_bytes(path) for path in paths)
         if number > 0 and num_bytes > KEPT_BYTES:
             for path in paths:
-                delete(path)
+                ours.delete(path, ENTRY)
 
 
 @contextmanager
@@ -51,18 +54,10 @@ def one_at_a_time(name: str) -> Iterator[None]:
     """Lets the processes of this machine in one after the other, for one `name`. A process that is killed makes room."""
     path = folder(LOCKS) / hashlib.sha256(name.encode()).hexdigest()[:2]  # few files: two names may share one
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    with open(path, "w", opener=durable.no_link) as file:
         with suppress(OSError):  # a file system without locks: then all of them do the work
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def delete(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):  # it is gone
-            path.unlink()
 
 
 def _num_bytes(path: Path) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from trainers.data.documents import Document, Encoder, Record, Records
 from trainers.data.prepared import OFFSETS, TOKENS, WEIGHTS, checksum
 from trainers.errors import DataError
-from trainers.storage import durable, sealed
+from trainers.storage import durable, ours, sealed
 
 MOST_RECORDS, FEWEST_RECORDS, ABOUT_PARTS = 8192, 64, 64
 AT_ONCE_BYTES = 4 << 20
@@ -151,7 +151,7 @@ class _Files:
             if file is not None:
                 file.close()
         for kind in (TOKENS, LENGTHS, WEIGHTS):
-            self._path(kind).unlink(missing_ok=True)
+            ours.delete(self._path(kind), ours.TEMPORARY)
 
     def _path(self, kind: str) -> Path:
         return self.folder / f"{self.part.name}.{kind}.{self._mine}.tmp"

@@ -7,7 +7,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -16,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,11 +35,12 @@ from trainers.data.prepared import AGAIN, PREPARED, PreparedDocuments, settings_
 from trainers.data.sources.files import files_of, stamps
 from trainers.data.sources.records import FilesRecords, open_records, tell_left_out
 from trainers.errors import DataError, DataMissingError, TransientError
-from trainers.storage import durable, sealed
+from trainers.storage import durable, ours, sealed
 from trainers.storage.documents import is_url
 
 SLOW_S = 10.0
 """After this time a note says that tokens are made, and how it goes."""
+PARTS = ours.named("a folder of finished parts", r".+\.parts-[0-9a-f]{16}")
 Note = Callable[[str], None]
 
 
@@ -183,7 +184,7 @@ def _make_and_keep(source: Source, place: Path, note: Note) -> PreparedDocuments
             # Made by another process, while this one has waited.
             if (found := _kept(place)) is not None:
                 return found
-            kept.delete(place)
+            ours.delete(place, kept.ENTRY)
             make(source, place, progress=progress)
             found = PreparedDocuments(place)
             # Mapped files stay readable when they are deleted, here and below.
@@ -236,7 +237,8 @@ def make(
     except FileNotFoundError:
         if not (folder / PREPARED).is_file():  # else another process was faster, and has deleted the parts
             raise
-    shutil.rmtree(work, ignore_errors=True)
+    with suppress(OSError):
+        ours.delete(work, PARTS)
 
 
 def _checksum(file: Mapping[str, Any] | None) -> str | None:
@@ -313,10 +315,12 @@ def _publish(source: Source, work: Path, parts: Sequence[Part], folder: Path, fi
         durable.sync_folder(mine)
         os.rename(mine, folder)
     except OSError:
-        shutil.rmtree(mine, ignore_errors=True)
+        with suppress(OSError):
+            ours.delete(mine, ours.TEMPORARY)
         if not (folder / PREPARED).is_file():  # else another process has just written the same
             raise
     except BaseException:
-        shutil.rmtree(mine, ignore_errors=True)
+        with suppress(OSError):
+            ours.delete(mine, ours.TEMPORARY)
         raise
     durable.sync_folder(folder.parent)

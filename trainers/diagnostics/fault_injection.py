@@ -31,7 +31,7 @@ from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.runtime import multihost
 from trainers.runtime.stop_reason import StopReason
-from trainers.storage import durable
+from trainers.storage import durable, ours
 
 FOLDER_VARIABLE = "GANGWAY_FAULTS"
 LONG_S = 86_400.0
@@ -52,6 +52,9 @@ def install(trainer: Any) -> None:
     if isinstance(callbacks := getattr(trainer, "callbacks", None), CallbackList):
         # Before the other callbacks: it must see a batch as it was read.
         callbacks.callbacks.insert(0, Injector(folder, host))
+
+
+ORDER = ours.named("an order for a fault", r"host-\d{4}\.\d+")
 
 
 class Injector(Callback):
@@ -89,7 +92,7 @@ class Injector(Callback):
         taken = {**order, "host": self.host, "pid": os.getpid(), "batch_index": batch_index, "at_s": time.time()}
         # Before the fault: afterwards this process may no longer exist.
         write(self.folder / "taken" / f"{order['id']}.json", taken)
-        os.unlink(self._order.with_suffix(f".{os.getpid()}"))
+        ours.delete(self._order.with_suffix(f".{os.getpid()}"), ORDER)
         return order
 
 

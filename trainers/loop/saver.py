@@ -84,7 +84,7 @@ class Saver:
             **self.evaluator.meta(),
             **self.time_used.meta(),
             **({META: frozen} if (frozen := self.frozen()) else {}),
-            "arguments": masked(dataclasses.asdict(self.arguments)),
+            **recorded_arguments(self.arguments),
         }
 
     def restore(self, meta: dict[str, Any]) -> None:
@@ -92,3 +92,9 @@ class Saver:
         self.reporter.latest = meta.get("metrics", {})
         self.evaluator.restore(meta)
         self.data_state.restore(meta)
+
+
+def recorded_arguments(arguments: TrainingArguments) -> dict[str, Any]:
+    """Returns what a checkpoint records of the arguments: their values, without secrets, and the name of their class."""
+    cls = type(arguments)
+    return {"arguments": masked(dataclasses.asdict(arguments)), "arguments_class": f"{cls.__module__}:{cls.__qualname__}"}

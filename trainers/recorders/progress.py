@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TextIO
+from typing import TextIO, cast
 
-from trainers import published
+from trainers import published, terminal
 
 SHOWN = ("loss", "accuracy", "error", "eval_loss", "eval_accuracy", "eval_error")
 
@@ -19,10 +19,11 @@ SHOWN = ("loss", "accuracy", "error", "eval_loss", "eval_accuracy", "eval_error"
 class Progress:
     """`max_steps`: None if it is not known. Used from one thread."""
 
-    def __init__(self, stream: TextIO, max_steps: int | None, clock: Callable[[], float] = time.monotonic):
-        self._stream, self._max_steps, self._clock = stream, max_steps, clock
+    def __init__(self, stream: TextIO | None, max_steps: int | None, clock: Callable[[], float] = time.monotonic):
+        # A line that cannot be written must not end the training.
+        self._stream, self._max_steps, self._clock = cast(TextIO, terminal.shown(stream)), max_steps, clock
         # A notebook's stream is no terminal, and takes a carriage return all the same.
-        self._live = stream.isatty() or "ipykernel" in sys.modules
+        self._live = self._stream.isatty() or "ipykernel" in sys.modules
         self._first: tuple[int, float] | None = None
         self._latest: dict[str, float] = {}
         self._line = ""

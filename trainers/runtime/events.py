@@ -51,6 +51,9 @@ class Joined(Envelope):
     """The process is a member of its `jax.distributed` job."""
 
     ev: Literal["joined"]
+    pid: NotRequired[int]
+    machine: NotRequired[str]
+    """Where the process runs, by the name that the machine gives itself."""
 
 
 class FirstStep(Envelope):

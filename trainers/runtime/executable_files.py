@@ -22,7 +22,7 @@ import jax
 from jax._src import tree_util
 from jax.experimental import serialize_executable
 
-from trainers.storage import durable
+from trainers.storage import durable, ours
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import StorageError
 
@@ -69,6 +69,8 @@ EXACT = frozenset(
 _own_trees: set[Any] = set()
 _own: set[tuple[str, str]] = set()
 """The trees of this process's own arguments (`trust_tree`), and the names in them."""
+KEPT = ours.named("a kept executable", r".+-[0-9a-f]+\.(json|xla)(\..+)?|[0-9a-f]{32}\.trying")
+"""Executables and what names them, what a process that died has left of one, and the records of their use."""
 
 
 class _Pointer(TypedDict):
@@ -310,8 +312,8 @@ def delete_old(folder: Path, newest: Path, max_bytes: float | None) -> None:
         too_much = max_bytes is not None and total_bytes > max_bytes
         # A `.tmp` that nobody has touched for so long is from a process that died while writing.
         if unused_s > KEPT_DAYS * 24 * 3600 or (unused_s > IN_USE_S and (too_much or path.suffix == ".tmp")):
-            with suppress(OSError):  # another host of this machine was faster, or it is somebody else's
-                path.unlink()
+            with suppress(OSError):  # it is somebody else's
+                ours.delete(path, KEPT)
                 # Only after `unlink` has succeeded: what is still there still takes room.
                 total_bytes -= status.st_size
 
@@ -319,5 +321,7 @@ def delete_old(folder: Path, newest: Path, max_bytes: float | None) -> None:
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for parent, _, names in os.walk(folder):
         for name in names:
+            if not KEPT.is_on(Path(name)):
+                continue  # it is somebody's own
             with suppress(OSError):  # another host has deleted it
                 yield Path(parent, name), os.stat(Path(parent, name))

@@ -24,12 +24,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainers.storage import durable, ours
+
 FOLDER = "attempts"
 MAX_CRASHES = 2
 MAX_ENDS = 3
 """The limit for ends in succession, without a successful first use between them."""
 CRASH = re.compile(r"Fatal Python error: (Segmentation fault|Bus error|Illegal instruction|Floating[ -]point exception)")
 """The texts of faulthandler. An abort proves nothing: a process whose coordinator is gone aborts, whatever it was doing."""
+PROGRAM = ours.named("a kept executable", r".+-[0-9a-f]+\.(json|xla)")
+"""An executable, or the small file that names it."""
+RECORD = ours.named("a record of a kept executable", r"[0-9a-f]{32}\.trying|.+\.(crashed|ended)-.+")
 
 
 class Attempts:
@@ -90,7 +95,7 @@ class Attempts:
         self.end(name)
         # "ended" only: a real crash stays on record, however often the program works afterwards.
         for path in self._strikes(name, "ended"):
-            path.unlink(missing_ok=True)
+            ours.delete(path, RECORD)
 
     def failed(self, name: str) -> None:
         """The first use raised an error. That may be the executable's fault, or that of a host that is gone; it counts like an
@@ -127,7 +132,7 @@ class Attempts:
             faulthandler.disable()
             self._reports_crashes = False
         if self._journal_path is not None:
-            self._journal_path.unlink(missing_ok=True)
+            ours.delete(self._journal_path, RECORD)
         if journal is not None:
             os.close(journal)
 
@@ -145,7 +150,7 @@ class Attempts:
                 self._judge(path.stem, file.read().decode(errors="replace"))
                 # Only when judged. If this process dies in between, the next one writes the same strikes under
                 # the same names.
-                path.unlink(missing_ok=True)
+                ours.delete(path, RECORD)
 
     def _judge(self, who: str, journal: str) -> None:
         crash = CRASH.search(journal)
@@ -157,21 +162,27 @@ class Attempts:
         for name in +pending:
             if crash:
                 self._strike(name, "crashed", who, journal)
-                (self.folder / name).unlink(missing_ok=True)
+                self._forget(name)
                 self.note(f"{name} is not loaded but compiled again: a process crashed while it was tried ({crash[1]})")
                 continue
             self._strike(name, "ended", who)
             if self._count(name, "ended") >= MAX_ENDS:
-                (self.folder / name).unlink(missing_ok=True)
+                self._forget(name)
                 # A new file of the same name begins without a record.
                 for strike in self._strikes(name, "ended"):
-                    strike.unlink(missing_ok=True)
+                    ours.delete(strike, RECORD)
                 self.note(f"{name} is not loaded but compiled again: {MAX_ENDS} processes running ended while it was tried")
+
+    def _forget(self, name: str) -> None:
+        # From a file, which may be damaged: a name of another folder is none of ours.
+        if Path(name).name == name:
+            ours.delete(self.folder / name, PROGRAM)
 
     def _strike(self, name: str, how: str, who: str, text: str = "") -> None:
         self.records.mkdir(mode=0o700, parents=True, exist_ok=True)
         # One file for each strike, with a name of its own: two processes never overwrite each other's count.
-        (self.records / f"{name}.{how}-{who}").write_text(text)
+        with open(self.records / f"{name}.{how}-{who}", "w", opener=durable.no_link) as file:
+            file.write(text)
 
     def _strikes(self, name: str, how: str) -> list[Path]:
         try:

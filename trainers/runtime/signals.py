@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM ask a training to stop: it then ends between two steps, with its state saved."""
+"""Ctrl-C, SIGTERM and the end of its terminal (SIGHUP) ask a training to stop: it then ends between two steps, with its state
+saved. Under `nohup`, and in a session without a terminal, it goes on without one."""
 
 from __future__ import annotations
 
@@ -12,15 +13,20 @@ from typing import Any
 
 from trainers.runtime.context import Runtime
 from trainers.runtime.stop_reason import StopReason
+from trainers.terminal import outlives_terminal
 
-REASONS = {signal.SIGINT: StopReason.INTERRUPTED, signal.SIGTERM: StopReason.TERMINATED}
-UNHANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+REASONS = {
+    signal.SIGINT: StopReason.INTERRUPTED,
+    signal.SIGTERM: StopReason.TERMINATED,
+    signal.SIGHUP: StopReason.INTERRUPTED,
+}
+UNHANDLED = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 """The handlers of a process in which nobody handles these signals."""
 STDERR = 2
 
 
 def handler(host: Runtime, *, of_training: bool = False) -> Callable[[int, FrameType | None], None]:
-    """Returns a handler of both signals, which asks `host` for a stop. After the first signal, Ctrl-C raises KeyboardInterrupt,
+    """Returns a handler of the signals, which asks `host` for a stop. After the first signal, Ctrl-C raises KeyboardInterrupt,
     as it does without a handler. `of_training`: the request is done with at the end of the training (`training_ended`)."""
     taken: list[int] = []
 
@@ -37,16 +43,20 @@ def handler(host: Runtime, *, of_training: bool = False) -> Callable[[int, Frame
     return ask
 
 
+def _handler_of(number: signal.Signals, ask: Callable[[int, FrameType | None], None]) -> Any:
+    return signal.SIG_IGN if number == signal.SIGHUP and outlives_terminal() else ask
+
+
 def handle(host: Runtime) -> None:
-    """Lets both signals ask `host` for a stop, for the rest of the process. Must be called in the main thread."""
+    """Lets the signals ask `host` for a stop, for the rest of the process. Must be called in the main thread."""
     ask = handler(host)
     for number in REASONS:
-        signal.signal(number, ask)
+        signal.signal(number, _handler_of(number, ask))
 
 
 @contextmanager
 def handled(host: Runtime) -> Iterator[None]:
-    """Lets both signals ask for the end of this training, where nobody handles them: neither an agent's process, nor the user's
+    """Lets the signals ask for the end of this training, where nobody handles them: neither an agent's process, nor the user's
     program. After SIGTERM too the program goes on. Elsewhere than in the main thread there are no handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -55,7 +65,7 @@ def handled(host: Runtime) -> Iterator[None]:
     for number, unhandled in UNHANDLED.items():
         # What another language has set is None, and stays.
         if signal.getsignal(number) == unhandled:
-            before[number] = signal.signal(number, ask)
+            before[number] = signal.signal(number, _handler_of(number, ask))
     try:
         yield
     finally:

@@ -17,12 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainers.storage import durable
+from trainers.storage import durable, ours
 
 ANOTHER_STORAGE = (
     "set storage=PATH to a folder or bucket that this user and every host can write to, and that can replace a file, create one "
     "exclusively and rename a folder"
 )
+DOCUMENT = ours.named("a document of a run", r"[\w.-]+\.json")
 
 
 class StorageError(Exception):
@@ -83,7 +84,7 @@ def create_text(path: str | os.PathLike[str], text: str) -> bool:
             return True  # the server made the link and its answer was lost; the client's retry then found the name
         return not isinstance(error, FileExistsError) and _create_exclusively(os.fspath(path), text)
     finally:
-        os.unlink(temporary)
+        ours.delete(temporary, ours.TEMPORARY)
     return True
 
 
@@ -127,12 +128,8 @@ def exists(path: str | os.PathLike[str]) -> bool:
 
 
 def delete(path: str | os.PathLike[str]) -> None:
-    """Removes one document. Raises FileNotFoundError if there is none."""
-    if not is_url(path):
-        os.unlink(path)
-        return
-    filesystem, name = _remote(path)
-    filesystem.rm_file(name)
+    """Deletes one document of a run, if there is one. Raises OSError."""
+    ours.delete(path, DOCUMENT)
 
 
 def check_writable(run_dir: str | os.PathLike[str]) -> None:
@@ -149,7 +146,7 @@ def check_writable(run_dir: str | os.PathLike[str]) -> None:
             _try_to("rename a folder in", run_dir, lambda: _rename_a_folder(f"{probe}-from", f"{probe}-to"))
     finally:
         with suppress(OSError):  # best effort: a failure here is not the problem to report
-            delete(probe)
+            ours.delete(probe, ours.PROBE)
 
 
 def _try_to(do: str, run_dir: str | os.PathLike[str], work: Callable[[], Any]) -> Any:
@@ -171,8 +168,7 @@ def _rename_a_folder(source: str, target: str) -> None:
         folder = target
     finally:
         with suppress(OSError):
-            os.unlink(os.path.join(folder, "file"))
-            os.rmdir(folder)
+            ours.delete(folder, ours.PROBE)
 
 
 def _remote(path: str | os.PathLike[str]) -> tuple[Any, str]:
@@ -215,8 +211,7 @@ def _write_beside(path: str, text: str) -> str:
             file.flush()
             durable.sync(file.fileno())  # without it a power cut can leave the new name on an empty file
     except OSError:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
+        ours.delete(temporary, ours.TEMPORARY)
         raise
     return temporary
 
@@ -241,7 +236,8 @@ def _create_exclusively(path: str, text: str) -> bool:
         if error.errno == errno.ESTALE:
             return False
         with suppress(OSError):
-            os.unlink(path)  # it is ours: left there, it would block every later writer
+            # Made here just now: left there, it would block every later writer.
+            ours.delete(path, ours.among("a document made just now", [Path(path)]))
         raise
     # A mounted bucket may accept two writers; the contents show which one won.
     return _read_local(path) == text.encode()

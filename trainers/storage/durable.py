@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from trainers.storage import ours
+
 NOT_OFFERED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of a file system that has no fsync, or none for folders. It decides by itself when data is safe."""
 
@@ -41,7 +43,7 @@ def write_shared(path: Path, contents: bytes, mode: int) -> None:
         os.replace(temporary, path)
     # Whatever ended the write: a temporary file with a unique name would stay for ever.
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        ours.delete(temporary, ours.TEMPORARY)
         raise
     # The folder too: its new entry could be lost in a power cut although the file is not.
     sync_folder(path.parent)
@@ -68,6 +70,11 @@ def appending(path: str | os.PathLike[str], mode: int = 0o666, *, buffering: int
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def no_link(path: str, flags: int) -> int:
+    """The `opener` of `open` for a file that is written: raises OSError if the path is a link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _check_own_name(descriptor: int, path: str | os.PathLike[str]) -> None:
@@ -101,7 +108,7 @@ def whole(path: Path) -> Iterator[BinaryIO]:
                 sync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            ours.delete(temporary, ours.TEMPORARY)
             raise
     finally:
         os.close(locked)

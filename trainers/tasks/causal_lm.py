@@ -45,9 +45,15 @@ class Packed(NamedTuple):
 
 
 def packing_of(batch: Batch) -> Packed | None:
-    """Returns which tokens of a batch belong together; None: its rows are not packed."""
+    """Returns which tokens of a batch belong together; None: its rows are not packed. Raises UsageError for half of what packed
+    rows have."""
     if "segments" not in batch:
         return None
+    if "positions" not in batch:
+        raise UsageError(
+            "the rows have a leaf `segments` and no `positions`: expected both, of the same shape; `positions` counts the tokens "
+            "of each document from 0"
+        )
     segments, following = batch["segments"][:, :-1], batch["segments"][:, 1:]
     return Packed(segments, batch["positions"][:, :-1], (segments == following) & (following != 0))
 

@@ -66,7 +66,7 @@ def test_the_plan_is_worked_out_while_ray_starts(job, happened):
 def test_what_is_wrong_ends_ray_and_the_console_before_it_is_told(job, happened, monkeypatch, capsys):
     monkeypatch.setattr(report.Plan, "answer", ConfigError("x", ["no such column"]))
     console = Console()
-    monkeypatch.setattr(launching, "make_console", lambda *given: console)
+    monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
     assert launching.run("x.yaml", [], dry_run=False, began_s=0.0) == launching.EXIT_REFUSED
     assert happened == [*BESIDE, "Ray is ended", "the child is ended"]
@@ -77,7 +77,7 @@ def test_what_is_wrong_ends_ray_and_the_console_before_it_is_told(job, happened,
 def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, happened, monkeypatch, capsys):
     monkeypatch.setattr(report.Plan, "answer", KeyboardInterrupt())
     console = Console()
-    monkeypatch.setattr(launching, "make_console", lambda *given: console)
+    monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
     assert launching.run("x.yaml", [], dry_run=False, began_s=0.0) == launching.EXIT_FAILED
     assert "Ray is ended" in happened

@@ -48,8 +48,11 @@ def test_nothing_is_said_of_settings_that_nobody_has_changed():
     ("changes", "expected"),
     [
         (
-            {"previews": {"num_tokens": 50}},
-            ["previews.num_tokens = 50 has no effect: Classifier generates nothing: it has no encode"],
+            {"previews": {"num_tokens": 50, "prompts": ["a"]}},
+            [
+                "previews.prompts = ('a',) has no effect: Classifier generates nothing: it has no encode",
+                "previews.num_tokens = 50 has no effect: Classifier generates nothing: it has no encode",
+            ],
         ),
         ({"previews": {"prompts": [], "top_k": 5}}, ["previews.top_k = 5 has no effect: there are no previews.prompts"]),
         (

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from trainers.config.source import SourceConfig
@@ -82,6 +82,26 @@ def stamps(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def left_out(source: SourceConfig) -> list[str]:
+    """Returns a line for each folder of a source of which not all files are read. Raises as `files_of`."""
+    return [line for path in source.paths for line in _left_out(path, source.pattern)]
+
+
+def _left_out(path: str, pattern: str | None) -> Iterator[str]:
+    location = os.path.expanduser(path)
+    if is_url(path):
+        filesystem, root = remote(path)
+        with reading(path):
+            is_folder = not glob.has_magic(root) and filesystem.isdir(root)
+            names = [os.path.relpath(file, root) for file in filesystem.find(root)] if is_folder else []
+    else:
+        is_dataset = any(os.path.isfile(os.path.join(location, name)) for name in (SAVED_DATASET, SAVED_SPLITS, PREPARED))
+        names = _names(path, location) if os.path.isdir(location) and not is_dataset else []
+    if unread := [name for name in names if not _is_read(name, pattern)]:
+        why = "are hidden" if pattern is None else f"do not match data.pattern {pattern!r}"
+        yield f"data.paths {path}: {len(unread):,} of {len(names):,} files {why} and are left out"
+
+
 def _files(path: str, source: SourceConfig) -> list[SourceFile]:
     if is_url(path):
         return _remote_files(path, source)
@@ -116,25 +136,42 @@ def _files_of_folder(path: str, location: str, source: SourceConfig) -> list[Sou
         raise DataError(f"data.paths: {path} has several splits: name one, such as {os.path.join(path, _splits(location)[0])}")
     if os.path.isfile(os.path.join(location, SAVED_DATASET)):
         return [_saved(location)]
-    names = list(_matching(location, source.pattern, LEFT_OUT if path == PYTHON_STDLIB else frozenset()))
+    names = [name for name in _names(path, location) if _is_read(name, source.pattern)]
     if not names:
-        raise DataMissingError(
-            f"data.paths: no file in {path!r} matches data.pattern {source.pattern!r}; files are matched by name, as in '*.txt'"
-            + _endings(location)
-        )
+        raise DataMissingError(f"data.paths: no file in {path!r} {_fits(source)}{_endings(_names(path, location))}")
     return [_file(name, os.path.join(location, name), source) for name in names]
 
 
-def _endings(location: str) -> str:
-    endings = sorted({os.path.splitext(name)[1] for name in _matching(location, "*.*", frozenset())} - {""})
-    return f"; it has files that end in {', '.join(endings[:8])}" if endings else ""
+def _names(path: str, location: str) -> list[str]:
+    """Returns the files below a folder, by their paths relative to it."""
+    if path == PYTHON_STDLIB:
+        return [name for name in _below(location, LEFT_OUT) if name.endswith(".py")]
+    return list(_below(location, frozenset()))
 
 
-def _matching(folder: str, pattern: str, left_out: frozenset[str]) -> Iterator[str]:
+def _below(folder: str, left_out: frozenset[str]) -> Iterator[str]:
     for parent, folders, files in os.walk(folder, onerror=_raise_unreadable):
         # In place: `os.walk` goes only into the folders that are left in this list.
         folders[:] = [name for name in folders if name not in left_out]
-        yield from (os.path.relpath(os.path.join(parent, name), folder) for name in files if fnmatch.fnmatch(name, pattern))
+        yield from (os.path.relpath(os.path.join(parent, name), folder) for name in files)
+
+
+def _is_read(name: str, pattern: str | None) -> bool:
+    """Returns whether a file of a folder is read: by its pattern, else if neither the file nor a folder above it is hidden."""
+    if pattern is not None:
+        return fnmatch.fnmatch(os.path.basename(name), pattern)
+    return not any(part.startswith(".") for part in name.split(os.sep))
+
+
+def _fits(source: SourceConfig) -> str:
+    if source.pattern is None:
+        return "is not hidden"
+    return f"matches data.pattern {source.pattern!r}; files are matched by name, as in '*.txt'"
+
+
+def _endings(names: Iterable[str]) -> str:
+    endings = sorted({os.path.splitext(name)[1] for name in names} - {""})
+    return f"; it has files that end in {', '.join(endings[:8])}" if endings else ""
 
 
 def _raise_unreadable(error: OSError) -> None:
@@ -149,12 +186,12 @@ def _remote_files(url: str, source: SourceConfig) -> list[SourceFile]:
             root, found = _fixed(name), filesystem.glob(name)
         elif filesystem.isdir(name):
             root = name
-            found = [file for file in filesystem.find(name) if fnmatch.fnmatch(os.path.basename(file), source.pattern)]
+            found = [file for file in filesystem.find(name) if _is_read(os.path.relpath(file, root), source.pattern)]
         else:
             filesystem.info(name)
             root, found = os.path.dirname(name), [name]
     if not found:
-        raise DataMissingError(f"data.paths: no file in {url} matches (data.pattern {source.pattern!r})")
+        raise DataMissingError(f"data.paths: no file in {url} {_fits(source)}")
     return [_file(os.path.relpath(file, root), filesystem.unstrip_protocol(file), source) for file in sorted(found)]
 
 
@@ -165,7 +202,7 @@ def _file(name: str, path: str, source: SourceConfig) -> SourceFile:
     if ending in NOT_READ:
         raise DataError(
             f"data.paths: {path}: files that end in {ending} are not read; expected text, or {', '.join(FORMATS)}; unpack it, "
-            "or say with data.format what it is"
+            "say with data.format what it is, or leave it out with data.pattern"
         )
     return SourceFile(name, path, FORMATS.get(ending, "text"))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import CONFIG_FILE, PREPROCESSOR_FILE
 from trainers.data.images import ImageProcessor, open_image, read_processor
@@ -208,6 +209,12 @@ def _images(paths: Sequence[Path]) -> ImageFiles | ParquetImages:
     parquet = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob(f"*{PARQUET}")))]
     images: ImageFiles | ParquetImages
     images = ParquetImages(parquet) if parquet else ImageFiles(paths)
+    read = {path for _, path in images.files} if isinstance(images, ImageFiles) else {*parquet}
+    kind = f"are no {PARQUET}" if parquet else "are no images"
+    for path in paths:
+        files = [file for file in path.rglob("*") if file.is_file()]
+        if unread := sum(file not in read for file in files):
+            runtime.current().note(f"data.paths {path}: {unread:,} of {len(files):,} files {kind} and are left out")
     if len(images) == 0:
         raise DataMissingError(
             f"data.paths: no image in {', '.join(map(str, paths))}; expected FOLDER/CLASS/NAME with the endings "

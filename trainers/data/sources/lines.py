@@ -23,7 +23,7 @@ from trainers.data.sources.access import reading, stamp
 from trainers.data.sources.encoded import ranges_of, text_of
 from trainers.data.sources.files import SourceFile
 from trainers.errors import DataError
-from trainers.storage import durable, sealed
+from trainers.storage import durable, ours, sealed
 from trainers.storage.documents import is_url
 
 FORMAT = 2
@@ -169,13 +169,13 @@ def _load(path: Path) -> Lines:
 
 def _save(path: Path, lines: Lines) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = durable.beside(path)
     try:
-        with open(temporary, "wb") as file:
+        with durable.created(temporary) as file:
             np.save(file, lines.places, allow_pickle=False)
         os.replace(temporary, path.with_suffix(".npy"))
     finally:
-        temporary.unlink(missing_ok=True)
+        ours.delete(temporary, ours.TEMPORARY)
     about = {"numbers_are_indices": lines.numbers_are_indices, "num_malformed": lines.num_malformed}
     durable.write_shared(path.with_suffix(".json"), sealed.seal(about).encode(), 0o600)
     kept.tidy(path.parent)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainers.config.pieces import PiecesArguments
 from trainers.config.section import PATH
 from trainers.data.sources.sequence import Columns, as_example
 from trainers.errors import DataMissingError, UsageError
-from trainers.storage import durable
+from trainers.storage import durable, ours
 
 
 def datasets(arguments: PiecesArguments) -> tuple[Any, Any]:
@@ -104,7 +104,8 @@ def write(columns: Mapping[str, np.ndarray], folder: Path, *, private: bool = Tr
         durable.sync_folder(work)
         os.rename(work, folder)
     except BaseException as error:
-        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):
+            ours.delete(work, ours.TEMPORARY)
         if isinstance(error, OSError) and folder.is_dir():  # another launch has just written the same
             return
         raise

@@ -13,7 +13,7 @@ from trainers.config import DataConfig
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT, Record
 from trainers.data.sources.encoded import read_text
-from trainers.data.sources.files import SourceFile, files_of
+from trainers.data.sources.files import SourceFile, files_of, left_out
 from trainers.data.sources.json_records import JsonLines, json_file
 from trainers.data.sources.lines import Csv
 from trainers.data.sources.tables import ArrayRecord, Arrow, Parquet
@@ -107,13 +107,16 @@ def open_records(source: SourceConfig) -> FilesRecords:
 
 
 def open_told(source: SourceConfig, note: Callable[[str], None]) -> FilesRecords:
-    """Returns the records as `open_records` does, and notes how many lines are left out."""
+    """Returns the records as `open_records` does, and notes what is left out."""
     records = open_records(source)
     tell_left_out(source, records.num_malformed, note)
     return records
 
 
 def tell_left_out(source: SourceConfig, num_malformed: int, note: Callable[[str], None]) -> None:
+    """Notes which files and lines of a source are not read."""
+    for line in left_out(source):
+        note(line)
     if num_malformed:
         note(f"data.paths {', '.join(source.paths)}: {num_malformed} malformed lines are left out (data.on_malformed: skip)")
 

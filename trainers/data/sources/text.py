@@ -16,6 +16,7 @@ from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.sources.encoded import read_text
 from trainers.data.sources.files import files_of
 from trainers.data.sources.packed import packed
+from trainers.data.sources.records import tell_left_out
 from trainers.errors import DataMissingError, UsageError
 
 
@@ -62,6 +63,7 @@ def _text(arguments: TrainingArguments) -> tuple[np.ndarray, str]:
     config, tokenizer = arguments.data, tokenizers.of(arguments)
     if tokenizer.source == BYTES and config.prepared is None and all(file.format == "text" for file in files_of(config)):
         tokenizers.check(tokenizer, arguments)
+        tell_left_out(config, 0, runtime.current().note)
         return read(config), "bytes"
     documents = preparing.of_source(config, arguments, runtime.current().note)
     tokenizers.check(tokenizer, arguments, documents.num_ids)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainers.config import ModelConfig
+from trainers.config.hf_files import CONFIG_FILE
 from trainers.config.vision import VisionConfig
 from trainers.errors import UsageError
 from trainers.models.hf import config as text
@@ -30,6 +33,8 @@ SIZES = {
 }
 """What a file may leave out, for `transformers` leaves out its own defaults."""
 GEMMA3 = "gemma3"
+CONTEXT_OF_GEMMA3 = 131_072
+"""What its files leave out if it is so."""
 PARTS = ("text_config", "vision_config")
 SAME = (
     (("", "image_token_index"), ("", "image_token_id")),
@@ -140,6 +145,19 @@ def _problems_of_both(found: Json) -> Iterator[str]:
         one, two = (found[where] if where else found).get(name), (found[beside] if beside else found).get(other)
         if None not in (one, two) and one != two:
             yield f"{where}{'.' if where else ''}{name} = {one}, {other} = {two}: both say the same thing; delete one of them"
+
+
+def context(folder: Path) -> int | None:
+    """Returns the length of the texts that the model of a folder is for, as its `config.json` says; None if that is not there, or
+    does not say it."""
+    try:
+        found = json.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    if "text_config" in found:
+        found = {"max_position_embeddings": CONTEXT_OF_GEMMA3, **found["text_config"]}
+    length = found.get("max_position_embeddings") or found.get("n_positions")
+    return int(length) if length else None
 
 
 def write(config: Config, *, max_length: int, dtype: str) -> dict[str, Any]:

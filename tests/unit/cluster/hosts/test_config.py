@@ -275,3 +275,20 @@ def test_slices_that_are_whole_broken_busy():
 def test_no_slice_of_the_type():
     text = explain_missing(TWO_SLICES, [tpu_node("other", 0, kind="v4-32"), node("a", {"CPU": 1.0})])
     assert "the cluster has none; TPU types it has: v4-32; add such slices, or change topology" in text
+
+
+@pytest.mark.parametrize("path", ["/", "//", "/.", ".", "", "logs", "~", "~/", "~/.", "~/x/..", "gs://bucket/logs"])
+def test_a_folder_that_holds_other_things_than_logs_is_refused(path):
+    with pytest.raises(ValueError, match=r"^log_dir = .*expected a folder for logs alone, such as ~/.cache/gangway/logs"):
+        HostsConfig(log_dir=path)
+
+
+def test_folders_above_the_home_folder_and_links_to_it_are_refused_too(tmp_path, monkeypatch):
+    (tmp_path / "homes" / "me" / "logs").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "homes" / "me"))
+    (tmp_path / "link").symlink_to(tmp_path / "homes" / "me")
+    for path in (tmp_path, tmp_path / "homes", tmp_path / "link"):
+        with pytest.raises(ValueError, match="which holds other things than logs"):
+            HostsConfig(log_dir=str(path))
+    assert HostsConfig(log_dir="~/logs").log_dir == "~/logs"
+    assert HostsConfig(log_dir=str(tmp_path / "scratch")).log_dir == str(tmp_path / "scratch")

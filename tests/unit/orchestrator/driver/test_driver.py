@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.driver.errors import Superseded, TrainingFailed
+from orchestrator.run_state.requests import Request
 from tests.unit import fake_gang
 from tests.unit.driving import Launched
 from tests.unit.fake_gang import World
+
+
+def some(values, each):
+    """Each so manieth value in `make test`, the others in `make test-slow`."""
+    slow = pytest.mark.slow("one of many moments")
+    return [pytest.param(value, marks=() if number % each == 0 else slow) for number, value in enumerate(values)]
 
 
 @pytest.fixture
@@ -115,7 +122,7 @@ def test_an_agent_that_stays_out_of_reach_is_given_up(world, unavailable):
 
 
 @pytest.mark.parametrize("stall_s", [21.0, 90.0])
-@pytest.mark.parametrize("effect", range(60, 160, 9))
+@pytest.mark.parametrize("effect", some(range(60, 160, 9), each=4))
 def test_a_driver_that_stalls_harms_nobody(effect, stall_s):
     """Stuck, or stopped, for longer than any answer may take: what is silent meanwhile is the driver."""
     world = World(max_steps=400)
@@ -125,7 +132,7 @@ def test_a_driver_that_stalls_harms_nobody(effect, stall_s):
     assert world.violations == []
 
 
-@pytest.mark.parametrize("effect", [130, 131, 132, 133, 134, 135])
+@pytest.mark.parametrize("effect", some(range(130, 136), each=3))
 def test_a_driver_that_stalls_while_it_handles_a_failure_gives_up_no_healthy_host(effect):
     world = World(max_steps=200)
     launched = Launched(world)
@@ -135,7 +142,7 @@ def test_a_driver_that_stalls_while_it_handles_a_failure_gives_up_no_healthy_hos
     assert world.violations == []
 
 
-@pytest.mark.costs("drives through many failures")
+@pytest.mark.slow("drives through many failures")
 def test_a_driver_that_stalls_for_longer_than_the_lease_goes_on_with_new_agents(world):
     world.max_steps = 3000
     launched = Launched(world)
@@ -153,7 +160,7 @@ def test_storage_that_hangs_costs_no_step(world):
     assert launched.launch.incidents[0].total_s < 2.0
 
 
-@pytest.mark.parametrize("effect", [*range(1, 60, 3), *range(60, 140)])
+@pytest.mark.parametrize("effect", some([*range(1, 60, 3), *range(60, 140)], each=3))
 def test_a_driver_may_die_before_anything_it_does(effect):
     """Its successor takes the gang over, or clears it away; checkpoints can be committed again; nothing is trained twice."""
     world = World()
@@ -234,18 +241,48 @@ def test_a_request_to_stop_is_heard_in_every_wait(world, monkeypatch, when_s, do
     assert not any(agent.alive for agent in world.agents)
 
 
-def test_a_request_to_stop_is_heard_while_the_run_waits_for_machines(world):
+def request(kind):
+    return Request(kind=kind, launch_id="launch", by="a user", at_s=0.0)
+
+
+def test_a_request_in_the_storage_stops_the_run_with_its_state_saved(world):
+    world.max_steps = 2000
     launched = Launched(world)
+    world.at(6.0, lambda: world.files.update(requests=[request("stop")]))
+    result = launched.run()
+    assert result["stop_reason"] == "requested"
+    assert 6.0 < world.now_s < 12.0
+    assert world.commits[-1][1] == result["steps"]
+
+
+def test_a_request_in_the_storage_lets_all_hosts_save_once_and_the_run_go_on(world):
+    world.max_steps = 200
+    launched = Launched(world)
+    world.at(6.0, lambda: world.files.update(requests=[request("save")]))
+    assert finished(launched, world) == []
+    assert [host for host, _ in world.save_orders] == [0, 1]
+    assert "a user asks this run to save" in [event.get("message") for event in launched.told()]
+
+
+@pytest.mark.parametrize("where", ["board", "storage"])
+def test_a_request_to_stop_is_heard_while_the_run_waits_for_machines(world, where):
+    launched = Launched(world)
+
+    def ask():
+        if where == "board":
+            launched.board.request_stop("interrupted")
+        else:
+            world.files["requests"] = [request("stop")]
 
     def lose_one():
         world.can_start_agents = False
         process_of(world, 1).agent.die()
 
     world.at(4.0, lose_one)
-    world.at(50.0, lambda: launched.board.request_stop("interrupted"))
+    world.at(50.0, ask)
     with pytest.raises(TrainingFailed, match="the run waits for machines"):
         launched.run()
-    assert 50.0 < world.now_s < 52.0
+    assert 50.0 < world.now_s < 53.0
     assert launched.launch.incidents[0].action == "give up"
 
 

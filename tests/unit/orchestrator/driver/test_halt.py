@@ -2,6 +2,7 @@
 
 import pytest
 
+from orchestrator.driver import halt
 from orchestrator.driver.halt import final_error
 from orchestrator.failures.classify import Failure, FailureKind
 
@@ -27,3 +28,12 @@ def test_the_line_in_the_users_code_is_shown_whatever_the_error(raised, before):
     assert text == f"{before}user_error on host 1: host 1: KeyError\nin your code: {FRAME}\ngiving up: it happened twice"
     text = final_error(failure(user_frame=None, **raised), "it happened twice")
     assert text == f"{before}user_error on host 1: host 1: KeyError\ngiving up: it happened twice"
+
+
+def test_the_stacks_of_old_incidents_go_and_a_users_folder_beside_them_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(halt, "KEPT_STACKS", 1)
+    for name, file in (("0001", "host-0000.txt"), ("0002", "thesis.tex"), ("0003", "host-0001.txt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    halt.write_stacks(str(tmp_path / "0004"), {0: "stacks"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0002", "0004"]

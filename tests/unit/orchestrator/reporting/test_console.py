@@ -372,7 +372,6 @@ def test_the_hosts_of_the_live_view_are_those_of_the_generation(plain, clock):
 def test_a_log_gets_no_control_sequences():
     stream = io.StringIO()
     console = make_console(stream)
-    assert isinstance(console, PlainConsole)
     console.show({"ev": "summary", "summary": SUMMARY})
     console.close()
     assert "\x1b" not in stream.getvalue()
@@ -453,3 +452,56 @@ def test_plain_progress_of_a_long_evaluation_comes_now_and_then(plain, clock):
     assert plain(at(12), at(13)) == "   0:01  evaluating eval 12/40 batches\n"
     clock.now_s += 60
     assert plain(at(30, None)) == "   1:01  evaluating eval 30 batches\n"
+
+
+class Closes(io.StringIO):
+    """A terminal, or a log, that can be written to until it `is_closed`."""
+
+    is_closed = False
+
+    def __init__(self, *, is_terminal):
+        super().__init__()
+        self.is_terminal = is_terminal
+
+    def isatty(self):
+        return self.is_terminal
+
+    def write(self, text):
+        if self.is_closed:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_what_can_no_longer_be_shown_is_in_the_log_of_the_run_with_the_page_at_the_end(tmp_path, monkeypatch, is_terminal):
+    monkeypatch.setenv("TERM", "xterm")
+    stream, log = Closes(is_terminal=is_terminal), tmp_path / "console.log"
+    console = make_console(stream, clock=Clock(), log=str(log))
+    console.show(RUN)
+    console.show({"ev": "note", "message": "the first note"})
+    assert not log.exists()
+    stream.is_closed = True
+    console.show({"ev": "note", "message": "the second note"})
+    console.show({"ev": "summary", "summary": SUMMARY})
+    console.close()
+    assert "the first note" in stream.getvalue()
+    assert "second" not in stream.getvalue()
+    lines = log.read_text().splitlines()
+    assert lines[0].endswith("standard output is lost (Input/output error): what follows is shown here alone")
+    assert lines[1].endswith("the second note")
+    assert "  ✓ tiny finished  300 steps, 1.23 M tokens in 1 min 40 s" in lines
+
+
+def test_without_a_stream_and_without_room_for_a_log_the_console_shows_nothing_and_raises_nothing(tmp_path):
+    for log in (None, str(tmp_path / "gone" / "console.log"), "gs://bucket/console.log"):
+        console = make_console(None, log=log)
+        console.show(RUN)
+        console.close()
+
+
+def test_an_event_that_cannot_be_shown_is_named_and_left_out():
+    console = make_console(stream := io.StringIO(), clock=Clock())
+    console.show({"ev": "incident", "incident": {}})
+    console.show({"ev": "note", "message": "and on it goes"})
+    assert "an event 'incident' cannot be shown: KeyError: 'kind'" in stream.getvalue()
+    assert "and on it goes" in stream.getvalue()

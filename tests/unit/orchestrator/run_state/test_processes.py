@@ -6,6 +6,7 @@ import os
 import time
 
 import psutil
+import pytest
 
 from orchestrator.run_state import processes
 
@@ -27,12 +28,8 @@ def test_the_clock_does_not_tell_when_a_process_was_started(monkeypatch):
     assert processes.started(os.getpid()) == before
 
 
-def test_a_zombie_is_dead(tmp_path):
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    try:
-        while processes.started(child) is not None:
-            time.sleep(0.01)
-    finally:
-        os.waitpid(child, 0)
+@pytest.mark.parametrize(("state", "tick"), [("S", 4711), ("R", 4711), ("Z", None), ("X", None)])
+@pytest.mark.parametrize("name", ["python", "a b", "a) Z (b"])
+def test_a_zombie_is_dead_and_a_name_is_no_state(name, state, tick):
+    stat = f"12 ({name}) {state} {' '.join(map(str, range(100, 118)))} 4711 5 6\n"
+    assert processes.tick_in(stat.encode()) == tick

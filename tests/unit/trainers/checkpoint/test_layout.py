@@ -51,10 +51,10 @@ def test_one_that_training_has_left_behind_keeps_no_place(tmp_path):
 def test_half_of_a_deleted_one_is_never_listed(tmp_path, monkeypatch):
     put(tmp_path, 1)
 
-    def stops(path):
+    def stops(path, mark):
         raise OSError("killed here")
 
-    monkeypatch.setattr(layout.shutil, "rmtree", stops)
+    monkeypatch.setattr(layout.ours, "delete", stops)
     with pytest.raises(OSError, match="killed here"):
         layout.delete(tmp_path / "1")
     assert layout.steps(tmp_path) == []
@@ -66,8 +66,8 @@ def test_a_new_one_takes_the_place_of_an_old_one_only_when_told_to(tmp_path):
     work = put(tmp_path, "5.saving-a")
     (work / "new").touch()
     with pytest.raises(OSError, match="not empty"):
-        layout.put_in_place(work, tmp_path / "5", replace=False)
-    layout.put_in_place(work, tmp_path / "5", replace=True)
+        layout.put_in_place(work, tmp_path / "5", replace=None)
+    layout.put_in_place(work, tmp_path / "5", replace=layout.CHECKPOINT)
     assert (tmp_path / "5" / "new").exists()
     assert os.listdir(tmp_path) == ["5"]
 

@@ -244,6 +244,17 @@ def test_a_row_that_is_no_image_is_named(tmp_path):
         parts[0][2]
 
 
+def test_files_that_are_left_out_are_counted(folders, events):
+    (folders / "cat" / "notes.txt").write_text("no image")
+    labelled_images(arguments(folders))
+    pq.write_table(pa.table({"image": [as_bytes()] * 4, "label": [0, 1, 0, 1]}), folders / "a.parquet")
+    labelled_images(arguments(folders))
+    assert [event["message"] for event in events] == [
+        f"data.paths {folders}: 1 of 17 files are no images and are left out",
+        f"data.paths {folders}: 17 of 18 files are no .parquet and are left out",
+    ]
+
+
 def test_what_does_not_fit_is_named(folders, tmp_path):
     three = VisionConfig(image_size=4, patch_size=2, num_labels=3)
     with pytest.raises(DataError, match=r"vision.num_labels = 3: data.paths has 2 folders of classes \(cat, dog\)"):

@@ -20,7 +20,7 @@ from tests.unit.source_files import assert_same_rows, lines_of, source, write_js
 from trainers.data import kept
 from trainers.data.sources import access, bounds, lines, tables
 from trainers.data.sources.files import files_of
-from trainers.data.sources.records import READERS, open_records
+from trainers.data.sources.records import READERS, open_records, open_told
 from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
 ROWS = [{"text": f'row {number} \u00e9 \U0001f600, "quoted"\nand more', "number": number} for number in range(20)]
@@ -229,7 +229,35 @@ def test_what_is_not_there(tmp_path):
     with pytest.raises(DataMissingError, match=r"a\.jsonl: there are no records in these files$"):
         open_records(source(tmp_path / "a.jsonl"))
     with pytest.raises(DataMissingError, match=r"matches data\.pattern '\*\.py'; .*; it has files that end in \.jsonl$"):
+        open_records(source(tmp_path, pattern="*.py"))
+    (tmp_path / "a.jsonl").rename(tmp_path / ".a.jsonl")
+    with pytest.raises(DataMissingError, match=r"no file in '.*' is not hidden; it has files that end in \.jsonl$"):
         open_records(source(tmp_path))
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_of_a_folder_all_is_read_that_is_not_hidden_and_what_is_left_out_is_counted(tmp_path, place):
+    import fsspec
+
+    for name in ("a.txt", "b.md", "deep/c", ".hidden", ".git/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    path = str(tmp_path)
+    if place == "bucket":
+        path = f"memory://left_out_{tmp_path.name}"
+        fsspec.filesystem("memory").put(str(tmp_path), path, recursive=True)
+
+    def read(**settings):
+        told = []
+        return {record["text"] for record in open_told(source(path, **settings), told.append)}, told
+
+    assert read() == ({"a.txt", "b.md", "deep/c"}, [f"data.paths {path}: 2 of 5 files are hidden and are left out"])
+    by_pattern = [f"data.paths {path}: 3 of 5 files do not match data.pattern '*.txt' and are left out"]
+    assert read(pattern="*.txt") == ({"a.txt", ".git/d.txt"}, by_pattern)
+    assert read(pattern="*")[1] == []
+    if place == "disk":
+        path = str(tmp_path / "b.md")
+        assert read(pattern="*.txt") == ({"b.md"}, [])
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -268,19 +268,21 @@ def names(folder):
     [(None, "abcd"), (500, "abcd"), (400, "abcd"), (399, "bcd"), (210, "cd"), (100, "cd"), (0, "cd")],
 )
 def test_what_was_used_least_recently_makes_room_but_nothing_that_is_in_use(tmp_path, folder, max_bytes, left):
-    folder("a", 5 * DAY_S)
-    folder("b", 4 * DAY_S)
-    folder("c", IN_USE_S - 60)
-    executable_files.delete_old(tmp_path, folder("d", 0), max_bytes)
-    assert names(tmp_path) == [*left]
+    folder("train-a.xla", 5 * DAY_S)
+    folder("train-b.xla", 4 * DAY_S)
+    folder("train-c.xla", IN_USE_S - 60)
+    folder("thesis.tex", 6 * DAY_S)  # of the user, and it does not count
+    executable_files.delete_old(tmp_path, folder("train-d.xla", 0), max_bytes)
+    assert names(tmp_path) == ["thesis.tex", *(f"train-{name}.xla" for name in left)]
 
 
 def test_what_nobody_used_for_long_goes_and_what_a_dead_writer_left(tmp_path, folder):
-    folder("old", 91 * DAY_S)
-    folder("kept", 89 * DAY_S)
-    folder("attempts/host-0/old.xla.crashed-1", 91 * DAY_S)
-    folder("attempts/host-0/kept.xla.crashed-1", 89 * DAY_S)
-    folder("dead.xla.12.tmp", DAY_S)
-    folder("alive.xla.13.tmp", 60)
-    executable_files.delete_old(tmp_path, folder("new", 0), None)
-    assert names(tmp_path) == ["alive.xla.13.tmp", "kept", "kept.xla.crashed-1", "new"]
+    folder("train-0.xla", 91 * DAY_S)
+    folder("train-1.xla", 89 * DAY_S)
+    folder("attempts/host-0/train-0.xla.crashed-1", 91 * DAY_S)
+    folder("attempts/host-0/train-1.xla.crashed-1", 89 * DAY_S)
+    folder("train-2.xla.12.tmp", DAY_S)
+    folder("train-3.xla.13.tmp", 60)
+    folder("attempts/thesis.tex", 91 * DAY_S)
+    executable_files.delete_old(tmp_path, folder("train-4.xla", 0), None)
+    assert names(tmp_path) == ["thesis.tex", "train-1.xla", "train-1.xla.crashed-1", "train-3.xla.13.tmp", "train-4.xla"]

@@ -63,7 +63,7 @@ def test_a_manifest_outlives_a_power_cut(tmp_path, disk):
 def test_a_checkpoint_that_was_put_in_its_place_is_there_after_a_power_cut(tmp_path, disk):
     work = tmp_path / "12.saving-a"
     work.mkdir()
-    layout.put_in_place(work, tmp_path / "12", replace=False)
+    layout.put_in_place(work, tmp_path / "12", replace=None)
     assert list(disk.names[str(tmp_path)]) == ["12"]
 
 

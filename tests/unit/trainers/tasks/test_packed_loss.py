@@ -16,7 +16,7 @@ from trainers.data.collate import stack
 from trainers.data.sources.packed import rows_of
 from trainers.errors import UsageError
 from trainers.tasks import cross_entropy
-from trainers.tasks.causal_lm import CausalLMTask
+from trainers.tasks.causal_lm import CausalLMTask, packing_of
 
 LENGTH = 16
 LENGTHS = {"fit": [3, 9, 2, 14, 6, 17, 5, 11, 4], "concat": [17, 8, 8, 3, 13, 2, 14]}
@@ -118,3 +118,8 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused():
     task = LogitsTask(task_of().arguments)
     with pytest.raises(UsageError, match=r"the rows are packed .* and Logits cannot keep their documents apart"):
         loss_and_gradients(task, batch_of(rows(LENGTHS["fit"], "fit")))
+
+
+def test_packed_rows_without_the_positions_of_their_tokens_are_refused():
+    with pytest.raises(UsageError, match=r"a leaf `segments` and no `positions`: expected both"):
+        packing_of({"tokens": np.ones((1, 4), np.int32), "segments": np.ones((1, 4), np.int32)})

@@ -1,0 +1,100 @@
+"""What an export has of the folder that a run began with: its tokenizer, the tokens that end a text, the length of its texts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.programs.small_tokens import datasets
+from tests.unit import chat_folders
+from tests.unit.training import arguments
+from trainers import tokenizers
+from trainers.base import BaseTrainer
+from trainers.checkpoint import carried
+from trainers.config.hf_files import MORE_TEMPLATES
+from trainers.export import to_hugging_face
+
+LLAMA = ROOT / "tests" / "unit" / "data" / "parity" / "llama3"
+CONTEXT = 4096
+SETTINGS = {
+    "task": "trainers.tasks.causal_lm:CausalLMTask",
+    "max_num_steps": 1,
+    "global_batch_size": 8,
+    "evaluation": {"max_batches": 1},
+}
+DATA = {"sequence_length": 8, "dataset": "tests.programs.small_tokens:datasets"}
+SMALL = {"vocab_size": chat_folders.NUM_IDS, "width": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 8}
+
+
+def trained(storage, **settings):
+    made = arguments(storage, **SETTINGS | settings)
+    trainer = BaseTrainer(made, *datasets(made))
+    trainer.train()
+    return trainer
+
+
+def exported(trainer, out):
+    to_hugging_face(trainer.output.checkpoint_path, out)
+    return json.loads((out / "config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder of Hugging Face for long texts, with all that may lie in one."""
+    folder = tmp_path_factory.mktemp("base")
+    shutil.copytree(LLAMA, folder, dirs_exist_ok=True)
+    about = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": CONTEXT, "eos_token_id": [3, 5]}
+    (folder / "config.json").write_text(json.dumps(about))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    return chat_folders.write(tmp_path_factory.mktemp("words") / "folder", around="<|begin_of_text|> $A <|end|>")
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("adapted"), data=DATA, lora={"rank": 2}, model={"pretrained": str(base)})
+
+
+@pytest.mark.costs("trains with adapters, and merges them")
+def test_the_export_of_adapters_has_the_ends_and_the_context_of_its_base(base, adapted, tmp_path):
+    about = exported(adapted, tmp_path / "out")
+    assert (about["eos_token_id"], about["max_position_embeddings"]) == ([3, 5], CONTEXT)
+    assert (tmp_path / "out" / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+
+
+@pytest.mark.costs("compiles and trains")
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_export_of_a_new_model_has_the_ends_of_its_tokenizer(words, tmp_path, alone):
+    read = tokenizers.load(str(words))
+    tokenizer = str(words / "tokenizer.json") if alone else str(words)
+    about = exported(trained(tmp_path, model=SMALL, data=DATA | {"tokenizer": tokenizer}), tmp_path / "out")
+    begin, end, turn = (read.encode_rendered(text).tokens[0] for text in ("<|begin_of_text|>", "<|end|>", "<|im_end|>"))
+    assert about["bos_token_id"] == begin
+    assert about["eos_token_id"] == (end if alone else [end, turn])
+    assert about["max_position_embeddings"] == 8  # nothing says more
+
+
+def test_a_run_carries_what_a_run_that_it_begins_with_has_carried(base, adapted, tmp_path):
+    run = Path(adapted.output.checkpoint_path).parents[1]
+    of = carried.of(arguments(tmp_path, **SETTINGS, data=DATA, init_from={"path": str(run)}), str(tmp_path / "run"))
+    files = of[carried.NAME].files
+    assert {name: path.read_bytes() for name, path in files.items()} == {
+        name: (base / name).read_bytes() for name in ("config.json", "generation_config.json")
+    }
+
+
+def test_all_chat_templates_of_a_tokenizer_are_carried(words, tmp_path):
+    more = words / MORE_TEMPLATES / "tool_use.jinja"
+    more.parent.mkdir()
+    more.write_text("{{ messages }}")
+    of = carried.of(arguments(tmp_path, **SETTINGS, data=DATA | {"tokenizer": str(words)}), str(tmp_path / "run"))
+    of[carried.NAME].save_pretrained(str(tmp_path))
+    assert (tmp_path / MORE_TEMPLATES / "tool_use.jinja").read_text() == "{{ messages }}"

@@ -1,0 +1,184 @@
+"""Showing can never fail what is shown: streams of every kind, broken in every way."""
+
+import errno
+import importlib
+import inspect
+import io
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.gangway import COMMANDS
+from tests import ROOT
+from trainers import terminal
+from trainers.terminal import command, outlives_terminal, shown
+
+
+class Broken(io.StringIO):
+    """A stream that fails from the second write on."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.num_writes = error, 0
+
+    def write(self, text):
+        self.num_writes += 1
+        if self.num_writes > 1:
+            raise self.error
+        return super().write(text)
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (FULL, "No space left on device"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "Broken pipe"),
+        (OSError(errno.EIO, "Input/output error"), "Input/output error"),
+        (ValueError("I/O operation on closed file."), "I/O operation on closed file."),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_a_stream_that_fails_is_lost_and_says_why(error, why):
+    broken = Broken(error)
+    stream = shown(broken)
+    for text in ("one\n", "two\n", "three\n"):
+        print(text, end="", file=stream, flush=True)
+    assert broken.getvalue() == "one\n"
+    assert broken.num_writes == 2  # then nothing is tried any more
+    assert stream.lost == why
+    assert stream.reader_is_gone == isinstance(error, BrokenPipeError)
+    assert not stream.isatty()
+
+
+def test_a_log_of_a_training_process_misses_only_what_was_printed_while_the_disk_was_full():
+    broken = Broken(FULL)
+    stream = shown(broken, tries_again=True)
+    for number in range(4):
+        print(number, end="", file=stream)
+        broken.num_writes = 0 if number == 2 else broken.num_writes
+    assert broken.getvalue() == "03"
+    assert stream.lost is None
+
+
+def test_characters_that_a_stream_does_not_know_do_not_lose_it():
+    under = io.BytesIO()
+    stream = shown(io.TextIOWrapper(under, encoding="ascii", write_through=True))
+    stream.write("step 3 · loss 2\n")
+    assert under.getvalue() == b"step 3 ? loss 2\n"
+
+    class Picky(io.StringIO):
+        def write(self, text):
+            return super().write(text.encode("ascii").decode())
+
+    stream = shown(picky := Picky())
+    stream.write("3 · 2")
+    assert (picky.getvalue(), stream.lost) == ("3 ? 2", None)
+
+
+def test_a_stream_that_is_closed_or_not_there_takes_everything():
+    closed = io.StringIO()
+    closed.close()
+    for stream in (shown(closed), shown(None)):
+        print("text", file=stream, flush=True)
+        assert stream.lost
+        assert not stream.isatty()
+    assert shown(shown(None)).lost == "there is none"
+
+
+def test_a_command_has_such_streams_and_the_process_has_its_own_again_afterwards(monkeypatch):
+    out, err = Broken(FULL), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+
+    @command
+    def main():
+        print("one\ntwo")  # two writes: the text, and its end
+        print("three")
+        return 7
+
+    assert main() == 7
+    assert (sys.stdout, sys.stderr) == (out, err)
+    assert err.getvalue() == "not all could be shown: standard output cannot be written: No space left on device\n"
+
+
+def test_a_reader_that_goes_away_is_nothing_to_tell_about(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Broken(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+    command(lambda: [print("line") for _ in range(3)])()
+    assert capsys.readouterr().err == ""
+
+
+def test_without_standard_streams_a_command_ends_as_with_them(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+
+    @command
+    def main():
+        assert not sys.stdout.isatty()
+        print("text")
+        print("text", file=sys.stderr)
+        return 0
+
+    assert main() == 0
+    assert sys.stdout is None
+
+
+def test_each_command_has_streams_that_cannot_fail():
+    passes_on = {
+        "orchestrator.verify.__main__": "orchestrator.verify.command",
+        "orchestrator.chaos.__main__": "orchestrator.chaos.command",
+    }
+    passes_on["orchestrator.tracking.__main__"] = "orchestrator.tracking.mlflow_shipper"
+    names = ["orchestrator.gangway", *(passes_on.get(command.module, command.module) for command in COMMANDS.values())]
+    mains = {name: inspect.getsource(importlib.import_module(name)) for name in names}
+    assert [name for name, source in mains.items() if "\n@command\ndef main(" not in source] == []
+
+
+def run(command, **how):
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **how)
+
+
+GUARDED = (
+    "import sys; from trainers.terminal import command; command(lambda: [print(line) for line in range(20000)])(); sys.exit(7)"
+)
+
+
+@pytest.mark.costs("the descriptors of a process, and how Python ends")
+def test_the_exit_status_is_that_of_the_command_whatever_becomes_of_its_output(tmp_path):
+    program = f'"{sys.executable}" -c "{GUARDED}"'
+    found = run(
+        ["bash", "-c", f"{program} >/dev/full; echo $?; {program} >&-; echo $?; {program} | head -n 1; echo ${{PIPESTATUS[0]}}"]
+    )
+    assert found.stdout.split() == ["7", "7", "0", "7"]
+    assert found.stderr == "not all could be shown: standard output cannot be written: No space left on device\n"
+
+
+FILLED = "import os; from trainers import terminal; terminal.fill_descriptors(); os._exit(7 if os.open('file', 65) > 2 else 1)"
+
+
+@pytest.mark.costs("the descriptors of a process")
+def test_a_file_that_is_opened_never_becomes_a_standard_stream_that_was_closed(tmp_path):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert run(["bash", "-c", f'"{sys.executable}" -c "{FILLED}" <&- >&- 2>&-'], cwd=tmp_path, env=environ).returncode == 7
+
+
+@pytest.mark.parametrize(
+    ("ignored", "leads", "has_terminal", "goes_on"),
+    [
+        (True, False, True, True),  # nohup
+        (False, True, False, True),  # setsid, or a service
+        (False, True, True, False),  # the one command of a terminal: `script -c`, `ssh -t`
+        (False, False, True, False),  # of a shell in a terminal
+        (False, False, False, False),  # started by a program that has no terminal itself
+    ],
+)
+def test_a_closed_terminal_ends_what_was_not_taken_out_of_it(monkeypatch, ignored, leads, has_terminal, goes_on):
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN if ignored else signal.SIG_DFL)
+    monkeypatch.setattr(os, "getsid", lambda pid: os.getpid() if leads else 1)
+    monkeypatch.setattr(terminal, "_has_terminal", lambda: has_terminal)
+    assert outlives_terminal() == goes_on

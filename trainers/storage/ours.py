@@ -1,0 +1,108 @@
+"""Deletes what Gangway has made, and nothing else. No other file of `trainers` and `orchestrator` deletes anything. Without JAX.
+
+What Gangway makes can be told from what a user has put beside it, by a *mark*: a name that nobody gives to a file of his own
+(`12.saving-3_1_0c9e41aa`), or a file inside (the `meta.json` of a checkpoint). Whoever deletes names the mark that must be there.
+The settings of a run may name any folder, so its path alone says nothing about whose the things in it are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class NotOursError(OSError):
+    """Something was to be deleted, and lacks the mark."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How Gangway knows again what it has made."""
+
+    what: str
+    """What carries the mark, for messages: "a checkpoint"."""
+    is_on: Callable[[Path], bool]
+
+
+def named(what: str, pattern: str) -> Mark:
+    """Returns the mark of what has a name that matches the whole pattern."""
+    expression = re.compile(pattern)
+    return Mark(what, lambda path: expression.fullmatch(path.name) is not None)
+
+
+def with_any_of(what: str, *names: str) -> Mark:
+    """Returns the mark of a folder that has a file or folder of one of these names."""
+    return Mark(what, lambda path: path.is_dir() and any((path / name).exists() for name in names))
+
+
+def among(what: str, made: Collection[Path]) -> Mark:
+    """Returns the mark of what this process has just made itself, and noted."""
+    return Mark(what, lambda path: path in made)
+
+
+TEMPORARY = named("a temporary file", r".+\.tmp")
+ON_THE_WAY = named("a folder on its way", r".+\.(saving|replaced|deleted)-\w[\w-]*")
+"""Made beside what will have the name, or renamed because it will be deleted."""
+PROBE = named("a probe", r"\.probe-\w+(-from|-to)?")
+TEMPORARY_FOLDER = named("a temporary folder", r"(profile|gangway-disk|gw)-[a-z0-9_]{8}(\.image)?")
+"""Made by `tempfile.mkdtemp`."""
+MADE_BY = {"made_by": "gangway"}
+"""In the head of each file of weights that is written for other programs."""
+
+
+def delete(path: str | os.PathLike[str], mark: Mark) -> None:
+    """Deletes a file, or a folder with all that is in it. Does nothing if there is none.
+
+    A link carries no mark, and is never followed. Raises NotOursError if the mark is missing, and OSError; what could be deleted
+    of a folder is gone then.
+    """
+    if "://" in os.fspath(path):
+        _delete_remote(os.fspath(path), mark)
+        return
+    path = Path(path)
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    check(path, mark)
+    if not stat.S_ISDIR(mode):
+        path.unlink(missing_ok=True)
+        return
+    problems: list[OSError] = []
+
+    def note(function: object, where: str, error: OSError | tuple[type, OSError, object]) -> None:
+        problem = error[1] if isinstance(error, tuple) else error
+        if not isinstance(problem, FileNotFoundError):  # another process deletes it too
+            problems.append(problem)
+
+    handler: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": note}
+    shutil.rmtree(path, **handler)
+    if problems:
+        raise problems[0]
+
+
+def check(path: Path, mark: Mark) -> None:
+    """Raises NotOursError if `path`, which exists, is a link or lacks the mark."""
+    if path.is_symlink() or not mark.is_on(path):
+        raise NotOursError(f"{path} stays: Gangway has not made it (it is not {mark.what}); move it away, or give another name")
+
+
+def delete_empty(folder: Path) -> None:
+    """Deletes a folder that Gangway has made, if nothing is in it. Raises OSError if something is."""
+    folder.rmdir()
+
+
+def _delete_remote(url: str, mark: Mark) -> None:
+    import fsspec
+
+    filesystem, name = fsspec.core.url_to_fs(url)
+    if not mark.is_on(Path(name)):
+        raise NotOursError(f"{url} stays: Gangway has not made it (it is not {mark.what})")
+    filesystem.rm_file(name)
