@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from orchestrator.reporting.text import action_of, recovery
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.run_folder import RunFolder
+from orchestrator.runs import overview
 from trainers.console.text import printable, seconds, sentence
 from trainers.program import program
 

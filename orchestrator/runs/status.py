@@ -19,9 +19,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.program import program
