@@ -17,8 +17,8 @@ class HostTimes:
         self._num_intervals = 0
 
     def observe(self, host: int, batch_index: int, busy_s: float) -> list[float] | None:
-        """Takes what a heartbeat says: the busy seconds of its process so far. Returns the busy seconds of a step of each host, from
-        host 0 on, when an interval has ended for all hosts; else None."""
+        """Takes what a heartbeat says: the busy seconds of its process so far. Returns the busy seconds of a step of each host,
+        from host 0 on, when an interval has ended for all hosts; else None."""
         self._first.setdefault(host, (batch_index, busy_s))
         self._latest[host] = (batch_index, busy_s)
         spans = {host: self._latest[host][0] - first for host, (first, _) in self._first.items()}

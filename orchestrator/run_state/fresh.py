@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from orchestrator.run_state.lease import LEASE, TERMS
-from trainers.storage import documents
+from trainers.storage import documents, ours
 
 
 def is_begun(run_dir: str) -> bool:
@@ -62,5 +62,8 @@ def _with_drivers(source: str, folder: str) -> list[Path]:
 def _back(run_dir: str, place: str, copies: list[Path]) -> None:
     with suppress(OSError):  # somebody has begun another run there: both stay
         for path in copies:
-            path.rmdir() if path.is_dir() else path.unlink()
+            if path.is_dir():
+                ours.delete_empty(path)
+            else:
+                ours.delete(path, ours.among("a copy that was just made", copies))
         os.rename(place, run_dir)

@@ -106,6 +106,7 @@ LIGHT_MODULES = tuple(
         "config/weights",
         "config/without_effect",
         "console/__init__",
+        "console/curves",
         "console/progress",
         "console/screens",
         "console/text",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from trainers.storage import ours
 from trainers.storage.documents import is_url
 
 
@@ -21,5 +21,5 @@ def no_folder_if_refused(path: str) -> Iterator[None]:
     except BaseException:
         with suppress(OSError):  # the first that has something in it ends this
             for each in made:
-                os.rmdir(each)
+                ours.delete_empty(each)
         raise
