@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TextIO, TypeVar, cast
 
+from trainers.surroundings import ensure_home
+
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 STANDARD_INPUT, STANDARD_OUTPUT, STANDARD_ERROR = 0, 1, 2
@@ -98,6 +100,8 @@ def command(main: Callable[Given, Result]) -> Callable[Given, Result]:
     @functools.wraps(main)
     def guarded(*args: Given.args, **named: Given.kwargs) -> Result:
         with streams():
+            if home := ensure_home(os.environ):
+                print(f"this user has no home folder: {home} is taken for one", file=sys.stderr)
             return main(*args, **named)
 
     return guarded
