@@ -27,8 +27,9 @@ class BoardLike(Protocol):
         """Returns the cursor for the next call, and the events after `cursor` (0 at first). Waits up to `timeout_s` for one."""
         ...
 
-    def request_stop(self, reason: str) -> None:
-        """Requests that the run saves and stops. The first reason is kept."""
+    def request_stop(self, reason: str, *, wait: bool = True) -> None:
+        """Requests that the run saves and stops. The first reason is kept. `wait`: until the board has it, where it is a remote
+        one; the driver, which reads it, need not wait."""
         ...
 
     def stop_requested(self) -> str | None: ...
@@ -66,7 +67,7 @@ class Board:
             num_new = min(self._num_posted - cursor, len(self._events))
             return self._num_posted, [self._events[i] for i in range(len(self._events) - num_new, len(self._events))]
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, wait: bool = True) -> None:
         with self._changed:
             self._stop_reason = self._stop_reason or reason
 
@@ -101,8 +102,13 @@ class RemoteBoard:
     def read(self, cursor: int, timeout_s: float) -> tuple[int, list[ConsoleEvent]]:
         return _answer(self._actor.read.remote(cursor, timeout_s), timeout_s + 10.0) or (cursor, [])
 
-    def request_stop(self, reason: str) -> None:
-        _answer(self._actor.request_stop.remote(reason), 10.0)
+    def request_stop(self, reason: str, *, wait: bool = True) -> None:
+        call = self._actor.request_stop.remote(reason)
+        if wait:
+            _answer(call, 10.0)
+        else:
+            # Known here at once: the command's machine, and the board with it, may be cut off.
+            self._stop_reason = self._stop_reason or reason
 
     def stop_requested(self) -> str | None:
         """Returns the reason, as of the board's last answer. Only the first call waits: the command's machine may be cut off,

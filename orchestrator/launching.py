@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from orchestrator.board import Board, BoardLike, start_remote_board
-from orchestrator.config.job import ConfigError, JobConfig, load
+from orchestrator.config.job import ConfigError, JobConfig, load, shown
 from orchestrator.driver import head
 from orchestrator.driver.main import drive, keep_private
 from orchestrator.driver.ray_cluster import connect, disconnect, head_address
@@ -25,8 +25,10 @@ from orchestrator.failures import missing_code
 from orchestrator.planning import report
 from orchestrator.planning.child import PlanError
 from orchestrator.reporting.console import Console, make_console, watch
+from orchestrator.run_state.finished import finished_at
 from orchestrator.run_state.lease import RunInUse, check_free
 from orchestrator.run_state.outcome import read_outcome
+from orchestrator.run_state.summary import SUMMARY
 from trainers.config.masking import masked
 from trainers.console.screens import CONSOLE_LOG
 from trainers.storage import documents
@@ -71,8 +73,19 @@ def run(path: str, overrides: Sequence[str], *, dry_run: bool, began_s: float) -
         return EXIT_FAILED
 
 
+def nothing_to_do(config: JobConfig, step: int) -> str:
+    return (
+        f"{config.training.name}: finished already at step {step:,}: nothing to do; its numbers are in "
+        f"{documents.join(config.run_dir, SUMMARY)}; to train on, raise max_num_steps, or whatever has ended it"
+    )
+
+
 def launch(config: JobConfig, began_s: float) -> int:
     """Runs the job, and shows what it does. Returns the exit status."""
+    # Before Ray, and before a machine is asked for.
+    if (step := finished_at(config.run_dir, shown(config))) is not None:
+        print(nothing_to_do(config, step))
+        return EXIT_FINISHED
     return exit_status(*run_job(config, began_s))
 
 

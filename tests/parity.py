@@ -69,6 +69,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "mlp_bias": True}),
     "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500_000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 16,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 6, "original_max_position_embeddings": 512}),
     "mistral": ("mistral", {"sliding_window": 6}),
     "ministral": ("ministral", {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}),
     "gemma": ("gemma", {}),
@@ -106,6 +124,14 @@ ROWS, TIME, PROMPT, NEW_TOKENS = 2, 40, 5, 12
 PEFT_OUT = OUT.parent / "peft"
 ADAPTERS: dict[str, dict[str, Any]] = {
     "llama3": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]},
+    # What Phi-3 has in one matrix is one module: our two adapters of rank 2 are one of rank 4.
+    "phi3": {
+        "r": 2,
+        "lora_alpha": 6,
+        "target_modules": ["gate_up_proj", "o_proj"],
+        "rank_pattern": {"gate_up_proj": 4},
+        "alpha_pattern": {"gate_up_proj": 12},
+    },
     # Queries, keys and values are one module: our three adapters of rank 2 are one of rank 6.
     "gpt2": {
         "r": 2,
@@ -173,7 +199,9 @@ def adapt(name: str) -> None:
         if "lora_B" in key:
             # Larger than 0, with which training begins: so that every number matters.
             random = 0.3 * torch.randn_like(parameter)
-            parameter.data = random * blocks(parameter) if "c_attn" in key else random
+            parts = {"c_attn": 3, "gate_up_proj": 2}
+            number = next((number for name, number in parts.items() if name in key), 1)
+            parameter.data = random * blocks(parameter, number)
     folder = PEFT_OUT / name
     adapted.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
@@ -186,10 +214,10 @@ def adapt(name: str) -> None:
     save_file(expected, folder / "expected.safetensors")
 
 
-def blocks(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns 1 where the outputs of a query, key or value meet their own third of the rank, else 0."""
+def blocks(parameter: torch.Tensor, number: int) -> torch.Tensor:
+    """Returns 1 where the outputs of one of the weights in a module meet their own part of the rank, else 0."""
     outputs, rank = parameter.shape
-    return torch.block_diag(*[torch.ones(outputs // 3, rank // 3)] * 3)
+    return torch.block_diag(*[torch.ones(outputs // number, rank // number)] * number)
 
 
 def sample(gradient: np.ndarray) -> np.ndarray:

@@ -11,7 +11,8 @@ from trainers.config import ModelConfig
 from trainers.config.families import FAMILIES
 from trainers.config.model import MULTIPLIERS, RopeScaling
 from trainers.models.hf import keys
-from trainers.models.hf.config import FAMILY_OF
+from trainers.models.hf.computed import has_two_ropes
+from trainers.models.hf.config import FAMILY_OF, PAD_IS_NULL
 
 MODEL_TYPE_OF = {family: kind for kind, family in FAMILY_OF.items()}
 VOCABULARY = 64
@@ -48,6 +49,7 @@ HARMLESS: dict[str, Any] = {
     "_auto_class": None,
     "sliding_window": 5,
     "reorder_and_upcast_attn": True,
+    "original_max_position_embeddings": 16,
 }
 """Values of keys that may have any. Others have 1 here."""
 
@@ -99,6 +101,7 @@ def _optional(draw: Draw, has: frozenset[str]) -> dict[str, Any]:
         settings["normalize_routing"] = draw.now_and_then()
     if "rope_theta" in has:
         settings["rope_theta"] = draw.one(10_000.0, 50, 1e6)
+    if "rope_scaling" in has:
         settings["rope_scaling"] = draw.one(
             None,
             RopeScaling(kind="linear", factor=draw.one(2, 4.5)),
@@ -205,6 +208,9 @@ def _decoder(draw: Draw, family: str) -> dict[str, Any]:
         "mlp_only_layers": draw.one([], None),
     }
     found |= {name: value for name, value in optional.items() if name in known and draw.now_and_then(0.6)}
+    if family == "ministral":
+        # transformers builds none without it.
+        found.setdefault("head_dim", 10)
     if "num_experts" in known:
         found[draw.one("num_experts", "num_local_experts")] = draw.one(3, 4)
         found["num_experts_per_tok"] = draw.one(1, 2)
@@ -212,8 +218,9 @@ def _decoder(draw: Draw, family: str) -> dict[str, Any]:
         found["moe_intermediate_size"] = draw.one(12, 20)
     if family == "ministral":
         found["head_dim"] = draw.one(4, 10)
-    if family == "smollm3":
+    if family in PAD_IS_NULL:
         found["pad_token_id"] = 0
+    if family == "smollm3":
         every = draw.one(1, 2, 3, 9)
         flags = [int((layer + 1) % every != 0) for layer in range(layers)]
         found |= draw.one({}, {"no_rope_layer_interval": every}, {"no_rope_layers": flags, "no_rope_layer_interval": 2})
@@ -227,7 +234,7 @@ def _windows(draw: Draw, family: str, layers: int) -> dict[str, Any]:
         return {}
     window = draw.one(1, 3, 5)
     found: dict[str, Any] = {"sliding_window": window}
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral", "phi3"):
         found["sliding_window"] = draw.one(window, None)
     if "use_sliding_window" in known:
         found["use_sliding_window"] = draw.now_and_then(0.7)
@@ -235,7 +242,7 @@ def _windows(draw: Draw, family: str, layers: int) -> dict[str, Any]:
     kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
     if family == "ministral" and draw.now_and_then():
         found["layer_types"] = kinds
-    if family in ("gemma2", "gemma3") or (family in ("qwen2", "qwen3") and found["use_sliding_window"]):
+    if family in ("gemma2", "gemma3", "olmo3") or (family in ("qwen2", "qwen3") and found["use_sliding_window"]):
         form = draw.one("layer_types", "pattern")
         if form == "layer_types":
             found["layer_types"] = kinds
@@ -247,17 +254,24 @@ def _windows(draw: Draw, family: str, layers: int) -> dict[str, Any]:
 
 
 def _ropes(draw: Draw, family: str) -> dict[str, Any]:
-    theta = draw.one(10_000.0, 50.0, 500)
+    theta, two_ropes = draw.one(10_000.0, 50.0, 500), has_two_ropes(family)
     llama3 = {**LLAMA3, **({"original_max_position_embeddings": 16} if draw.now_and_then(0.7) else {})}
     yarn = {"rope_type": "yarn", "factor": 4.0, **draw.one({}, {"original_max_position_embeddings": 16}, {"beta_fast": 3.0})}
-    yarn |= draw.one({}, {"attention_factor": 2.0}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {"truncate": family == "gemma3"})
+    yarn |= draw.one({}, {"attention_factor": 2.0}, {"mscale": 2.0, "mscale_all_dim": 0.5}, {"truncate": two_ropes})
     scaling = draw.one(
         {"rope_type": "default"}, {draw.one("type", "rope_type"): "linear", "factor": draw.one(2.0, 4)}, llama3, yarn
     )
+    if "rope_scaling" not in FAMILIES[family].settings:
+        scaling = {"rope_type": "default"}
     old = {"rope_theta": theta, "rope_scaling": draw.one(None, {}, scaling)}
     new = {"rope_parameters": {**scaling, **({"rope_theta": theta} if draw.now_and_then() else {})}}
-    if family == "gemma3":
-        old["rope_local_base_freq"] = draw.one(10.0, 10_000.0)
+    if two_ropes:
+        # The older name is not read there.
+        old["rope_scaling"] = draw.one(None, {}, {("rope_type" if key == "type" else key): scaling[key] for key in scaling})
+        if family == "gemma3":
+            old["rope_local_base_freq"] = draw.one(10.0, 10_000.0)
+        else:
+            old["rope_theta"] = 500_000.0
         local = {"rope_type": "default", "rope_theta": draw.one(10.0, 100.0)}
         new = {"rope_parameters": {"full_attention": new["rope_parameters"], "sliding_attention": draw.one(local, None, {})}}
         return draw.one({}, old, new)

@@ -37,6 +37,7 @@ from trainers.loop.metrics_reporter import MetricsReporter
 from trainers.loop.previewer import Previewer
 from trainers.loop.restore import Resume, initial_lineage
 from trainers.loop.results import describe
+from trainers.loop.returned import check_returns
 from trainers.loop.saver import Saver
 from trainers.loop.start_from import FromCheckpoint
 from trainers.loop.time_used import TimeUsed
@@ -197,9 +198,13 @@ class BaseTrainer(Builder):
                 self._note_from_host0(line)
         self._saver.restore(resume.meta)
         time_used.resume(resume.meta)
+        # Only of a new run: what was restored could be saved. Beside the compilation, which takes longer.
+        tried = self._saver.begin_trial(resume.abstract) if not resume.meta else None
         host.phase("compile")
         # After the restore: the kept executables were loaded meanwhile (`_load_ahead`).
         self._compile(state)
+        if tried is not None:
+            tried()
         self._loop = loop = self._build_loop(resume, self._saver, int(state.batch_index))
         self.callbacks.call(Callback.on_train_begin, self.info)
         state = self.on_training_start(state)
@@ -387,6 +392,9 @@ class BaseTrainer(Builder):
             info=self.info,
             resumed_step=step,
             garbage=GarbageCollection(arguments.gc_every_steps),
+            # A user's own manager need not know.
+            broken=getattr(manager, "broken", lambda state: ()),
+            num_not_finite=lambda: getattr(manager, "num_not_finite", None),
         )
 
     def _finish(self, loop: Loop, state: TrainState, reason: StopReason) -> TrainState:
@@ -464,6 +472,7 @@ class BaseTrainer(Builder):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        check_returns(cls, BaseTrainer)
         if cls.evaluate is not BaseTrainer.evaluate and not hasattr(cls.evaluate, IS_OBSERVED):
             cls.evaluate = observed(cls.evaluate)  # type: ignore[method-assign]
 

@@ -98,6 +98,16 @@ class NonFiniteLossError(Exception):
     """A loss or gradient was not finite; its update was not applied."""
 
 
+class NonFiniteStateError(NonFiniteLossError):
+    """Values of the state that were finite are infinite or NaN: it must not be saved."""
+
+    def __init__(self, step: int, leaves: Sequence[str]):
+        shown = f"{', '.join(leaves[:3])}{f' and {len(leaves) - 3} more' if len(leaves) > 3 else ''}"
+        super().__init__(f"values of the state at step {step} are infinite or NaN ({shown}), so it was not saved")
+        self.leaves = tuple(leaves)
+        """Their names in the state."""
+
+
 class LossScaleError(NonFiniteLossError):
     """Gradients overflow float16 at the smallest scale of the loss."""
 

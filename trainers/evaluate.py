@@ -1,13 +1,15 @@
 """Evaluates checkpoints in this one process, on all its devices, without Ray.
 
     python -m trainers.evaluate CONFIG --checkpoint RUN_OR_CHECKPOINT [--checkpoint ...] [--unit NAME] [--json] [key=value ...]
-    python -m trainers.evaluate RUN_OR_CHECKPOINT CONFIG [...]
+    python -m trainers.evaluate RUN_OR_CHECKPOINT [CONFIG] [...]
 
 CONFIG is the file that was trained with; key=value changes a setting of it, such as `evaluation.max_batches=100`. The hooks and
 callbacks of the trainer are called as in training, so the numbers are those that training published. Nothing is written.
 RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a file of
 `python -m trainers.export`, or a folder of Hugging Face.
 The second form evaluates any model on the held-out data of CONFIG: the model and its tokenizer are those of RUN_OR_CHECKPOINT.
+Without CONFIG the settings are those that the checkpoint has recorded. With the section `lora`, a model that has no adapters is
+measured as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ from trainers.config.model import OF_EXECUTION
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
-from trainers.run import read
+from trainers.run import arguments_in, read
 from trainers.runtime.events import Event
 from trainers.terminal import command
 
@@ -47,10 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"evaluating {', '.join(options.checkpoint)}", stream=sys.stderr)
     try:
-        # No run begins here: what one would begin with does not matter.
-        arguments = dataclasses.replace(read(options.config, options.overrides), init_from=None)
-        trainer = build(arguments if options.source is None else with_model_of(options.source, arguments))
-        results = [result for checkpoint in options.checkpoint for result in evaluate(trainer, checkpoint, options.unit)]
+        results = list(results_of(options))
     except (UsageError, TransientError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -58,9 +58,27 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def results_of(options: argparse.Namespace) -> Iterator[Result]:
+    """Yields the results of all checkpoints."""
+    if options.config is None:
+        arguments = recorded_with(options.source, options.overrides)
+    else:
+        arguments = read(options.config, options.overrides)
+        arguments = arguments if options.source is None else with_model_of(options.source, arguments)
+    # No run begins here: what one would begin with does not matter.
+    checkpoint = dataclasses.replace(arguments.checkpoint, start_from=None)
+    arguments, trainer = dataclasses.replace(arguments, init_from=None, checkpoint=checkpoint), None
+    for source in options.checkpoint:
+        if (alone := without_adapters(source, arguments)) is not arguments:
+            yield from evaluate(build(alone), source, options.unit)
+            continue
+        trainer = build(arguments) if trainer is None else trainer
+        yield from evaluate(trainer, source, options.unit)
+
+
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = command_parser("trainers.evaluate", __doc__)
-    parser.add_argument("config", nargs="+", action=_Places, metavar="[RUN_OR_CHECKPOINT] CONFIG [key=value ...]")
+    parser.add_argument("config", nargs="+", action=_Places, metavar="[RUN_OR_CHECKPOINT] [CONFIG] [key=value ...]")
     parser.add_argument("--checkpoint", action="append", default=[], metavar="PATH", help="may be given several times")
     parser.add_argument("--unit", metavar="NAME", help="default: all validation units")
     parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the table")
@@ -68,6 +86,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     if options.source is not None and options.checkpoint:  # the first form: what comes after CONFIG is a setting
         options.overrides.insert(0, options.config)
         options.config, options.source = options.source, None
+    if not options.checkpoint and options.source is None and not options.config.endswith((".yaml", ".yml")):
+        options.config, options.source = None, options.config
     if options.source is not None:
         options.checkpoint.append(options.source)
     if not options.checkpoint:
@@ -86,15 +106,53 @@ class _Places(argparse.Action):
         namespace.overrides = [value for value in values if "=" in value]
 
 
+def recorded_with(source: str, overrides: Sequence[str]) -> TrainingArguments:
+    """Returns the arguments that the checkpoint of `source` was trained with, changed by `key=value`. Raises UsageError if it has
+    recorded none, or if a value is masked there."""
+    from trainers.checkpoint import manifest, weights
+
+    path = weights.find(source)
+    if not (path / manifest.META_FILE).is_file():
+        raise UsageError(f"{path} has recorded no configuration: name one after it, which has the held-out data")
+    try:
+        meta = manifest.read_meta(path)
+    except manifest.DamagedError as error:
+        raise UsageError(f"{path} cannot be evaluated: {error}") from error
+    named = {"arguments": meta["arguments_class"]} if "arguments_class" in meta else {}
+    return arguments_in({**meta["arguments"], **named}, overrides)
+
+
 def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArguments:
-    """Returns the arguments with the model and the tokenizer that `source` has, in place of those of the configuration."""
+    """Returns the arguments with the model, its adapters and the tokenizer that `source` has, in place of those of the
+    configuration."""
     from trainers.generate import arguments_of, look
 
     theirs = arguments_of(look(source))
     data = dataclasses.replace(arguments.data, tokenizer=theirs.data.tokenizer)
     execution = {name: getattr(arguments.model, name) for name in OF_EXECUTION}
     model, vision = dataclasses.replace(theirs.model, **execution), theirs.vision or arguments.vision
-    return dataclasses.replace(arguments, model=model, vision=vision, data=data)
+    lora = theirs.lora or arguments.lora  # for a model without adapters see `without_adapters`
+    if arguments.lora is not None and lora is not None and not Path(os.path.expanduser(str(lora.base))).exists():
+        lora = dataclasses.replace(lora, base=arguments.lora.base)  # it has moved; the digest is compared
+    return dataclasses.replace(arguments, model=model, vision=vision, data=data, lora=lora)
+
+
+def without_adapters(source: str, arguments: TrainingArguments) -> TrainingArguments:
+    """Returns the arguments to measure a model that has no adapters with, where they have the section `lora`: it is the base, and
+    new adapters change nothing of it. Others are returned as they are."""
+    from trainers.checkpoint import weights
+
+    if arguments.lora is None or has_adapters(weights.look(weights.find(source))):
+        return arguments
+    print(f"{source} has no adapters: it is measured as it is", file=sys.stderr)
+    return dataclasses.replace(arguments, lora=dataclasses.replace(arguments.lora, base=source))
+
+
+def has_adapters(found: Any) -> bool:
+    """Whether there are adapters among the weights that `trainers.checkpoint.weights.look` has found."""
+    from trainers.models import lora
+
+    return any(name.endswith(lora.A) for name in found.parameters)
 
 
 def build(arguments: TrainingArguments) -> Any:
@@ -140,6 +198,9 @@ def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
 
     path = weights.find(source)
     trainer.prepare()
+    if trainer.arguments.lora is not None and not has_adapters(weights.look(path)):
+        state, step = trainer._beginning(None, None).make(), step_of(path)
+        return str(path), state if step is None else dataclasses.replace(state, batch_index=jnp.int32(step)), step
     if hugging_face.is_folder(path):
         return str(path), trainer._beginning(_of_folder(trainer, path), None).make(), None
     if path.is_file():
@@ -159,6 +220,13 @@ def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     updates = step - len(meta.get("skipped_batches") or ())
     counters = {"batch_index": jnp.int32(step), "step": jnp.int32(updates)}
     return str(path), dataclasses.replace(state, **counters), step
+
+
+def step_of(path: Path) -> int | None:
+    """Returns the number of batches that a checkpoint has drawn; None for a file or a folder that does not say it."""
+    from trainers.checkpoint import manifest
+
+    return int(manifest.read_meta(path)["batch_index"]) if (path / manifest.META_FILE).is_file() else None
 
 
 def _of_folder(trainer: Any, path: Path) -> dict[str, Any]:

@@ -108,8 +108,8 @@ class ModelBuilder(BatchBuilder):
         """What the parameters are to an optimizer, by name: `trainers.optim.optimizers.build_optimizer` takes it."""
         return KindsOnDemand(lambda: self._abstract_model[0].kinds)
 
-    def freeze_module(self) -> tuple[str, ...]:
-        """Returns patterns of parameters to freeze. They come before all groups; `optimizer.groups` may freeze others."""
+    def freeze_module(self) -> str | Sequence[str]:
+        """Returns patterns of parameters to freeze, or one. They come before all groups; `optimizer.groups` may freeze others."""
         return ()
 
     def build_param_groups(self) -> Sequence[ParameterGroup | Mapping[str, Any]]:
@@ -177,7 +177,8 @@ class ModelBuilder(BatchBuilder):
 
     @cached_property
     def param_groups(self) -> tuple[ParameterGroup, ...]:
-        frozen = (ParameterGroup(pattern=pattern, frozen=True) for pattern in self.freeze_module())
+        patterns = self.freeze_module()
+        frozen = map(param_groups.frozen_group, [patterns] if isinstance(patterns, str) else patterns)
         return (*frozen, *map(param_groups.as_group, self.build_param_groups()))
 
     @cached_property

@@ -5,7 +5,8 @@
 FOLDER is on storage that every host sees; by default it is `data.prepared` of CONFIG, or else STORAGE/NAME.prepared. Set
 `data.prepared` to it, and a run reads the tokens from there. A command that was killed goes on where it stopped when it is
 called again. The folder knows the files, the tokenizer and the settings that it was made of, and a run that has others says so.
-`--train-bpe N` first trains a tokenizer of N tokens on the data, and writes it to FOLDER/tokenizer.
+`--train-bpe N` first trains a tokenizer of N tokens on the data, and writes it to FOLDER/tokenizer. The command ends with the
+settings that a run needs to train on its result.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def prepare(options: argparse.Namespace) -> None:
                 f"data.mixture has a source {TOKENIZER!r}, the name of the folder for --train-bpe: rename the source"
             )
         arguments = with_tokenizer(arguments, list(sources.values()), options.train_bpe, output / TOKENIZER)
+        arguments = with_room(arguments, tokenizers.of(arguments).num_ids)
     tokenizers.check(tokenizers.of(arguments), arguments)
     for name, config in sources.items():
         report(name, prepare_source(name, config, arguments, output / name, options.workers))
@@ -111,6 +113,12 @@ def with_tokenizer(arguments: TrainingArguments, sources: list[SourceConfig], vo
     is_new = bpe.train(sources, vocab_size, folder)
     print(f"{folder}: trained in {time.monotonic() - begun_s:.1f} s" if is_new else f"{folder}: it is there already")
     return dataclasses.replace(arguments, data=dataclasses.replace(arguments.data, tokenizer=str(folder)))
+
+
+def with_room(arguments: TrainingArguments, num_tokens: int) -> TrainingArguments:
+    """Returns the arguments with a model that has so many tokens at least."""
+    vocab_size = max(num_tokens, arguments.model.vocab_size)
+    return dataclasses.replace(arguments, model=dataclasses.replace(arguments.model, vocab_size=vocab_size))
 
 
 def prepare_source(
@@ -149,7 +157,7 @@ def report(name: str, documents: PreparedDocuments) -> None:
 def how_to_use(folder: Path, arguments: TrainingArguments, *, trained: bool) -> str:
     settings = [f"data.prepared={folder.absolute()}"]
     if trained:
-        settings.append(f"data.tokenizer={(folder / TOKENIZER).absolute()}")
+        settings += [f"data.tokenizer={(folder / TOKENIZER).absolute()}", f"model.vocab_size={arguments.model.vocab_size}"]
     return "\n".join(["to train on it, give the run these settings, or write them into the configuration:", *settings])
 
 

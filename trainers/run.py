@@ -8,6 +8,7 @@ such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import sys
@@ -23,7 +24,7 @@ import yaml
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, dataset_function, from_dict, load_object
-from trainers.config.masking import masked
+from trainers.config.masking import masked, masked_keys
 from trainers.console.screens import CONSOLE_LOG, Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
 from trainers.first_line import say
@@ -31,7 +32,7 @@ from trainers.models.hf.pretrained import resolved
 from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.runtime.events import Event
+from trainers.runtime.events import Event, course_left_at
 from trainers.terminal import command
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
@@ -151,9 +152,17 @@ def read(path: str, overrides: Sequence[str] = ()) -> TrainingArguments:
         raise UsageError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
         raise UsageError(f"{path}: expected keys and values, such as those of configs/tiny.yaml")
+    settings.setdefault("name", Path(path).stem)
+    return arguments_in(settings, overrides)
+
+
+def arguments_in(settings: dict[str, Any], overrides: Sequence[str] = ()) -> TrainingArguments:
+    """Returns the arguments that settings describe, changed by `key=value`. Raises UsageError or ValueError."""
+    settings = copy.deepcopy(settings)
     for item in overrides:
         override(settings, item)
-    settings.setdefault("name", Path(path).stem)
+    if hidden := [*masked_keys(settings)]:
+        raise UsageError(f"{', '.join(hidden)}: masked, for it had a secret; give {hidden[0]}=VALUE")
     cls = load_object(settings.pop("arguments", DEFAULT_ARGUMENTS))
     return resolved(from_dict(cls, {key: value for key, value in settings.items() if key not in ORCHESTRATOR_SECTIONS}))
 
@@ -206,8 +215,13 @@ def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:
 
 
 def show(event: Event, recorders: Recorders, console: Console) -> None:
-    if event["ev"] == "metrics":
-        recorders.record(event["step"], event["metrics"], event.get("distributions"))
+    match event["ev"]:
+        case "metrics":
+            recorders.record(event["step"], event["metrics"], event.get("distributions"))
+        case "first_step":  # of a new start: it may have other settings than the one before
+            recorders.go_back(event.get("resumed_step", event["step"] - 1))
+        case "anomaly" if (step := course_left_at(event)) is not None:
+            recorders.go_back(step)
     for shown in for_console(event):
         console.show(shown)
 

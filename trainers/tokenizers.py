@@ -58,6 +58,9 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    def raw(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens with those that are special, such as the end of a text."""
+
     def chat(self, messages: Sequence[Mapping[str, str]], replaced: tuple[str, str] | None = None) -> list[int]:
         """Returns the tokens of a conversation that the model is to go on with. `replaced`: (a text in what the template makes,
         the text in its place). Raises UsageError if there is no template."""
@@ -144,6 +147,8 @@ class ByteTokenizer:
         # The vocabulary may be larger than the bytes: such tokens have no text.
         return bytes(token for token in tokens if token < NUM_BYTES).decode(errors="replace")
 
+    raw = decode
+
     def text_of(self, token: int | None) -> str | None:
         return None if token is None else self.decode([token])
 
@@ -222,8 +227,8 @@ class FolderTokenizer:
         return self._tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def raw(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens with those that are special."""
-        return self._tokenizer.decode([*tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        known = [token for token in tokens if token < self._size]
+        return self._tokenizer.decode(known, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     @cached_property
     def _size(self) -> int:
@@ -381,6 +386,9 @@ class FileTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([token for token in tokens if token < self.num_ids])
+
+    def raw(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode([token for token in tokens if token < self.num_ids], skip_special_tokens=False)
 
     def text_of(self, token: int | None) -> str | None:
         return None if token is None else self._tokenizer.id_to_token(token)

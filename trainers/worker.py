@@ -188,7 +188,7 @@ def join(prepared: Prepared, orders: dict[str, Any]) -> Any:
     if folder := orders.get("cache_dir"):
         distributed.use_compile_cache(folder)
     distributed.join(member)
-    host.emit({"ev": "joined"})
+    host.emit({"ev": "joined", "pid": os.getpid(), "machine": socket.gethostname()})
     return prepared.trainer or prepared.trainer_class(prepared.arguments, *prepared.datasets)
 
 

@@ -224,7 +224,8 @@ class HostAgent:
         return process is not None and process.alive and process.child.send(message)
 
     def poll(self, cursor: int = 0, wait_s: float = 0.0, *, driver_term: int = 0) -> dict[str, Any]:
-        """Returns the events from `cursor` on, each with its number `n`; waits for one at most `wait_s`.
+        """Returns the events from `cursor` on, each with its number `n`; waits for one at most `wait_s`. If the log has dropped
+        some of them, the answer has the `facts` of the generation, and how many are `missed` (`EventLog.answer`).
 
         The `cursor` in the answer is for the next poll. Heartbeats are not events: the answer has the newest one separately.
         """
@@ -503,7 +504,7 @@ class HostAgent:
         return {"log_path": path, "log_copy": self._logs.copy_of(path) if path else None}
 
     def _events_since(self, cursor: int) -> dict[str, Any]:
-        return {"cursor": self._events.next, "events": self._events.since(cursor)}
+        return self._events.answer(cursor)
 
     def _host_state(self) -> dict[str, Any]:
         current, standby = self._current, self._standby.process

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
-import types
 import typing
 from collections.abc import Mapping
 from functools import cache
@@ -16,7 +14,9 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from orchestrator.config.yaml_source import KeyPath, Source, shown
+from trainers.config import near_keys
 from trainers.config.masking import masked
+from trainers.config.near_keys import arms, section_of
 from trainers.config.section import did_you_mean
 
 T = TypeVar("T")
@@ -94,19 +94,8 @@ def _mapping_as_written(hint: Any, values: Mapping[Any, Any], path: KeyPath, sou
     return result
 
 
-def section_of(hint: Any) -> type | None:
-    """Returns the dataclass among the arms of a type; None if there is none."""
-    return next((arm for arm in _arms(hint) if isinstance(arm, type) and dataclasses.is_dataclass(arm)), None)
-
-
-def _arms(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) is typing.Annotated:
-        return _arms(typing.get_args(hint)[0])
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-
-
 def _admits(hint: Any, arm: type) -> bool:
-    return arm in _arms(hint)
+    return arm in arms(hint)
 
 
 def _means_null(hint: Any, value: Any, text: str) -> bool:
@@ -115,16 +104,16 @@ def _means_null(hint: Any, value: Any, text: str) -> bool:
 
 
 def _is_text(hint: Any) -> bool:
-    return set(_arms(hint)) <= {str, type(None)}
+    return set(arms(hint)) <= {str, type(None)}
 
 
 def _is_number(hint: Any) -> bool:
-    return set(_arms(hint)) <= {int, float, type(None)}
+    return set(arms(hint)) <= {int, float, type(None)}
 
 
 def _item_hint(hint: Any) -> Any:
     """Returns the type of the items of a list, or of the values of a mapping."""
-    for arm in _arms(hint):
+    for arm in arms(hint):
         args = typing.get_args(arm)
         if typing.get_origin(arm) in (tuple, list):
             return args[0] if args else Any
@@ -188,7 +177,7 @@ def _text(cls: type, path: KeyPath, detail: ErrorDetails) -> str:
 def _length(cls: type, path: KeyPath) -> int:
     """Returns the length of the fixed-length list at `path`."""
     hint = typing.get_type_hints(_section_at(cls, path[:-1]))[str(path[-1])]
-    return next(len(typing.get_args(arm)) for arm in _arms(hint) if typing.get_origin(arm) is tuple)
+    return next(len(typing.get_args(arm)) for arm in arms(hint) if typing.get_origin(arm) is tuple)
 
 
 def _section_at(cls: type, path: KeyPath) -> Any:
@@ -207,21 +196,9 @@ class _Empty:
 def _suggestion(cls: type, path: KeyPath) -> str:
     key, section = str(path[-1]).lstrip("-"), path[:-1]
     here = [field.name for field in dataclasses.fields(_section_at(cls, section))]
-    if close := difflib.get_close_matches(key, here, 1):
-        return f"did you mean {shown((*section, close[0]))}?"
-    elsewhere = [inner for inner in _all_keys(cls) if inner[-1] == key]
-    if len(elsewhere) == 1:
-        return f"did you mean {shown(elsewhere[0])}?"
+    if keys := near_keys.near(cls, shown(section), here, key):
+        return near_keys.did_you_mean(keys)
     return f"known keys{f' of {shown(section)}' if section else ''}: {', '.join(here)}"
-
-
-@cache
-def _all_keys(cls: type) -> tuple[KeyPath, ...]:
-    keys: list[KeyPath] = []
-    for name, hint in typing.get_type_hints(cls).items():
-        inner = section_of(hint)
-        keys += [(name,)] if inner is None else [(name,), *((name, *rest) for rest in _all_keys(inner))]
-    return tuple(keys)
 
 
 def _choices(detail: ErrorDetails) -> str:

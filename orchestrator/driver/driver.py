@@ -52,6 +52,7 @@ from orchestrator.run_state import replay
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.replay import ReplayError, ReplayPlan, Segment
+from orchestrator.run_state.requests import STOP, Request
 from orchestrator.tracking.prometheus import Gauges
 from trainers.recorders.dispatch import Recorders
 from trainers.runtime.stop_reason import StopReason
@@ -90,6 +91,7 @@ class Driver:
         )
         self._time_limit = TimeLimit(config, launch, self.events, clock, monotonic)
         self.replay_plan = self._replay_plan()
+        launch.max_steps = config.training.max_num_steps
         self._membership: Membership | None = None
         self._stop_requests: StopRequests
         self._precompilations: Precompilations
@@ -264,6 +266,17 @@ class Driver:
             raise Superseded
         # Every wait passes here, so the stored state stays up to date in all of them.
         self.launch.tick()
+        for request in self.launch.new_requests():
+            self._do(request)
+
+    def _do(self, request: Request) -> None:
+        """Does what somebody asks by the run's storage."""
+        self.events.note(f"{request.by} asks this run to {request.kind}")
+        if request.kind == STOP:
+            self.board.request_stop(str(StopReason.REQUESTED), wait=False)
+        elif self._membership is not None:
+            for host in range(self.membership.size):
+                self.membership.gang.call(host, "order", {"cmd": "save"})
 
     def _check_stop(self, activity: str) -> None:
         """Called in every wait in which no gang trains. Raises StoppedOnRequest if there is a stop request."""

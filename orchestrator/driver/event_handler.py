@@ -1,7 +1,8 @@
 """Handles the events of the hosts: passes them to the generation, the goodput ledger, tracking, Ray Train and the console.
 
-The agents keep the events while there is no driver. A driver that adopts the gang gets all events of the generation again. Events
-that the previous driver has handled only rebuild the `Generation`; the others are handled as usual.
+The agents keep the events while there is no driver. A driver that adopts the gang gets all events of the generation again, and in
+the place of those that an agent has dropped its facts (`cluster.agent.facts`). Events that the previous driver has handled only
+rebuild the `Generation`; the others are handled as usual.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from cluster.agent import events as agent_events
 from cluster.agent.phases import PHASES
@@ -23,9 +24,42 @@ from orchestrator.run_state.launch import Launch
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
-from trainers.runtime.events import Heartbeat, Metrics, Note, Preview, Profile, Restored, Saved
+from trainers.runtime.events import (
+    AnomalyTreated,
+    FirstStep,
+    Heartbeat,
+    Joined,
+    Metrics,
+    Note,
+    Notice,
+    Preview,
+    Profile,
+    Restored,
+    Saved,
+    SaveFailed,
+    course_left_at,
+)
 
 KEPT_STEP_TIMES = 100
+SHOWN_PROCESSES = 8
+
+
+class Process(NamedTuple):
+    """The training process of a host."""
+
+    pid: int
+    machine: str
+
+
+def processes_line(processes: Mapping[int, Process]) -> str:
+    """Returns the line that says which process is which host: that of one machine alone without its name."""
+    machines = {process.machine for process in processes.values()}
+    shown = [
+        f"{process.pid} (host {host}{f' on {process.machine}' if len(machines) > 1 else ''})"
+        for host, process in sorted(processes.items())[:SHOWN_PROCESSES]
+    ]
+    more = f", and {len(processes) - SHOWN_PROCESSES} more" if len(processes) > SHOWN_PROCESSES else ""
+    return f"training process{'es' if len(processes) > 1 else ''} {', '.join(shown)}{more}"
 
 
 class EventHandler:
@@ -43,13 +77,15 @@ class EventHandler:
     ):
         self.launch, self.board, self.reporter, self.gauges, self.clock = launch, board, reporter, gauges, clock
         self.recorders = recorders
-        self._step_times_s: dict[int, deque[float]] = {}
+        self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.step_s.items()}
         self.new_checkpoint = False
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
         self._stragglers = Stragglers(0, straggler_policy)
         self._usage: dict[int, Mapping[str, float]] = {}
         """How much of its machine each host used, by its newest heartbeat."""
+        self._processes: dict[int, Process] = {}
+        """The training process of each host that has joined."""
 
     @property
     def step_s(self) -> dict[int, float]:
@@ -59,7 +95,7 @@ class EventHandler:
     def start(self, generation: Generation) -> None:
         """Resets what it keeps about the hosts of a generation."""
         self._stragglers = Stragglers(generation.num_hosts, self._straggler_policy)
-        self._usage = {}
+        self._usage, self._processes = {}, {}
 
     def handle_answer(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> None:
         """Handles one agent's answer to `poll`."""
@@ -68,7 +104,7 @@ class EventHandler:
 
     def catch_up(self, generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> None:
         """Handles the answers of several agents to `poll`, all events in the order of their times."""
-        events = {host: [e for e in answer["events"] if self._belongs(generation, e)] for host, answer in answers.items()}
+        events = {host: self._told(generation, host, answer) for host, answer in answers.items()}
         for host, _, event in in_order(events):
             self.handle(generation, host, event, known=event["n"] < self.launch.seen.get(host, 0))
         # After the events: the cursor is stored together with all that came of them.
@@ -77,6 +113,19 @@ class EventHandler:
             self.launch.seen[host] = max(self.launch.seen.get(host, 0), answer["cursor"])
             if answer["heartbeat"] and self._belongs(generation, answer["heartbeat"]):
                 self.handle(generation, host, answer["heartbeat"])
+
+    def _told(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> list[HostEvent]:
+        """Returns the events of an answer that are of this generation, in their order. Where the agent's log has dropped events,
+        its facts complete them: they alone tell that the gang trains, and what it has saved."""
+        found = {event["n"]: event for event in (*answer.get("facts", ()), *answer["events"])}
+        seen = self.launch.seen.get(host, 0)
+        # Of those that were dropped, only the ones that no driver has handled are lost.
+        lost = answer["cursor"] - seen - sum(number >= seen for number in found)
+        if (lost := min(lost, answer.get("missed", 0))) > 0:
+            self.note(
+                f"host {host}: {lost} events that no driver has read are lost (its agent keeps a limited number)", "warning"
+            )
+        return [event for _, event in sorted(found.items()) if self._belongs(generation, event)]
 
     def _belongs(self, generation: Generation, event: Mapping[str, Any]) -> bool:
         return event.get("generation", generation.number) == generation.number
@@ -114,30 +163,47 @@ class EventHandler:
                 self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
             case "saved":
                 self._on_saved(host, event)
-            case "save_failed":
-                text = f"the checkpoint of step {event['step']} failed, training goes on and tries again: {event['error']}"
-                self.launch.save_problem = f"the checkpoint of step {event['step']} failed: {event['error']}"
-                self.note(f"host {host}: {text}", "warning")
+            case "save_failed" | "notice":
+                self._on_warning(host, event)
             case "restored":
                 self._on_restored(host, event)
             case "note" | "printed":
                 self._on_text(host, event)
             case "profile":
                 self._on_profile(host, event)
-            case "notice":
-                self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
+            case "first_step":
+                self._on_first_step(host, event)
             case "anomaly":
-                self._record(of_anomaly(event, generation.number))
+                self._on_anomaly(generation, event)
             case "heartbeat":
                 self._on_heartbeat(generation, host, event)
             case "joined":
                 self.launch.time_used.begin(event["t"])
+                self._on_joined(generation, host, event)
+
+    def _on_joined(self, generation: Generation, host: int, event: Joined) -> None:
+        if "pid" in event:
+            self._processes[host] = Process(event["pid"], event.get("machine", ""))
+            if len(self._processes) == generation.num_hosts:
+                self.note(processes_line(self._processes))
+
+    def _on_first_step(self, host: int, event: FirstStep) -> None:
+        resumed_step = event.get("resumed_step", event["step"] - 1)
+        if host == 0 and self.launch.resumed(resumed_step):
+            self.recorders.go_back(resumed_step)
+
+    def _on_anomaly(self, generation: Generation, event: AnomalyTreated) -> None:
+        if (step := course_left_at(event)) is not None and self.launch.leave_course(step):
+            self.recorders.go_back(step)
+        self._record(of_anomaly(event, generation.number))
 
     def _on_metrics(self, generation: Generation, event: Metrics) -> None:
         metrics, step, launch = event["metrics"], event["step"], self.launch
         if "step_time_s" in metrics:
             times = self._step_times_s.setdefault(generation.num_hosts, deque(maxlen=KEPT_STEP_TIMES))
             times.append(metrics["step_time_s"])
+            # For the next driver, which must know what another number of hosts would gain.
+            launch.step_s[generation.num_hosts] = statistics.median(times)
         for category in ("data_wait", "checkpoint"):
             # Moved, not added: the training process measured these seconds inside its steps.
             launch.goodput.move("step", category, event.get("seconds", {}).get(category, 0.0))
@@ -147,7 +213,7 @@ class EventHandler:
             if host_usage.CPU in metrics:
                 # Host 0 has sent its own: the fullest machine is the one to know of.
                 metrics = metrics | host_usage.largest([metrics, *self._usage.values()])
-            goodput = launch.goodput.goodput(self.clock())
+            goodput = launch.goodput_of_run(self.clock())
             self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind, "goodput": goodput})
             launch.publish(step, metrics)
             self.recorders.record(step, metrics, event.get("distributions"))
@@ -185,6 +251,14 @@ class EventHandler:
             self.board.post({"ev": "printed", "host": host, "lines": event["lines"], "left_out": event["left_out"]})
         else:
             self.note(f"host {host}: {event['message']}")
+
+    def _on_warning(self, host: int, event: SaveFailed | Notice | agent_events.MachineNotice) -> None:
+        if event["ev"] == "notice":
+            self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
+        else:
+            failed = f"the checkpoint of step {event['step']} failed"
+            self.launch.save_problem = f"{failed}: {event['error']}"
+            self.note(f"host {host}: {failed}, training goes on and tries again: {event['error']}", "warning")
 
     def _on_profile(self, host: int, event: Profile) -> None:
         if event["problem"] is None:

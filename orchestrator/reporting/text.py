@@ -112,7 +112,13 @@ def _facts(screen: Screen, summary: Mapping[str, Any]) -> None:
     for name, metrics in further:
         if metrics:
             _line(screen, name, "  ".join(shown(metrics)))
-    _line(screen, "restarts", str(max(0, (summary.get("generations") or 1) - 1)))
+    launches, of_launch = summary.get("launches") or 1, summary.get("launch")
+    # Each launch begins with a generation that is no restart.
+    _line(screen, "restarts", str(max(0, (summary.get("generations") or 1) - launches)))
+    if launches > 1 and of_launch:
+        met = of_launch["num_incidents"]
+        about = f"{seconds(of_launch['wall_s'])}, {met} incident{'' if met == 1 else 's'}"
+        _line(screen, "launches", f"{launches}; all numbers are of all of them. This one: {about}")
 
 
 def _incidents(screen: Screen, incidents: list[Mapping[str, Any]]) -> None:

@@ -42,22 +42,30 @@ def read(lines: Iterable[str], launch_id: str) -> list[Entry]:
 
     Invalid lines are ignored: a driver may have died while it wrote one.
     """
-    entries: dict[int, Entry] = {}
+    return [entry for of_launch, entry in with_launches(lines) if of_launch == launch_id]
+
+
+def of_all_launches(lines: Iterable[str]) -> list[Entry]:
+    """Returns the incidents of all launches of a run in their last state, oldest first."""
+    return sorted((entry for _, entry in with_launches(lines)), key=lambda entry: entry.incident.failed_at_s)
+
+
+def with_launches(lines: Iterable[str]) -> list[tuple[str, Entry]]:
+    """Returns (id of the launch, incident) of valid lines, by launch and number."""
+    entries: dict[tuple[str, int], Entry] = {}
     for text in lines:
-        entry = _parse(text, launch_id)
-        if entry is not None:
+        if (found := _parse(text)) is not None:
             # A later line of the same number is its newer state.
-            entries[entry.number] = entry
-    return [entries[number] for number in sorted(entries)]
+            launch_id, entry = found
+            entries[launch_id, entry.number] = entry
+    return [(launch_id, entries[launch_id, number]) for launch_id, number in sorted(entries)]
 
 
-def _parse(text: str, launch_id: str) -> Entry | None:
+def _parse(text: str) -> tuple[str, Entry] | None:
     try:
         document = json.loads(text)
-        if document["launch_id"] != launch_id:
-            return None
         past = document["past"]
         incident = Incident.from_dict(document["incident"])
-        return Entry(int(document["number"]), incident, PastFailure.from_dict(past) if past else None)
+        return document["launch_id"], Entry(int(document["number"]), incident, PastFailure.from_dict(past) if past else None)
     except (ValueError, KeyError, TypeError):
         return None

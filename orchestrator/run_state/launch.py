@@ -10,20 +10,26 @@ with each incident. A background thread writes them: storage that hangs does not
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
+import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
+from orchestrator.run_state.earlier import Earlier
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, Entry
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
+from orchestrator.run_state.requests import Request
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
 from orchestrator.run_state.time_used import TimeUsed
@@ -31,10 +37,13 @@ from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS
 from trainers.storage import documents
 
 STATE, GANG = "launch.json", "gang.json"
 CHECKPOINTS = "checkpoints"
+PLACE = ("name", "storage")
+"""Settings that say where a run is, and not what it does."""
 STORE_EVERY_S = 1.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
 HURRIED_CLOSE_TIMEOUT_S = 1.0
@@ -59,7 +68,15 @@ def open_launch(
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
     tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
     recorded = committed.of_run(Path(run_dir), Path(run_dir, CHECKPOINTS))
-    return Launch(RunFolder(run_dir), launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded)
+    folder, course = RunFolder(run_dir), _course(params)
+    return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, course)
+
+
+def _course(params: Mapping[str, Any]) -> str:
+    """Returns a digest of the settings of the training: with others, a step that comes again has other numbers."""
+    left_out = (*ORCHESTRATOR_SECTIONS, *PLACE)
+    training = {name: str(value) for name, value in params.items() if name.partition(".")[0] not in left_out}
+    return hashlib.sha256(json.dumps(training, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _latest_term(run_dir: str) -> int:
@@ -93,6 +110,7 @@ class Launch:
         clock: Callable[[], float],
         writer: Writer,
         recorded: Committed = committed.NOTHING,
+        course: str | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ):
         self.run_dir, self.launch_id, self.clock = folder.path, launch_id, clock
@@ -103,15 +121,22 @@ class Launch:
         self.time_used = TimeUsed()
         """Of the `time_limit`, over all launches of the run."""
         self.num_incidents = 0
+        self.earlier = Earlier()
+        """The launches of the run before this one."""
+        self.earlier_incidents: list[tuple[str, Incident]] = []
+        """The newest incidents of earlier launches, oldest first, each with the id of its launch."""
         self.history: list[PastFailure] = []
         """The newest failures, oldest first."""
-        self.generations = 0
-        self.drivers = 1
+        self.generations, self.drivers = 0, 1
         self.high_water_step = 0
+        self.step_s: dict[int, float] = {}
+        """The median seconds of a step, by number of hosts."""
         self.trained_step = 0
         """How far this launch has trained, without the steps that a rollback took back."""
         self.save_problem: str | None = None
         """Why the last save failed; None if a later one has succeeded."""
+        self.max_steps: int | None = None
+        """For those who look at the run: `gangway status`."""
         self.saved_path: str | None = None
         self.checkpoint_step: int | None = None
         self.committed = Committed()
@@ -124,7 +149,11 @@ class Launch:
         """Problems with the files of an earlier driver, as sentences."""
         self._folder, self._writer = folder, writer
         self._entries: list[Entry] = []
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._published = {"train": -1, "eval": -1}
+        self._course = self._course_of_points = course
+        """The settings of this launch, and those under which the published points were trained. They differ until training
+        has begun: only then is it known which points a new course leaves."""
         self._num_published = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
@@ -187,6 +216,11 @@ class Launch:
             if entry.incident is incident:
                 self._write_incident(entry)
 
+    def goodput_of_run(self, now_s: float) -> float:
+        """Returns the share of the wall clock of all launches that was spent in steps that were not repeated."""
+        wall_s = self.earlier.wall_s + self.goodput.wall_s(now_s)
+        return (self.earlier.seconds.get("step", 0.0) + self.goodput.totals(now_s)["step"]) / wall_s if wall_s > 0 else 0.0
+
     def open_incident(self) -> Incident | None:
         """Returns the incident from which the gang has not recovered yet."""
         return next((incident for incident in reversed(self.incidents) if incident.open), None)
@@ -196,6 +230,23 @@ class Launch:
         if step <= self._published[kind]:
             return False
         self._published[kind] = step
+        return True
+
+    def resumed(self, step: int) -> bool:
+        """Called when training has begun, from `step` on. If its settings are others than those of the published points, the
+        points of later steps are left behind. Returns whether there are any."""
+        is_other, self._course_of_points = self._course_of_points != self._course, self._course
+        return is_other and self.leave_course(step)
+
+    def leave_course(self, step: int) -> bool:
+        """Records that training has gone back to `step` and takes another course: what comes of later steps is new. Returns
+        whether any was published."""
+        if all(last <= step for last in self._published.values()):
+            return False
+        self._published = {kind: min(last, step) for kind, last in self._published.items()}
+        self._num_published += 1
+        self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.go_back(step))
+        self.store()
         return True
 
     def preview(self, about: dict[str, Any], on_problem: Callable[[str], None]) -> None:
@@ -237,8 +288,20 @@ class Launch:
         # Made here, not by the writer: it is the state of this moment, which only this thread may read.
         document = self._document()
         self._write(STATE, lambda: self._folder.write(STATE, document))
+        self._write("the requests", self._look_for_requests)
         if (path := self.saved_path) is not None and self._gone != path:
             self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
+
+    def new_requests(self) -> Iterator[Request]:
+        """Yields what was asked of this launch in its storage since the last call (`gangway stop`)."""
+        with suppress(queue.Empty):
+            while True:
+                yield self._requests.get_nowait()
+
+    def _look_for_requests(self) -> None:
+        # On the writer's thread: the storage may hang.
+        for request in self._folder.take_requests(self.launch_id):
+            self._requests.put(request)
 
     def checkpoint_is_gone(self) -> bool:
         """Returns True once for a newest checkpoint that is no longer where it was saved: somebody has deleted it."""
@@ -332,14 +395,19 @@ class Launch:
             "driver_term": self.lease.driver_term,
             "goodput": self.goodput.to_dict(self.clock()),
             "time_used": self.time_used.to_dict(self.clock()),
+            "earlier": self.earlier.to_dict(),
+            "num_incidents": self.num_incidents,
             "generations": self.generations,
             "drivers": self.drivers,
             "high_water_step": self.high_water_step,
+            "step_s": {str(hosts): step_s for hosts, step_s in self.step_s.items()},
             "trained_step": self.trained_step,
+            "max_steps": self.max_steps,
             "saved_path": self.saved_path,
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
             "published": dict(self._published),
+            "course": self._course_of_points,
             # With its generation: if only one of the two files was written, the numbers are not used.
             "seen": {
                 "generation": self.gang["generation"] if self.gang else None,
@@ -356,14 +424,22 @@ class Launch:
         self.high_water_step = state["high_water_step"]
         self.saved_path, self.checkpoint_step = state["saved_path"], state["checkpoint_step"]
         self.committed = Committed(**state.get("committed", {"step": self.checkpoint_step}))
-        self._published = state["published"]
+        self._published, self._course_of_points = state["published"], state.get("course", self._course)
         self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id)
+        found = incident_log.with_launches(self._folder.last_lines(incident_log.NAME))
+        others = [(launch_id, entry.incident) for launch_id, entry in found if launch_id != self.launch_id]
+        self.earlier_incidents = sorted(others, key=lambda item: item[1].failed_at_s)[-KEPT_INCIDENTS:]
         if state["launch_id"] != self.launch_id:
+            met = [entry.number + 1 for launch_id, entry in found if launch_id == state["launch_id"]]
+            self.earlier = Earlier.before(state, state.get("num_incidents", max(met, default=0)))
             return
+        entries = [entry for launch_id, entry in found if launch_id == self.launch_id]
+        self.earlier = Earlier.of(state)
         # From here on only for a driver that follows another one of the same launch.
         self.goodput = Goodput.resume(state["goodput"])
         self._last_stored_at_s = self.goodput.counted_to_s
         self.generations, self.drivers = state["generations"], state["drivers"] + 1
+        self.step_s = {int(hosts): step_s for hosts, step_s in state.get("step_s", {}).items()}
         self.trained_step = state.get("trained_step", 0)
         if gang is not None and gang["launch_id"] == self.launch_id:
             self.gang = gang["gang"]
@@ -372,7 +448,6 @@ class Launch:
             self.generations = max(self.generations, self.gang["generation"] + 1)
             if state["seen"]["generation"] == self.gang["generation"]:
                 self.seen = dict(enumerate(state["seen"]["events"]))
-        entries = incident_log.read(self._folder.last_lines(incident_log.NAME), self.launch_id)
         self._entries = entries[-KEPT_INCIDENTS:]
         self.history = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
         self.num_incidents = entries[-1].number + 1 if entries else 0

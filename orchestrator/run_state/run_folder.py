@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from orchestrator.run_state import requests
+from orchestrator.run_state.requests import Request
 from trainers.storage import documents, durable
 
 READ_BYTES = 16 << 20
@@ -44,6 +46,10 @@ class RunFolder:
             file.write(text.encode())
             file.flush()
             durable.sync(file.fileno())
+
+    def take_requests(self, launch_id: str) -> list[Request]:
+        """Returns what is asked of a launch, once."""
+        return requests.take(self.path, launch_id)
 
     def last_lines(self, name: str) -> list[str]:
         """Returns the lines at the end of a file; none if there is no file."""

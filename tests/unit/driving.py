@@ -15,6 +15,7 @@ from orchestrator.driver.driver import Driver
 from orchestrator.driver.errors import Superseded, TrainingFailed
 from orchestrator.events import ConsoleEvent
 from orchestrator.run_state.launch import Launch
+from orchestrator.run_state.requests import Request
 from tests.environment import BUILD
 from tests.event_schema import check_event
 from tests.unit.fake_gang import DriverDied, FakeGangs, World
@@ -89,6 +90,10 @@ class FakeFolder:
 
     def __init__(self, world: World):
         self._files = world.files
+
+    def take_requests(self, launch_id: str) -> list[Request]:
+        taken, self._files["requests"] = self._files.get("requests", []), []
+        return taken
 
     def read(self, name: str) -> Any:
         return json.loads(self._files[name]) if name in self._files else None

@@ -61,6 +61,8 @@ class World:
         self.jobs: dict[str, Job] = {}
         self.commits: list[tuple[int, int]] = []
         """(generation, step), in order."""
+        self.save_orders: list[tuple[int, float]] = []
+        """(host, when) of each order to save now."""
         self.trouble_told_s: list[float] = []
         """When an agent told that its process had ended, or was overdue."""
         self.driver_term = 0
@@ -238,6 +240,8 @@ class Agent:
             process.fence = int(message["path"])
         elif message["cmd"] == "stop":
             self.world.jobs[self.job_key].stop(message["reason"])
+        elif message["cmd"] == "save":
+            self.world.save_orders.append((process.host, self.world.now_s))
         return True
 
     @property
@@ -274,8 +278,7 @@ class Agent:
     def _told(self, cursor: int) -> dict[str, Any]:
         process = self.process
         return {
-            "events": self.log.since(cursor),
-            "cursor": self.log.next,
+            **self.log.answer(cursor),
             "heartbeat": self._heartbeat(),
             "host_state": {"alive": process is not None and process.alive},
         }
@@ -307,8 +310,7 @@ class Agent:
             "overdue": overdue,
             "last_heartbeat": self._heartbeat(),
             "notice": None,
-            "events": self.log.since(cursor or 0),
-            "cursor": self.log.next,
+            **self.log.answer(cursor or 0),
         }
 
     def _shutdown(self) -> None:

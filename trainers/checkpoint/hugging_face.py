@@ -93,9 +93,12 @@ def look(path: Path) -> Folder:
         if dtype not in DTYPES:
             problems.append(f"{tensors[0]} is {dtype}: expected one of {', '.join(DTYPES)}")
             continue
-        if place.part is not None:
-            shape = (*shape[:-1], shape[-1] // 3)
         shape = shape[::-1] if place.turned else shape
+        if place.part is not None:
+            if shape[-1:] != (place.part.whole,):
+                problems.append(f"{tensors[0]} is {_shown(first)}: expected {place.part.whole} for all that lies in it")
+                continue
+            shape = (*shape[:-1], place.part.size)
         leaves[name] = Leaf(place, tensors, stacked, (*stacked, *shape), DTYPES[dtype])
     used = {tensor for source in expected for tensor in source.tensors}
     problems += [f"{name} is left over" for name in sorted(headers) if name not in used and not is_besides(config, name)]
@@ -136,7 +139,7 @@ def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
     within, sizes = index[depth:], leaf.shape[depth:]
     spans = [range(*place.indices(size)) for place, size in zip(within, sizes, strict=True)]
     if leaf.place.part is not None:
-        start = leaf.place.part * sizes[-1]
+        start = leaf.place.part.start
         spans[-1] = range(spans[-1].start + start, spans[-1].stop + start)
     wanted = tuple(slice(span.start, span.stop) for span in (spans[::-1] if leaf.place.turned else spans))
 

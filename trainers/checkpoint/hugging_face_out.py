@@ -42,7 +42,7 @@ class Tensor:
     shape: Shape
     dtype: str
     parameters: tuple[str, ...]
-    """Their slices are joined along the last dimension: GPT-2 has three parameters in one tensor."""
+    """Their slices are joined along the last dimension: GPT-2 has three parameters in one tensor, Phi-3 two or three."""
     number: int | None
     """Which of the tensors that are stacked in the parameters; None: they are not stacked."""
     turned: bool
@@ -80,7 +80,7 @@ def plan(config: Config, parameters: Mapping[str, tuple[Shape, str]]) -> list[Te
         own = shape[len(stacked) :]
         for number, name in enumerate(names):
             before = tensors.get(name)
-            joined = own if before is None else (*own[:-1], before.shape[-1] + own[-1])
+            joined = own if place.part is None else (*own[:-1], place.part.whole)
             parts = (ours,) if before is None else (*before.parameters, ours)
             tensors[name] = Tensor(
                 name, joined[::-1] if place.turned else joined, dtype, parts, number if stacked else None, place.turned

@@ -57,6 +57,7 @@ EXPERTS = ROTARY | {"window", "num_experts", "experts_per_token"}
 OF_GEMMA = EVERY_OTHER | {"query_scalar", "logit_softcap", "attention_bias"}
 OF_GRANITE = ROTARY | BIASES | {"query_scalar", "embedding_multiplier", "residual_multiplier", "logit_divisor"}
 GEMMA = {"norm_offset": True, "post_norms": True, "activation": "gelu", "scaled_embedding": True, "whole_heads": True}
+OLMO = {"pre_norms": False, "post_norms": True, "whole_qk_norm": True}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -71,7 +72,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma3": Family(**GEMMA, qk_norm=True, settings=OF_GEMMA | {"local_rope_theta"}),  # type: ignore[arg-type]
         "granite": Family(settings=OF_GRANITE),
         "smollm3": Family(settings=ROTARY | BIASES | {"unturned_every"}),
-        "olmo2": Family(pre_norms=False, post_norms=True, whole_qk_norm=True, settings=ROTARY | {"attention_bias"}),
+        "olmo2": Family(**OLMO, settings=ROTARY | {"attention_bias"}),  # type: ignore[arg-type]
+        "olmo3": Family(**OLMO, settings=EVERY_OTHER | {"attention_bias", "local_rope_theta"}),  # type: ignore[arg-type]
+        "phi3": Family(settings=ROTARY - {"rope_scaling"} | {"window"}),
         "gpt2": Family(
             norm="layer",
             qkv_bias=True,

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from trainers.config import near_keys
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS
 from trainers.config.pieces import PiecesArguments
 from trainers.config.section import did_you_mean
@@ -35,7 +36,9 @@ def unknown(name: str, own: Sequence[str]) -> Iterator[str]:
     elif top not in known:
         inside = [section for section, hint in hints.items() if name in fields(hint)]
         hint = "".join(f"; it is a key of {section}: {section}={{{name!r}: ...}}" for section in inside)
-        yield f"{name}: there is no such setting{hint or did_you_mean(name, known)}"
+        keys = [WORDS.get(key, key) for key in near_keys.OF_OTHERS.get(name, ()) if key.partition(".")[0] in known]
+        hint = hint or (f"; {near_keys.did_you_mean(keys)}" if keys else did_you_mean(name, known))
+        yield f"{name}: there is no such setting{hint}"
 
 
 def as_given(problem: str) -> str:

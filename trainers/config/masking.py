@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MASK = "***"
@@ -20,3 +20,12 @@ def masked(data: Any) -> Any:
         return {key: masked(value) for key, value in data.items()}
     # Exactly lists and tuples: a named tuple cannot be built from an iterable.
     return type(data)(masked(item) for item in data) if type(data) in (list, tuple) else data
+
+
+def masked_keys(data: Any, key: str = "") -> Iterator[str]:
+    """Yields the keys of the URLs in plain data, such as `data.paths.0`, from which `masked` has taken something."""
+    if isinstance(data, Mapping | list | tuple):
+        for name, value in data.items() if isinstance(data, Mapping) else enumerate(data):
+            yield from masked_keys(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(data, str) and (f"://{MASK}@" in data or ("://" in data and f"={MASK}" in data)):
+        yield key

@@ -133,7 +133,7 @@ class ModelConfig(Section):
     It says all keys of this section but `remat`, `attention` and `grouped_product`."""
     family: str = "llama"
     """The structure: `llama`, `mistral`, `ministral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3`, `granite`, `smollm3`,
-    `olmo2`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys are its numbers."""
+    `olmo2`, `olmo3`, `phi3`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys are its numbers."""
     vocab_size: int = 256
     width: int = 256
     num_layers: int = 4

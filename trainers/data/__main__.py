@@ -1,6 +1,6 @@
 """Shows the data of a configuration as training will see it, before anything is trained.
 
-    python -m trainers.data CONFIG [--examples N] [--batches N] [key=value ...]
+    python -m trainers.data CONFIG [--examples N] [--batches N] [--specials] [key=value ...]
 
 It reads the first batches as the trainer does, with its transforms, and shows examples of them as text: each document in a colour
 of its own, and dim what is no target of the loss. Then how full the rows are, how long the documents, and the tokens of each
@@ -23,7 +23,7 @@ from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.base import BaseTrainer
-    from trainers.data.view import Batch, Line
+    from trainers.data.view import Batch, Decode, Line
     from trainers.runtime.events import Event
 
 INTERRUPTED = 130
@@ -49,6 +49,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
     parser.add_argument("--examples", type=int, default=4, metavar="N", help="how many to show as text; default: 4")
     parser.add_argument("--batches", type=int, default=4, metavar="N", help="how many to count tokens of; default: 4")
+    parser.add_argument("--specials", action="store_true", help="show special tokens, such as the end of a text, too")
     options = parser.parse_intermixed_args(argv)
     for name in ("examples", "batches"):
         if getattr(options, name) < 1:
@@ -67,7 +68,8 @@ def show(options: argparse.Namespace) -> None:
     trainer = build(arguments)
     screen = Console(highlight=False, soft_wrap=True)
     coloured = screen.color_system is not None and not screen.no_color
-    for line in lines(trainer, options.examples, options.batches, coloured=coloured):
+    decode = decode_of(trainer, specials=options.specials)
+    for line in lines(trainer, options.examples, options.batches, decode, coloured=coloured):
         screen.print(Text.assemble(*line), soft_wrap=True)
 
 
@@ -89,8 +91,10 @@ def note(event: Event) -> None:
         print(event["message"], file=sys.stderr)
 
 
-def lines(trainer: BaseTrainer, num_examples: int, num_batches: int, *, coloured: bool) -> Iterator[Line]:
-    """Yields all that is shown."""
+def lines(
+    trainer: BaseTrainer, num_examples: int, num_batches: int, decode: Decode | None = None, *, coloured: bool
+) -> Iterator[Line]:
+    """Yields all that is shown. `decode` makes text of tokens; default: `decode_of`."""
     from trainers.data import view
     from trainers.data.loader import Tells
 
@@ -102,12 +106,13 @@ def lines(trainer: BaseTrainer, num_examples: int, num_batches: int, *, coloured
         yield heading(f"a row, of the first {num_rows:,}")
         yield from view.other(batch)
         return
+    decode = decode or decode_of(trainer)
     batch, labels = view.lines_of(batch), arguments.classification.labels
     lines_per_row = len(batch["weight"]) // num_rows
     yield heading(f"the first {num_shown} examples of training")
     for number in range(num_shown * lines_per_row):
         row = {name: leaf[number] for name, leaf in batch.items()}
-        yield view.example(row, decode_of(trainer), names, coloured=coloured, ignore_index=ignore_index, labels=labels)
+        yield view.example(row, decode, names, coloured=coloured, ignore_index=ignore_index, labels=labels)
     if isinstance(data, Tells):
         yield heading("packing")
         yield from (((line, ""),) for line in data.told())
@@ -133,11 +138,19 @@ def first_rows(trainer: BaseTrainer, num_rows: int) -> Batch:
     return trainer.rows_of(data, range(num_rows))
 
 
-def decode_of(trainer: BaseTrainer) -> Any:
-    """Returns the function that makes text of tokens: that of the task, else that of the configured tokenizer."""
+def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:
+    """Returns the function that makes text of tokens: that of the task, else that of the configured tokenizer. With `specials`
+    special tokens are shown, too. Raises UsageError for a task that decodes by itself."""
     from trainers import tokenizers
+    from trainers.tasks.causal_lm import CausalLMTask
 
-    return getattr(trainer.task, "decode", None) or tokenizers.of(trainer.arguments).decode
+    own = getattr(trainer.task, "decode", None)
+    if own is None or (specials and getattr(type(trainer.task), "decode", None) is CausalLMTask.decode):
+        tokenizer = tokenizers.of(trainer.arguments)
+        return tokenizer.raw if specials else tokenizer.decode
+    if specials:
+        raise UsageError(f"--specials: {type(trainer.task).__name__} decodes tokens by itself; leave it out")
+    return own
 
 
 def specials_of(trainer: BaseTrainer) -> list[str]:

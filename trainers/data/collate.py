@@ -101,7 +101,8 @@ class Collated:
         if row is None:
             # Left out by its weight, not by taking the next example: that would shift the position of all later ones.
             return {**self._filler_row(), "sample_id": example["sample_id"], "weight": np.zeros((), np.float32)}
-        return {"weight": np.ones((), np.float32), **row}
+        # Not of the transform alone: it need not know that its examples have weights.
+        return {"weight": np.asarray(example.get("weight", 1.0), np.float32), **row}
 
     def _row(self, example: Example) -> dict[str, np.ndarray] | None:
         transformed = example if self.transform is None else self.transform(example)

@@ -167,20 +167,39 @@ class TrainingRows:
         return {f"epoch/{source.name}": count / len(source) for source, count in zip(self.sources, rows, strict=True)}
 
 
-class HeldOutRows:
-    """The rows of each source, one source after the other."""
+BARELY = 1e-12
+"""The weight, beside the others, of a source that does not count: its own loss is measured, and changes no digit of the mean."""
 
-    def __init__(self, sources: Sequence[RowSource]):
+
+class HeldOutRows:
+    """The held-out rows of all sources, each once. Any first part of them has about the same share of each source's rows."""
+
+    def __init__(self, sources: Sequence[RowSource], weights: Sequence[float] = ()):
+        """`weights` are those of the sources: in a mean over all rows each source counts by its weight, however many rows it has.
+        Without them each row counts alike."""
         self.sources = tuple(sources)
-        self._ends = np.cumsum([len(source) for source in sources], dtype=np.int64)
+        sizes = np.array([len(source) for source in sources], np.int64)
+        self._source = np.repeat(np.arange(len(sizes)), sizes)
+        self._row = np.concatenate([np.arange(size) for size in sizes]) if len(sizes) else np.zeros(0, np.int64)
+        # By how far each row is in its source: so `evaluation.max_batches` leaves no source out.
+        self._order = np.argsort((self._row + 0.5) / sizes[self._source], kind="stable")
+        self._weights = row_weights(sizes, weights) if weights else None
 
     def __len__(self) -> int:
-        return sum(map(len, self.sources))
+        return len(self._order)
 
     def __getitem__(self, index: int) -> Row:
-        number = int(np.searchsorted(self._ends, index, "right"))
+        number, row = (int(of_rows[self._order[index]]) for of_rows in (self._source, self._row))
         source = self.sources[number]
-        return source.row(0, index - int(self._ends[number]) + len(source))
+        found = source.row(0, row)
+        return found if self._weights is None else {**found, "weight": np.asarray(self._weights[number], np.float32)}
+
+
+def row_weights(sizes: np.ndarray, weights: Sequence[float]) -> np.ndarray:
+    """Returns the weight of a row of each source, so that all rows of a source count by its weight. `sizes` are the rows of each
+    source; the weights of all rows add up to their number."""
+    shares = np.maximum(np.asarray(weights, float) / sum(weights), BARELY)
+    return shares * sizes.sum() / np.maximum(sizes, 1)
 
 
 def packing_numbers(sources: Sequence[RowSource]) -> dict[str, float]:

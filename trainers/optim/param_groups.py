@@ -41,6 +41,14 @@ def as_group(group: ParameterGroup | Mapping[str, Any]) -> ParameterGroup:
         raise UsageError(f"build_param_groups: {error}") from error
 
 
+def frozen_group(pattern: str) -> ParameterGroup:
+    """Returns the group of the frozen parameters of this pattern. Raises UsageError if it is none."""
+    try:
+        return ParameterGroup(pattern=pattern, frozen=True)
+    except ValueError as error:
+        raise UsageError(f"freeze_module: {error}") from error
+
+
 def parameter_path(path: Any) -> str:
     """Returns the name of a parameter, such as `layers.query`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

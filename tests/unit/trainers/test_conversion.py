@@ -81,7 +81,7 @@ def test_all_problems_are_told_at_once(make):
     ]
 
 
-DID_YOU_MEAN = "; did you mean sequence_length?"
+DID_YOU_MEAN = "; did you mean data.sequence_length?"
 
 
 def names(cls):

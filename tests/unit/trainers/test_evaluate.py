@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,8 +16,10 @@ from tests import ROOT
 from tests.unit.training import flip_a_byte, of, trainer
 from trainers import evaluate, run
 from trainers.base import BaseTrainer
+from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.export import to_safetensors
+from trainers.loop.saver import recorded_arguments
 
 HERE = "tests.unit.trainers.test_evaluate:"
 
@@ -105,6 +108,41 @@ def test_the_table_has_a_line_for_each_and_settings_may_be_changed(trained, caps
     named = [dict(zip(header.split(), line.split(), strict=True)) for line in lines]
     assert [row["unit"] for row in named] == ["eval", "few"]
     assert all(row["loss"] == f"{published[6]['few_loss']:.6g}" for row in named)  # both have one batch now
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_a_run_alone_is_measured_with_what_its_checkpoint_has_recorded(trained, capsys, tmp_path):
+    _, folder, published = trained
+    before = files_below(folder)
+    for source in (folder, folder / "checkpoints" / "6"):
+        rows = results(capsys, source)
+        assert [(row["step"], row["unit"]) for row in rows] == [(6, "eval"), (6, "few")]
+        assert rows[0]["metrics"] == pytest.approx(of_unit(published[6], "eval"), rel=1e-6)
+    (row,) = results(capsys, folder, "evaluation.units.eval.max_batches=1", "--unit", "eval")
+    assert row["metrics"]["loss"] == pytest.approx(published[6]["few_loss"], rel=1e-6)
+    assert files_below(folder) == before
+    file = tmp_path / "model.safetensors"
+    to_safetensors(folder / "checkpoints" / "6", file)
+    assert evaluate.main([str(file)]) == 2
+    assert "has recorded no configuration: name one after it" in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class More(TrainingArguments):
+    extra: int = 1
+
+
+def test_the_class_of_the_arguments_is_recorded_and_what_was_masked_is_asked_for(tmp_path, monkeypatch):
+    arguments = More(name="run", storage=str(tmp_path), max_num_steps=1, extra=3)
+    recorded = recorded_arguments(arguments)
+    assert recorded["arguments_class"] == HERE + "More"
+    monkeypatch.setattr("trainers.checkpoint.manifest.read_meta", lambda path: recorded)
+    (tmp_path / "meta.json").touch()
+    monkeypatch.setattr("trainers.checkpoint.weights.find", lambda source: tmp_path)
+    assert evaluate.recorded_with("run", ["seed=4"]) == dataclasses.replace(arguments, seed=4)
+    recorded["arguments"]["data"]["paths"] = ["s3://***@bucket/a"]
+    with pytest.raises(UsageError, match=r"^data\.paths\.0: masked, for it had a secret; give data\.paths\.0=VALUE"):
+        evaluate.recorded_with("run", [])
 
 
 class NoBase:

@@ -197,12 +197,41 @@ def test_the_base_has_its_own_type_on_the_devices(tmp_path, events):
 
 
 def test_the_command_that_evaluates_gives_the_numbers_of_the_training(trained, tmp_path, capsys):
-    config = tmp_path / "lora.json"
-    config.write_text(json.dumps({**SETTINGS, "name": "run", "storage": str(tmp_path), "global_batch_size": 16}))
     made = evaluate.build(arguments(tmp_path, **SETTINGS))
     [result] = evaluate.evaluate(made, str(checkpoint(trained)))
     assert result.metrics["loss"] == trained.output.metrics["eval_loss"]
     assert made.frozen.keys() == {"base"}
+
+
+@pytest.mark.costs("compiles an evaluation for each model")
+def test_a_model_without_adapters_is_measured_as_it_is(trained, tmp_path, capsys):
+    config = tmp_path / "lora.yaml"
+    given = {**SETTINGS, "name": "run", "storage": str(tmp_path), "global_batch_size": 16, "publish_every_steps": 1}
+    config.write_text(json.dumps(given))
+
+    def losses(*words):
+        assert evaluate.main([*map(str, words), "--json"]) == 0
+        return [row["metrics"]["loss"] for row in json.loads(capsys.readouterr().out)]
+
+    (plain,) = losses(config, "lora=null", "--checkpoint", LLAMA)
+    tuned = trained.output.metrics["eval_loss"]
+    assert losses(LLAMA, config) == pytest.approx([plain], rel=1e-6)
+    assert plain != pytest.approx(tuned, rel=1e-3)
+    # Both beside each other; the settings of the run itself are those that it has recorded.
+    assert losses(config, "--checkpoint", LLAMA, "--checkpoint", checkpoint(trained)) == pytest.approx([plain, tuned], rel=1e-6)
+    assert losses(checkpoint(trained)) == [tuned]
+
+
+def test_a_base_that_has_moved_is_that_of_the_configuration(tmp_path, monkeypatch):
+    def with_base(path):
+        return arguments(tmp_path, **{**SETTINGS, "lora": {"rank": 4, "base": str(path)}})
+
+    monkeypatch.setattr("trainers.generate.look", lambda source: source)
+    monkeypatch.setattr("trainers.generate.arguments_of", lambda found: with_base(tmp_path / found))
+    assert evaluate.with_model_of("gone", with_base(LLAMA)).lora.base == LLAMA
+    (tmp_path / "there").mkdir()
+    assert evaluate.with_model_of("there", with_base(LLAMA)).lora.base == str(tmp_path / "there")
+    assert evaluate.with_model_of("gone", arguments(tmp_path, **{**SETTINGS, "lora": None})).lora.base == str(tmp_path / "gone")
 
 
 @pytest.mark.slow("trains more than once")

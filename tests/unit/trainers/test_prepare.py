@@ -16,9 +16,11 @@ import yaml
 
 from tests import ROOT
 from trainers import prepare, tokenizers
+from trainers.data import __main__ as look
 from trainers.data.prepared import PreparedDocuments
 from trainers.data.sources.text import text_windows
 from trainers.run import read
+from trainers.tasks.causal_lm import CausalLMTask
 
 TEXTS = [f"the gang of host {number} trains and restarts, and trains again. " * 4 for number in range(600)]
 
@@ -36,7 +38,7 @@ def config(tmp_path):
     path = tmp_path / "mine.yaml"
     settings = {
         "data": {"paths": [str(tmp_path / "texts.jsonl")], "sequence_length": 16},
-        "model": {"vocab_size": 300},
+        "model": {"vocab_size": 300},  # more than the tokenizer has: as it is
         "max_num_steps": 1,
         "storage": str(tmp_path / "runs"),
     }
@@ -55,8 +57,8 @@ def test_a_run_reads_what_was_prepared_with_a_tokenizer_of_its_own(config, tmp_p
     assert out.splitlines()[0] == f"reading {config}"
     assert "data: 600 of 600 records" in out
     assert "data: 600 documents, " in out
-    settings = out.splitlines()[-2:]
-    assert settings == [f"data.prepared={folder}", f"data.tokenizer={folder}/tokenizer"]
+    settings = out.splitlines()[-3:]
+    assert settings == [f"data.prepared={folder}", f"data.tokenizer={folder}/tokenizer", "model.vocab_size=300"]
     arguments = read(str(config), [*settings, "data.shuffle=false"])
     tokenizer = tokenizers.of(arguments)
     documents = PreparedDocuments(folder / "data")
@@ -82,6 +84,34 @@ def test_a_run_reads_what_was_prepared_with_a_tokenizer_of_its_own(config, tmp_p
 
 def command(config, output, *more):
     return [sys.executable, "-m", "trainers.prepare", str(config), "--output", str(output), "--workers", "2", *more]
+
+
+@pytest.mark.costs("trains a tokenizer, and builds a trainer")
+def test_a_model_gets_the_tokens_of_a_tokenizer_that_is_trained_for_it(config, tmp_path, capsys, monkeypatch):
+    config.write_text(config.read_text().replace("vocab_size: 300", "vocab_size: 270"))
+    assert prepare.main([str(config), "--train-bpe", "290", "--workers", "0"]) == 0
+    settings = capsys.readouterr().out.splitlines()[-3:]
+    num_tokens = tokenizers.load(str(tmp_path / "runs" / "mine.prepared" / "tokenizer")).num_ids
+    assert num_tokens > 270
+    assert settings[-1] == f"model.vocab_size={num_tokens}"
+    train, _ = text_windows(read(str(config), settings))
+    assert len(train) > 0
+    # As a user would look at them.
+    monkeypatch.setattr("trainers.runtime.install", lambda made: None)
+    for words, shown in (([], False), (["--specials"], True)):
+        assert look.main([str(config), *settings, "data.packing=concat", "--examples", "2", *words]) == 0
+        assert ("again. <|endoftext|>" in capsys.readouterr().out) == shown
+
+
+def test_a_task_that_decodes_by_itself_has_no_special_tokens_to_show(config, capsys, monkeypatch):
+    monkeypatch.setattr("trainers.runtime.install", lambda made: None)
+    assert look.main([str(config), "task=tests.unit.trainers.test_prepare:Decoding", "--specials"]) == 2
+    assert "--specials: Decoding decodes tokens by itself; leave it out" in capsys.readouterr().err
+
+
+class Decoding(CausalLMTask):
+    def decode(self, tokens):
+        return "x"
 
 
 @pytest.mark.costs("reads much data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -80,7 +81,8 @@ def rows_of(documents: Sequence[Documents], arguments: TrainingArguments) -> tup
 
     train = [source(number, held_out=False) for number in range(len(names))]
     held = [source(number, held_out=True) for number in range(len(names))]
-    return TrainingRows(train, _mixture(train, arguments), arguments.seed, shuffle=config.shuffle), HeldOutRows(held)
+    weights = [part.weight_of((arguments.max_num_steps or sys.maxsize) - 1) for part in config.mixture]
+    return TrainingRows(train, _mixture(train, arguments), arguments.seed, shuffle=config.shuffle), HeldOutRows(held, weights)
 
 
 def _plan(documents: Subset, arguments: TrainingArguments, number: int, *, held_out: bool = False) -> Plan:

@@ -69,6 +69,15 @@ DEFAULTS: Mapping[str, Json] = {
         "no_rope_layer_interval": 4,
     },
     "olmo2": {**LLAMA, "rms_norm_eps": 1e-5},
+    "olmo3": {
+        **LLAMA,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        # No key of its files: what a section of the layers with a window leaves out.
+        "rope_local_base_freq": 500_000.0,
+        "sliding_window": 4096,
+    },
+    "phi3": {**LLAMA, "rms_norm_eps": 1e-5},
     "gpt2": {
         "vocab_size": 50257,
         "n_embd": 768,
@@ -130,26 +139,40 @@ def _problems(family: str, given: Json) -> Iterator[str]:
 
 
 def _problems_of_ropes(family: str, given: Json) -> Iterator[str]:
-    if family == "gemma3" and given.get("rope_parameters"):
+    if has_two_ropes(family) and given.get("rope_parameters"):
         if given.get("rope_scaling"):
             yield "rope_scaling, rope_parameters: both say how positions are scaled; delete one of them"
         if other := sorted(set(given["rope_parameters"]) - {FULL, SLIDING}):
             yield f"rope_parameters: {', '.join(other)}: expected {FULL} and {SLIDING}, one section each"
+    yield from _problem_of_theta(family, given)
     for where, rope in ropes(family, given).items():
         if not isinstance(rope, Mapping):
             yield f"{where} = {rope!r}: expected a section of keys and values"
             continue
         kind = kind_of(rope)
-        if kind not in keys.OF_ROPE_TYPE:
+        if kind not in keys.OF_ROPE_TYPE and "rope_scaling" in FAMILIES[family].settings:
             yield f"{where}: rope_type = {kind!r}: expected {', '.join(keys.OF_ROPE_TYPE)}"
+        elif kind != "default" and "rope_scaling" not in FAMILIES[family].settings:
+            yield f"{where}: rope_type = {kind!r}: expected default in the family {family}, whose positions are not scaled here"
         elif kind != "default" and where.endswith(SLIDING):
             yield f"{where}: rope_type = {kind!r}: expected default: only the other layers have scaled positions here"
         else:
             yield from keys.problems(rope, keys.OF_ROPE_TYPE[kind], f"rope_type {kind}", f"{where}.")
             for name in sorted({*keys.NEEDED_OF_ROPE[kind]} - set(rope)):
                 yield f"{where}.{name} is missing: rope_type {kind} needs it"
+        if has_two_ropes(family) and where == "rope_scaling" and "rope_type" not in rope and kind != "default":
+            yield f"rope_scaling.type = {kind!r}: transformers reads rope_type alone in the family {family}; name it rope_type"
         if {"type", "rope_type"} <= set(rope) and rope["type"] != rope["rope_type"]:
             yield f"{where}: rope_type = {rope['rope_type']!r}, type = {rope['type']!r}: both say the same; delete one of them"
+
+
+def _problem_of_theta(family: str, given: Json) -> Iterator[str]:
+    usual, rope = DEFAULTS[family]["rope_theta"], next(iter(ropes(family, given).values()))
+    if family == "olmo3" and given["rope_theta"] != usual and isinstance(rope, Mapping) and "rope_theta" not in rope:
+        yield (
+            f"rope_theta = {given['rope_theta']}: transformers 4 reads it for all layers, and 5 for those without a window alone "
+            f"(the others have {usual}); write rope_parameters with the sections {FULL} and {SLIDING}, each with its rope_theta"
+        )
 
 
 def _problems_of_layers(family: str, given: Json) -> Iterator[str]:
@@ -171,11 +194,15 @@ def _problems_of_layers(family: str, given: Json) -> Iterator[str]:
         )
 
 
-WINDOW_IN_ALL = ("mistral", "mixtral", "qwen3_moe")
+WINDOW_IN_ALL = ("mistral", "mixtral", "qwen3_moe", "phi3")
 
 
 def kind_of(rope: Json) -> Any:
     return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def has_two_ropes(family: str) -> bool:
+    return "local_rope_theta" in FAMILIES[family].settings
 
 
 def ropes(family: str, given: Json) -> dict[str, Any]:
@@ -183,7 +210,7 @@ def ropes(family: str, given: Json) -> dict[str, Any]:
     the layers without a window."""
     named = given.get("rope_parameters") or {}
     scaling = given.get("rope_scaling") or {}
-    if family != "gemma3":
+    if not has_two_ropes(family):
         # The first of them that says anything.
         return {"rope_scaling": scaling} if scaling else {"rope_parameters": named}
     if not named:
@@ -258,7 +285,7 @@ def _layers(family: str, given: Json) -> Iterator[Layer]:
     # Without scaling: else the file is refused.
     second = (theta_of(sections[1], given["rope_local_base_freq"]), None) if sections[1:] else first
     for kind, turned in zip(kinds_of_layers(family, given), turned_layers(given), strict=True):
-        if kind == SLIDING and window is None and family in ("gemma2", "gemma3", "ministral"):
+        if kind == SLIDING and window is None and family in ("gemma2", "gemma3", "ministral", "olmo3"):
             raise UsageError(f"sliding_window = null: expected the window of the layers of {SLIDING}, which the file has")
         if not turned:
             yield Layer(window if kind == SLIDING else None, None, None)
@@ -286,7 +313,7 @@ def kinds_of_layers(family: str, given: Json) -> list[str]:
     if family.startswith("qwen"):
         first = count if window is None else given["max_window_layers"]
         return [SLIDING if layer >= first else FULL for layer in range(count)]
-    every = 2 if family == "gemma2" else given["sliding_window_pattern"]
+    every = {"gemma2": 2, "olmo3": 4}.get(family) or given["sliding_window_pattern"]
     return [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(count)]
 
 

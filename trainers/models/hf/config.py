@@ -38,6 +38,8 @@ FAMILY_OF = {
     "granite": "granite",
     "smollm3": "smollm3",
     "olmo2": "olmo2",
+    "olmo3": "olmo3",
+    "phi3": "phi3",
     "gpt2": "gpt2",
     "mixtral": "mixtral",
     "qwen3_moe": "qwen3_moe",
@@ -55,10 +57,15 @@ ARCHITECTURE_OF = {
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+
+PAD_IS_NULL = ("smollm3", "phi3")
+"""What their files leave out is a token that a smaller vocabulary does not have, and the model does not load."""
 
 
 def read(found: Json) -> ModelConfig:
@@ -208,7 +215,9 @@ def _write_decoder(config: ModelConfig, max_length: int) -> dict[str, Any]:
         **_write_window(config),
         **_write_experts(config),
         **_write_biases(config),
-        **(_write_smollm3(config) if config.family == "smollm3" else {}),
+        **({"pad_token_id": None} if config.family in PAD_IS_NULL else {}),
+        **(_write_ropes_of_olmo3(config) if config.family == "olmo3" else {}),
+        **({"no_rope_layers": list(map(int, config.turned_layers))} if config.family == "smollm3" else {}),
         **(_write_gemma(config) if config.family in ("gemma2", "gemma3") else {}),
         **(_write_granite(config) if config.family == "granite" else {}),
     }
@@ -237,9 +246,14 @@ def _write_biases(config: ModelConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("attention_bias", "mlp_bias") if name in config.structure.settings}
 
 
-def _write_smollm3(config: ModelConfig) -> dict[str, Any]:
-    # What is left out is a token that a smaller vocabulary does not have, and the model does not load.
-    return {"no_rope_layers": list(map(int, config.turned_layers)), "pad_token_id": None}
+def _write_ropes_of_olmo3(config: ModelConfig) -> dict[str, Any]:
+    """The form of transformers 4 has no other place for these numbers."""
+    usual, local = DEFAULTS["olmo3"]["rope_theta"], config.local_rope_theta or config.rope_theta
+    if config.rope_theta == local == usual:
+        return {}
+    full = {"rope_type": "default", **(_write_scaling(config.rope_scaling) or {}), "rope_theta": float(config.rope_theta)}
+    near = {"rope_type": "default", "rope_theta": float(local)}
+    return {"rope_scaling": None, "rope_parameters": {FULL: full, SLIDING: near}}
 
 
 def _write_granite(config: ModelConfig) -> dict[str, Any]:

@@ -67,6 +67,11 @@ def _flags(found: Any) -> bool:
     return isinstance(found, list) and all(type(item) in (int, bool) and item in (0, 1) for item in found)
 
 
+def _classes_of_phi3(found: Any) -> bool:
+    classes = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    return isinstance(found, Mapping) and found.items() <= classes.items()
+
+
 def _all_full(found: Any) -> bool:
     return TEXTS.fits(found) and set(found) == {"full_attention"}
 
@@ -212,6 +217,17 @@ OF_FAMILY: Mapping[str, Keys] = {
         "layer_types": Kind("full_attention alone, or null", lambda found: found is None or (_all_full(found))),
     },
     "olmo2": {**DECODER, **BIAS, **HEAD_DIM},
+    "olmo3": {**DECODER, **BIAS, **HEAD_DIM, **WINDOW, "layer_types": or_null(TEXTS)},
+    "phi3": {
+        **DECODER,
+        **HEAD_DIM,
+        **WINDOW,
+        "embd_pdrop": ZERO,
+        "resid_pdrop": ZERO,
+        # Of scaled positions alone.
+        "original_max_position_embeddings": ANY,
+        "auto_map": Kind("the classes of Phi-3 that transformers has", _classes_of_phi3),
+    },
     "gpt2": {
         **OF_EVERY_MODEL,
         "vocab_size": COUNT,

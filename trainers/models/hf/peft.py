@@ -81,9 +81,9 @@ def _pair(of_layer: Mapping[Place, tuple[np.ndarray, np.ndarray]]) -> tuple[np.n
     if all(place.part is None for place in of_layer):
         [(_, b)] = of_layer.values()
         return np.ascontiguousarray(firsts[0]), np.ascontiguousarray(b.T)
-    rank, width = next(iter(of_layer.values()))[1].shape
-    whole = np.zeros((3 * width, rank * len(of_layer)), firsts[0].dtype)
-    for number, (place, (_, b)) in enumerate(of_layer.items()):
-        assert place.part is not None
-        whole[place.part * width : (place.part + 1) * width, number * rank : (number + 1) * rank] = b.T
+    parts = [(place.part, b) for place, (_, b) in of_layer.items() if place.part is not None]
+    rank = len(parts[0][1])
+    whole = np.zeros((parts[0][0].whole, rank * len(parts)), firsts[0].dtype)
+    for number, (part, b) in enumerate(parts):
+        whole[part.span, number * rank : (number + 1) * rank] = b.T
     return np.concatenate(firsts), whole

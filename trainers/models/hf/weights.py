@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,14 +14,26 @@ from trainers.errors import UsageError
 Tensors = dict[str, np.ndarray]
 
 
+class Part(NamedTuple):
+    """Some of the last dimension of a matrix (as it is here) in which several weights lie side by side."""
+
+    start: int
+    size: int
+    whole: int
+
+    @property
+    def span(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+
 class Place(NamedTuple):
     """Where a weight lies in a file."""
 
     name: str
     turned: bool = False
     """The matrix is [out, in] there."""
-    part: int | None = None
-    """It is this third of the last dimension: GPT-2 has queries, keys and values in one matrix."""
+    part: Part | None = None
+    """It is this part of the last dimension: GPT-2 has queries, keys and values in one matrix."""
     experts: bool = False
     """There is one for each expert, whose number stands for `*` in the name."""
 
@@ -62,12 +75,6 @@ POST_NORMS = {
 GPT2_LAYER = {
     "attention_norm": Place("ln_1.weight"),
     "attention_norm_bias": Place("ln_1.bias"),
-    "query": Place("attn.c_attn.weight", part=0),
-    "key": Place("attn.c_attn.weight", part=1),
-    "value": Place("attn.c_attn.weight", part=2),
-    "query_bias": Place("attn.c_attn.bias", part=0),
-    "key_bias": Place("attn.c_attn.bias", part=1),
-    "value_bias": Place("attn.c_attn.bias", part=2),
     "out": Place("attn.c_proj.weight"),
     "out_bias": Place("attn.c_proj.bias"),
     "mlp_norm": Place("ln_2.weight"),
@@ -87,10 +94,37 @@ PREFIXES = ("model.", "transformer.", "")
 """Before the names of a file: of a whole language model in our families, of a whole GPT-2, or of a bare decoder."""
 
 
+def beside(place: Place, sizes: Mapping[str, int]) -> dict[str, Place]:
+    """Returns the places of weights that lie side by side in one matrix, in this order."""
+    ends = list(itertools.accumulate(sizes.values()))
+    spans = zip(sizes.items(), ends, strict=True)
+    return {name: place._replace(part=Part(end - size, size, ends[-1])) for (name, size), end in spans}
+
+
+def _heads(config: ModelConfig) -> dict[str, int]:
+    """Returns the channels of all heads, by weight."""
+    of_keys = config.num_kv_heads * config.channels
+    return {"query": config.num_heads * config.channels, "key": of_keys, "value": of_keys}
+
+
+def _gpt2_layer(config: ModelConfig) -> dict[str, Place]:
+    heads = _heads(config)
+    biases = beside(Place("attn.c_attn.bias"), {f"{name}_bias": size for name, size in heads.items()})
+    return GPT2_LAYER | beside(Place("attn.c_attn.weight"), heads) | biases
+
+
+def _fused(config: ModelConfig) -> dict[str, Place]:
+    """Returns the places of what Phi-3 has in two matrices."""
+    gated = {"gate": config.mlp_width, "up": config.mlp_width}
+    return beside(Place("self_attn.qkv_proj.weight", turned=True), _heads(config)) | beside(
+        Place("mlp.gate_up_proj.weight", turned=True), gated
+    )
+
+
 def layer_places(config: ModelConfig) -> dict[str, Place]:
     """Returns where the weights of one layer lie, by our name; below `layers.<number>.` or, of GPT-2, `h.<number>.`."""
     if config.family == "gpt2":
-        return GPT2_LAYER
+        return _gpt2_layer(config)
     structure = config.structure
     optional = {f"{name}_bias": BIASES[f"{name}_bias"] for name in sorted(config.biased)} | (
         QK_NORM if structure.qk_norm or structure.whole_qk_norm else {}
@@ -98,7 +132,8 @@ def layer_places(config: ModelConfig) -> dict[str, Place]:
     norms = POST_NORMS if structure.post_norms else NORMS
     if not structure.pre_norms:
         norms = {name: place for name, place in norms.items() if name.endswith("post_norm")}
-    return ATTENTION | MLPS.get(config.family, GATED_MLP) | optional | norms
+    fused = _fused(config) if config.family == "phi3" else {}
+    return ATTENTION | MLPS.get(config.family, GATED_MLP) | fused | optional | norms
 
 
 def top_places(config: ModelConfig) -> dict[str, Place]:
@@ -126,16 +161,18 @@ def to_tensors(config: ModelConfig, params: Mapping[str, Any]) -> Tensors:
     tensors: Tensors = {}
 
     def put(name: str, places: Mapping[str, Place], weight_of: Callable[[str], np.ndarray]) -> None:
-        parts: dict[str, list[np.ndarray]] = {}
+        parts: dict[tuple[str, bool], list[np.ndarray]] = {}
         for ours, place in places.items():
             weight = weight_of(ours)
             if place.part is not None:
-                parts.setdefault(place.full(name), []).append(weight)
+                parts.setdefault((place.full(name), place.turned), []).append(weight)
                 continue
             weights = weight if place.experts else weight[None]
             for full, one in zip(place.all_names(name, config.num_experts), weights, strict=True):
                 tensors[full] = one.T if place.turned else one
-        tensors.update({full: np.concatenate(found, -1) for full, found in parts.items()})
+        for (full, turned), found in parts.items():
+            whole = np.concatenate(found, -1)
+            tensors[full] = whole.T if turned else whole
 
     put(prefix, top, params.__getitem__)
     for number in range(config.num_layers):
@@ -159,9 +196,8 @@ def from_tensors(config: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict
             raise UsageError(f"the weight {full} is missing: a decoder of the family {config.family} has it")
         used.add(full)
         weight = tensors[full]
-        if place.part is not None:
-            weight = np.split(weight, 3, -1)[place.part]
-        return weight.T if place.turned else weight
+        weight = weight.T if place.turned else weight
+        return weight if place.part is None else weight[..., place.part.span]
 
     def stacked(place: Place) -> np.ndarray:
         return np.stack([get(f"{prefix}{layers_name(config)}.{number}.", place) for number in range(config.num_layers)])

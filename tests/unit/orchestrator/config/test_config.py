@@ -258,6 +258,11 @@ def test_the_message_has_a_line_for_each_problem(write):
     ("line", "expected"),
     [
         ("learning_rate: 1", "learning_rate: unknown key (found 1); did you mean optimizer.learning_rate?"),
+        ("warmup_steps: 1", "did you mean optimizer.schedule.warmup_steps or profile.warmup_steps?"),
+        ("per_device_train_batch_size: 1", "unknown key (found 1); did you mean global_batch_size?"),
+        ("num_train_epochs: 1", "unknown key (found 1); did you mean max_num_data_epochs?"),
+        ("optimizer: {lr: 1}", "optimizer.lr: unknown key (found 1); did you mean optimizer.learning_rate?"),
+        ("optimizer: {groups: [{pattern: a, lerning_rate: 1}]}", "(found 1); did you mean optimizer.groups[0].learning_rate?"),
         ("max_steps: 1", "max_steps: unknown key (found 1); did you mean max_num_steps?"),
         ("mesh: {zzz: 1}", "mesh.zzz: unknown key (found 1); known keys of mesh: data, fsdp, expert, tensor"),
         ("seed: 1.5", "seed: expected an integer (found 1.5)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from orchestrator.driver.errors import Superseded, TrainingFailed
+from orchestrator.run_state.requests import Request
 from tests.unit import fake_gang
 from tests.unit.driving import Launched
 from tests.unit.fake_gang import World
@@ -240,18 +241,48 @@ def test_a_request_to_stop_is_heard_in_every_wait(world, monkeypatch, when_s, do
     assert not any(agent.alive for agent in world.agents)
 
 
-def test_a_request_to_stop_is_heard_while_the_run_waits_for_machines(world):
+def request(kind):
+    return Request(kind=kind, launch_id="launch", by="a user", at_s=0.0)
+
+
+def test_a_request_in_the_storage_stops_the_run_with_its_state_saved(world):
+    world.max_steps = 2000
     launched = Launched(world)
+    world.at(6.0, lambda: world.files.update(requests=[request("stop")]))
+    result = launched.run()
+    assert result["stop_reason"] == "requested"
+    assert 6.0 < world.now_s < 12.0
+    assert world.commits[-1][1] == result["steps"]
+
+
+def test_a_request_in_the_storage_lets_all_hosts_save_once_and_the_run_go_on(world):
+    world.max_steps = 200
+    launched = Launched(world)
+    world.at(6.0, lambda: world.files.update(requests=[request("save")]))
+    assert finished(launched, world) == []
+    assert [host for host, _ in world.save_orders] == [0, 1]
+    assert "a user asks this run to save" in [event.get("message") for event in launched.told()]
+
+
+@pytest.mark.parametrize("where", ["board", "storage"])
+def test_a_request_to_stop_is_heard_while_the_run_waits_for_machines(world, where):
+    launched = Launched(world)
+
+    def ask():
+        if where == "board":
+            launched.board.request_stop("interrupted")
+        else:
+            world.files["requests"] = [request("stop")]
 
     def lose_one():
         world.can_start_agents = False
         process_of(world, 1).agent.die()
 
     world.at(4.0, lose_one)
-    world.at(50.0, lambda: launched.board.request_stop("interrupted"))
+    world.at(50.0, ask)
     with pytest.raises(TrainingFailed, match="the run waits for machines"):
         launched.run()
-    assert 50.0 < world.now_s < 52.0
+    assert 50.0 < world.now_s < 53.0
     assert launched.launch.incidents[0].action == "give up"
 
 

@@ -20,7 +20,9 @@ def handler():
         high_water_step=0,
         trained_step=0,
         generations=1,
-        goodput=SimpleNamespace(switch=lambda *args: None, move=lambda *args: None, goodput=lambda at_s: 1.0),
+        step_s={},
+        goodput=SimpleNamespace(switch=lambda *args: None, move=lambda *args: None),
+        goodput_of_run=lambda at_s: 1.0,
         is_new=lambda step, kind: True,
         publish=lambda step, metrics: None,
     )
@@ -57,3 +59,32 @@ def test_what_a_host_of_an_earlier_gang_used_is_forgotten(handler):
     handler.start(second)
     tell(handler, second, 0, "metrics", step=1, metrics={"loss": 2.0, CPU: 10.0})
     assert handler.published == [(1, {"loss": 2.0, CPU: 10.0})]
+
+
+def notes_after(handler, machines):
+    generation = Generation(0, len(machines))
+    handler.launch.time_used = SimpleNamespace(begin=lambda at_s: None)
+    handler.start(generation)
+    before = len(handler.board.read(0, 0.0)[1])
+    for host, machine in enumerate(machines):
+        assert len(handler.board.read(0, 0.0)[1]) <= before + 1  # the status alone, until all have joined
+        tell(handler, generation, host, "joined", pid=4711 + host, machine=machine)
+    return [event["message"] for event in handler.board.read(0, 0.0)[1][before:] if event["ev"] == "note"]
+
+
+@pytest.mark.parametrize(
+    ("machines", "line"),
+    [
+        (["a"], "training process 4711 (host 0)"),
+        (["a", "a"], "training processes 4711 (host 0), 4712 (host 1)"),
+        (["a", "b"], "training processes 4711 (host 0 on a), 4712 (host 1 on b)"),
+    ],
+)
+def test_the_processes_that_one_may_kill_are_told_in_each_generation(handler, machines, line):
+    assert notes_after(handler, machines) == [line]
+    assert notes_after(handler, machines) == [line]
+
+
+def test_of_many_processes_some_are_told(handler):
+    (line,) = notes_after(handler, ["a"] * 10)
+    assert line.endswith("4718 (host 7), and 2 more")

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
 from tests.unit.training import assert_equal, of, trainer
-from trainers.checkpoint import hugging_face, weights
+from trainers.checkpoint import hugging_face, hugging_face_out, weights
 from trainers.config import InitConfig, MeshConfig, ModelConfig
 from trainers.errors import CheckpointError
 from trainers.models.hf.weights import flat, from_tensors, to_tensors
@@ -231,6 +231,31 @@ def test_a_pretrained_model_is_the_one_of_the_folder(tmp_path, events, name):
     assert_equal(made.output.state.params, from_tensors(config, load_file(PARITY / name / "model.safetensors")))
     notes = [event["message"] for event in of(events, "note")]
     assert any(f"parameters are those of {PARITY / name}" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("name", ["phi3", "gpt2", "mixtral"])
+def test_the_tensors_that_are_planned_have_the_bytes_of_the_folder(name):
+    """Of weights that lie side by side in one matrix, or turned, or one for each expert."""
+    expected, parameters = load_file(PARITY / name / "model.safetensors"), parameters_of(PARITY / name)
+    shapes = {ours: (value.shape, str(value.dtype)) for ours, value in parameters.items()}
+    planned = hugging_face_out.plan(hugging_face.read_config(PARITY / name), shapes)
+    assert {tensor.name for tensor in planned} == expected.keys()
+    for tensor in planned:
+        assert tensor.shape == expected[tensor.name].shape
+        found = tensor.value([parameters[ours] for ours in tensor.parameters])
+        np.testing.assert_array_equal(found, expected[tensor.name], err_msg=tensor.name)
+
+
+def test_a_matrix_of_another_size_than_what_lies_in_it_is_named(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(PARITY / "phi3", folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.{}.self_attn.qkv_proj.weight"
+    save_file(
+        tensors | {name.format(layer): tensors[name.format(layer)][:-1] for layer in range(2)}, folder / "model.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=r"0\.self_attn\.qkv_proj\.weight is F32\[63, 32\]: expected 64 for all that lies"):
+        hugging_face.look(folder)
 
 
 @pytest.mark.parametrize(("name", "max_bytes"), [("qwen3", 1 << 30), ("gpt2", 20_000)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_held_out_rows_have_ids_and_sources_of_their_own():
     train, held_out = three(eval_fraction=0.2)
     ids = [int(train[index]["sample_id"]) for index in range(4 * len(train))]
     of_held_out = [int(held_out[index]["sample_id"]) for index in range(len(held_out))]
-    assert of_held_out == list(range(len(train), len(train) + len(held_out)))
+    assert sorted(of_held_out) == list(range(len(train), len(train) + len(held_out)))
     assert set(ids) == set(range(len(train)))
     assert {int(held_out[index]["source"]) for index in range(len(held_out))} == {0, 1, 2}
 
@@ -174,6 +175,43 @@ def expected_targets(documents):
             if counts
         )
     return found
+
+
+def held_weights(held, number):
+    rows = [held[index] for index in range(number)]
+    return np.array([sum(float(row["weight"]) for row in rows if row["source"] == source) for source in range(3)]), rows
+
+
+def test_in_means_over_the_held_out_rows_each_source_counts_by_its_weight():
+    _, held = three(weights=(3.0, 1.0, 0.0), eval_fraction=0.3)
+    sums, rows = held_weights(held, len(held))
+    assert sums / sums.sum() == pytest.approx([0.75, 0.25, 0.0])
+    assert sums.sum() == pytest.approx(len(held))  # so that counts of targets stay what they are
+    assert all(row["weight"] > 0 for row in rows)  # a source of weight 0 is measured by itself
+    assert len({int(row["sample_id"]) for row in rows}) == len(held)
+
+
+def test_the_first_part_of_the_held_out_rows_has_all_sources_in_these_proportions():
+    _, held = three(weights=(1.0, 1.0, 2.0), eval_fraction=0.5)
+    for number in range(12, len(held)):
+        sums, _ = held_weights(held, number)
+        assert sums / sums.sum() == pytest.approx([0.25, 0.25, 0.5], abs=0.15)
+
+
+def test_held_out_rows_have_the_weights_of_the_last_step():
+    weighted = [MixtureSource(name="a", weight=1, weight_at=((7, 3), (8, 9))), MixtureSource(name="b")]
+    documents = [InMemory(lengths(source), source) for source in range(2)]
+    made = arguments(mixture=tuple(weighted), packing="fit", overlong="split", eval_fraction=0.3)
+    for steps, share in ((7, 0.5), (8, 0.75), (9, 0.9), (None, 0.9)):
+        limit = {"max_num_steps": steps, "max_num_data_epochs": None if steps else 1}
+        _, held = rows_of(documents, replace(made, **limit))
+        sums, _ = held_weights(held, len(held))
+        assert sums[0] / sums.sum() == pytest.approx(share)
+
+
+def test_without_a_mixture_held_out_rows_have_no_weight():
+    _, held = rows_of([InMemory(lengths())], arguments(packing="fit", eval_fraction=0.3))
+    assert "weight" not in held[0]
 
 
 def test_what_the_plan_made_of_the_documents_is_told():

@@ -45,7 +45,7 @@ def test_the_rope_of_llama_3_in_the_forms_of_both_versions(rope):
 @pytest.mark.parametrize(
     "form",
     [
-        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         {
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -91,6 +91,7 @@ def test_the_experts_in_the_forms_of_both_versions():
         ({"model_type": "gemma2", "sliding_window": 8}, 8, 2),
         ({"model_type": "gemma2", "sliding_window": 8, "layer_types": ["full_attention"] * 6}, None, None),
         ({"model_type": "gemma3_text", "sliding_window": 8}, 8, 6),
+        ({"model_type": "olmo3", "sliding_window": 8}, 8, 4),
         ({"model_type": "mixtral"}, None, None),
         ({"model_type": "mixtral", "sliding_window": 8}, 8, None),
         ({"model_type": "qwen3_moe", "sliding_window": 8}, None, None),
@@ -179,6 +180,27 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
         ("gemma2", {"sliding_window": None}, "sliding_window = null: expected the window of the layers of sliding_attention"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1, 1, 1]}, "no_rope_layers: 0, 1, 1, 1, 1, 1: expected a 0 after every so many"),
         ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers has 2 layers: expected num_hidden_layers \(6\)"),
+        ("olmo3", {"sliding_window": None}, "sliding_window = null: expected the window of the layers of sliding_attention"),
+        ("olmo3", {"rope_theta": 10_000}, "rope_theta = 10000: transformers 4 reads it for all layers, and 5 for those without"),
+        (
+            "olmo3",
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rope_scaling.type = 'linear': transformers reads rope_type",
+        ),
+        ("olmo3", {"rope_parameters": LOCAL}, r"sliding_attention: rope_type = 'linear': expected default: only the other"),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75: expected 1 in the family phi3"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "rope_scaling: rope_type = 'longrope': expected default in the family phi3",
+        ),
+        # transformers takes it for longrope.
+        ("phi3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn': expected default in the family phi3"),
+        (
+            "phi3",
+            {"auto_map": {"AutoConfig": "mine.Config"}},
+            "auto_map = .* expected the classes of Phi-3 that transformers has",
+        ),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window = true: expected false in the family smollm3"),
         # Two keys for one thing.
         (
@@ -199,6 +221,11 @@ LOCAL = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "fac
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5: expected 1"),
         ("llama", {"rope_parameters": LOCAL}, "rope_parameters.full_attention = {}: rope_type default has no such key"),
         ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters: rope_theta: expected full_attention and"),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rope_scaling.type = 'linear': transformers reads rope_type alone in the family gemma3; name it rope_type",
+        ),
         ("gemma3_text", {"rope_parameters": LOCAL}, r"sliding_attention: rope_type = 'linear': expected default: only the other"),
         (
             "gemma3_text",
@@ -245,13 +272,14 @@ def test_the_length_of_the_first_training_may_be_that_of_the_positions():
         hf_config.read(given)
 
 
-@pytest.mark.parametrize("kind", ["ministral3", "mistral3", "pixtral", "gemma3n_text", "olmo3", "smollm4", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["ministral3", "mistral3", "pixtral", "gemma3n_text", "olmo4", "smollm4", "qwen2_moe"])
 def test_no_other_model_is_suggested_for_one_that_is_not_there(kind):
     with pytest.raises(UsageError, match=rf"model_type = '{kind}': expected one of [^;]*$"):
         hf_config.read({"model_type": kind, **SIZES})
 
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+YARN = RopeScaling(kind="yarn", factor=8, attention_factor=1.2)
 EXPORTED = {
     "llama": {"rope_scaling": RopeScaling(kind="linear", factor=4)},
     "mistral without a window": {"family": "mistral"},
@@ -265,6 +293,18 @@ EXPORTED = {
     "gemma3": {"family": "gemma3", "window": 8, "local_rope_theta": 1e4, "rope_scaling": RopeScaling(), "logit_softcap": 3.0},
     "gemma": {"family": "gemma", "attention_bias": True},
     "ministral without a window": {"family": "ministral"},
+    "olmo3": {
+        "family": "olmo3",
+        "window": 8,
+        "global_every": 4,
+        "rope_theta": 5e5,
+        "local_rope_theta": 5e5,
+        "rope_scaling": YARN,
+    },
+    "olmo3 with two thetas": {"family": "olmo3", "window": 8, "rope_theta": 1e4, "local_rope_theta": 50, "rope_scaling": YARN},
+    "olmo3 without a window": {"family": "olmo3"},
+    "phi3": {"family": "phi3", "window": 8},
+    "phi3 without a window": {"family": "phi3", "head_dim": 12},
     "granite": {
         "family": "granite",
         "query_scalar": 3.0,
@@ -289,9 +329,9 @@ def test_what_is_written_means_the_same(settings):
     real = {"rms_norm_eps", "layer_norm_epsilon", "rope_theta", "attn_logit_softcapping", "final_logit_softcapping"}
     assert {name for name, value in written.items() if name in whole and type(value) not in (int, type(None))} == set()
     assert {name for name, value in written.items() if name in real and type(value) not in (float, type(None))} == set()
-    assert config.family != "smollm3" or written["pad_token_id"] is None
+    assert config.family not in ("smollm3", "phi3") or written["pad_token_id"] is None
     # Also where no layer has the window, transformers wants a number.
-    assert config.family not in ("gemma2", "gemma3", "ministral") or written["sliding_window"] is not None
+    assert config.family not in ("gemma2", "gemma3", "ministral", "olmo3") or written["sliding_window"] is not None
 
 
 def test_an_export_that_means_something_else_is_not_written(monkeypatch):

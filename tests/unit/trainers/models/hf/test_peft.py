@@ -24,6 +24,7 @@ LLAMA_MODULES = {"query": "self_attn.q_proj", "value": "self_attn.v_proj", "down
 CASES = {
     "llama3": LoraConfig(rank=4, alpha=6, targets=("query|value|down",)),
     "gpt2": LoraConfig(rank=2, alpha=6, targets=("query|key|value|down",)),
+    "phi3": LoraConfig(rank=2, alpha=6, targets=("gate|up|out",)),
 }
 
 
@@ -34,6 +35,13 @@ def adapters_of(case, tensors):
         prefix = "base_model.model." + ("transformer.h" if case == "gpt2" else "model.layers")
         return np.stack([tensors[f"{prefix}.{layer}.{module}.lora_{end}.weight"].T for layer in range(2)])
 
+    if case == "phi3":
+        found = {f"layers.out_lora_{end.lower()}": stacked("self_attn.o_proj", end) for end in "AB"}
+        a, b = stacked("mlp.gate_up_proj", "A"), stacked("mlp.gate_up_proj", "B")
+        for number, name in enumerate(("gate", "up")):
+            rank = slice(2 * number, 2 * number + 2)
+            found[f"layers.{name}_lora_a"], found[f"layers.{name}_lora_b"] = a[..., rank], b[:, rank, 48 * number :][..., :48]
+        return found
     if case == "llama3":
         return {f"layers.{ours}_lora_{end.lower()}": stacked(m, end) for ours, m in LLAMA_MODULES.items() for end in "AB"}
     found = {f"layers.down_lora_{end.lower()}": stacked("mlp.c_proj", end) for end in "AB"}

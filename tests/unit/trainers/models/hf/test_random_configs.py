@@ -146,10 +146,10 @@ def inner_width(family, config):
 def layers_of(family, config):
     for layer in range(config.num_hidden_layers):
         window, ropes = getattr(config, "sliding_window", None), getattr(config, "rope_parameters", None)
-        if family in ("qwen2", "qwen3", "gemma2", "gemma3", "ministral"):
+        if family in ("qwen2", "qwen3", "gemma2", "gemma3", "ministral", "olmo3"):
             kind = config.layer_types[layer]
             window = window if kind == "sliding_attention" else None
-            ropes = ropes[kind] if family == "gemma3" else ropes
+            ropes = ropes[kind] if family in ("gemma3", "olmo3") else ropes
         if family == "smollm3":
             window, ropes = None, ropes if config.no_rope_layers[layer] else None
         yield Layer(window, None, None) if ropes is None else Layer(window, *rope_of(ropes))

@@ -1,0 +1,67 @@
+"""What `gangway stop` and `gangway save` have in common: a request to the driver of a run, and the wait for what comes of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from orchestrator.runs import overview
+from orchestrator.config.job import ConfigError
+from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.runs.overview import ENDED, LIVE, Overview
+from orchestrator.run_state import requests
+from orchestrator.run_state.requests import STOP, Kind
+from trainers.program import program
+
+EXIT_FINE, EXIT_NOT_DONE, EXIT_REFUSED = 0, 1, 2
+TIMEOUT_S = 300.0
+LOOK_EVERY_S = 0.5
+
+
+def main(kind: Kind, module: str, description: str, argv: Sequence[str] | None = None) -> int:
+    """The command of a kind of request. Returns 0; 1 if it was not done in time; 2 if there is no such run, or it does not go
+    on."""
+    parser = argparse.ArgumentParser(prog=program(module), description=description)
+    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
+    options = parser.parse_intermixed_args(argv)
+    try:
+        folder = checkpoints_of(options.run, options.overrides).parent
+        done, line = ask(folder, kind, options.timeout)
+    except (ConfigError, NoRunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    print(line)
+    return EXIT_FINE if done else EXIT_NOT_DONE
+
+
+def ask(folder: Path, kind: Kind, timeout_s: float = TIMEOUT_S) -> tuple[bool, str]:
+    """Sends a request to a run, and waits until it is done. Returns whether it is, and a line that says what happened. Raises
+    NoRunError if the run does not go on, or OSError."""
+    before = overview.read(folder)
+    if before.kind != LIVE or before.launch_id is None:
+        raise NoRunError(f"the run in {folder} does not go on now: {before.state}")
+    path = requests.send(str(folder), kind, before.launch_id)
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        now = overview.read(folder)
+        if (line := _result(kind, before, now, taken=not requests.is_waiting(path))) is not None:
+            return True, line
+        time.sleep(LOOK_EVERY_S)
+    heard = "the driver has not read the request" if requests.is_waiting(path) else "the driver has read the request"
+    return False, f"not done within {timeout_s:g} s: {heard}; the run is {overview.read(folder).state}"
+
+
+def _result(kind: Kind, before: Overview, now: Overview, *, taken: bool) -> str | None:
+    """Returns what came of a request; None while nothing has."""
+    if now.kind == ENDED or now.launch_id != before.launch_id:
+        saved = "no checkpoint" if now.checkpoint_step is None else f"saved at step {now.checkpoint_step:,}"
+        return f"{now.name}: {now.state}; {saved}"
+    newest = now.checkpoint_step
+    if kind != STOP and taken and newest is not None and newest >= (before.step or 0) and newest != before.checkpoint_step:
+        return f"{now.name}: saved at step {newest:,}; it goes on"
+    return None

@@ -1,0 +1,148 @@
+"""`gangway compare RUN RUN [RUN ...]`: the settings in which runs differ, and how they did, side by side.
+
+Each RUN is a run's folder. Exit status: 0; 2 when one of them is no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.runs import overview
+from orchestrator.config.job import ConfigError
+from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.runs.overview import Overview
+from orchestrator.tracking.spool import FOLDER as TRACKING
+from orchestrator.tracking.spool import SPOOL
+from trainers.console.text import printable, seconds
+from trainers.program import program
+from trainers.published import SYSTEM, number
+
+EXIT_FINE, EXIT_REFUSED = 0, 2
+LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")
+HIGHER_IS_BETTER = ("accuracy", "tokens_per_s", "samples_per_s", "goodput", "mfu")
+NOT_COMPARED = frozenset({"name", "storage"})
+"""Settings in which runs must differ."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.compare"), description="Runs side by side.")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(argv)
+    if len(options.runs) < 2:
+        parser.error("expected at least two runs")
+    try:
+        folders = [checkpoints_of(run).parent for run in options.runs]
+        settings = differing([settings_of(folder) for folder in folders])
+        results = [results_of(overview.read(folder)) for folder in folders]
+    except (ConfigError, NoRunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    if options.json:
+        print(json.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
+        return EXIT_FINE
+    show(Console(highlight=False), [folder.name for folder in folders], settings, results)
+    return EXIT_FINE
+
+
+def settings_of(folder: Path) -> dict[str, str]:
+    """Returns the settings of the newest launch of a run, by their dotted names. Raises NoRunError if none is recorded."""
+    found: dict[str, str] | None = None
+    try:
+        with open(folder / TRACKING / SPOOL, "rb") as file:
+            for line in file:
+                # A cheap look first: most lines are metrics.
+                if b'"params"' in line[:60]:
+                    found = json.loads(line)["params"]
+    except (OSError, ValueError) as error:
+        raise NoRunError(f"the settings of the run in {folder} cannot be read: {error}") from error
+    if found is None:
+        raise NoRunError(f"the run in {folder} has recorded no settings")
+    return found
+
+
+def differing(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
+    """Returns the settings in which the runs differ, with the value of each run."""
+    names = dict.fromkeys(name for one in settings for name in one)
+    values = {name: [one.get(name) for one in settings] for name in names if name not in NOT_COMPARED}
+    return {name: found for name, found in values.items() if len(set(found)) > 1}
+
+
+def results_of(run: Overview) -> dict[str, Any]:
+    """Returns the results of a run, by name; those that say which run was better last."""
+    wall_s = None if run.started_s is None or run.changed_s is None else run.changed_s - run.started_s
+    own = {name: value for name, value in run.metrics.items() if name not in SYSTEM}
+    found = {
+        "state": run.state,
+        "step": run.step,
+        "loss": run.metrics.get("loss"),
+        **run.evaluation,
+        **own,
+        "tokens_per_s": run.metrics.get("tokens_per_s"),
+        "step_time_s": run.metrics.get("step_time_s"),
+        "mfu": run.metrics.get("mfu"),
+        "goodput": run.goodput,
+        "num_incidents": run.num_incidents,
+        "wall_s": wall_s,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def best(name: str, values: Sequence[Any]) -> int | None:
+    """Returns the number of the run that is best by a result; None if nothing says what is better, or they are equal."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if len(numbers) < 2 or len(set(numbers)) == 1:
+        return None
+    if name.endswith(LOWER_IS_BETTER):
+        return values.index(min(numbers))
+    return values.index(max(numbers)) if name.endswith(HIGHER_IS_BETTER) else None
+
+
+def show(
+    screen: Console,
+    names: Sequence[str],
+    settings: Mapping[str, Sequence[str | None]],
+    results: Sequence[Mapping[str, Any]],
+) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in names:
+        table.add_column(printable(name), justify="right")
+    table.add_row(Text("settings that differ", "bold"))
+    for name, values in settings.items():
+        table.add_row(f"  {name}", *("" if value is None else printable(value) for value in values))
+    if not settings:
+        table.add_row(Text("  none", "bright_black"))
+    table.add_row(Text("results", "bold"))
+    for name in dict.fromkeys(name for one in results for name in one):
+        values = [one.get(name) for one in results]
+        first = best(name, values)
+        table.add_row(
+            f"  {name}", *(Text(shown(name, value), "bold green" if i == first else "") for i, value in enumerate(values))
+        )
+    screen.print(table)
+
+
+def shown(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "goodput":
+        return f"{value:.1%}"
+    if name.endswith("_s") and not name.endswith("per_s"):
+        return seconds(value)
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) >= 10):
+        return f"{value:,.0f}"
+    return number(value) if isinstance(value, float) else printable(str(value))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""`gangway incidents RUN_DIR|CONFIG [NUMBER]`: the incidents of a run, or one with all that is known of it.
+
+Exit status: 0; 2 when there is no such run or incident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.runs import overview
+from orchestrator.config.job import ConfigError
+from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.reporting.text import action_of, recovery
+from orchestrator.run_state import incident_log
+from orchestrator.run_state.incidents import Incident
+from orchestrator.run_state.run_folder import RunFolder
+from trainers.console.text import printable, seconds, sentence
+from trainers.program import program
+
+EXIT_FINE, EXIT_REFUSED = 0, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.incidents"), description="The incidents of a run.")
+    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser.add_argument("--number", type=int, metavar="N", help="one of them, with its evidence")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_intermixed_args(argv)
+    try:
+        found = of_run(checkpoints_of(options.run, options.overrides).parent)
+        if options.number is not None and not 1 <= options.number <= len(found):
+            raise NoRunError(f"--number {options.number}: the run has {len(found)} incidents")
+    except (ConfigError, NoRunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    chosen = found if options.number is None else [found[options.number - 1]]
+    if options.json:
+        print(json.dumps([incident.to_dict() for incident in chosen], indent=1))
+    elif options.number is not None:
+        show_one(Console(highlight=False), options.number, chosen[0])
+    else:
+        show(Console(highlight=False), chosen)
+    return EXIT_FINE
+
+
+def of_run(run_dir: Path) -> list[Incident]:
+    """Returns the incidents of all launches of a run, oldest first. Raises OSError."""
+    return [entry.incident for entry in incident_log.of_all_launches(RunFolder(str(run_dir)).last_lines(incident_log.NAME))]
+
+
+def show(screen: Console, incidents: Sequence[Incident]) -> None:
+    if not incidents:
+        screen.print("no incident")
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, justify in (
+        ("", "right"),
+        ("when", "left"),
+        ("what", "left"),
+        ("host", "right"),
+        ("step", "right"),
+        ("cost", "right"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("then")
+    for number, incident in enumerate(incidents, 1):
+        table.add_row(
+            str(number),
+            overview.when(incident.failed_at_s),
+            incident.kind.replace("_", " "),
+            "" if incident.host is None else str(incident.host),
+            "" if incident.step is None else f"{incident.step:,}",
+            "" if incident.open else seconds(incident.total_s),
+            Text("not over yet", "yellow") if incident.open else sentence(action_of(incident.to_dict())),
+        )
+    screen.print(table)
+
+
+def show_one(screen: Console, number: int, incident: Incident) -> None:
+    """Prints one incident with its evidence."""
+    document = incident.to_dict()
+    head = sentence(str(incident.evidence.get("summary", incident.kind)))
+    screen.print(Text.assemble((f"incident {number}  ", "bold"), head), soft_wrap=True)
+    rows = {
+        "when": overview.when(incident.failed_at_s),
+        "step": incident.step,
+        "generation": incident.generation,
+        "then": action_of(document),
+        "recovery": f"{seconds(incident.total_s)}: {recovery(incident.recovery_s)}" if incident.recovery_s else "",
+        "went on at": incident.resumed_step,
+    }
+    for name, value in rows.items():
+        if value not in (None, ""):
+            screen.print(Text.assemble((f"  {name:<12}", "bright_black"), printable(str(value))), soft_wrap=True)
+    for name, text in evidence(incident.evidence):
+        screen.print(Text(f"\n  {name}", "bold"))
+        for line in text.splitlines():
+            screen.print(Text(f"    {printable(line)}"), soft_wrap=True)
+
+
+def evidence(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns (name, text) of all evidence but the summary."""
+    texts = []
+    for name, value in found.items():
+        if name != "summary" and value not in (None, "", [], {}):
+            texts.append((name.replace("_", " "), value if isinstance(value, str) else json.dumps(value, indent=1)))
+    return texts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

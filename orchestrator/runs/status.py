@@ -1,0 +1,213 @@
+"""`gangway status [STORAGE|RUN|CONFIG]`: how all runs of a storage are, one a line, or one run in detail.
+
+It reads files only, and disturbs no run. It works on any machine that sees the storage.
+Exit status: 0; 2 when there is no such storage or run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.runs import overview
+from orchestrator.config.job import ConfigError
+from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.runs.overview import Overview
+from trainers.console.text import clock_time, count, printable, seconds
+from trainers.program import program
+from trainers.published import own, shown
+
+EXIT_FINE, EXIT_REFUSED = 0, 2
+STORAGE = "runs"
+"""The storage of a configuration that names none."""
+EVERY_S = 2.0
+GAP = 2
+"""Between two columns."""
+WIDE = 250
+STYLES = {overview.LIVE: "green", overview.LOST: "bold red", overview.UNKNOWN: "yellow"}
+STYLES_OF_ENDS = {"finished": "bright_black", "stopped": "yellow", "failed": "red"}
+ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.status"), description="How runs are, by their files alone.")
+    parser.add_argument(
+        "place",
+        nargs="?",
+        default=STORAGE,
+        metavar="STORAGE|RUN|CONFIG",
+        help=f"a folder of runs, a run's folder, or the YAML file it was started with (default: {STORAGE})",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser.add_argument("--watch", action="store_true", help="show it again every two seconds, until Ctrl-C")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_intermixed_args(argv)
+    try:
+        look(options.place, options.overrides)
+    except (ConfigError, NoRunError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    if options.json:
+        found = look(options.place, options.overrides)
+        print(json.dumps([as_document(one) for one in found], indent=1))
+        return EXIT_FINE
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen = Console(highlight=False, width=WIDE)  # a file or a pipe has any width
+    if options.watch and screen.is_terminal:
+        watch(screen, options.place, options.overrides)
+    else:
+        screen.print(page(look(options.place, options.overrides), options.place, time.time(), screen.width))
+    return EXIT_FINE
+
+
+def watch(screen: Console, place: str, overrides: Sequence[str]) -> None:
+    try:
+        with Live(console=screen, auto_refresh=False, screen=True) as live:
+            while True:
+                live.update(page(look(place, overrides), place, time.time(), screen.width), refresh=True)
+                time.sleep(EVERY_S)
+    except KeyboardInterrupt:
+        pass
+    screen.print(page(look(place, overrides), place, time.time(), screen.width))
+
+
+def look(place: str, overrides: Sequence[str] = ()) -> list[Overview]:
+    """Returns how the runs of a storage are, those that go on first; of a run's folder or a configuration, that of the run.
+    Raises NoRunError, ConfigError or OSError."""
+    folder = Path(place)
+    if folder.is_dir() and not overview.is_run(folder):
+        found = [overview.read(run) for run in overview.runs_in(folder)]
+        if not found:
+            raise NoRunError(f"{place} has no runs: expected folders of runs in it, or a run's own folder")
+        return sorted(found, key=lambda one: (ORDER.index(one.kind), -(one.changed_s or 0.0)))
+    if not folder.exists() and place == STORAGE:
+        raise NoRunError(f"there is no folder {STORAGE} here: name the storage, or a run's folder")
+    return [overview.read(checkpoints_of(place, overrides).parent)]
+
+
+def as_document(run: Overview) -> dict[str, object]:
+    return dataclasses.asdict(run) | {"left_s": run.left_s}
+
+
+def page(runs: Sequence[Overview], place: str, now_s: float, width: int) -> Group:
+    only_one = len(runs) == 1 and Path(runs[0].folder) != Path(place) / runs[0].name
+    return Group(*details(runs[0], now_s)) if only_one else Group(table(runs, now_s, width))
+
+
+COLUMNS = ("run", "state", "step", "loss", "tokens/s", "left", "goodput", "hosts", "saved", "incidents", "last seen")
+DISPENSABLE = ("hosts", "saved", "tokens/s", "goodput", "left", "incidents")
+"""Columns that a narrow terminal does not show, the first ones first."""
+
+
+def table(runs: Sequence[Overview], now_s: float, width: int) -> Table:
+    """Returns a line for each run, as wide as `width` at most if a name is not longer."""
+    rows = [dict(zip(COLUMNS, _cells(run, now_s), strict=True)) for run in runs]
+    widths = {name: max(len(name), *(len(str(row[name])) for row in rows)) for name in COLUMNS}
+    left_out: set[str] = set()
+    for name in DISPENSABLE:
+        if sum(widths[other] + GAP for other in COLUMNS if other not in left_out) - GAP <= width:
+            break
+        left_out.add(name)
+    result = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+    names = [name for name in COLUMNS if name not in left_out]
+    for name in names:
+        result.add_column(name, justify="left" if name in ("run", "state") else "right", no_wrap=True)
+    for row in rows:
+        result.add_row(*(row[name] for name in names))
+    return result
+
+
+def _cells(run: Overview, now_s: float) -> list[str | Text]:
+    return [printable(run.name), Text(run.state, style_of(run)), *_numbers(run), age(run.changed_s, now_s)]
+
+
+def _numbers(run: Overview) -> list[str]:
+    metrics = run.metrics
+    rate = metrics.get("tokens_per_s")
+    return [
+        _step(run),
+        "" if "loss" not in metrics else f"{metrics['loss']:.4f}",
+        "" if rate is None else count(rate),
+        "" if run.left_s is None else clock_time(run.left_s),
+        "" if run.goodput is None else f"{run.goodput:.0%}",
+        "" if run.hosts is None else str(run.hosts),
+        "" if run.checkpoint_step is None else f"{run.checkpoint_step:,}",
+        str(run.num_incidents or ""),
+    ]
+
+
+def details(run: Overview, now_s: float) -> list[Text | Table]:
+    """Returns what is shown of one run."""
+    head = Text.assemble((printable(run.name), "bold"), "  ", (run.state, style_of(run)))
+    if run.stop_reason and run.stop_reason != run.state:
+        head.append(f" ({run.stop_reason})", "bright_black")
+    rows = {
+        "step": _step(run),
+        "training": "  ".join(_measures(run)),
+        "held out": "  ".join(shown({name.removeprefix("eval_"): value for name, value in run.evaluation.items()})),
+        "left": "" if run.left_s is None else clock_time(run.left_s),
+        "goodput": "" if run.goodput is None else f"{run.goodput:.1%}",
+        "hosts": "" if run.hosts is None else str(run.hosts),
+        "checkpoint": "none yet" if run.checkpoint_step is None else f"step {run.checkpoint_step:,}",
+        "incidents": str(run.num_incidents),
+        "started": "" if run.started_s is None else f"{overview.when(run.started_s)}, {age(run.started_s, now_s)} ago",
+        "last seen": "" if run.changed_s is None else f"{overview.when(run.changed_s)}, {age(run.changed_s, now_s)} ago",
+        "folder": run.folder,
+        "error": printable(run.error or "").strip(),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        if value:
+            grid.add_row(Text(f"  {name}", "bright_black"), value)
+    return [head, grid, *(Text(f"! {problem}", "yellow") for problem in run.problems)]
+
+
+def _step(run: Overview) -> str:
+    if run.step is None:
+        return ""
+    return f"{run.step:,}" + (f"/{run.max_steps:,}" if run.max_steps else "")
+
+
+def _measures(run: Overview) -> list[str]:
+    metrics, parts = run.metrics, []
+    if "loss" in metrics:
+        parts.append(f"loss {metrics['loss']:.4f}")
+    if "learning_rate" in metrics:
+        parts.append(f"lr {metrics['learning_rate']:.1e}")
+    if "tokens_per_s" in metrics:
+        parts.append(f"{count(metrics['tokens_per_s'])} tokens/s")
+    if "step_time_s" in metrics:
+        parts.append(f"{seconds(metrics['step_time_s'])} a step")
+    if "mfu" in metrics:
+        parts.append(f"MFU {metrics['mfu']:.0%}")
+    return [*parts, *(printable(part) for part in shown(own(metrics)))]
+
+
+def style_of(run: Overview) -> str:
+    return STYLES_OF_ENDS.get(run.state, "") if run.kind == overview.ENDED else STYLES[run.kind]
+
+
+def age(unix_s: float | None, now_s: float) -> str:
+    """12 s · 5 min · 3 h · 2 d"""
+    if unix_s is None:
+        return ""
+    passed_s = max(0.0, now_s - unix_s)
+    for limit_s, divisor_s, unit in ((120, 1, "s"), (7200, 60, "min"), (2 * 86400, 3600, "h")):
+        if passed_s < limit_s:
+            return f"{passed_s / divisor_s:.0f} {unit}"
+    return f"{passed_s / 86400:.0f} d"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

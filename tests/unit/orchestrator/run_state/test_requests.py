@@ -1,0 +1,33 @@
+"""Requests to a run in its storage: each is taken once, by the launch that is meant."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from orchestrator.run_state import requests
+
+
+def test_a_request_is_taken_once_by_the_launch_that_is_meant(tmp_path):
+    assert requests.take(str(tmp_path), "b") == []
+    early = requests.send(str(tmp_path), "stop", "a")
+    path = requests.send(str(tmp_path), "save", "b")
+    assert requests.is_waiting(path)
+    (request,) = requests.take(str(tmp_path), "b")
+    assert (request.kind, request.launch_id) == ("save", "b")
+    assert "@" in request.by
+    assert not requests.is_waiting(path)
+    assert not requests.is_waiting(early)  # it came too late for its launch, and must not stop this one
+    assert requests.take(str(tmp_path), "b") == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"kind": "stop"}', json.dumps({"kind": "format", "launch_id": "b", "by": "x", "at_s": 1})]
+)
+def test_what_is_no_request_is_not_done(tmp_path, text):
+    (tmp_path / "requests").mkdir()
+    for name in ("stop-0123456789ab.json", "notes.json"):
+        (tmp_path / "requests" / name).write_text(text)
+    assert requests.take(str(tmp_path), "b") == []
+    assert [path.name for path in (tmp_path / "requests").iterdir()] == ["notes.json"]  # the user's own

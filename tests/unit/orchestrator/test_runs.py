@@ -1,0 +1,258 @@
+"""`gangway status`, `compare`, `incidents`, `logs`, `stop` and `save`, by the files of runs alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.locate import NoRunError
+from orchestrator.run_state import launch as launches
+from orchestrator.run_state import outcome
+from orchestrator.run_state.incidents import Incident
+from orchestrator.runs import asking, compare, incidents, logs, overview, status
+from orchestrator.tracking.config import TrackingConfig
+from tests.programs.processes import wait_until
+from trainers.storage import documents
+
+METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5, "mine": 3.0}
+
+
+@pytest.fixture
+def storage(tmp_path):
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def start(storage):
+    """Opens the launch of a run, which has taken 40 of 100 steps."""
+    opened = []
+
+    def start(run, *, loss=2.5, **settings):
+        run_dir = storage / run
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        began_s = time.time() - 100.0
+        launch = launches.open_launch(str(run_dir), "launch", began_s, TrackingConfig(mlflow=False), settings, time.time)
+        opened.append(launch)
+        launch.max_steps = 100
+        launch.goodput.switch("step", began_s + 20.0)
+        launch.saved(30, str(run_dir / "checkpoints" / "30"))
+        assert launch.is_new(40, "train")
+        launch.publish(40, METRICS | {"loss": loss})
+        launch.publish(40, {"eval_loss": 3.0, "eval_seconds": 1.0})
+        launch.formed({"generation": 0, "gang": {"members": [0, 1, 2]}})
+        assert launch.flush(30.0)
+        return launch
+
+    yield start
+    for launch in opened:
+        launch.close("FINISHED", 30.0)
+
+
+def end(launch, how):
+    launch.close("FINISHED", 30.0)
+    outcome.write_outcome(launch.run_dir, {"launch_id": "launch", "status": how, "stop_reason": "max_steps", "error": None})
+
+
+def test_a_run_that_goes_on(start, storage):
+    start("a")
+    run = overview.read(storage / "a")
+    assert (run.kind, run.state, run.problems) == (overview.LIVE, "training", ())
+    assert (run.step, run.max_steps, run.checkpoint_step, run.hosts, run.num_incidents) == (40, 100, 30, 3, 0)
+    assert run.metrics["mine"] == 3.0
+    assert run.evaluation["eval_loss"] == 3.0
+    assert run.left_s == 30.0
+    assert run.goodput == pytest.approx(0.8, abs=0.05)
+
+
+def test_an_end_is_the_outcome_of_the_newest_launch_alone(start, storage):
+    launch = start("a")
+    documents.write_json(storage / "a" / outcome.FILE, {"launch_id": "earlier", "status": "failed", "error": "x"})
+    assert overview.read(storage / "a").kind == overview.LIVE
+    end(launch, "finished")
+    run = overview.read(storage / "a")
+    assert (run.kind, run.state, run.stop_reason, run.left_s) == (overview.ENDED, "finished", "max_steps", None)
+
+
+def test_a_driver_that_is_gone_is_told(start, storage):
+    launch = start("a")
+    path = storage / "a" / "lease.json"
+    lease = json.loads(path.read_text())
+    launch.close("FINISHED", 30.0)
+    for changes, state in (({"pid": 2**22 + 1}, "driver gone"), ({"released": True}, "ended without telling how")):
+        path.write_text(json.dumps(lease | changes))
+        run = overview.read(storage / "a")
+        assert (run.kind, run.state) == (overview.LOST, state)
+    path.write_text(json.dumps(lease | {"machine": "another"}))
+    assert overview.read(storage / "a").kind == overview.LIVE
+    assert overview.read(storage / "a", now_s=time.time() + 100.0).state == "driver silent"
+
+
+def test_what_is_damaged_is_told_and_the_rest_is_shown(start, storage, capsys):
+    end(start("a"), "finished")
+    for name in ("launch.json", "lease.json", "summary.json", "gang.json", "outcome.json"):
+        (storage / "a" / name).write_text("{")
+    with open(storage / "a" / "tracking" / "metrics.jsonl", "a") as file:
+        file.write('{"half')
+    run = overview.read(storage / "a")
+    assert run.kind == overview.UNKNOWN
+    assert {problem.split()[0] for problem in run.problems} >= {"launch.json", "lease.json", "outcome.json"}
+    assert run.metrics["loss"] == 2.5
+    assert status.main([str(storage / "a")]) == 0
+    assert "launch.json cannot be read" in capsys.readouterr().out
+
+
+def test_all_runs_of_a_storage_are_lines_those_that_go_on_first(start, storage, capsys):
+    end(start("a"), "failed")
+    start("b", loss=1.25)
+    (storage / "no run").mkdir()
+    assert status.main([str(storage)]) == 0
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split() == " ".join(status.COLUMNS).split()
+    assert first.split()[:7] == ["b", "training", "40/100", "1.2500", "4,000", "0:30", "80%"]
+    assert second.split()[:3] == ["a", "failed", "40/100"]
+    assert status.main([str(storage), "--json"]) == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["b", "a"]
+
+
+def test_a_narrow_terminal_shows_what_matters_most(start, storage):
+    start("a")
+    shown = status.table([overview.read(storage / "a")], time.time(), 60)
+    names = [column.header for column in shown.columns]
+    assert names[:4] == ["run", "state", "step", "loss"]
+    assert len(names) < len(status.COLUMNS)
+
+
+@pytest.mark.parametrize("place", ["nowhere", "empty"])
+def test_where_there_is_no_run_is_an_error(tmp_path, capsys, place):
+    (tmp_path / "empty").mkdir()
+    assert status.main([str(tmp_path / place)]) == status.EXIT_REFUSED
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.costs("the files of 200 runs")
+def test_many_runs_are_read_quickly(start, storage, tmp_path):
+    run_dir = Path(start("a").run_dir)
+    for number in range(200):
+        folder = tmp_path / "many" / f"run-{number}"
+        (folder / "tracking").mkdir(parents=True)
+        for name in ("launch.json", "lease.json", "gang.json", "tracking/metrics.jsonl"):
+            os.link(run_dir / name, folder / name)
+    began_s = time.process_time()
+    assert len(status.look(str(tmp_path / "many"))) == 200
+    assert time.process_time() - began_s < 2.0
+
+
+def test_runs_are_compared_by_what_differs(start, storage, capsys):
+    start("a", loss=2.0, model={"width": 8}, seed=0, name="a")
+    start("b", loss=1.5, model={"width": 16}, seed=0, name="b")
+    folders = [str(storage / name) for name in "ab"]
+    assert compare.main([*folders, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == {"model.width": ["8", "16"]}
+    assert [one["loss"] for one in found["results"]] == [2.0, 1.5]
+    assert compare.main(folders) == 0
+    assert "model.width" in capsys.readouterr().out
+    assert (compare.best("loss", [2.0, 1.5]), compare.best("goodput", [2.0, 1.5]), compare.best("mine", [2.0, 1.5])) == (
+        1,
+        0,
+        None,
+    )
+    assert compare.best("eval_loss", [1.0, None, 1.0]) is None
+    with pytest.raises(SystemExit):
+        compare.main(folders[:1])
+
+
+def an_incident(**changes):
+    found = {
+        "kind": "process_crash",
+        "host": 1,
+        "generation": 0,
+        "step": 17,
+        "failed_at_s": 1000.0,
+        "action": "restart",
+    }
+    return Incident(**found | {"evidence": {"summary": "host 1 died", "stack": "line 1\nline 2"}} | changes)
+
+
+def test_the_incidents_of_all_launches_are_told_and_one_with_its_evidence(start, storage, capsys):
+    launch = start("a")
+    over = an_incident(resumed_step=15)
+    launch.record(over)
+    over.mark("detect", 1000.5)
+    launch.update(over)
+    launch.record(an_incident(failed_at_s=2000.0, step=None))
+    assert launch.flush(30.0)
+    run = str(storage / "a")
+    assert incidents.main([run]) == 0
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert "process crash" in first
+    assert "0.50 s" in first
+    assert "not over yet" in second
+    assert incidents.main([run, "--number", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "host 1 died" in told
+    assert "    line 2" in told
+    assert incidents.main([run, "--number", "3"]) == incidents.EXIT_REFUSED
+    assert "the run has 2 incidents" in capsys.readouterr().err
+
+
+def log(run_dir, host, text, name="process-1-0001.log"):
+    folder = Path(run_dir, "logs", f"host-{host:04}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+def test_the_last_lines_of_the_newest_logs(start, storage, capsys):
+    run_dir = start("a").run_dir
+    assert logs.main([run_dir]) == logs.EXIT_REFUSED
+    assert "no logs yet" in capsys.readouterr().err
+    log(run_dir, 0, "old\n", "process-1-0000.log")
+    os.utime(Path(run_dir, "logs", "host-0000", "process-1-0000.log"), (1, 1))
+    log(run_dir, 0, "one\ntwo\nthree \x1b[2J\n")
+    log(run_dir, 0, "", "process-1-0002.log")
+    log(run_dir, 3, "four\n")
+    assert logs.main([run_dir, "--lines", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if not line.startswith("==>")] == ["two", "three ·[2J", "four"]
+    assert logs.main([run_dir, "--host", "3"]) == 0
+    assert "four" in capsys.readouterr().out
+    assert logs.main([run_dir, "--host", "1"]) == logs.EXIT_REFUSED
+    assert "no log of host 1; there are those of: 0, 3" in capsys.readouterr().err
+
+
+def test_what_is_added_to_a_log_is_shown_line_by_line(tmp_path):
+    path, sizes = tmp_path / "a.log", {}
+    path.write_text("one\ntw")
+    assert list(logs._added(path, sizes)) == ["one"]
+    path.write_text("one\ntwo\n")
+    assert list(logs._added(path, sizes)) == ["two"]
+    path.write_text("new\n")  # it was emptied, for it had grown too large
+    assert list(logs._added(path, sizes)) == ["new"]
+
+
+@pytest.mark.costs("waits for two requests")
+def test_a_request_waits_for_what_comes_of_it(start, storage, monkeypatch):
+    monkeypatch.setattr(asking, "LOOK_EVERY_S", 0.01)
+    launch = start("a")
+    answers = []
+    for kind, what in (("save", lambda: launch.saved(41, "there")), ("stop", lambda: end(launch, "stopped"))):
+        asks = threading.Thread(target=lambda kind=kind: answers.append(asking.ask(storage / "a", kind, 30.0)))
+        asks.start()
+        assert wait_until(lambda: launch.store() or not launch._requests.empty(), 30.0)
+        assert [request.kind for request in launch.new_requests()] == [kind]
+        what()
+        asks.join(30.0)
+    assert answers == [(True, "a: saved at step 41; it goes on"), (True, "a: stopped; saved at step 41")]
+    with pytest.raises(NoRunError, match="does not go on now: stopped"):
+        asking.ask(storage / "a", "stop", 1.0)
+
+
+def test_a_request_that_nobody_reads_is_told(start, storage, capsys):
+    run_dir = start("a").run_dir
+    assert asking.main("stop", "orchestrator.runs.stop", "", [run_dir, "--timeout", "0.1"]) == asking.EXIT_NOT_DONE
+    assert "the driver has not read the request; the run is training" in capsys.readouterr().out

@@ -1,0 +1,71 @@
+"""Which key a wrong one may stand for: keys of other sections, and names of other programs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests import ROOT
+from tests.unit.config_keys import every_key
+from trainers.config import near_keys
+from trainers.config.arguments import TrainingArguments, from_dict
+
+TEXT = (ROOT / "docs" / "migrating.md").read_text()
+
+
+def near(key):
+    section, _, name = key.rpartition(".")
+    cls = near_keys.section_of(TrainingArguments.__dataclass_fields__[section].default_factory) if section else TrainingArguments
+    return near_keys.near(TrainingArguments, section, cls.__dataclass_fields__, name)
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("learning_rate", ["optimizer.learning_rate"]),
+        ("optimizer.save_steps", ["checkpoint.save_steps"]),
+        ("warmup_steps", ["optimizer.schedule.warmup_steps", "profile.warmup_steps"]),  # and not max_num_steps
+        ("batch_size", ["evaluation.batch_size", "global_batch_size"]),
+        ("per_device_train_batch_size", ["global_batch_size"]),
+        ("per-device-train-batch-size", ["global_batch_size"]),
+        ("num_train_epochs", ["max_num_data_epochs"]),
+        ("optimizer.lr", ["optimizer.learning_rate"]),
+        ("data.sequence_lenght", ["data.sequence_length"]),
+        ("sequence_lenght", ["data.sequence_length"]),
+        ("optimizer.learnin_rate", ["optimizer.learning_rate"]),
+        ("zzz", []),
+    ],
+)
+def test_keys_of_other_sections_and_names_of_others_come_first(key, ours):
+    assert near(key) == ours
+
+
+def test_without_the_orchestrator_the_same_is_told():
+    with pytest.raises(ValueError, match=r"learning_rate; known: .*; did you mean optimizer\.learning_rate\?"):
+        from_dict(TrainingArguments, {"name": "run", "max_num_steps": 1, "learning_rate": 1})
+    with pytest.raises(ValueError, match=r"^optimizer: unknown keys .*: lr;.*did you mean optimizer\.learning_rate\?"):
+        from_dict(TrainingArguments, {"name": "run", "max_num_steps": 1, "optimizer": {"lr": 1}})
+
+
+def test_all_that_is_suggested_exists_and_nothing_is_a_key_of_the_same_name():
+    sections = {name.rpartition(".")[0] for name in every_key()}
+    for name, keys in near_keys.OF_OTHERS.items():
+        assert all(key in every_key() or key in sections for key in keys), name
+        assert name not in every_key()
+
+
+def test_the_table_has_the_names_of_the_document():
+    """Of each row whose names are settings on both sides, in the tables that say what differs."""
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in TEXT.splitlines() if line.startswith("| `")]
+    checked, sections = 0, {name.partition(".")[0] for name in every_key()}
+    for theirs, ours, _ in (row for row in cells if len(row) == 3):
+        keys = [name for name in re.findall(r"`([^`]+)`", ours) if name in every_key()]
+        if not keys or "(" in theirs or "BaseTrainer" in ours:
+            continue
+        for name in re.findall(r"`([a-z][a-z0-9_]+)`", theirs):
+            if name in sections or any(key.rpartition(".")[2] == name for key in keys):
+                continue
+            assert set(near_keys.OF_OTHERS[name]) & set(keys), (name, keys)
+            checked += 1
+    assert checked > 80
