@@ -94,6 +94,11 @@ def shown(stream: TextIO | None, *, is_ours: bool = False, tries_again: bool = F
     return nowhere
 
 
+def nobody_looks() -> bool:
+    """Returns whether standard output is lost: the end of a command that only shows how something goes on."""
+    return isinstance(sys.stdout, Shown) and sys.stdout.lost is not None
+
+
 def command(main: Callable[Given, Result]) -> Callable[Given, Result]:
     """Lets the `main` of a command write to its standard streams whatever becomes of them, also the text of `--help`."""
 

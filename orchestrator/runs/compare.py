@@ -4,6 +4,7 @@ Each RUN is a run's folder. Exit status: 0; 2 when one of them is no run.
 """
 
 from __future__ import annotations
+from trainers.terminal import command
 
 import argparse
 import json
@@ -33,6 +34,7 @@ NOT_COMPARED = frozenset({"name", "storage"})
 """Settings in which runs must differ."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.compare"), description="Runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs")

@@ -4,6 +4,7 @@ Exit status: 0; 2 when there is no such run or incident.
 """
 
 from __future__ import annotations
+from trainers.terminal import command
 
 import argparse
 import json
@@ -29,6 +30,7 @@ from trainers.program import program
 EXIT_FINE, EXIT_REFUSED = 0, 2
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.incidents"), description="The incidents of a run.")
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")

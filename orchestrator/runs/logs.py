@@ -4,6 +4,7 @@ Exit status: 0; 2 when there is no such run or host.
 """
 
 from __future__ import annotations
+from trainers.terminal import command, nobody_looks
 
 import argparse
 import re
@@ -24,6 +25,7 @@ FOLLOW_EVERY_S = 1.0
 TAIL_BYTES = 4 << 20
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.logs"), description="What the processes of a run have printed.")
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
@@ -80,10 +82,10 @@ def last_lines(path: Path, number: int) -> list[str]:
 
 
 def follow(run_dir: Path, host: int | None, shown: Sequence[tuple[int, Path]]) -> None:
-    """Shows what is added to the logs, those of later processes too, until Ctrl-C."""
+    """Shows what is added to the logs, those of later processes too, until Ctrl-C, or until nobody reads it any more."""
     sizes = {path: path.stat().st_size for _, path in shown}
     try:
-        while True:
+        while not nobody_looks():
             time.sleep(FOLLOW_EVERY_S)
             for number, path in newest(run_dir, host):
                 for line in _added(path, sizes):

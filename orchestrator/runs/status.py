@@ -5,6 +5,7 @@ Exit status: 0; 2 when there is no such storage or run.
 """
 
 from __future__ import annotations
+from trainers.terminal import command, nobody_looks
 
 import argparse
 import dataclasses
@@ -39,6 +40,7 @@ STYLES_OF_ENDS = {"finished": "bright_black", "stopped": "yellow", "failed": "re
 ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.status"), description="How runs are, by their files alone.")
     parser.add_argument(
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def watch(screen: Console, place: str, overrides: Sequence[str]) -> None:
     try:
         with Live(console=screen, auto_refresh=False, screen=True) as live:
-            while True:
+            while not nobody_looks():
                 live.update(page(look(place, overrides), place, time.time(), screen.width), refresh=True)
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:

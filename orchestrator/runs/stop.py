@@ -4,6 +4,7 @@ Exit status: 0; 1 when it has not stopped in time; 2 when there is no such run, 
 """
 
 from __future__ import annotations
+from trainers.terminal import command
 
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from orchestrator.runs import asking
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     return asking.main("stop", "orchestrator.runs.stop", "Lets a run save and stop.", argv)
 

@@ -3,10 +3,10 @@ serializer, to a folder of this machine and back, with one value in place of eac
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.runtime.multihost import one_line
-from trainers.storage import sealed
+from trainers.storage import ours, sealed
 
 SHOWN = 3
 
@@ -65,7 +65,8 @@ def _try(abstract: Any) -> str:
         return one_line(error)
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                ours.delete(folder, ours.TEMPORARY_FOLDER)
     return ""
 
 
