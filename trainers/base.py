@@ -50,7 +50,7 @@ from trainers.metrics.publisher import THROUGHPUT, Publisher, Seconds, Throughpu
 from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
-from trainers.published import own
+from trainers.published import of_task
 from trainers.runtime import multihost, signals
 from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
@@ -418,7 +418,7 @@ class BaseTrainer(Builder):
         metrics = {
             **describe(state, saver.manager.fingerprint(state)),
             "train_loss": saver.reporter.latest.get("loss"),
-            "train_metrics": own(saver.reporter.latest),
+            "train_metrics": of_task(saver.reporter.latest),
             "throughput": {name: saver.reporter.latest[name] for name in THROUGHPUT if name in saver.reporter.latest},
             "evaluation": dict(evaluator.final_metrics()),
             **self.lineage.meta(self.info.batch_index),

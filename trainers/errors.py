@@ -184,6 +184,19 @@ def may_pass(error: BaseException) -> bool:
     return kind["kind"] in ("transient", "data", "storage") and not kind["deterministic"] and not kind.get("mistake")
 
 
+MAX_MESSAGE, MAX_TRACEBACK = 4000, 20_000
+"""The letters that are kept of a message, and of a traceback. A library may put a whole array or a web page into one, and it
+would travel in events, lie in the run's files, and push others out of them."""
+
+
+def cut(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Returns the text, of a long one the beginning and the end, where the cause is. It says how much was left out."""
+    if len(text) <= limit:
+        return text
+    begin, end = limit * 2 // 3, limit // 3
+    return f"{text[:begin]} ... [{len(text) - begin - end:,} letters left out] ... {text[-end:]}"
+
+
 def user_frame(error: BaseException) -> str | None:
     """Returns where an error arose in the user's own code, such as `/home/me/model.py, line 12, in __call__: x @ self.kernel`:
     the deepest frame outside of this project, of installed packages and of the standard library. None if there is none.

@@ -21,7 +21,7 @@ from cluster.agent import log_growth, machine, preemption, stack_dump
 from cluster.agent.child_process import ExitStatus, child_env, import_path
 from cluster.agent.driver_lease import Lease
 from cluster.agent.event_log import EventLog
-from cluster.agent.events import Event, MachineNotice, MachineTakenAway, ProcessEvent, StartFailed
+from cluster.agent.events import Event, MachineNotice, MachineTakenAway, ProcessEvent, StartFailed, cut
 from cluster.agent.hang_monitor import HangMonitor
 from cluster.agent.limits import WatchdogConfig
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
@@ -375,7 +375,7 @@ class HostAgent:
             "t": time.time(),
             "ev": "exception",
             "type": type(error).__name__,
-            "message": str(error),
+            "message": cut(str(error)),
             "kind": "crash",
             "traceback": "",
             "step": None,
@@ -466,7 +466,7 @@ class HostAgent:
             if notice is None:
                 self._notice = None  # withdrawn: the next notice is reported again
             elif self._notice is None:
-                self._notice = {"t": time.time(), "ev": "notice", **notice, "node": True}
+                self._notice = {"t": time.time(), "ev": "notice", **notice, "reason": cut(notice["reason"]), "node": True}
                 self._report(self._notice)
 
     def _current_log(self) -> str | None:

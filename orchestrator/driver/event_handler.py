@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, cast
 from cluster.agent import events as agent_events
 from cluster.agent.phases import PHASES
 from orchestrator.board import BoardLike
-from orchestrator.driver.generation import Generation, in_order
+from orchestrator.driver.generation import START_PHASES, Generation, in_order
+from orchestrator.driver.host_times import HostTimes
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.events import HostEvent, Level, Status
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
@@ -41,6 +42,8 @@ from trainers.runtime.events import (
 )
 
 KEPT_STEP_TIMES = 100
+SHOWN_HOSTS = 32
+"""The time line has the phases and the busy seconds of so many hosts."""
 SHOWN_PROCESSES = 8
 
 
@@ -82,6 +85,8 @@ class EventHandler:
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
         self._stragglers = Stragglers(0, straggler_policy)
+        self._state = ""
+        self._busy = HostTimes()
         self._usage: dict[int, Mapping[str, float]] = {}
         """How much of its machine each host used, by its newest heartbeat."""
         self._processes: dict[int, Process] = {}
@@ -145,6 +150,8 @@ class EventHandler:
             launch.goodput.switch(generation.category, event["t"])
         if known:
             return
+        if event["ev"] == "phase" and host < SHOWN_HOSTS and event["phase"] in START_PHASES:
+            launch.mark("phase", event["t"], host=host, phase=event["phase"], generation=generation.number)
         if generation.phase != phase:
             self.set_status(PHASES[generation.phase].label if generation.phase in PHASES else generation.phase)
         if generation.training and not was_training:
@@ -231,6 +238,7 @@ class EventHandler:
         if host == 0:
             self.launch.saved(event["step"], event["path"])
             self.new_checkpoint = True
+            self.launch.mark("saved", event["t"], step=event["step"])
             self.board.post({"ev": "checkpoint", "step": event["step"], "path": event["path"]})
             self.reporter.report({"step": event["step"]}, checkpoint_path=event["path"])
 
@@ -270,6 +278,8 @@ class EventHandler:
     def _on_heartbeat(self, generation: Generation, host: int, event: Heartbeat) -> None:
         self._usage[host] = event.get("usage", {})
         if "busy_s" in event:
+            if host < SHOWN_HOSTS and (shown := self._busy.observe(host, event["batch_index"], event["busy_s"])):
+                self.launch.mark("busy", event["t"], step=event["batch_index"], busy_s=shown)
             for slow in self._stragglers.observe(host, event["t"], event["batch_index"], event["busy_s"]):
                 self._record_straggler(generation, slow)
 
@@ -310,6 +320,9 @@ class EventHandler:
         self.board.post({"ev": "recovered", "incident": incident.to_dict()})
 
     def set_status(self, state: str, message: str | None = None) -> None:
+        if state != self._state:
+            self._state = state
+            self.launch.mark("state", state=state)
         status: Status = {"ev": "status", "state": state}
         if message:
             status["message"] = message

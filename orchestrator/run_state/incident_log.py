@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state.incidents import Incident
+from trainers.errors import MAX_TRACEBACK, cut
 
 NAME = "incidents.jsonl"
 KEPT_INCIDENTS = 200
@@ -33,8 +35,18 @@ class Entry:
 def line(launch_id: str, entry: Entry) -> str:
     """Returns the line of an incident in its present state."""
     past = dataclasses.asdict(entry.past) if entry.past is not None else None
-    document = {"launch_id": launch_id, "number": entry.number, "incident": entry.incident.to_dict(), "past": past}
+    document = shortened({"launch_id": launch_id, "number": entry.number, "incident": entry.incident.to_dict(), "past": past})
     return json.dumps(document) + "\n"
+
+
+def shortened(value: Any) -> Any:
+    """Returns JSON data with its texts cut. They are cut where they are made; but a long one that comes another way must not push
+    the other incidents out of what the next driver reads."""
+    if isinstance(value, Mapping):
+        return {name: shortened(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shortened(item) for item in value]
+    return cut(value, MAX_TRACEBACK) if isinstance(value, str) else value
 
 
 def read(lines: Iterable[str], launch_id: str) -> list[Entry]:

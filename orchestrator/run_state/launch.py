@@ -41,6 +41,7 @@ from trainers.config.arguments import ORCHESTRATOR_SECTIONS
 from trainers.storage import documents
 
 STATE, GANG = "launch.json", "gang.json"
+TIMELINE = "timeline.jsonl"
 CHECKPOINTS = "checkpoints"
 PLACE = ("name", "storage")
 """Settings that say where a run is, and not what it does."""
@@ -154,7 +155,7 @@ class Launch:
         self._course = self._course_of_points = course
         """The settings of this launch, and those under which the published points were trained. They differ until training
         has begun: only then is it known which points a new course leaves."""
-        self._num_published = 0
+        self._num_published = self._num_marks = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None
@@ -269,6 +270,14 @@ class Launch:
         self._num_published += 1
         # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
         self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
+
+    def mark(self, ev: str, at_s: float | None = None, **about: Any) -> None:
+        """Adds a line to the run's time line (`timeline.jsonl`), for those who look at it later: `gangway report`."""
+        self._num_marks += 1
+        line = {"t": round(self.clock() if at_s is None else at_s, 3), "launch": self.launch_id, "ev": ev, **about}
+        text = json.dumps(line) + "\n"
+        # A key for each: a waiting job with the same key would be replaced, and its line lost.
+        self._write(f"mark {self._num_marks}", lambda: self._folder.append(TIMELINE, text))
 
     def write_beside(self, name: str, write: Callable[[], None]) -> None:
         """Writes something else to the run's folder, from the same background thread."""

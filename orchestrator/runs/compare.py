@@ -4,7 +4,6 @@ Each RUN is a run's folder. Exit status: 0; 2 when one of them is no run.
 """
 
 from __future__ import annotations
-from trainers.terminal import command
 
 import argparse
 import json
@@ -17,15 +16,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL
 from trainers.console.text import printable, seconds
 from trainers.program import program
 from trainers.published import SYSTEM, number
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")

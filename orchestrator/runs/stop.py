@@ -4,12 +4,12 @@ Exit status: 0; 1 when it has not stopped in time; 2 when there is no such run, 
 """
 
 from __future__ import annotations
-from trainers.terminal import command
 
 import sys
 from collections.abc import Sequence
 
 from orchestrator.runs import asking
+from trainers.terminal import command
 
 
 @command

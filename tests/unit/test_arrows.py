@@ -108,6 +108,7 @@ LIGHT_MODULES = tuple(
         "config/weights",
         "config/without_effect",
         "console/__init__",
+        "console/curves",
         "console/progress",
         "console/screens",
         "console/text",
@@ -124,6 +125,7 @@ LIGHT_MODULES = tuple(
         "models/hf/keys",
         "models/hf/meaning",
         "models/hf/pretrained",
+        "models/hf/text_part",
         "models/hf/vision_config",
         "recorders/__init__",
         "recorders/dispatch",
@@ -136,6 +138,7 @@ LIGHT_MODULES = tuple(
         "storage/documents",
         "storage/durable",
         "storage/ours",
+        "storage/refused",
         "storage/sealed",
     )
 )

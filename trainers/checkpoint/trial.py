@@ -66,7 +66,7 @@ def _try(abstract: Any) -> str:
     finally:
         if folder is not None:
             with suppress(OSError):
-                ours.delete(folder, ours.TEMPORARY_FOLDER)
+                ours.delete(folder, ours.among("the folder of a trial", {folder}))
     return ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -15,8 +14,7 @@ import jax
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint.whole import META
-from trainers.config.arguments import TrainingArguments
-from trainers.config.masking import masked
+from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.errors import CheckpointError, SaveFailedError
 from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator
@@ -125,12 +123,6 @@ class Saver:
         self.reporter.latest = meta.get("metrics", {})
         self.evaluator.restore(meta)
         self.data_state.restore(meta)
-
-
-def recorded_arguments(arguments: TrainingArguments) -> dict[str, Any]:
-    """Returns what a checkpoint records of the arguments: their values, without secrets, and the name of their class."""
-    cls = type(arguments)
-    return {"arguments": masked(dataclasses.asdict(arguments)), "arguments_class": f"{cls.__module__}:{cls.__qualname__}"}
 
 
 def _unsavable(problem: str) -> str:

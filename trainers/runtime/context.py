@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
+from trainers.errors import cut
 from trainers.runtime.events import Event, MachineTakenAway
 from trainers.runtime.stop_reason import StopReason
 
@@ -99,7 +100,7 @@ class Runtime:
             self.phase(before)
 
     def note(self, message: str) -> None:
-        self.emit({"ev": "note", "message": message})
+        self.emit({"ev": "note", "message": cut(message)})
 
     def request_stop(self, reason: str, *, of_training: bool = False) -> None:
         """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler. `of_training`: the request

@@ -41,7 +41,11 @@ def join(folder: str | os.PathLike[str], *names: str) -> str:
 
 def write_json(path: str | os.PathLike[str], data: Any) -> None:
     """Replaces the document atomically: a reader finds the old one or the new one, never a part."""
-    text = json.dumps(data, indent=1) + "\n"
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Does what `write_json` does, with a text."""
     if is_url(path):
         filesystem, name = _remote(path)
         filesystem.pipe_file(name, text.encode())

@@ -282,3 +282,16 @@ def test_no_driver_has_the_epoch_of_one_before_it_whatever_was_deleted(take_up, 
     (tmp_path / "checkpoints").mkdir()
     fence.claim(tmp_path / "checkpoints", WriterTerm(3, 5))
     assert take_up("four").lease.driver_term == 4
+
+
+def test_a_message_of_megabytes_does_not_push_the_failures_before_it_out(take_up):
+    first = take_up()
+    for number, message in enumerate(["short", "x" * (8 << 20), "last"]):
+        past = PastFailure(kind=FailureKind.USER_ERROR, step=number, exception=("ValueError", message))
+        incident = Incident(kind=past.kind, host=0, generation=number, step=number, failed_at_s=1000.0)
+        incident.evidence = {"exception": {"message": message, "traceback": [message]}}
+        first.failed(past, incident)
+    history = take_up().history
+    assert [past.step for past in history] == [0, 1, 2]
+    assert len(history[1].exception[1]) < 30_000
+    assert "letters left out" in history[1].exception[1]
