@@ -62,8 +62,8 @@ def read(run: Path) -> Curves:
         except (ValueError, KeyError, TypeError):  # of another kind, or half written
             continue
         for name, value in metrics.items():
-            by_name.setdefault(name, {}).setdefault(step, 0)
-            by_name[name][step] = by_name[name][step] or float("nan") if value is None else value
+            # Null: it was not finite.
+            by_name.setdefault(name, {})[step] = float("nan") if value is None else value
     if not by_name:
         raise NoRunError(f"{run} has tracked no metrics yet: there is none in {path}")
     return {name: sorted(points.items()) for name, points in by_name.items()}
