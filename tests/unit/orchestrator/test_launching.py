@@ -150,7 +150,7 @@ def test_each_signal_interrupts_the_start_and_nothing_is_left_of_it(job, happene
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert launching.run("x.yaml", [], dry_run=False, began_s=0.0) == launching.EXIT_FAILED
+        assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == launching.EXIT_FAILED
     finally:
         signal.signal(signal.SIGINT, before)
     assert "Ray is ended" in happened

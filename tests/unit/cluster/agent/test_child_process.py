@@ -6,7 +6,7 @@ import sysconfig
 import pytest
 
 import cluster
-from cluster.agent import machine
+from cluster.agent import child_process, machine
 from cluster.agent.child_process import child_env, import_path, log_tail
 from tests import ROOT
 
@@ -78,3 +78,30 @@ def test_an_agent_without_a_home_folder_gets_one(monkeypatch, tmp_path):
         monkeypatch.setattr(machine.os.path, "expanduser", lambda path: path)
         machine.ensure_home(nothing)
         assert nothing == {"HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"nothing\n",
+        b"[" * 100_000 + b"\n",
+        b"[1]\n",
+        b'{"ev": 3}\n',
+        b"\xff\xfe\n",
+        b'{"ev": "heartbeat", "step": "3", "batch_index": 3}\n',
+        b'{"ev": "heartbeat", "step": 3}\n',
+        b'{"ev": "phase", "phase": ["train"]}\n',
+        b'{"ev": "exception"}\n',
+    ],
+    ids=lambda line: line[:40].decode(errors="replace"),
+)
+def test_a_line_that_is_no_event_is_a_note(line):
+    event = child_process._parse(line)
+    assert event["ev"] == "note"
+    assert event["message"].startswith("not an event (")
+    assert type(event["t"]) is float
+
+
+@pytest.mark.parametrize("at", ['"now"', "NaN", "1e999", "null", "true", "[]"])
+def test_a_time_that_is_none_is_that_of_the_agent(at):
+    assert child_process._parse(b'{"ev": "warm", "t": ' + at.encode() + b"}")["t"] > 1e9
