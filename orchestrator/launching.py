@@ -31,6 +31,7 @@ from orchestrator.run_state.finished import finished_at
 from orchestrator.run_state.lease import RunInUse, check_free
 from orchestrator.run_state.outcome import read_outcome
 from orchestrator.run_state.summary import SUMMARY
+from orchestrator.run_state.versions import check_versions
 from trainers.config.masking import masked
 from trainers.console.screens import CONSOLE_LOG
 from trainers.storage import documents
@@ -166,6 +167,7 @@ def checked(config: JobConfig, began_s: float) -> tuple[report.PlanReport, bool,
     # All of this before Ray is started: a wrong configuration is reported within a second.
     documents.check_writable(config.run_dir)
     check_free(config.run_dir)
+    check_versions(config.run_dir)
     if named := head.named(os.environ, config.driver.address):
         head.check(*named)
     console, plan = make_console(sys.stdout, began_s, log=documents.join(config.run_dir, CONSOLE_LOG), logged=True), None

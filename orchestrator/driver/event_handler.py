@@ -18,7 +18,7 @@ from orchestrator.board import BoardLike
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.host_times import HostTimes
 from orchestrator.driver.ray_train import Reporter
-from orchestrator.events import HostEvent, Level, Status
+from orchestrator.events import HostEvent, Level, Status, problem_of
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
 from orchestrator.run_state.launch import Launch
@@ -87,6 +87,8 @@ class EventHandler:
         self._stragglers = Stragglers(0, straggler_policy)
         self._state = ""
         self._busy = HostTimes()
+        self._odd: set[tuple[int, str]] = set()
+        """Hosts and kinds of events that were left out."""
         self._usage: dict[int, Mapping[str, float]] = {}
         """How much of its machine each host used, by its newest heartbeat."""
         self._processes: dict[int, Process] = {}
@@ -116,7 +118,7 @@ class EventHandler:
         for host, answer in answers.items():
             # The maximum: the answer to an earlier poll may come late.
             self.launch.seen[host] = max(self.launch.seen.get(host, 0), answer["cursor"])
-            if answer["heartbeat"] and self._belongs(generation, answer["heartbeat"]):
+            if answer["heartbeat"] and self._takes(generation, host, answer["heartbeat"]):
                 self.handle(generation, host, answer["heartbeat"])
 
     def _told(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> list[HostEvent]:
@@ -130,9 +132,16 @@ class EventHandler:
             self.note(
                 f"host {host}: {lost} events that no driver has read are lost (its agent keeps a limited number)", "warning"
             )
-        return [event for _, event in sorted(found.items()) if self._belongs(generation, event)]
+        return [event for _, event in sorted(found.items()) if self._takes(generation, host, event)]
 
-    def _belongs(self, generation: Generation, event: Mapping[str, Any]) -> bool:
+    def _takes(self, generation: Generation, host: int, event: Mapping[str, Any]) -> bool:
+        """Whether an event is one of this generation. One that is no event is dropped, and told once of each host."""
+        if problem := problem_of(event):
+            kind = str(event.get("ev"))[:50] if isinstance(event, Mapping) else ""
+            if (host, kind) not in self._odd:
+                self._odd.add((host, kind))
+                self.note(f"host {host}: an event that its training process has sent is left out: {kind}: {problem}", "warning")
+            return False
         return event.get("generation", generation.number) == generation.number
 
     def handle(self, generation: Generation, host: int, event: HostEvent, known: bool = False) -> None:

@@ -16,7 +16,7 @@ from orchestrator.driver.generation import Generation
 from orchestrator.failures import classify
 from orchestrator.failures.classify import Failure
 from trainers.errors import CodeMissingError
-from trainers.storage import documents, ours
+from trainers.storage import documents, durable, ours
 
 AGENT_TIMEOUT_S = 20.0
 """How long an agent may take to answer a call that does not wait for its process."""
@@ -133,8 +133,7 @@ def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
     """Writes each host's stacks to a file of its own, and removes those of old incidents. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
     for host, text in texts.items():
-        with open(documents.join(folder, f"host-{host:04d}.txt"), "w", encoding="utf-8") as file:
-            file.write(text)
+        durable.write(Path(folder, f"host-{host:04d}.txt"), text)
     of_incidents = (path for path in Path(folder).parent.iterdir() if path.name.isdigit() and STACKS.is_on(path))
     newest_first = sorted(of_incidents, reverse=True)
     num_bytes = 0

@@ -18,7 +18,7 @@ from orchestrator.reporting.console_log import LoggedBoard
 from orchestrator.run_state import summary
 from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch
 from orchestrator.run_state.lease import RunInUse
-from orchestrator.run_state.outcome import FILE, read_outcome, write_outcome
+from orchestrator.run_state.outcome import FILE, read_outcome, set_damaged_aside, write_outcome
 from orchestrator.run_state.run_folder import RunFolder
 from trainers.console.screens import CONSOLE_LOG
 from trainers.recorders.dispatch import Recorders
@@ -51,11 +51,13 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         try:
             arguments = (run_dir, launch_id, message["started_at_s"], config.tracking, parameters(config), clock)
             launch = when_storage_answers(lambda: open_launch(*arguments, lambda message: _warn(board, message)), board)
-        except RunInUse as error:
-            # To try again would only find the other launch again.
+        except (RunInUse, documents.StorageError) as error:
+            # To try again would only find the other launch, or the same document, again.
             raise JobFailed(str(error)) from error
         board = log = logged(board, launch, message)
         keep_configuration(launch, config)
+        if damaged := set_damaged_aside(run_dir):
+            _warn(board, damaged)
         result: dict[str, Any] = {}
         failure: TrainingFailed | None = None
         about = About(config.training.name, run_dir, shown(config))

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_state.launch import CHECKPOINTS
-from orchestrator.run_state.outcome import FILE
-from orchestrator.run_state.summary import SUMMARY, training_digest
+from orchestrator.run_state.stored import CHECKPOINTS, OUTCOME_KIND, SUMMARY_KIND
+from orchestrator.run_state.summary import training_digest
 from trainers.checkpoint import committed, layout
 from trainers.storage import documents
 
@@ -22,11 +21,11 @@ def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:
     if documents.is_url(run_dir):
         return None
     try:
-        outcome, summary = (documents.read_json(documents.join(run_dir, name)) for name in (FILE, SUMMARY))
+        outcome, summary = (kind.read(documents.join(run_dir, kind.name)) for kind in (OUTCOME_KIND, SUMMARY_KIND))
         step = _whole_step(Path(run_dir))
     except (OSError, documents.StorageError):
         return None  # the launch itself finds out what is wrong, and says so
-    if not isinstance(outcome, dict) or not isinstance(summary, dict) or step is None:
+    if outcome is None or summary is None or step is None:
         return None
     if outcome.get("status") != "finished" or outcome.get("launch_id") != summary.get("launch_id"):
         return None

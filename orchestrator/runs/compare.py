@@ -21,10 +21,11 @@ from orchestrator.config.locate import NoRunError, checkpoints_of
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL
+from orchestrator.tracking.spool import SPOOL, entry
 from trainers.console.text import printable, seconds
 from trainers.program import program
 from trainers.published import SYSTEM, number
+from trainers.storage import documents
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -64,8 +65,8 @@ def settings_of(folder: Path) -> dict[str, str]:
             for line in file:
                 # A cheap look first: most lines are metrics.
                 if b'"params"' in line[:60]:
-                    found = json.loads(line)["params"]
-    except (OSError, ValueError) as error:
+                    found = entry(line).get("params", found)
+    except (OSError, documents.DamagedDocument) as error:
         raise NoRunError(f"the settings of the run in {folder} cannot be read: {error}") from error
     if found is None:
         raise NoRunError(f"the run in {folder} has recorded no settings")

@@ -27,9 +27,8 @@ TAIL_BYTES = 4 << 20
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog=program("orchestrator.runs.logs"), description="What the processes of a run have printed."
-    )
+    about = "What the processes of a run have printed."
+    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.logs"), description=about)
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     parser.add_argument("--host", type=int, metavar="N", help="of one host alone, from 0 (default: of all)")

@@ -77,7 +77,8 @@ def obstacle(folder: Path, num_bytes: int) -> str:
             return f"no room in {folder}: {_mib(needed)} needed, {_mib(free)} free; free some, or lower save_total_limit"
         try:
             # Free space does not tell whether a quota is used up, or whether the folder may be written to.
-            probe.write_bytes(bytes(PROBE_BYTES))
+            with durable.created(probe) as file:
+                file.write(bytes(PROBE_BYTES))
         finally:
             ours.delete(probe, ours.PROBE)
     except OSError as error:

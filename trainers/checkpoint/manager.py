@@ -32,7 +32,7 @@ from trainers.checkpoint.retention import Retention
 from trainers.checkpoint.storage_check import StorageCheck
 from trainers.checkpoint.trial import UnsavableError
 from trainers.checkpoint.validate import check_files, check_same_model, num_bytes_of, shapes
-from trainers.errors import CheckpointUnavailableError, NonFiniteStateError
+from trainers.errors import CheckpointError, CheckpointUnavailableError, NonFiniteStateError
 from trainers.parallel.mesh import replicated
 from trainers.runtime import multihost
 from trainers.runtime.device import wait_for_device
@@ -580,18 +580,24 @@ class CheckpointManager:
 
     def _checked_meta(self, step: int, accept: Accept | None, last_resort: bool) -> dict[str, Any] | None:
         """Returns the meta of checkpoint `step`; None if a host refuses it, which is noted. Raises DamagedError if its files are
-        damaged, and CheckpointUnavailableError if a host does not see it; all hosts raise the same."""
+        damaged, CheckpointUnavailableError if a host does not see it, and CheckpointError if a newer program has saved it; all
+        hosts raise the same."""
         path, meta = self.folder / str(step), {}
-        problem = refusal = absent = ""
+        problem = refusal = absent = newer = ""
         try:
             meta = check_files(path, step, last_resort=last_resort)
             refusal = accept(meta) if accept is not None else ""
+        except manifest.NewerError as error:
+            newer = str(error)
         except manifest.DamagedError as error:
             problem = str(error)
             if not path.is_dir():
                 absent = f"{path} is not to be seen here, and host 0 sees it: is the storage mounted?"
-        # One exchange for all three: a host that raised before it would leave the others waiting.
-        answers = multihost.all_hosts("checkpoint files", {"problem": problem, "refusal": refusal, "absent": absent})
+        # One exchange for all: a host that raised before it would leave the others waiting.
+        mine = {"problem": problem, "refusal": refusal, "absent": absent, "newer": newer}
+        answers = multihost.all_hosts("checkpoint files", mine)
+        if newer := first_problem([answer["newer"] for answer in answers]):
+            raise CheckpointError(newer)
         if absent := first_problem([answer["absent"] for answer in answers]):
             raise CheckpointUnavailableError(absent)
         if problem := first_problem([answer["problem"] for answer in answers]):

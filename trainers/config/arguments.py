@@ -35,6 +35,7 @@ from trainers.config import (
     PruningConfig,
     VisionConfig,
     attention,
+    importable,
     recorders,
 )
 from trainers.config.conversion import convert_sections, from_dict
@@ -235,9 +236,11 @@ def recorded_arguments(arguments: TrainingArguments) -> dict[str, Any]:
 
 
 def load_object(path: str) -> Any:
-    """Returns the object named `package.module:attribute`. Raises ValueError that says which part was not found."""
+    """Returns the object named `package.module:attribute`. Raises ValueError that says which part was not found, or that data
+    names it and nobody has allowed it."""
     module_name, _, attribute = path.partition(":")
     require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
+    importable.check(path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -246,4 +249,5 @@ def load_object(path: str) -> Any:
         ) from error
     if not hasattr(module, attribute):
         raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}")
+    importable.check_own(path, getattr(module, attribute))
     return getattr(module, attribute)

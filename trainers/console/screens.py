@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO, cast
 from trainers.console.text import clock_time, printable
 from trainers.console.view import STATES, Event, Line, View, facts, lines_of, measures, metrics_line, own_metrics, progress
 from trainers.first_line import CLOCK_WIDTH, TERMINAL_CLOCK_WIDTH
+from trainers.storage import durable
 from trainers.terminal import Shown, shown
 
 PLAIN_EVERY_S = 5.0
@@ -209,7 +210,8 @@ class SteadyConsole:
 def _log_file(path: str | None) -> Shown:
     """Returns a stream that appends to a file; one that writes nothing if it cannot be opened, or there is no path."""
     try:
-        return shown(open(path, "a", encoding="utf-8") if path is not None and "://" not in path else None)
+        opened = path is not None and "://" not in path
+        return shown(open(str(path), "a", encoding="utf-8", opener=durable.no_link) if opened else None)
     except OSError:  # as when one disk has both, and is full
         return shown(None)
 

@@ -7,14 +7,21 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from trainers.recorders.recorder import About, Distribution
-from trainers.storage import durable
+from trainers.storage import documents, durable, shapes
 
 FILE = "metrics.jsonl"
 LEFT = "metrics.left.jsonl"
 """The lines of courses that training has left."""
+
+
+class _Line(TypedDict):
+    t: float
+    step: int
+    metrics: dict[str, float | None]
+    distributions: NotRequired[dict[str, Any]]
 
 
 class JsonLines:
@@ -62,7 +69,7 @@ class JsonLines:
         for line in read(self._path):
             self._last_step |= dict.fromkeys((*line["metrics"], *line.get("distributions", ())), line["step"])
         # Unbuffered: a line is in the file when `record` returns, even if the process is killed then.
-        self._file = self._path.open("ab", buffering=0)
+        self._file = durable.appending(self._path, buffering=0)
         self._torn = self._path.stat().st_size > 0 and not _ends_with_newline(self._path)
 
     def _append(self, data: bytes) -> None:
@@ -78,15 +85,17 @@ class JsonLines:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of such a file; none if there is no file."""
+    """Yields the lines of such a file; none if there is no file. What is no such line is left out."""
     if not path.exists():
         return
-    with path.open() as file:
+    with path.open("rb") as file:
         for text in file:
             try:
-                yield json.loads(text)
-            except json.JSONDecodeError:
+                line = documents.parse(text, path)
+            except documents.DamagedDocument:
                 continue  # left unfinished
+            if not shapes.problem(_Line, line):
+                yield line
 
 
 def _finite(value: float) -> float | None:
