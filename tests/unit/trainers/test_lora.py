@@ -219,7 +219,7 @@ def test_a_model_without_adapters_is_measured_as_it_is(trained, tmp_path, capsys
     assert plain != pytest.approx(tuned, rel=1e-3)
     # Both beside each other; the settings of the run itself are those that it has recorded.
     assert losses(config, "--checkpoint", LLAMA, "--checkpoint", checkpoint(trained)) == pytest.approx([plain, tuned], rel=1e-6)
-    assert losses(checkpoint(trained)) == [tuned]
+    assert losses(checkpoint(trained), "--trust-code", "tests.programs.small_tokens:datasets") == [tuned]
 
 
 def test_a_base_that_has_moved_is_that_of_the_configuration(tmp_path, monkeypatch):
