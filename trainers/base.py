@@ -257,7 +257,7 @@ class BaseTrainer(Builder):
             base = {name: value for name, value in self._of_base().items() if name not in loaded}
             return first(loaded, {**base, **others})
 
-        return FromSettings(arguments.init_from, self._run_folder, shapes, fresh)
+        return FromSettings(arguments.init_from, self._run_folder, shapes, fresh, self.adapted)
 
     def _from_arrays(self, arrays: dict[str, Any], keep: bool) -> Beginning:
         """Returns the beginning with these arrays of the state, by path, and the rest from the seed."""

@@ -15,6 +15,7 @@ import optax
 
 from trainers.batches import BatchBuilder
 from trainers.callbacks import RunInfo
+from trainers.checkpoint.weights import Adapted
 from trainers.config import ParameterGroup
 from trainers.config.arguments import load_object
 from trainers.config.frozen import BASE
@@ -230,6 +231,12 @@ class ModelBuilder(BatchBuilder):
         loaded = {**loaded, **others}
         params, model_state = initial_model(self.task, self.arguments.seed, self.arguments.lora)
         return self._fresh_state(with_loaded(params, loaded), with_loaded(model_state, loaded), self.step_layout)
+
+    @property
+    def adapted(self) -> Adapted | None:
+        """What says how an adapter of PEFT is read; None without LoRA."""
+        lora = self.arguments.lora
+        return None if lora is None else Adapted(self.arguments.model, lora)
 
     def _of_base(self) -> dict[str, jax.Array]:
         """Returns the base's own values of the parameters that are trained whole (`lora.whole`), by name, on the devices."""

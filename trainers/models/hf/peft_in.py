@@ -23,7 +23,15 @@ from trainers.models.lora import A, B
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
 OTHER_KINDS = ("layers_to_transform", "layers_pattern", "layer_replication", "trainable_token_indices", "target_parameters")
-OTHER_SECTIONS = ("arrow_config", "eva_config", "corda_config", "kasa_config", "lora_ga_config", "monteclora_config", "velora_config")
+OTHER_SECTIONS = (
+    "arrow_config",
+    "eva_config",
+    "corda_config",
+    "kasa_config",
+    "lora_ga_config",
+    "monteclora_config",
+    "velora_config",
+)
 KEYS: keys.Keys = {
     **dict.fromkeys(("base_model_name_or_path", "revision", "auto_mapping", "inference_mode", "peft_version", "task_type"), ANY),
     # The tensors say which modules have adapters, and their ranks. What is dropped out is a setting of the run.
@@ -101,7 +109,9 @@ class _Adapter:
         first = PREFIXES[1] if model.family == "gpt2" else PREFIXES[0]
         prefixes = [WRAPPER + prefix for prefix in (first, *PREFIXES, *TEXT_PREFIXES)]
         of_layers = [f"{prefix}{layers_name(model)}." for prefix in prefixes]
-        there = (prefix for prefix, start in zip(prefixes, of_layers, strict=True) if any(name.startswith(start) for name in tensors))
+        there = (
+            prefix for prefix, start in zip(prefixes, of_layers, strict=True) if any(name.startswith(start) for name in tensors)
+        )
         self.prefix = next(there, prefixes[0])
 
     def whole(self) -> dict[str, np.ndarray]:
@@ -138,8 +148,8 @@ class _Adapter:
         scale = self._alpha(module) / rank
         if wanted and not np.isclose(scale, self.lora.scale):
             raise UsageError(
-                f"lora.alpha = {self.lora.alpha:g}: {module} has the alpha {self._alpha(module):g} for the rank {rank} there; set "
-                f"lora.alpha: {scale * self.lora.rank:g}"
+                f"lora.alpha = {self.lora.alpha:g}: {module} has the alpha {self._alpha(module):g} for the rank {rank} there; "
+                f"set lora.alpha: {scale * self.lora.rank:g}"
             )
         return parted
 
