@@ -20,13 +20,14 @@ from rich.table import Table
 
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
-from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import RunInUse, wait_until_free
+from orchestrator.run_state.stored import STATE, STATE_KIND
 from trainers.checkpoint import committed, layout, manifest
 from trainers.checkpoint.committed import Committed
 from trainers.first_line import say
 from trainers.program import program
 from trainers.storage import documents
+from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
 
 EXIT_FINE = 0
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = checkpoints_of(arguments.run, arguments.overrides)
         if arguments.accept_loss:
             accept_loss(folder)
-    except (ConfigError, NoRunError, RunInUse) as error:
+    except (ConfigError, NoRunError, RunInUse, documents.StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     rows = list(inspect(folder, verify=arguments.verify))
@@ -87,16 +88,26 @@ def accept_loss(folder: Path) -> None:
     # Not while a driver lives: it would write its own record over this one.
     wait_until_free(str(folder.parent), waiting=lambda message: print(message, file=sys.stderr))
     newest = max(layout.steps(folder), default=None)
-    document = documents.read_json(folder.parent / STATE)
+    document = _state(folder.parent / STATE)
     run = committed.of_run(folder.parent, folder).run
     if document is not None:
-        run = document.get("committed", {}).get("run", run)
-        record = {"committed": asdict(Committed(run, newest)), "checkpoint_step": newest}
-        documents.write_json(folder.parent / STATE, document | record)
+        run = document.get("committed", {}).get("run") or run
+        # Without a course: what is trained from there on takes the place of what was published of later steps.
+        record = {"committed": asdict(Committed(run, newest)), "checkpoint_step": newest, "course": None}
+        STATE_KIND.write(folder.parent / STATE, document | record)
     # In both folders: a start believes the newer of the two records.
     for location in (folder.parent, folder):
         if location.is_dir():
             committed.write(location, Committed(run, newest))
+
+
+def _state(path: Path) -> dict[str, Any] | None:
+    """Returns what the last driver stored. A damaged document is set aside, as a driver would do."""
+    try:
+        return STATE_KIND.read(path)
+    except DamagedDocument as error:
+        print(STATE_KIND.set_aside(path, error), file=sys.stderr)
+        return None
 
 
 def inspect(folder: Path, *, verify: bool) -> Iterator[Row]:

@@ -160,7 +160,8 @@ def to_hugging_face(
         found = (_original(work, config, about) or about | _ends(work, about)) | _class_names(work)
         if isinstance(config, ModelConfig):
             # It belongs to a model with images, of which this is the decoder.
-            (work / PREPROCESSOR_FILE).unlink(missing_ok=True)
+            copied = work / PREPROCESSOR_FILE
+            ours.delete(copied, ours.among("a copy that was just made", [copied]))
         (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
         hugging_face_out.write_index(work, files)
 

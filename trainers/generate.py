@@ -61,7 +61,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         texts = prompts_of(options)
         tell(f"reading {options.source}")
-        return run(options, texts)
+        # Whoever made the run or the folder has written what it names.
+        from trainers.config import importable
+
+        with importable.named_by_data(options.source, options.trust_code):
+            return run(options, texts)
     except (UsageError, TransientError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -87,6 +91,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: 0")
     parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once; default: 16")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the computation; default: the run's")
+    parser.add_argument(
+        "--trust-code",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="code of your own that the run names, such as mine.tasks:Task; may be given several times",
+    )
     parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the texts")
     return parser.parse_args(argv)
 

@@ -18,14 +18,16 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.terminal import shown
 
 if TYPE_CHECKING:
+    from trainers.errors import FailureKind
     from trainers.runtime.events import Event, ExceptionRaised, Result
 
 PR_SET_PTRACER = 0x59616D61
@@ -34,13 +36,17 @@ FAILED_EXIT_CODE = 1
 
 
 class EventPipe:
-    """Sends JSON lines to the agent; any thread may send."""
+    """Sends JSON lines to the agent; any thread of the process that made it may send. What a forked child says is dropped."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def send(self, event: Event) -> None:
+        # Before the lock: a thread that is not in the child may have held it when the child was forked.
+        if os.getpid() != self._process:
+            return
         # `default=str`: a value that JSON does not have must not keep an event from going out.
         line = json.dumps(event, default=str) + "\n"
         with self._lock:
@@ -65,6 +71,7 @@ def main() -> None:
     sys.stdout, sys.stderr = (cast(TextIO, shown(stream, tries_again=True)) for stream in (sys.stdout, sys.stderr))
     let_trace(os.getppid())
     pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
+    process = os.getpid()
     try:
         prepared = prepare_or_explain(next_message())
         pipe.send({"t": time.time(), "ev": "warm"})
@@ -72,6 +79,8 @@ def main() -> None:
         os.environ.update(orders.get("env") or {})  # before JAX looks for devices; only the orders say which slices there are
         (precompile if orders["cmd"] == "precompile" else run)(prepared, orders, pipe)
     except BaseException as error:  # the process's boundary: recorded for the driver, then it ends
+        if os.getpid() != process:
+            end_of_child(error)
         pipe.send(exception_event(error))
         traceback.print_exc()
         finish(FAILED_EXIT_CODE)
@@ -91,12 +100,23 @@ def next_message() -> dict[str, Any]:
     return json.loads(line)
 
 
-def finish(code: int) -> None:
+def finish(code: int) -> NoReturn:
     """Ends the process without waiting for threads of libraries: everything that must be complete is complete by now."""
     # `os._exit` flushes nothing.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def end_of_child(error: BaseException) -> NoReturn:
+    """Ends a process that the user's code has forked, as Python would end it: it is not the host, and says nothing for it."""
+    if not isinstance(error, SystemExit):
+        traceback.print_exc()
+        finish(FAILED_EXIT_CODE)
+    if isinstance(error.code, str):
+        print(error.code, file=sys.stderr)
+        finish(FAILED_EXIT_CODE)
+    finish(error.code or 0)
 
 
 def prepare_or_explain(message: dict[str, Any]) -> Prepared:
@@ -153,8 +173,11 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
         from trainers.diagnostics import fault_injection
 
         fault_injection.install(trainer)
+    process = os.getpid()
     # Whatever it raises is recorded in `main`.
     trainer.train()
+    if os.getpid() != process:  # a child of the user's code has come back from the training, too
+        finish(0)
     host.emit({"ev": "done", "step": host.step, **result(trainer)})
     leave()
 
@@ -202,21 +225,42 @@ def leave() -> None:
 
 def result(trainer: Any) -> Result:
     from trainers import runtime
+    from trainers.runtime.plain import plain
+    from trainers.runtime.stop_reason import StopReason
 
-    output = getattr(trainer, "output", None)
+    host, output = runtime.current(), getattr(trainer, "output", None)
+    reason = host.stop_reason or StopReason.MAX_STEPS
     if output is None:  # it does not say why it has ended
-        return {"stop_reason": runtime.current().stop_reason or "max_steps", "result": {}}
-    return {"stop_reason": str(output.stop_reason), "result": {**output.metrics, "checkpoint": output.checkpoint_path}}
+        return {"stop_reason": str(reason), "result": {}}
+    try:
+        result = plain({**output.metrics, "checkpoint": output.checkpoint_path})
+        reason = StopReason(plain(output.stop_reason))
+    except Exception as error:  # a trainer of the user's own, whose work is done
+        host.tell_odd(f"the trainer's output: {type(error).__name__}: {error}")
+        return {"stop_reason": str(reason), "result": {}}
+    return {"stop_reason": str(reason), "result": result}
 
 
 def listen(host: Any) -> None:
     """Starts to listen for signals and later orders, and to send heartbeats and notices."""
 
+    process = os.getpid()
+
     def terminated(number: int, frame: FrameType | None) -> None:
-        host.notice("SIGTERM")  # only the machine sends SIGTERM: the agent sends orders
+        if not of_child(number):
+            host.notice("SIGTERM")  # only the machine sends SIGTERM: the agent sends orders
 
     def interrupted(number: int, frame: FrameType | None) -> None:
-        host.request_stop("interrupted")
+        if not of_child(number):
+            host.request_stop("interrupted")
+
+    def of_child(number: int) -> bool:
+        """Ends a process that the user's code has forked, as the signal does that was meant for it."""
+        if os.getpid() == process:
+            return False
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return True
 
     signal.signal(signal.SIGTERM, terminated)
     signal.signal(signal.SIGINT, interrupted)
@@ -256,18 +300,34 @@ def heartbeat_loop(host: Any) -> None:
 
 def exception_event(error: BaseException) -> ExceptionRaised:
     from trainers import runtime
-    from trainers.errors import kind_of, user_frame
+    from trainers.errors import MAX_TRACEBACK, cut, kind_of, user_frame
 
+    frame = user_frame(error)
     return {
         "t": time.time(),
         "ev": "exception",
         "type": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "user_frame": user_frame(error),
+        "message": cut(text_of(error)),
+        "traceback": cut("".join(traceback.format_exception(error)), MAX_TRACEBACK),
+        "user_frame": frame and cut(frame),
         "step": runtime.current().step,
-        **kind_of(error),
+        **kind_or_user(error, kind_of),
     }
+
+
+def kind_or_user(error: BaseException, kind_of: Callable[[BaseException], FailureKind]) -> FailureKind:
+    try:
+        return kind_of(error)
+    except Exception:  # it cannot say its message
+        return {"kind": "user", "deterministic": False}
+
+
+def text_of(error: BaseException) -> str:
+    """Returns the message of an exception, also of one of the user's own that cannot say it."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"({type(error).__name__}.__str__ raises {type(failed).__name__})"
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ The child runs in a separate session. Three mechanisms end it with its parent, s
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import signal
 import subprocess
@@ -24,7 +26,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import cluster
-from cluster.agent.events import ProcessEvent
+from cluster.agent import log_mark
+from cluster.agent.events import ProcessEvent, problem_of
+
+_log = logging.getLogger(__name__)
 
 LOG_TAIL_LINES = 30
 _LOG_TAIL_BYTES = 16 * 1024
@@ -120,7 +125,7 @@ def spawn(module: str, *, env: Mapping[str, str], first_line: dict[str, Any], lo
     launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, here, str(guard_child), str(events_child), module]
     try:
         # Appending matters: `logs.cut` empties the file under the writer, which then goes on at its beginning.
-        with open(log_path, "ab") as log:
+        with open(log_path, "ab", opener=log_mark.no_link) as log:
             popen = subprocess.Popen(
                 launcher,
                 stdin=subprocess.PIPE,
@@ -201,7 +206,10 @@ class ChildProcess:
     def _read(self, on_event: Callable[[ProcessEvent], None]) -> None:
         for line in self._events:
             if line.endswith(b"\n"):  # else it was cut off by the death of the writer
-                on_event(_parse(line))
+                try:
+                    on_event(_parse(line))
+                except Exception:  # a thread's boundary: an agent that hears nothing more would take its process for hung
+                    _log.exception("an event of process %d was not handled: %r", self.pid, line[:200])
 
     def _wait(self, reader: threading.Thread, on_exit: Callable[[ExitStatus], None]) -> None:
         # The dead child is reaped only after its group is killed: until then its pid cannot be given to another process.
@@ -227,13 +235,16 @@ class ChildProcess:
 
 
 def _parse(line: bytes) -> ProcessEvent:
+    now_s = time.time()
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         event = None
-    if not isinstance(event, dict) or not isinstance(event.get("ev"), str):
-        event = {"ev": "note", "message": f"not an event: {line[:200]!r}"}
-    return cast("ProcessEvent", {"t": time.time(), **event})
+    if problem := problem_of(event):
+        event = {"ev": "note", "message": f"not an event ({problem}): {line[:200]!r}"}
+    at_s = event.get("t")
+    # The user's code may have written the line: what the agent and the driver reckon with is a number.
+    return cast("ProcessEvent", {**event, "t": at_s if type(at_s) in (int, float) and math.isfinite(at_s) else now_s})
 
 
 def _is_dying(pid: int) -> bool:

@@ -6,11 +6,24 @@ training process's events is `trainers.runtime.events`; a test checks that the t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, get_args, get_type_hints
 
 Event = dict[str, Any]
 """As it travels: any JSON object."""
+
+
+MAX_TEXT = 4000
+"""The letters that are kept of a message."""
+
+
+def cut(text: str, limit: int = MAX_TEXT) -> str:
+    """Returns the text, of a long one the beginning and the end. It says how much was left out."""
+    if len(text) <= limit:
+        return text
+    begin, end = limit * 2 // 3, limit // 3
+    return f"{text[:begin]} ... [{len(text) - begin - end:,} letters left out] ... {text[-end:]}"
 
 
 class Envelope(TypedDict):
@@ -148,3 +161,27 @@ class Done(Envelope):
 
 
 ProcessEvent = Warm | Joined | PhaseEntered | FirstStep | Heartbeat | Save | Profile | Raised | Done
+
+
+def problem_of(event: Any) -> str:
+    """Returns why the agent cannot go by an event of its process; "" if it can. It looks at the fields that are declared here
+    and must be there, as far as they are numbers or text."""
+    if not isinstance(event, dict) or not isinstance(event.get("ev"), str):
+        return "expected an object with `ev`"
+    for name, hint in _needed().get(event["ev"], {}).items():
+        # By the exact type: True is an int for Python.
+        if type(event.get(name)) is not hint:
+            return f"{name} = {event.get(name)!r:.50}: expected {hint.__name__}"
+    return ""
+
+
+@functools.cache
+def _needed() -> dict[str, dict[str, type]]:
+    """Returns the type of each field by its name, for each kind of event of a process."""
+    needed: dict[str, dict[str, type]] = {}
+    for schema in get_args(ProcessEvent):
+        hints = get_type_hints(schema, include_extras=True)
+        fields = {name: hint for name, hint in hints.items() if hint in (int, str)}
+        for kind in get_args(hints["ev"]):
+            needed[kind] = fields
+    return needed

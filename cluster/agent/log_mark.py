@@ -32,9 +32,15 @@ def claim(folder: str) -> bool:
         return True
     if os.path.islink(folder) or not all(any(name.fullmatch(entry) for name in NAMES) for entry in os.listdir(folder)):
         return False
-    with open(os.path.join(folder, MARK), "w") as file:
+    with open(os.path.join(folder, MARK), "w", opener=no_link) as file:
         file.write(ABOUT)
     return True
+
+
+def no_link(path: str, flags: int) -> int:
+    """The `opener` of `open` for a file that is written: raises OSError if the path is a link, which somebody else may have
+    planted in a shared folder."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def is_marked(folder: str) -> bool:

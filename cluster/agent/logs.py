@@ -11,6 +11,7 @@ import shutil
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -58,7 +59,7 @@ class Logs:
             # The run's folder first: with a folder of a host in it that has a mark, it looks like a user's own.
             log_mark.claim(self._run_folder)
             log_mark.claim(self.folder)
-            open(path, "ab").close()
+            open(path, "ab", opener=log_mark.no_link).close()
         except OSError as error:
             return os.devnull, f"what the training process prints is lost: its log {path} cannot be opened: {error}"
         return path, None
@@ -141,7 +142,7 @@ def cut(path: str, max_bytes: int = MAX_LOG_BYTES) -> None:
     size = os.path.getsize(path)
     if size <= max_bytes or path.endswith(".1"):
         return
-    with open(path, "rb") as log, open(f"{path}.1", "wb") as kept:
+    with open(path, "rb") as log, open(f"{path}.1", "wb", opener=log_mark.no_link) as kept:
         log.seek(size - min(size, COPIED_BYTES))
         shutil.copyfileobj(log, kept)
     # What is printed between the copy above and this line is lost: the writer cannot be stopped for it.
@@ -202,10 +203,10 @@ def _write(path: str, payload: bytes) -> None:
         filesystem.pipe_file(name, payload)
         return
     folder, name = os.path.split(path)
-    part = os.path.join(folder, f".{name}.{os.getpid()}.part")
+    part = os.path.join(folder, f".{name}.{uuid.uuid4().int}.part")  # nobody can plant a link of that name
     os.makedirs(folder, exist_ok=True)
     try:
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             file.write(payload)
         # Renamed at the end: a copy that was cut off by a crash never has the final name.
         os.replace(part, path)

@@ -7,7 +7,6 @@ previous one if it finds it. The driver never waits for storage, and every wait 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -234,8 +233,8 @@ class Driver:
         }
 
     def _name_in_cluster(self) -> str:
-        """Returns the run's name with a hash of its folder: two runs of one name in different storages may share a cluster."""
-        return f"{self.config.training.name}-{hashlib.sha256(self.launch.run_dir.encode()).hexdigest()[:6]}"
+        """Returns the run's name with a part of its identity: two runs of one name in different storages may share a cluster."""
+        return f"{self.config.training.name}-{self.launch.tracker.identity[:6]}"
 
     def _preparation(self) -> dict[str, Any]:
         return {

@@ -198,8 +198,10 @@ class Generation:
         """How the generation has ended; None as long as it goes on."""
         # Before `wants_restart`: what breaks after all hosts are done costs nothing.
         if self.finished:  # all hosts have agreed on the reason: host 0's is that of all
-            reason, result = str(self.done[0]["stop_reason"]), self.done[0]["result"]
-            return Paused(reason, result) if reason in RESTARTING else Finished(reason, result)
+            # A process that does not say why it is done has come to its end.
+            reason, result = self.done[0].get("stop_reason", "max_steps"), self.done[0].get("result", {})
+            reason = reason if reason in tuple(StopReason) else StopReason.MAX_STEPS
+            return Paused(str(reason), result) if reason in RESTARTING else Finished(str(reason), result)
         return Failed() if self.wants_restart else None
 
     @property

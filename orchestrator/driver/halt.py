@@ -16,7 +16,7 @@ from orchestrator.driver.generation import Generation
 from orchestrator.failures import classify
 from orchestrator.failures.classify import Failure
 from trainers.errors import CodeMissingError
-from trainers.storage import documents, ours
+from trainers.storage import documents, durable, ours
 
 AGENT_TIMEOUT_S = 20.0
 """How long an agent may take to answer a call that does not wait for its process."""
@@ -111,8 +111,9 @@ STACKS = ours.Mark("a folder of stacks alone", _has_stacks_alone)
 
 def unpolled_events(answers: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Returns the events since the last poll, from the answers to `halt`, in the form of answers to a poll."""
+    names = ("events", "cursor", "missed", "facts")
     return {
-        host: {"events": answer["events"], "cursor": answer["cursor"], "heartbeat": answer.get("last_heartbeat")}
+        host: {name: answer[name] for name in names if name in answer} | {"heartbeat": answer.get("last_heartbeat")}
         for host, answer in answers.items()
         if "events" in answer
     }
@@ -132,8 +133,7 @@ def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
     """Writes each host's stacks to a file of its own, and removes those of old incidents. Raises OSError."""
     os.makedirs(folder, exist_ok=True)
     for host, text in texts.items():
-        with open(documents.join(folder, f"host-{host:04d}.txt"), "w", encoding="utf-8") as file:
-            file.write(text)
+        durable.write(Path(folder, f"host-{host:04d}.txt"), text)
     of_incidents = (path for path in Path(folder).parent.iterdir() if path.name.isdigit() and STACKS.is_on(path))
     newest_first = sorted(of_incidents, reverse=True)
     num_bytes = 0

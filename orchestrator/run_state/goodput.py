@@ -97,15 +97,16 @@ class Goodput:
         }
 
     @classmethod
-    def resume(cls, data: Mapping[str, Any]) -> Goodput:
+    def resume(cls, data: Mapping[str, Any], step_s: float = 0.0) -> Goodput:
         """Continues another driver's clock from where it was last stored (`counted_to_s`), in the category that it was in.
 
         If the gang still works, the driver then handles the events of the time in between, and no second was lost. If the gang is
-        lost, the time since then was detection: `clock.switch("detection", clock.counted_to_s)`.
+        lost, the time since then was detection: `clock.switch("detection", clock.counted_to_s)`. `step_s`: by how much the wall
+        clock was set forward since then.
         """
-        clock = cls(data["started_at_s"], data["category"])
+        clock = cls(data["started_at_s"] + step_s, data["category"])
         clock._seconds |= {_checked(name): float(seconds) for name, seconds in data["seconds"].items()}
-        clock._counted_to_s = data["counted_to_s"]
+        clock._counted_to_s = data["counted_to_s"] + step_s
         return clock
 
     def _count_to(self, at_s: float) -> None:

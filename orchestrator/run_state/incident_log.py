@@ -7,12 +7,15 @@ that is not over yet, and the past failures that decisions need.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state.incidents import Incident
+from trainers.errors import MAX_TRACEBACK, cut
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument
 
 NAME = "incidents.jsonl"
 KEPT_INCIDENTS = 200
@@ -30,42 +33,59 @@ class Entry:
     """The failure, as decisions need it; None if the incident was no failure."""
 
 
+class _Line(TypedDict):
+    launch_id: str
+    number: int
+    incident: Incident
+    past: PastFailure | None
+
+
+LINE_KIND = DocumentKind(NAME, _Line, "these incidents do not count for the budgets of restarts")
+
+
 def line(launch_id: str, entry: Entry) -> str:
     """Returns the line of an incident in its present state."""
     past = dataclasses.asdict(entry.past) if entry.past is not None else None
     document = {"launch_id": launch_id, "number": entry.number, "incident": entry.incident.to_dict(), "past": past}
-    return json.dumps(document) + "\n"
+    return LINE_KIND.line(shortened(document))
 
 
-def read(lines: Iterable[str], launch_id: str) -> list[Entry]:
-    """Returns the incidents of a launch in their last state, oldest first.
-
-    Invalid lines are ignored: a driver may have died while it wrote one.
-    """
-    return [entry for of_launch, entry in _entries(lines) if of_launch == launch_id]
-
-
-def of_all_launches(lines: Iterable[str]) -> list[Entry]:
-    """Returns the incidents of all launches of a run in their last state, oldest first."""
-    return sorted((entry for _, entry in _entries(lines)), key=lambda entry: entry.incident.failed_at_s)
+def shortened(value: Any) -> Any:
+    """Returns JSON data with its texts cut. They are cut where they are made; but a long one that comes another way must not push
+    the other incidents out of what the next driver reads."""
+    if isinstance(value, Mapping):
+        return {name: shortened(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shortened(item) for item in value]
+    return cut(value, MAX_TRACEBACK) if isinstance(value, str) else value
 
 
-def _entries(lines: Iterable[str]) -> list[tuple[str, Entry]]:
-    """Returns (launch, incident) of valid lines, by launch and number."""
+def of_all_launches(lines: Sequence[str]) -> list[Entry]:
+    """Returns the incidents of all launches of a run in their last state, oldest first. Raises NewerDocument."""
+    return sorted((entry for _, entry in with_launches(lines)[0]), key=lambda entry: entry.incident.failed_at_s)
+
+
+def read(lines: Sequence[str], launch_id: str) -> tuple[list[Entry], str | None]:
+    """Returns those of a launch, oldest first, and the sentence of `with_launches`. Raises NewerDocument."""
+    found, problem = with_launches(lines)
+    return [entry for of_launch, entry in found if of_launch == launch_id], problem
+
+
+def with_launches(lines: Sequence[str]) -> tuple[list[tuple[str, Entry]], str | None]:
+    """Returns the incidents of all launches in their last state, each with the id of its launch, by launch and number; and a
+    sentence about damaged lines if there are some: a driver may have died while it wrote one. Raises NewerDocument."""
     entries: dict[tuple[str, int], Entry] = {}
-    for text in lines:
-        if (found := _parse(text)) is not None:
-            # A later line of the same number is its newer state.
-            launch_id, entry = found
-            entries[launch_id, entry.number] = entry
-    return [(launch_id, entries[launch_id, number]) for launch_id, number in sorted(entries)]
-
-
-def _parse(text: str) -> tuple[str, Entry] | None:
-    try:
-        document = json.loads(text)
-        past = document["past"]
+    damaged: list[str] = []
+    for text in filter(str.strip, lines):
+        try:
+            document = LINE_KIND.parse(text, NAME)
+        except DamagedDocument as error:
+            damaged.append(str(error).partition(";")[0])
+            continue
+        number, past = document["number"], document["past"]
         incident = Incident.from_dict(document["incident"])
-        return document["launch_id"], Entry(int(document["number"]), incident, PastFailure.from_dict(past) if past else None)
-    except (ValueError, KeyError, TypeError):
-        return None
+        # A later line of the same number is its newer state.
+        entry = Entry(number, incident, PastFailure.from_dict(past) if past else None)
+        entries[document["launch_id"], number] = entry
+    problem = f"{len(damaged)} lines of {NAME} are left out ({damaged[0]}): {LINE_KIND.cost}" if damaged else None
+    return [(launch_id, entries[launch_id, number]) for launch_id, number in sorted(entries)], problem

@@ -10,34 +10,43 @@ with each incident. A background thread writes them: storage that hangs does not
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
+from orchestrator.run_state.earlier import Earlier
 from orchestrator.run_state.goodput import Goodput
-from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, Entry
+from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, LINE_KIND, Entry
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
+from orchestrator.run_state.processes import this_machine
 from orchestrator.run_state.requests import Request
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
+from orchestrator.run_state.stored import CHECKPOINTS, GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment, clock_step_s
 from orchestrator.run_state.time_used import TimeUsed
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
-from trainers.storage import documents
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS
+from trainers.storage import documents, identity
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument
 
-STATE, GANG = "launch.json", "gang.json"
-CHECKPOINTS = "checkpoints"
+TIMELINE = "timeline.jsonl"
+PLACE = ("name", "storage")
+"""Settings that say where a run is, and not what it does."""
 STORE_EVERY_S = 1.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
 HURRIED_CLOSE_TIMEOUT_S = 1.0
@@ -52,6 +61,7 @@ def open_launch(
     params: dict[str, Any],
     clock: Callable[[], float],
     waiting: Callable[[str], None] = lambda message: None,
+    monotonic: Callable[[], float] = time.monotonic,
 ) -> Launch:
     """Opens the launch for a driver and takes the run's lease, until `close`. Raises RunInUse if another launch drives the run.
 
@@ -62,23 +72,34 @@ def open_launch(
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
     tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
     recorded = committed.of_run(Path(run_dir), Path(run_dir, CHECKPOINTS))
-    return Launch(RunFolder(run_dir), launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded)
+    folder, course = RunFolder(run_dir), _course(params)
+    return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, course, monotonic)
+
+
+def _course(params: Mapping[str, Any]) -> str:
+    """Returns a digest of the settings of the training: with others, a step that comes again has other numbers."""
+    left_out = (*ORCHESTRATOR_SECTIONS, *PLACE)
+    training = {name: str(value) for name, value in params.items() if name.partition(".")[0] not in left_out}
+    return hashlib.sha256(json.dumps(training, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _latest_term(run_dir: str) -> int:
     """Returns the highest driver term in the launch's state and in the checkpoints. A new term must be higher than this even if
     the lease files were deleted: checkpoints of a higher term would fence the new driver out."""
     try:
-        stored = (documents.read_json(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
+        stored = (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
+    except DamagedDocument:  # told by `Launch`
+        stored = 0
+    try:
         return max([stored, *(term.driver_term for term in fence.claims(Path(run_dir, CHECKPOINTS)))])
-    except (OSError, documents.StorageError):
-        return 0  # the lease files still have the term
+    except OSError:
+        return stored  # the lease files still have the term
 
 
 def read_gang(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Returns how to find the agents of the present generation: `address` of the cluster, `generation`, `gang` (`Gang.record`).
     None if there is no gang. Raises StorageError."""
-    document = documents.read_json(documents.join(run_dir, GANG))
+    document = GANG_KIND.read(documents.join(run_dir, GANG))
     return document["gang"] if document else None
 
 
@@ -96,6 +117,7 @@ class Launch:
         clock: Callable[[], float],
         writer: Writer,
         recorded: Committed = committed.NOTHING,
+        course: str | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ):
         self.run_dir, self.launch_id, self.clock = folder.path, launch_id, clock
@@ -106,11 +128,16 @@ class Launch:
         self.time_used = TimeUsed()
         """Of the `time_limit`, over all launches of the run."""
         self.num_incidents = 0
+        self.earlier = Earlier()
+        """The launches of the run before this one."""
+        self.earlier_incidents: list[tuple[str, Incident]] = []
+        """The newest incidents of earlier launches, oldest first, each with the id of its launch."""
         self.history: list[PastFailure] = []
         """The newest failures, oldest first."""
-        self.generations = 0
-        self.drivers = 1
+        self.generations, self.drivers = 0, 1
         self.high_water_step = 0
+        self.step_s: dict[int, float] = {}
+        """The median seconds of a step, by number of hosts."""
         self.trained_step = 0
         """How far this launch has trained, without the steps that a rollback took back."""
         self.save_problem: str | None = None
@@ -125,18 +152,21 @@ class Launch:
         """The record of the present generation: how another driver finds its agents, and their orders."""
         self.seen: dict[int, int] = {}
         """How many events of the present generation were handled, by host. Stored together with their effects."""
-        self.problems: list[str] = []
+        self.problems: list[str] = [*tracker.problems]
         """Problems with the files of an earlier driver, as sentences."""
         self._folder, self._writer = folder, writer
         self._entries: list[Entry] = []
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._published = {"train": -1, "eval": -1}
+        self._course = self._course_of_points = course
+        """The settings of this launch, and those under which the published points were trained. They differ until training
+        has begun: only then is it known which points a new course leaves."""
         self._num_published = 0
+        self._num_marks = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None
-        self._monotonic = monotonic
-        self._stored_at_s = monotonic()
+        self._monotonic, self._stored_at_s = monotonic, monotonic()
         self._last_stored_at_s = started_at_s
         """When the previous driver last stored its state."""
         self._restore()
@@ -193,6 +223,11 @@ class Launch:
             if entry.incident is incident:
                 self._write_incident(entry)
 
+    def goodput_of_run(self, now_s: float) -> float:
+        """Returns the share of the wall clock of all launches that was spent in steps that were not repeated."""
+        wall_s = self.earlier.wall_s + self.goodput.wall_s(now_s)
+        return (self.earlier.seconds.get("step", 0.0) + self.goodput.totals(now_s)["step"]) / wall_s if wall_s > 0 else 0.0
+
     def open_incident(self) -> Incident | None:
         """Returns the incident from which the gang has not recovered yet."""
         return next((incident for incident in reversed(self.incidents) if incident.open), None)
@@ -204,13 +239,30 @@ class Launch:
         self._published[kind] = step
         return True
 
+    def resumed(self, step: int) -> bool:
+        """Called when training has begun, from `step` on. If its settings are others than those of the published points, the
+        points of later steps are left behind. Returns whether there are any."""
+        is_other, self._course_of_points = self._course_of_points != self._course, self._course
+        return is_other and self.leave_course(step)
+
+    def leave_course(self, step: int) -> bool:
+        """Records that training has gone back to `step` and takes another course: what comes of later steps is new. Returns
+        whether any was published."""
+        if all(last <= step for last in self._published.values()):
+            return False
+        self._published = {kind: min(last, step) for kind, last in self._published.items()}
+        self._num_published += 1
+        self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.go_back(step))
+        self.store()
+        return True
+
     def preview(self, about: dict[str, Any], on_problem: Callable[[str], None]) -> None:
         """Stores texts that the model generated: a file per step, in the run's folder and in MLflow."""
         name = documents.join("previews", f"{about['step']}.json")
 
         def write() -> None:
             try:
-                self._folder.write(name, about)
+                self._folder.write(PREVIEWS_KIND, about, name)
             except (documents.StorageError, OSError) as error:  # previews are not worth a failure
                 on_problem(f"the previews of step {about['step']} are not kept: {error}")
                 return
@@ -224,6 +276,14 @@ class Launch:
         self._num_published += 1
         # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
         self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
+
+    def mark(self, ev: str, at_s: float | None = None, **about: Any) -> None:
+        """Adds a line to the run's time line (`timeline.jsonl`), for those who look at it later: `gangway report`."""
+        self._num_marks += 1
+        line = {"t": round(self.clock() if at_s is None else at_s, 3), "launch": self.launch_id, "ev": ev, **about}
+        text = json.dumps(line) + "\n"
+        # A key for each: a waiting job with the same key would be replaced, and its line lost.
+        self._write(f"mark {self._num_marks}", lambda: self._folder.append(TIMELINE, text))
 
     def write_beside(self, name: str, write: Callable[[], None]) -> None:
         """Writes something else to the run's folder, from the same background thread."""
@@ -242,7 +302,7 @@ class Launch:
         self._stored_at_s = self._monotonic()
         # Made here, not by the writer: it is the state of this moment, which only this thread may read.
         document = self._document()
-        self._write(STATE, lambda: self._folder.write(STATE, document))
+        self._write(STATE, lambda: self._folder.write(STATE_KIND, document))
         self._write("the requests", self._look_for_requests)
         if (path := self.saved_path) is not None and self._gone != path:
             self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
@@ -336,7 +396,7 @@ class Launch:
 
     def _store_gang(self) -> None:
         document = {"launch_id": self.launch_id, "driver_term": self.lease.driver_term, "gang": self.gang}
-        self._write(GANG, lambda: self._folder.write(GANG, document))
+        self._write(GANG, lambda: self._folder.write(GANG_KIND, document))
         self.store()
 
     def _write_incident(self, entry: Entry) -> None:
@@ -348,18 +408,24 @@ class Launch:
         return {
             "launch_id": self.launch_id,
             "driver_term": self.lease.driver_term,
+            "stored": self._moment(),
             "goodput": self.goodput.to_dict(self.clock()),
             "time_used": self.time_used.to_dict(self.clock()),
+            "earlier": self.earlier.to_dict(),
             "generations": self.generations,
             "drivers": self.drivers,
+            "num_incidents": self.num_incidents,
             "high_water_step": self.high_water_step,
+            "step_s": {str(hosts): step_s for hosts, step_s in self.step_s.items()},
             "trained_step": self.trained_step,
             "max_steps": self.max_steps,
-            "num_incidents": self.num_incidents,
-            "saved_path": self.saved_path,
+            # Relative, if it is in the run's folder: the next driver may find that elsewhere, or in a copy.
+            "saved_path": self.saved_path and identity.inside(self.saved_path, self.run_dir),
+            "saved_at": self.saved_path,
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
             "published": dict(self._published),
+            "course": self._course_of_points,
             # With its generation: if only one of the two files was written, the numbers are not used.
             "seen": {
                 "generation": self.gang["generation"] if self.gang else None,
@@ -367,23 +433,41 @@ class Launch:
             },
         }
 
+    def _moment(self) -> Moment:
+        return {"machine": this_machine(), "wall_s": self.clock(), "passed_s": self._monotonic()}
+
     def _restore(self) -> None:
         """Restores what earlier drivers stored: the progress of the run, and everything of this launch."""
-        state, gang = self._read(STATE), self._read(GANG)
+        state, gang = self._read(STATE_KIND), self._read(GANG_KIND)
         if state is None:
             return
         # These belong to the run, whichever launch stored them.
         self.high_water_step = state["high_water_step"]
-        self.saved_path, self.checkpoint_step = state["saved_path"], state["checkpoint_step"]
-        self.committed = Committed(**state.get("committed", {"step": self.checkpoint_step}))
-        self._published = state["published"]
-        self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id)
+        self.saved_path = state["saved_path"] and identity.outside(state["saved_path"], self.run_dir)
+        # A trainer of one's own may have saved beside a run that was moved alone.
+        if self.saved_path and self.saved_path != state.get("saved_at") and not documents.exists(self.saved_path):
+            self.saved_path = state.get("saved_at") or self.saved_path
+        self.checkpoint_step = state["checkpoint_step"]
+        recorded = state.get("committed", {"step": self.checkpoint_step})
+        self.committed = Committed(recorded.get("run"), recorded.get("step"))
+        self._published, self._course_of_points = state["published"], state.get("course", self._course)
+        step_s = clock_step_s(state.get("stored"), self._moment())
+        self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id, step_s=step_s)
+        all_entries, problem = incident_log.with_launches(self._folder.last_lines(incident_log.NAME))
+        self.problems += [problem] if problem else []
+        others = [(launch_id, entry.incident) for launch_id, entry in all_entries if launch_id != self.launch_id]
+        self.earlier_incidents = sorted(others, key=lambda item: item[1].failed_at_s)[-KEPT_INCIDENTS:]
         if state["launch_id"] != self.launch_id:
+            met = [entry.number + 1 for launch_id, entry in all_entries if launch_id == state["launch_id"]]
+            self.earlier = Earlier.before(state, state.get("num_incidents", max(met, default=0)))
             return
+        entries = [entry for launch_id, entry in all_entries if launch_id == self.launch_id]
+        self.earlier = Earlier.of(state)
         # From here on only for a driver that follows another one of the same launch.
-        self.goodput = Goodput.resume(state["goodput"])
+        self.goodput = Goodput.resume(state["goodput"], step_s)
         self._last_stored_at_s = self.goodput.counted_to_s
         self.generations, self.drivers = state["generations"], state["drivers"] + 1
+        self.step_s = {int(hosts): step_s for hosts, step_s in state.get("step_s", {}).items()}
         self.trained_step = state.get("trained_step", 0)
         if gang is not None and gang["launch_id"] == self.launch_id:
             self.gang = gang["gang"]
@@ -392,16 +476,17 @@ class Launch:
             self.generations = max(self.generations, self.gang["generation"] + 1)
             if state["seen"]["generation"] == self.gang["generation"]:
                 self.seen = dict(enumerate(state["seen"]["events"]))
-        entries = incident_log.read(self._folder.last_lines(incident_log.NAME), self.launch_id)
         self._entries = entries[-KEPT_INCIDENTS:]
         self.history = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
-        self.num_incidents = entries[-1].number + 1 if entries else 0
+        found, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)
+        self.num_incidents = max(found, stored)
+        if found < stored and not problem:
+            self.problems.append(f"{incident_log.NAME} has {found} of the {stored} incidents of this launch: {LINE_KIND.cost}")
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def _read(self, kind: DocumentKind) -> dict[str, Any] | None:
         """Reads a document. A damaged one is set aside and lost: a driver that refused to start would lose the whole run."""
         try:
-            return self._folder.read(name)
-        except documents.StorageError as error:
-            new_path = self._folder.set_aside(name)
-            self.problems.append(f"{error.args[0].partition(';')[0]}; set aside as {new_path}: ledgers and budgets begin anew")
+            return self._folder.read(kind)
+        except DamagedDocument as error:
+            self.problems.append(self._folder.set_aside(kind, error))
             return None

@@ -16,21 +16,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from orchestrator.run_state.processes import lives, started, this_machine
 from trainers.checkpoint import fence
 from trainers.storage import documents
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument
 
 TTL_S = 15.0
 RENEW_EVERY_S = 4.0
 """Three renewals may fail before the lease runs out."""
 LOOK_EVERY_S = 0.5
 UNKNOWN = "(unknown)"
+LEASE, TERMS = "lease.json", "driver_terms"
+"""The document and the folder of leases, in the run's folder."""
 Clock = Callable[[], float]
 
 
@@ -52,18 +56,20 @@ class Holder:
     machine: str
     """The boot and pid namespace of the machine. `pid` is valid only there: two containers may share a host name."""
     pid: int
-    process_started_at_s: float
-    """Makes the process unique: process ids are used again."""
+    started: int | None = None
+    """The tick at which the process was started. It makes the process unique: process ids are used again."""
     since_s: float
     renewed_at_s: float
-    """On the holder's clock: for people, and for other processes of its machine."""
+    """By the holder's wall clock: for people."""
+    renewed_s: float | None = None
+    """By the monotonic clock, which all processes of its machine share."""
     renewals: int = 0
     released: bool = False
 
     @property
-    def stamp(self) -> tuple[int, int, float]:
+    def stamp(self) -> tuple[int, int]:
         """A value that changes with each renewal."""
-        return self.driver_term, self.renewals, self.renewed_at_s
+        return self.driver_term, self.renewals
 
     @property
     def here(self) -> bool:
@@ -72,11 +78,15 @@ class Holder:
     @property
     def dead(self) -> bool:
         """Whether it is known to be dead: it has released the run, or was a process of this machine that is gone."""
-        return self.released or (self.here and not _process_lives(self.pid, self.process_started_at_s))
+        return self.released or (self.here and not lives(self.pid, self.started))
 
-    def surely_lives(self, now_s: float, ttl_s: float) -> bool:
-        """Returns whether it is known to live: a process of this machine that has renewed its lease in time."""
-        return self.here and not self.dead and now_s - self.renewed_at_s <= ttl_s
+    def surely_lives(self, passed_s: float, ttl_s: float) -> bool:
+        """Returns whether it is known to live: a process of this machine that has renewed its lease in time, by the monotonic
+        clock."""
+        return self.here and not self.dead and self.renewed_s is not None and passed_s - self.renewed_s <= ttl_s
+
+
+LEASE_KIND = DocumentKind("lease.json", Holder, "the driver with the newest term counts as the one that drives the run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +101,11 @@ class Time:
 
 
 def holder_of(run_dir: str) -> Holder | None:
-    """Returns the latest driver of the run, alive or not; None before the first one."""
-    return _holder(documents.read_json(_lease_path(run_dir)))
+    """Returns the latest driver of the run that has written `lease.json`, alive or not; None before the first one, or if the
+    document is damaged. Raises NewerDocument."""
+    with suppress(DamagedDocument):
+        return _holder(LEASE_KIND.read(_lease_path(run_dir)))
+    return None
 
 
 def acquire(
@@ -112,9 +125,13 @@ def acquire(
     """
     while True:
         driver_term = max(above_term, wait_until_free(run_dir, times, launch_id=launch_id, ttl_s=ttl_s, waiting=waiting))
-        mine = _this_driver(driver_term + 1, launch_id, times.wall())
+        mine = _this_driver(driver_term + 1, launch_id, times)
         # If another driver has created this term since the look, the loop looks again.
-        if documents.create_json(_term_path(run_dir, mine.driver_term), asdict(mine)):
+        if LEASE_KIND.create(_term_path(run_dir, mine.driver_term), asdict(mine)):
+            try:
+                LEASE_KIND.read(_lease_path(run_dir))
+            except DamagedDocument as error:  # a folder in its place could not be written over
+                waiting(LEASE_KIND.set_aside(_lease_path(run_dir), error))
             return Lease(run_dir, mine, times, ttl_s, on_lost)
 
 
@@ -128,13 +145,13 @@ def wait_until_free(
 ) -> int:
     """Waits until no launch but `launch_id` can drive the run; returns the latest term. Raises RunInUse if another one drives
     it."""
-    last_stamp: tuple[int, int, float] | None = None
+    last_stamp: tuple[int, int] | None = None
     since_s = 0.0
     while True:
         holder, driver_term = _latest(run_dir)
         if holder is None or holder.dead or holder.launch_id == launch_id:
             return driver_term
-        lives = holder.surely_lives(times.wall(), ttl_s) or (last_stamp is not None and holder.stamp != last_stamp)
+        lives = holder.surely_lives(times.passed(), ttl_s) or (last_stamp is not None and holder.stamp != last_stamp)
         # A term that cannot be read names no launch: its holder is waited for.
         if lives and holder.launch_id != UNKNOWN:
             raise RunInUse(_in_use_message(run_dir, holder))
@@ -146,20 +163,11 @@ def wait_until_free(
         times.sleep(LOOK_EVERY_S)
 
 
-def check_free(run_dir: str, clock: Clock = time.time) -> None:
+def check_free(run_dir: str, passed: Clock = time.monotonic) -> None:
     """Raises RunInUse if a launch on this machine surely drives the run: an early error for the user. Only `acquire` decides."""
     holder = holder_of(run_dir)
-    if holder is not None and holder.surely_lives(clock(), TTL_S):
+    if holder is not None and holder.surely_lives(passed(), TTL_S):
         raise RunInUse(_in_use_message(run_dir, holder))
-
-
-def this_machine() -> str:
-    """Returns an id of this boot of this machine and of the pid namespace of this process."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # Not Linux.
-        return socket.gethostname()
 
 
 class Lease:
@@ -203,7 +211,7 @@ class Lease:
             raise LeaseLost(f"{self._run_dir}: term {self.driver_term} has a successor; this driver must stop")
         begun_s = self._times.passed()  # before the write: nobody can see the new stamp earlier
         self._renewals += 1
-        documents.write_json(_lease_path(self._run_dir), self._document())
+        LEASE_KIND.write(_lease_path(self._run_dir), self._document())
         self._renewed_s = begun_s
 
     def valid(self) -> bool:
@@ -217,7 +225,7 @@ class Lease:
         self._thread.join()
         try:
             if not self._lost and not self._has_successor():
-                documents.write_json(_lease_path(self._run_dir), self._document(released=True))
+                LEASE_KIND.write(_lease_path(self._run_dir), self._document(released=True))
         except (OSError, documents.StorageError):
             return  # A lease that cannot be released expires.
 
@@ -226,8 +234,8 @@ class Lease:
         return documents.exists(self.fence) if documents.is_url(self.fence) else fence.next_driver(Path(self.fence)) is not None
 
     def _document(self, released: bool = False) -> dict[str, Any]:
-        changes = {"renewed_at_s": self._times.wall(), "renewals": self._renewals, "released": released}
-        return asdict(self._mine) | changes
+        times = {"renewed_at_s": self._times.wall(), "renewed_s": self._times.passed()}
+        return asdict(self._mine) | times | {"renewals": self._renewals, "released": released}
 
     def _keep_renewing(self) -> None:
         while not self._stop.wait(RENEW_EVERY_S):
@@ -253,39 +261,26 @@ def _latest(run_dir: str) -> tuple[Holder | None, int]:
 def _claim(run_dir: str, driver_term: int) -> Holder | None:
     """Returns the driver with that term; None if there is none."""
     try:
-        return _holder(documents.read_json(_term_path(run_dir, driver_term)))
-    except documents.StorageError:  # it is being written, or its driver died while writing
+        return _holder(LEASE_KIND.read(_term_path(run_dir, driver_term)))
+    except DamagedDocument:  # it is being written, or its driver died while writing
         return Holder(
-            driver_term=driver_term,
-            launch_id=UNKNOWN,
-            hostname=UNKNOWN,
-            machine="",
-            pid=0,
-            process_started_at_s=0.0,
-            since_s=0.0,
-            renewed_at_s=0.0,
+            driver_term=driver_term, launch_id=UNKNOWN, hostname=UNKNOWN, machine="", pid=0, since_s=0.0, renewed_at_s=0.0
         )
 
 
-def _this_driver(driver_term: int, launch_id: str, now_s: float) -> Holder:
+def _this_driver(driver_term: int, launch_id: str, times: Time) -> Holder:
+    now_s = times.wall()
     return Holder(
         driver_term=driver_term,
         launch_id=launch_id,
         hostname=socket.gethostname(),
         machine=this_machine(),
         pid=os.getpid(),
-        process_started_at_s=psutil.Process().create_time(),
+        started=started(os.getpid()),
         since_s=now_s,
         renewed_at_s=now_s,
+        renewed_s=times.passed(),
     )
-
-
-def _process_lives(pid: int, started_at_s: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return abs(process.create_time() - started_at_s) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _in_use_message(run_dir: str, holder: Holder) -> str:
@@ -313,8 +308,8 @@ def _holder(data: dict[str, Any] | None) -> Holder | None:
 
 
 def _lease_path(run_dir: str) -> str:
-    return documents.join(run_dir, "lease.json")
+    return documents.join(run_dir, LEASE)
 
 
 def _term_path(run_dir: str, driver_term: int) -> str:
-    return documents.join(run_dir, "driver_terms", f"{driver_term:06}.json")
+    return documents.join(run_dir, TERMS, f"{driver_term:06}.json")

@@ -3,20 +3,47 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Any
 
+from orchestrator.run_state.stored import OUTCOME_KIND
 from trainers.storage import documents
+from trainers.storage.document_kind import set_aside
+from trainers.storage.documents import DamagedDocument
 
-FILE = "outcome.json"
+FILE = OUTCOME_KIND.name
+
+FILE = OUTCOME_KIND.name
 
 
 def write_outcome(run_dir: str | os.PathLike[str], outcome: dict[str, Any]) -> None:
     """Writes the final outcome of the launch. Ray Train runs a driver again after *any* exception, and takes any return for a
     success: so a restarted driver needs it to know that the launch is over."""
-    documents.write_json(documents.join(run_dir, FILE), outcome)
+    path = _path(run_dir)
+    try:
+        OUTCOME_KIND.write(path, outcome)
+    except IsADirectoryError:
+        set_aside(path)
+        OUTCOME_KIND.write(path, outcome)
 
 
 def read_outcome(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, Any] | None:
-    """Returns the outcome of this launch; None if it has none. The outcome of an earlier launch does not count."""
-    outcome = documents.read_json(documents.join(run_dir, FILE))
-    return outcome if outcome is not None and outcome.get("launch_id") == launch_id else None
+    """Returns the outcome of this launch; None if it has none, or a damaged one. The outcome of an earlier launch does not
+    count. Raises NewerDocument."""
+    with suppress(DamagedDocument):
+        outcome = OUTCOME_KIND.read(_path(run_dir))
+        return outcome if outcome is not None and outcome["launch_id"] == launch_id else None
+    return None
+
+
+def set_damaged_aside(run_dir: str | os.PathLike[str]) -> str | None:
+    """Sets a damaged outcome aside; returns a sentence about it, and None if there is none."""
+    try:
+        OUTCOME_KIND.read(_path(run_dir))
+    except DamagedDocument as error:
+        return OUTCOME_KIND.set_aside(_path(run_dir), error)
+    return None
+
+
+def _path(run_dir: str | os.PathLike[str]) -> str:
+    return documents.join(run_dir, OUTCOME_KIND.name)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from orchestrator.run_state.stored import SUMMARY_KIND
 from trainers.storage import documents
 
 
@@ -40,13 +41,18 @@ class ReplayPlan:
 
 def read(path: str) -> ReplayPlan:
     """Reads a JSON file with `lineage` and `skipped_batches`, such as a run's summary. Raises ReplayError."""
-    document = documents.read_json(path)
+    try:
+        document = SUMMARY_KIND.read(path)
+    except documents.DamagedDocument as error:
+        raise ReplayError(f"driver.replay: {path} holds no lineage ({error})") from error
+    except documents.NewerDocument as error:
+        raise ReplayError(f"driver.replay: {error}") from error
     if document is None:
         raise ReplayError(
             f"driver.replay: there is no file {path}; expected a JSON file with `lineage`, such as a run's summary.json"
         )
     try:
-        return parse(document["lineage"], document.get("skipped_batches") or ())
+        return parse(document["lineage"] or (), document.get("skipped_batches") or ())
     except (KeyError, TypeError, ValueError) as error:
         raise ReplayError(f"driver.replay: {path} holds no lineage ({type(error).__name__}: {error})") from error
 

@@ -12,9 +12,10 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trainers.storage import documents, ours
+from trainers.storage.document_kind import DocumentKind
 
 FOLDER = "requests"
 MARK = ours.named("a request", r"(stop|save)-[0-9a-f]{12}\.json")
@@ -33,11 +34,14 @@ class Request:
     """Unix time of the one who asks, for people."""
 
 
+KIND = DocumentKind("requests/KIND-ID.json", Request, "the driver does not do it")
+
+
 def send(run_dir: str, kind: Kind, launch_id: str) -> str:
     """Writes a request to the driver of a launch; returns its path. Raises OSError or StorageError."""
     request = Request(kind=kind, launch_id=launch_id, by=_who(), at_s=time.time())
     path = documents.join(run_dir, FOLDER, f"{kind}-{uuid.uuid4().hex[:12]}.json")
-    documents.write_json(path, asdict(request))
+    KIND.write(path, asdict(request))
     return path
 
 
@@ -71,11 +75,10 @@ def _paths(run_dir: str) -> list[str]:
 def _read(path: str) -> Request | None:
     """Returns the request in a document; None if it is none that this version knows."""
     try:
-        found: Any = documents.read_json(path)
-        request = Request(**{item.name: found[item.name] for item in fields(Request)})
-    except (documents.StorageError, KeyError, TypeError):
+        found = KIND.read(path)
+    except documents.StorageError:
         return None
-    return request if request.kind in (STOP, SAVE) else None
+    return None if found is None else Request(**{item.name: found[item.name] for item in fields(Request)})
 
 
 def _who() -> str:

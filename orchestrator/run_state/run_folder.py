@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import Request
 from trainers.storage import documents, durable
+from trainers.storage.document_kind import DocumentKind, set_aside
 
 READ_BYTES = 16 << 20
 """How much is read from the end of a file of lines."""
@@ -21,25 +23,26 @@ class RunFolder:
     def __init__(self, path: str):
         self.path = path
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """Returns a document; None if there is none. Raises StorageError when it is damaged."""
-        return documents.read_json(documents.join(self.path, name))
+    def read(self, kind: DocumentKind) -> dict[str, Any] | None:
+        """Returns a document; None if there is none. Raises DamagedDocument or NewerDocument."""
+        return kind.read(documents.join(self.path, kind.name))
 
-    def write(self, name: str, document: dict[str, Any]) -> None:
-        documents.write_json(documents.join(self.path, name), document)
+    def set_aside(self, kind: DocumentKind, why: Exception) -> str:
+        """Gives a damaged document another name; returns a sentence about it."""
+        return kind.set_aside(documents.join(self.path, kind.name), why)
 
-    def set_aside(self, name: str) -> str:
-        """Renames a damaged document; returns the new path."""
-        path = documents.join(self.path, name)
-        os.replace(path, f"{path}.damaged")
-        return f"{path}.damaged"
+    def write(self, kind: DocumentKind, document: Mapping[str, Any], name: str | None = None) -> None:
+        """Writes a document, by default under the name of its kind."""
+        kind.write(documents.join(self.path, name or kind.name), document)
 
     def append(self, name: str, text: str) -> None:
         """Appends lines to a file, and syncs it to the disk."""
         path = documents.join(self.path, name)
-        if os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
+        if os.path.isdir(path):
+            set_aside(path)
+        elif os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
             os.replace(path, f"{path}.old")
-        with open(path, "ab+") as file:
+        with durable.appending(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 file.write(b"\n")  # else the unfinished line of a driver that died would swallow ours
@@ -55,7 +58,9 @@ class RunFolder:
         """Returns the lines at the end of a file; none if there is no file."""
         try:
             with open(documents.join(self.path, name), "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
-                return file.read().decode(errors="replace").splitlines()
-        except FileNotFoundError:
+                begin = max(0, os.fstat(file.fileno()).st_size - READ_BYTES)
+                file.seek(begin)
+                lines = file.read().decode(errors="replace").splitlines()
+                return lines[1:] if begin else lines  # the first one began before
+        except (FileNotFoundError, IsADirectoryError):
             return []

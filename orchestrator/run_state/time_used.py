@@ -30,6 +30,8 @@ class TimeUsed:
         return {"seconds": self.seconds(now_s), "counted_to_s": now_s if counting else None}
 
     @classmethod
-    def resume(cls, data: Mapping[str, Any], *, same_launch: bool) -> TimeUsed:
-        """Continues the count of another driver. Of an earlier launch only the seconds count that it had stored."""
-        return cls(data["seconds"], data["counted_to_s"] if same_launch else None)
+    def resume(cls, data: Mapping[str, Any], *, same_launch: bool, step_s: float = 0.0) -> TimeUsed:
+        """Continues the count of another driver. Of an earlier launch only the seconds count that it had stored. `step_s`: by how
+        much the wall clock was set forward since then."""
+        counted_to_s = data["counted_to_s"] if same_launch else None
+        return cls(data["seconds"], None if counted_to_s is None else counted_to_s + step_s)

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
-from orchestrator.runs.overview import ENDED, LIVE, Overview
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import STOP, Kind
+from orchestrator.runs import overview
+from orchestrator.runs.overview import ENDED, LIVE, Overview
 from trainers.program import program
 
 EXIT_FINE, EXIT_NOT_DONE, EXIT_REFUSED = 0, 1, 2

@@ -16,15 +16,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.runs import overview
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL
+from orchestrator.tracking.spool import SPOOL, entry
 from trainers.console.text import printable, seconds
 from trainers.program import program
 from trainers.published import SYSTEM, number
+from trainers.storage import documents
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")
@@ -33,6 +35,7 @@ NOT_COMPARED = frozenset({"name", "storage"})
 """Settings in which runs must differ."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.compare"), description="Runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs")
@@ -62,8 +65,8 @@ def settings_of(folder: Path) -> dict[str, str]:
             for line in file:
                 # A cheap look first: most lines are metrics.
                 if b'"params"' in line[:60]:
-                    found = json.loads(line)["params"]
-    except (OSError, ValueError) as error:
+                    found = entry(line).get("params", found)
+    except (OSError, documents.DamagedDocument) as error:
         raise NoRunError(f"the settings of the run in {folder} cannot be read: {error}") from error
     if found is None:
         raise NoRunError(f"the run in {folder} has recorded no settings")

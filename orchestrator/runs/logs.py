@@ -16,6 +16,7 @@ from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from trainers.console.text import printable
 from trainers.program import program
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 FOLDER = "logs"
@@ -24,8 +25,10 @@ FOLLOW_EVERY_S = 1.0
 TAIL_BYTES = 4 << 20
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.logs"), description="What the processes of a run have printed.")
+    about = "What the processes of a run have printed."
+    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.logs"), description=about)
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     parser.add_argument("--host", type=int, metavar="N", help="of one host alone, from 0 (default: of all)")

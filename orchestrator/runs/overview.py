@@ -6,7 +6,6 @@ tells it: clocks of two machines are never compared.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_state import lease, outcome, summary
+from orchestrator.run_state import lease
 from orchestrator.run_state.goodput import CATEGORIES
-from orchestrator.run_state.launch import CHECKPOINTS, GANG, STATE
+from orchestrator.run_state.stored import CHECKPOINTS, GANG_KIND, OUTCOME_KIND, STATE, STATE_KIND, SUMMARY_KIND
 from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL
+from orchestrator.tracking.spool import SPOOL, entry
 from trainers.checkpoint import committed
 from trainers.storage import documents
+from trainers.storage.document_kind import DocumentKind
 
 TAIL_BYTES = 1 << 16
 """How much is read from the end of the file of metrics: its newest lines."""
@@ -98,10 +98,10 @@ def runs_in(storage: Path) -> list[Path]:
 def read(folder: Path, now_s: float | None = None) -> Overview:
     """Returns how a run is. Never raises for what is damaged: `problems` says it."""
     files = _Files(folder)
-    state, ended = files.document(STATE), files.document(outcome.FILE)
+    state, ended = files.document(STATE_KIND), files.document(OUTCOME_KIND)
     launch_id = state.get("launch_id")
     is_over = bool(ended) and ended.get("launch_id") == launch_id
-    about = files.document(summary.SUMMARY)
+    about = files.document(SUMMARY_KIND)
     about = about if about.get("launch_id") == launch_id and is_over else {}
     kind, words, changed_s = _life(files, state, ended if is_over else {}, time.time() if now_s is None else now_s)
     train, evaluation = files.last_metrics()
@@ -119,7 +119,7 @@ def read(folder: Path, now_s: float | None = None) -> Overview:
         max_steps=state.get("max_steps"),
         metrics=train,
         evaluation=about.get("evaluation") or evaluation,
-        hosts=about.get("hosts") or _num_hosts(files.document(GANG)),
+        hosts=about.get("hosts") or _num_hosts(files.document(GANG_KIND)),
         checkpoint_step=state.get("checkpoint_step"),
         num_incidents=about.get("num_incidents", state.get("num_incidents", 0)),
         goodput=seconds.get("step", 0.0) / whole_s if whole_s else None,
@@ -144,7 +144,7 @@ def _life(files: _Files, state: Mapping[str, Any], ended: Mapping[str, Any], now
         return LOST, "ended without telling how", renewed_s
     if holder.dead:
         return LOST, "driver gone", holder.renewed_at_s
-    if renewed_s is not None and now_s - renewed_s > SILENT_S and not holder.surely_lives(now_s, lease.TTL_S):
+    if renewed_s is not None and now_s - renewed_s > SILENT_S and not holder.surely_lives(time.monotonic(), lease.TTL_S):
         return LOST, "driver silent", renewed_s
     return LIVE, STATES.get(str(state.get("goodput", {}).get("category")), "starting"), renewed_s
 
@@ -161,22 +161,16 @@ class _Files:
         self.folder = folder
         self.problems: list[str] = []
 
-    def document(self, name: str) -> dict[str, Any]:
+    def document(self, kind: DocumentKind) -> dict[str, Any]:
         try:
-            found = documents.read_json(self.folder / name)
-        except (documents.StorageError, OSError, ValueError) as error:
-            self.problems.append(f"{name} cannot be read: {error}")
+            return kind.read(self.folder / kind.name) or {}
+        except (documents.StorageError, OSError) as error:
+            self.problems.append(f"{kind.name} cannot be read: {error}")
             return {}
-        if found is not None and not isinstance(found, dict):
-            self.problems.append(f"{name} is damaged: expected keys and values")
-        return found if isinstance(found, dict) else {}
 
     def holder(self) -> lease.Holder | None:
-        try:
-            return lease.holder_of(str(self.folder))
-        except (documents.StorageError, OSError, ValueError, TypeError, KeyError) as error:
-            self.problems.append(f"lease.json cannot be read: {error}")
-            return None
+        # Its problem is told, and `holder_of` passes over it.
+        return lease.holder_of(str(self.folder)) if self.document(lease.LEASE_KIND) else None
 
     def changed_s(self, name: str) -> float | None:
         try:
@@ -208,11 +202,9 @@ class _Files:
             return
         for line in reversed(lines):
             try:
-                found = json.loads(line)
-            except ValueError:  # the first one is cut, and the last one may be half written
+                yield entry(line)
+            except documents.DamagedDocument:  # the first one is cut, and the last one may be half written
                 continue
-            if isinstance(found, dict):
-                yield found
 
 
 def when(unix_s: float) -> str:

@@ -120,7 +120,7 @@ class Run:
 
     def incidents(self) -> list[dict[str, Any]]:
         lines = RunFolder(str(self.run_dir)).last_lines(incident_log.NAME)
-        entries = incident_log.read(lines, self.state().get("launch_id", ""))
+        entries, _ = incident_log.read(lines, self.state().get("launch_id", ""))
         return [entry.incident.to_dict() for entry in entries]
 
     def summary(self) -> dict[str, Any]:

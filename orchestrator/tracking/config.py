@@ -5,8 +5,21 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from trainers.config.masking import MASK
+from trainers.config.masking import MASK, masked
 from trainers.config.section import Section, require
+
+OWN_STORE = "sqlite:///mlflow.db"
+"""The store in the storage of a run, for a process that works there."""
+
+
+def own_store(run_dir: str) -> str:
+    """Returns the URL of the store in the storage of a run, for people and for MLflow's commands, if the path is plain."""
+    return f"sqlite:///{os.path.dirname(os.path.abspath(run_dir))}/mlflow.db"
+
+
+def is_plain(path: str) -> bool:
+    """Whether a path means the same as a part of a URL."""
+    return not any(letter in path for letter in "%?#")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +43,13 @@ class TrackingConfig(Section):
         *user, rest = (self.uri or "").rpartition("@")
         return f"{MASK}@{rest}" if any(user) else rest
 
+    def stored_uri(self) -> str | None:
+        """Returns what the documents of a run say of the store: None for the one in the run's own storage."""
+        return None if self.uri is None else masked(self.resolved_uri(""))
+
     def resolved_uri(self, run_dir: str) -> str:
         if self.uri is None:
-            return f"sqlite:///{os.path.dirname(os.path.abspath(run_dir))}/mlflow.db"
+            return own_store(run_dir)
         if self.uri.startswith("sqlite:///"):
             return f"sqlite:///{os.path.abspath(self.uri.removeprefix('sqlite:///'))}"
         return self.uri

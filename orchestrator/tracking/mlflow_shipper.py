@@ -1,7 +1,9 @@
 """The shipper process: sends a run's tracking file to MLflow, each (metric, step) once.
 
 It may be killed at any moment. It then goes on from the offset in `shipped.json`; an entry that is sent twice has the same time
-stamp, and MLflow's stores keep it once. A replayed step (after a restart from a checkpoint) is not sent again. Entries that
+stamp, and MLflow's stores keep it once. A replayed step (after a restart from a checkpoint) is not sent again, unless training
+takes another course from there: then the steps that come again are sent, and the newest point of a step is the one that
+counts (MLflow removes none). Entries that
 MLflow refuses for good go to `rejected.jsonl` with the reason; all others are retried until MLflow takes them.
 """
 
@@ -9,23 +11,24 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import fcntl
 import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, fields
 from typing import Any, NamedTuple
 
+from orchestrator.tracking import mlflow_store
+from orchestrator.tracking.config import OWN_STORE
 from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
-from orchestrator.tracking.spool import FOLDER, RUN, SPOOL, STATE, read_document
+from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, STATE_KIND, State, entry, read_document
 from orchestrator.tracking.tracker import left_over
 from trainers.config.masking import MASK, masked
 from trainers.program import program
-from trainers.storage import documents, ours
+from trainers.storage import documents, durable, identity
+from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
 
 POLL_S = 1.0
@@ -35,6 +38,8 @@ MAX_VALUES = 900
 MAX_LINES = 500
 MAX_PARAM_LENGTH = 6000
 KEY_TAG = "gangway.key"
+LEFT_TAG = "gangway.course_left"
+"""The tag of a run whose training has gone back to take another course: which steps have points of both."""
 ATTEMPTS_AT_END = 3
 ATTEMPTS_BEFORE_REFUSED = 5
 """After so many internal errors for the same entries, from a server that answers other requests, the entries are the cause."""
@@ -55,9 +60,11 @@ OF_MACHINES = ("host_", "process_memory", "device_memory")
 
 class Line(NamedTuple):
     record: dict[str, Any] | None
-    """The entry; None if the line is not JSON (a driver died while it wrote it)."""
+    """The entry; None if the line is none."""
     end: int
     """The byte offset of its end."""
+    problem: str = ""
+    """Why it is none: a driver died while it wrote it, or its bits have changed."""
 
 
 class Value(NamedTuple):
@@ -67,17 +74,6 @@ class Value(NamedTuple):
     step: int
 
 
-@dataclass
-class State:
-    """The progress of the shipper: `shipped.json`."""
-
-    offset: int = 0
-    last_step: dict[str, int] = field(default_factory=dict)
-    """The last step that was sent, by metric."""
-    rejected: int = 0
-    problem: str | None = None
-
-
 def read_lines(path: str, offset: int, max_lines: int = MAX_LINES) -> list[Line]:
     """Returns complete lines from `offset`. A line that is still being written is left for later."""
     lines: list[Line] = []
@@ -85,7 +81,10 @@ def read_lines(path: str, offset: int, max_lines: int = MAX_LINES) -> list[Line]
         file.seek(offset)
         while len(lines) < max_lines and (text := file.readline()).endswith(b"\n"):
             offset += len(text)
-            lines.append(Line(_parse(text), offset))
+            try:
+                lines.append(Line(entry(text), offset))
+            except DamagedDocument as error:
+                lines.append(Line(None, offset, str(error)))
     return lines
 
 
@@ -134,10 +133,15 @@ class MlflowRun:
 
     def __init__(self, folder: str):
         self._path = documents.join(folder, RUN)
-        named = read_document(folder, RUN)
+        named = RUN_KIND.read(self._path)
+        if named is None:
+            raise LookupError(f"{self._path} is gone: the next start of the run writes it again")
         self._run_dir = os.path.dirname(folder)
-        uri = real_uri(named["uri"])
-        artifacts = prepare_sqlite(uri) if uri.startswith("sqlite:///") else None
+        # The store of the storage has no path in its address: a path may have letters that mean something else in a URL.
+        uri = OWN_STORE if named["uri"] is None else real_uri(named["uri"])
+        if named["uri"] is None:
+            os.chdir(os.path.dirname(self._run_dir))
+        artifacts = mlflow_store.prepare(uri, is_own=named["uri"] is None) if uri.startswith("sqlite:///") else None
 
         from mlflow import MlflowClient
 
@@ -145,7 +149,7 @@ class MlflowRun:
         self._experiment_id = self._find_experiment(named["experiment"], artifacts)
         self.found, self.run_id = self._find_run(named)
         # For the driver, which tells people how to look at the run (`Tracker.where`).
-        documents.write_json(self._path, named | {"run_id": self.run_id})
+        RUN_KIND.write(self._path, named | {"run_id": self.run_id})
         self._params = dict(self.client.get_run(self.run_id).data.params)
 
     def answers(self) -> bool:
@@ -169,7 +173,7 @@ class MlflowRun:
         elif "tags" in record:
             self._send_tags(record["tags"])
         elif "artifact" in record:
-            self._send_artifact(record["artifact"], record["folder"] or None)
+            self._send_artifact(identity.outside(record["artifact"], self._run_dir), record["folder"] or None)
         elif "model" in record:
             self._register(record["model"], record["source"])
         elif record.get("status") == "RUNNING":
@@ -235,7 +239,9 @@ class Shipper:
     def __init__(self, folder: str, drain: threading.Event):
         self._folder, self._drain = folder, drain
         self._spool = documents.join(folder, SPOOL)
-        self._state = State(**read_document(folder, STATE))
+        stored = read_document(folder, STATE)
+        self._state = State(**{item.name: stored[item.name] for item in fields(State) if item.name in stored})
+        self._state.offset = max(0, self._state.offset)
         self._run: MlflowRun | None = None
         self._attempts = 0
         """How many attempts in a row have failed."""
@@ -275,19 +281,26 @@ class Shipper:
 
     def _open_run(self) -> MlflowRun:
         run = MlflowRun(self._folder)
-        if not run.found:
+        # The state may be that of another store, to which not all was sent.
+        if not run.found or self._state.run_id not in (None, run.run_id):
             self._state = State()
+        self._state.run_id = run.run_id
         return run
 
     def _send(self, batch: Sequence[Line], run: MlflowRun) -> None:
         record = batch[0].record
         if record is None:
-            self._set_aside("line", "not JSON: the driver died while it wrote it")
+            self._set_aside("line", batch[0].problem)
         elif "metrics" in record:
             fresh = fresh_values(batch, self._state.last_step)
             for values in _chunks(fresh, MAX_VALUES):
                 self._send_values(values, run)
             self._state.last_step |= {value.name: value.step for value in fresh}
+        elif "go_back" in record:
+            step = int(record["go_back"])
+            if (last := max(self._state.last_step.values(), default=-1)) > step:
+                run.send_record({"tags": {LEFT_TAG: f"steps {step + 1} to {last}: the newest point of each counts"}})
+            self._state.last_step = {name: min(sent, step) for name, sent in self._state.last_step.items()}
         else:
             try:
                 run.send_record(record)
@@ -319,8 +332,8 @@ class Shipper:
         return (code in REFUSALS or worn_out) and run.answers()
 
     def _set_aside(self, what: Any, why: str) -> None:
-        with open(documents.join(self._folder, "rejected.jsonl"), "a", encoding="utf-8") as file:
-            file.write(json.dumps({"rejected": what, "why": masked(why)}) + "\n")
+        with durable.appending(documents.join(self._folder, "rejected.jsonl")) as file:
+            file.write(json.dumps({"rejected": what, "why": masked(why)}).encode() + b"\n")
         self._state.rejected += 1
 
     def _note_problem(self, error: Exception) -> None:
@@ -333,44 +346,7 @@ class Shipper:
         self._save()
 
     def _save(self) -> None:
-        documents.write_json(documents.join(self._folder, STATE), asdict(self._state))
-
-
-def prepare_sqlite(uri: str) -> str:
-    """Makes the database if it is missing, so that a database is either complete or absent; returns where artifacts go.
-
-    MLflow makes its tables one migration at a time: two processes that do it at once, or one that dies in the middle, leave
-    a database that no MLflow can open. So it is made under a lock, in a file that gets its name when it is complete.
-    """
-    path = uri.removeprefix("sqlite:///").partition("?")[0]
-    folder = os.path.dirname(path)
-    artifacts = os.path.join(folder, "mlartifacts")
-    os.makedirs(folder, exist_ok=True)
-    with locked(path + ".lock"):
-        if not os.path.exists(path):
-            _make_sqlite(path, artifacts)
-    return artifacts
-
-
-UNFINISHED = ours.named("an unfinished database", r".+\.unfinished")
-
-
-def _make_sqlite(path: str, artifacts: str) -> None:
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-    unfinished = path + ".unfinished"
-    # Of a process that died half-way: no MLflow could go on with it.
-    ours.delete(unfinished, UNFINISHED)
-    SqlAlchemyStore(f"sqlite:///{unfinished}", artifacts).engine.dispose()
-    os.replace(unfinished, path)
-
-
-@contextmanager
-def locked(path: str) -> Iterator[None]:
-    """Waits for, and holds, a lock that the kernel gives back if this process dies."""
-    with open(path, "a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        STATE_KIND.write(documents.join(self._folder, STATE), asdict(self._state))
 
 
 def die_with(parent_pid: int) -> None:
@@ -390,6 +366,10 @@ def main(arguments: Sequence[str]) -> int:
     folder = documents.join(os.path.abspath(options.run_dir), FOLDER)
     if not documents.exists(documents.join(folder, RUN)):
         parser.error(f"{folder}/{RUN} does not exist: expected the folder of a run that was tracked with MLflow")
+    try:
+        RUN_KIND.read(documents.join(folder, RUN))
+    except documents.StorageError as error:
+        parser.error(str(error))
     drain = threading.Event()
     if options.follow is None:
         drain.set()
@@ -398,7 +378,7 @@ def main(arguments: Sequence[str]) -> int:
         os.nice(10)  # Training comes first.
         threading.Thread(target=_read_orders, args=(drain,), daemon=True).start()
     # One shipper for a run: two would send the same lines and overwrite each other's progress.
-    with locked(documents.join(folder, "shipper.lock")):
+    with mlflow_store.locked(documents.join(folder, "shipper.lock")):
         status = Shipper(folder, drain).ship()
     if options.follow is None:
         print(left_over(folder) or "all shipped")
@@ -412,14 +392,6 @@ def _read_orders(drain: threading.Event) -> None:
     if not drain.is_set():
         # Not `sys.exit`, which would end this thread alone: the main thread may be waiting for a server.
         os._exit(LEFT_OVER)
-
-
-def _parse(text: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from cluster.agent.child_process import child_env, import_path
 from orchestrator.tracking.spool import FOLDER
-from trainers.storage import documents
+from trainers.storage import documents, durable
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 """MLflow's own. In the shipper's environment, where it may hold a user and a password; in files they are masked."""
@@ -82,7 +82,7 @@ def _start_shipper(run_dir: str, uri: str) -> subprocess.Popen[bytes]:
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     paths = import_path(os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    with open(documents.join(run_dir, FOLDER, "shipper.log"), "ab") as log:
+    with open(documents.join(run_dir, FOLDER, "shipper.log"), "ab", opener=durable.no_link) as log:
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator.tracking", run_dir, "--follow", str(os.getpid())],
             stdin=subprocess.PIPE,

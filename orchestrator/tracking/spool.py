@@ -6,9 +6,12 @@ import json
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NotRequired, TypedDict
 
-from trainers.storage import documents
+from trainers.storage import documents, durable, shapes
+from trainers.storage.document_kind import DocumentKind, set_aside
+from trainers.storage.documents import DamagedDocument
 
 FOLDER = "tracking"
 SPOOL = "metrics.jsonl"
@@ -18,13 +21,76 @@ STATE = "shipped.json"
 """The shipper's: how far it came, and what is wrong."""
 
 
+class _Run(TypedDict):
+    uri: str | None
+    """None: the store in the storage of the run (`TrackingConfig.uri`), wherever that is now."""
+    experiment: str
+    run_name: str
+    key: str
+    """The tag by which the run is found in the store."""
+    identity: NotRequired[str]
+    """The identity of the run (`trainers.storage.identity`) for which the key was made."""
+    run_id: NotRequired[str | None]
+
+
+@dataclass
+class State:
+    """The progress of the shipper: `shipped.json`."""
+
+    offset: int = 0
+    last_step: dict[str, int] = field(default_factory=dict)
+    """The last step that was sent, by metric."""
+    rejected: int = 0
+    problem: str | None = None
+    run_id: str | None = None
+    """The run of MLflow to which all of this was sent."""
+
+
+RUN_KIND = DocumentKind(RUN, _Run, "the run is looked for in MLflow again")
+STATE_KIND = DocumentKind(STATE, State, "all metrics are sent to MLflow again, which keeps each once")
+KINDS = {kind.name: kind for kind in (RUN_KIND, STATE_KIND)}
+
+
+class _Entry(TypedDict):
+    """A line of the spool. Which of the other keys it has says what it is."""
+
+    t: float
+    step: NotRequired[int]
+    metrics: NotRequired[dict[str, float]]
+    params: NotRequired[dict[str, str]]
+    tags: NotRequired[dict[str, str]]
+    artifact: NotRequired[str]
+    folder: NotRequired[str]
+    model: NotRequired[str]
+    source: NotRequired[str]
+    status: NotRequired[str]
+
+
+NEEDED_WITH = {"metrics": "step", "artifact": "folder", "model": "source"}
+"""What an entry must have beside a key."""
+
+
+def entry(line: bytes) -> dict[str, Any]:
+    """Returns the entry in a line of the spool. Raises DamagedDocument."""
+    record = documents.parse(line, SPOOL)
+    problem = shapes.problem(_Entry, record)
+    missing = [
+        f"{other} is missing" for key, other in NEEDED_WITH.items() if not problem and key in record and other not in record
+    ]
+    if problem or missing:
+        raise DamagedDocument(f"not an entry of tracking: {problem or missing[0]}")
+    return record
+
+
 class Spool:
     """An append-only file of JSON lines. Lines that a full disk refuses are kept in memory and written with the next line."""
 
     def __init__(self, path: str):
         os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.isdir(path):
+            set_aside(path)
         # Unbuffered: what was appended is in the file even if this process is killed.
-        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 (until `close()`)
+        self._file = durable.appending(path, buffering=0)
         self._lock = threading.Lock()
         # Otherwise the unfinished line of a driver that died would swallow our first line.
         self._pending = bytearray(b"" if _ends_with_newline(self._file.fileno()) else b"\n")
@@ -51,11 +117,24 @@ class Spool:
 
 
 def read_document(folder: str, name: str) -> dict[str, Any]:
-    """Returns the document; empty if it does not exist or is damaged: everything can be made again from the spool."""
+    """Returns the document; empty if it does not exist or is damaged: everything can be made again from the spool. Raises
+    NewerDocument."""
     try:
-        return documents.read_json(documents.join(folder, name)) or {}
-    except documents.StorageError:
+        return KINDS[name].read(documents.join(folder, name)) or {}
+    except DamagedDocument:
         return {}
+
+
+def set_damaged_aside(folder: str) -> list[str]:
+    """Sets the damaged documents of the folder aside; returns a sentence about each. Raises NewerDocument."""
+    told = []
+    for name, kind in KINDS.items():
+        path = documents.join(folder, name)
+        try:
+            kind.read(path)
+        except DamagedDocument as error:
+            told.append(kind.set_aside(path, error))
+    return told
 
 
 def _ends_with_newline(file: int) -> bool:

@@ -15,17 +15,15 @@ from __future__ import annotations
 import os
 import shlex
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.tracking.config import TrackingConfig
+from orchestrator.tracking.config import OWN_STORE, TrackingConfig, is_plain, own_store
 from orchestrator.tracking.shipper_process import ShipperProcess
-from orchestrator.tracking.spool import FOLDER, RUN, SPOOL, STATE, Spool, read_document
-from trainers.config.masking import masked
+from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, Spool, read_document, set_damaged_aside
 from trainers.config.section import require
-from trainers.storage import documents
+from trainers.storage import documents, identity
 
 ENDINGS = ("FINISHED", "FAILED", "KILLED")
 
@@ -46,20 +44,26 @@ class Tracker:
                 f"storage: {run_dir} is no folder: the file of metrics is appended to, which object storage cannot do; "
                 "set storage=PATH to a local or mounted folder"
             )
-        self._folder = documents.join(os.path.abspath(run_dir), FOLDER)
+        self._run_dir = os.path.abspath(run_dir)
+        self._folder = documents.join(self._run_dir, FOLDER)
+        self.problems = set_damaged_aside(self._folder)
+        """What was found damaged, as sentences."""
         self._clock = clock
         self._not_numbers: set[str] = set()
         self._spool = Spool(documents.join(self._folder, SPOOL))
         self._shipper: ShipperProcess | None = None
         self._closed = False
+        named = identity.of(run_dir)
+        self.problems += named.told
+        self.identity = named.id
         # An earlier launch may have marked the run as ended.
         self._append(status="RUNNING")
         if params:
             self.set_params(params)
         if config.mlflow:
             # Before the shipper starts, which reads it.
-            _name_run(self._folder, run_dir, config, run_name)
-            self._shipper = ShipperProcess(os.path.abspath(run_dir), config.resolved_uri(run_dir))
+            _name_run(self._folder, named.id, config, run_name)
+            self._shipper = ShipperProcess(self._run_dir, config.resolved_uri(run_dir))
 
     def log_metrics(self, step: int, metrics: Mapping[str, float], at_s: float | None = None) -> None:
         """A step that was logged before (it is replayed after a restart) is kept in the file, and shipped once."""
@@ -67,6 +71,10 @@ class Tracker:
         self._not_numbers |= set(metrics) - set(numbers)
         if numbers:
             self._append(at_s, step=step, metrics=numbers)
+
+    def go_back(self, step: int) -> None:
+        """Tells that training takes another course from `step` on: what is logged of later steps takes the place of what was."""
+        self._append(go_back=step)
 
     def set_params(self, params: Mapping[str, Any]) -> None:
         """Nested mappings become dotted names. MLflow keeps the first value of a parameter; a later one becomes a tag."""
@@ -77,7 +85,7 @@ class Tracker:
 
     def log_artifact(self, path: str | os.PathLike[str], folder: str = "") -> None:
         """The file or folder must still be there when it is shipped."""
-        self._append(artifact=os.path.abspath(path), folder=folder)
+        self._append(artifact=identity.inside(os.path.abspath(path), self._run_dir), folder=folder)
 
     def register_model(self, name: str, path: str) -> None:
         """A new version of the model `name`, whose files are at `path` (a folder or URL)."""
@@ -98,9 +106,10 @@ class Tracker:
         run = read_document(self._folder, RUN)
         if self._shipper is None or not run:
             return {"uri": None, "run_id": None, "command": None}
-        is_server = run["uri"].startswith("http")
-        command = None if is_server else f"mlflow ui --backend-store-uri {shlex.quote(run['uri'])}"
-        return {"uri": run["uri"], "run_id": run.get("run_id"), "command": command}
+        uri = run["uri"] or own_store(self._run_dir)
+        where = "" if run["uri"] or is_plain(self._run_dir) else f"cd {shlex.quote(os.path.dirname(self._run_dir))} && "
+        command = f"{where}mlflow ui --backend-store-uri {shlex.quote(OWN_STORE if where else uri)}"
+        return {"uri": uri, "run_id": run.get("run_id"), "command": None if uri.startswith("http") else command}
 
     def close(self, timeout_s: float = 10.0, status: str = "FINISHED") -> str | None:
         """Ships the rest, for at most `timeout_s`. Returns a sentence about what was left, or None when all was shipped.
@@ -133,7 +142,7 @@ def left_over(folder: str) -> str | None:
     """Returns a sentence about the lines that have not reached MLflow; None if all have."""
     state = read_document(folder, STATE)
     with open(documents.join(folder, SPOOL), "rb") as file:
-        file.seek(state.get("offset", 0))
+        file.seek(max(0, state.get("offset", 0)))
         num_lines = sum(1 for _ in file)
     if not num_lines:
         return None
@@ -144,12 +153,12 @@ def left_over(folder: str) -> str | None:
     )
 
 
-def _name_run(folder: str, run_dir: str, config: TrackingConfig, run_name: str) -> None:
+def _name_run(folder: str, its_id: str, config: TrackingConfig, run_name: str) -> None:
     """Writes which MLflow run the lines belong to. It stays the same over restarts, unless the store or experiment changes."""
-    target = {"uri": masked(config.resolved_uri(run_dir)), "experiment": config.experiment, "run_name": run_name}
+    target = {"uri": config.stored_uri(), "experiment": config.experiment, "run_name": run_name, "identity": its_id}
     current = read_document(folder, RUN)
     if {name: current.get(name) for name in target} == target:
         return
-    if documents.exists(documents.join(folder, STATE)):
-        documents.delete(documents.join(folder, STATE))  # A new MLflow run: everything is shipped to it again.
-    documents.write_json(documents.join(folder, RUN), target | {"key": uuid.uuid4().hex})
+    # A run of an older program has a key that was made for it; a copy has that of the run that it was copied from.
+    key = current.get("key", its_id) if current.get("identity", its_id) == its_id else its_id
+    RUN_KIND.write(documents.join(folder, RUN), target | {"key": key})

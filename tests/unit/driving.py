@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from orchestrator.run_state.requests import Request
 from tests.environment import BUILD
 from tests.event_schema import check_event
 from tests.unit.fake_gang import DriverDied, FakeGangs, World
+from trainers.storage.document_kind import DocumentKind
 
 STORAGE = BUILD / "runs"
 """Nothing is written there; but a configuration is refused if this user could not."""
@@ -95,11 +95,11 @@ class FakeFolder:
         taken, self._files["requests"] = self._files.get("requests", []), []
         return taken
 
-    def read(self, name: str) -> Any:
-        return json.loads(self._files[name]) if name in self._files else None
+    def read(self, kind: DocumentKind) -> Any:
+        return kind.parse(self._files[kind.name], kind.name) if kind.name in self._files else None
 
-    def write(self, name: str, document: Any) -> None:
-        self._files[name] = json.dumps(document)
+    def write(self, kind: DocumentKind, document: Any, name: str | None = None) -> None:
+        self._files[name or kind.name] = kind.text(document)
 
     def append(self, name: str, text: str) -> None:
         self._files[name] = self._files.get(name, "") + text
@@ -109,6 +109,9 @@ class FakeFolder:
 
 
 class FakeTracker:
+    problems: tuple[str, ...] = ()
+    identity = "0123456789abcdef"
+
     def __init__(self, world: World):
         self._published = world.files.setdefault("published", [])
 

@@ -106,6 +106,7 @@ LIGHT_MODULES = tuple(
         "config/weights",
         "config/without_effect",
         "console/__init__",
+        "console/curves",
         "console/progress",
         "console/screens",
         "console/text",
@@ -130,12 +131,17 @@ LIGHT_MODULES = tuple(
         "runtime/__init__",
         "runtime/context",
         "runtime/events",
+        "runtime/plain",
         "runtime/stop_reason",
         "storage/__init__",
+        "storage/document_kind",
         "storage/documents",
         "storage/durable",
+        "storage/identity",
         "storage/ours",
+        "storage/refused",
         "storage/sealed",
+        "storage/shapes",
     )
 )
 """Read by the driver and by command lines: free of everything but the standard library."""

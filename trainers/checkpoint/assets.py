@@ -10,16 +10,25 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from trainers.checkpoint import layout, manifest
 from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
-from trainers.storage import durable, ours
+from trainers.storage import documents, durable, ours
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import StorageError
 
 FOLDER = "assets"
 INDEX = "assets.json"
 """The kind of each asset by name."""
 ASSETS = ours.with_any_of("the assets of a model", INDEX)
+
+
+class _Index(TypedDict):
+    assets: dict[str, Literal["text", "bytes", "json", "folder"]]
+
+
+INDEX_KIND = DocumentKind(INDEX, _Index, "the assets are not read")
 
 
 def named(assets: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:
@@ -87,11 +96,11 @@ def read(path: str) -> dict[str, Any]:
     CheckpointUnavailableError if the storage does not answer."""
     folder = folder_of(layout.local(path)) or layout.local(path) / FOLDER
     try:
-        kinds = json.loads((folder / INDEX).read_text()) if folder.is_dir() else {}
+        kinds = _kinds(folder / INDEX) if folder.is_dir() else {}
         return {name: _read_asset(folder / name, kind) for name, kind in kinds.items()}
     except OSError as error:
         raise CheckpointUnavailableError(f"the assets in {folder} cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, StorageError) as error:
         raise CheckpointError(f"the assets in {folder} cannot be read: {error}") from error
 
 
@@ -109,6 +118,20 @@ def copy_into(folder: Path, checkpoint: Path) -> None:
             shutil.copyfile((folder_of(checkpoint) or checkpoint) / name, folder / name)
 
 
+def _kinds(path: Path) -> dict[str, str]:
+    """Returns the kind of each asset by name. Raises StorageError, UsageError or OSError."""
+    content = documents.read_bytes(path)
+    if content is None:
+        raise FileNotFoundError(f"there is no {path}")
+    document = documents.parse(content, path)
+    # Of a program before there were formats.
+    is_old = isinstance(document, dict) and document and "format" not in document
+    kinds = INDEX_KIND.checked({"assets": document} if is_old else document, path)["assets"]
+    for name in kinds:
+        _check_name(name)  # it becomes a path
+    return kinds
+
+
 def _contents(folder: Path) -> dict[str, manifest.Entry]:
     return {name: manifest.digest(folder / name) for name in manifest.names_below(folder)}
 
@@ -116,7 +139,7 @@ def _contents(folder: Path) -> dict[str, manifest.Entry]:
 def _write_to(folder: Path, assets: Mapping[str, Any]) -> None:
     folder.mkdir()
     kinds = {name: _write_asset(folder / name, value) for name, value in assets.items()}
-    (folder / INDEX).write_text(json.dumps(kinds, indent=2) + "\n")
+    (folder / INDEX).write_text(INDEX_KIND.text({"assets": kinds}))
 
 
 def _saver_of(value: Any) -> Any:

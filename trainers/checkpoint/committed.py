@@ -13,9 +13,12 @@ from pathlib import Path
 
 from trainers.checkpoint import layout
 from trainers.errors import CheckpointUnavailableError
-from trainers.storage import durable, sealed
+from trainers.storage import durable
+from trainers.storage.document_kind import DocumentKind, set_aside
+from trainers.storage.documents import DamagedDocument, NewerDocument
 
 FILE = "committed.json"
+COST = "the newest checkpoint that is there counts as the newest one"
 
 
 @dataclass(frozen=True)
@@ -32,29 +35,37 @@ class Committed:
 
 
 NOTHING = Committed()
+KIND = DocumentKind(FILE, Committed, COST)
 
 
 def read(folder: Path) -> Committed | None:
-    """Returns the record; None if there is none, or no folder. Raises OSError, or ValueError if the record is damaged."""
+    """Returns the record; None if there is none, or no folder. Raises OSError, NewerDocument, or ValueError if the record is
+    damaged."""
     try:
-        text = (folder / FILE).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+        document = KIND.read(folder / FILE)
+    except NotADirectoryError:
         return None
-    document = sealed.unseal(text)
-    return Committed(document.get("run"), document.get("step"))
+    except DamagedDocument as error:
+        raise ValueError(str(error)) from error
+    return None if document is None else Committed(document.get("run"), document.get("step"))
 
 
 def is_there(folder: Path) -> bool:
     """Whether `folder` has a record, damaged or not. Raises OSError if that cannot be found out."""
     try:
         return read(folder) is not None
-    except ValueError:
+    except (ValueError, NewerDocument):
         return True
 
 
 def write(folder: Path, record: Committed) -> None:
     """Writes the record. Raises OSError."""
-    durable.write(folder / FILE, sealed.seal(asdict(record)))
+    path = folder / FILE
+    try:
+        durable.write(path, KIND.text(asdict(record)))
+    except IsADirectoryError:  # something else lies in its place
+        set_aside(path)
+        durable.write(path, KIND.text(asdict(record)))
 
 
 def ensure(folder: Path, record: Committed) -> None:
@@ -90,9 +101,9 @@ def check(folder: Path, steps: Iterable[int], ordered: Committed) -> Committed:
     for location in (folder.parent, folder):
         try:
             records.append(read(location))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, NewerDocument) as error:
             # A damaged record proves that something was committed; it may be ignored only if there are checkpoints.
-            if isinstance(error, OSError) or not steps:
+            if not isinstance(error, ValueError) or not steps:
                 raise CheckpointUnavailableError(f"{location / FILE} cannot be read ({error}); {_advice(folder)}") from error
             records.append(None)
     outer, inner = records

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from trainers.storage import ours
+from trainers.storage import durable, ours
 
 RETRIES = 3
 RETRY_S = 0.5
@@ -85,7 +85,7 @@ def claim(checkpoints: Path, writer: WriterTerm) -> None:
     """Records that this generation works in the folder, which must exist. Raises OSError."""
     if writer != NO_DRIVER:
         # Appending creates the file and never changes one: a second claim of the same generation is harmless.
-        with open(checkpoints / f"claimed-{writer.driver_term:06}-{writer.generation:06}", "ab"):
+        with open(checkpoints / f"claimed-{writer.driver_term:06}-{writer.generation:06}", "ab", opener=durable.no_link):
             pass
 
 

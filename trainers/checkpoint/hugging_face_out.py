@@ -108,7 +108,7 @@ def write(folder: Path, files: Sequence[File], read: Read, mine: Callable[[int],
         if not mine(number) or is_whole(folder, (name, tensors)):
             continue
         work = folder / f"{name}.part"
-        with open(work, "wb") as file:
+        with open(work, "wb", opener=durable.no_link) as file:
             file.write(_header(tensors))
             for names, group in itertools.groupby(tensors, key=lambda tensor: tensor.parameters):
                 if last[0] != names:

@@ -11,10 +11,11 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from trainers.storage import durable
-from trainers.storage.sealed import seal, unseal
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import NewerDocument, StorageError
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
@@ -31,6 +32,33 @@ class DamagedError(Exception):
 
 class UnfinishedError(DamagedError):
     """The checkpoint has no manifest."""
+
+
+class NewerError(DamagedError):
+    """A newer program has written the checkpoint."""
+
+
+class _Manifest(TypedDict):
+    step: int | None
+    committed_s: float
+    files: dict[str, tuple[int, str]]
+
+
+class _Meta(TypedDict):
+    """What every program reads. What else there is belongs to the trainer that saved it."""
+
+    shapes: NotRequired[dict[str, str]]
+    fingerprints: NotRequired[dict[str, Any]]
+    step: NotRequired[int | None]
+    batch_index: NotRequired[int]
+    arguments: NotRequired[dict[str, Any]]
+    lineage: NotRequired[list[dict[str, Any]]]
+    skipped_batches: NotRequired[list[int]]
+
+
+COST = "the checkpoint is not used"
+MANIFEST_KIND = DocumentKind(MANIFEST_FILE, _Manifest, COST, format=FORMAT)
+META_KIND = DocumentKind(META_FILE, _Meta, COST, format=FORMAT, without_format=False)
 
 
 @dataclass(frozen=True)
@@ -88,44 +116,40 @@ def digest(path: Path) -> Entry:
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest atomically and reads it back. Raises OSError, or DamagedError if it reads differently."""
     document = {
-        "format": FORMAT,
         "step": manifest.step,
         "committed_s": manifest.committed_s,
         "files": {name: [entry.size, entry.sha256] for name, entry in manifest.files.items()},
     }
-    durable.write(folder / MANIFEST_FILE, seal(document))
+    durable.write(folder / MANIFEST_FILE, MANIFEST_KIND.text(document))
     # Read back before the commit: afterwards a torn manifest would look like a damaged checkpoint.
     if read(folder) != manifest:
         raise DamagedError(f"{folder / MANIFEST_FILE} does not read as it was written")
 
 
 def read(folder: Path) -> Manifest:
-    """Returns the manifest. Raises UnfinishedError if there is none, DamagedError if it is damaged."""
-    try:
-        document = _read_sealed(folder / MANIFEST_FILE)
-        files = {name: Entry(int(size), str(sha256)) for name, (size, sha256) in document["files"].items()}
-        return Manifest(document["step"], float(document["committed_s"]), files)
-    except FileNotFoundError as error:
-        raise UnfinishedError(NOT_COMMITTED) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{MANIFEST_FILE} is damaged: {_line(error)}") from error
+    """Returns the manifest. Raises UnfinishedError if there is none, DamagedError if it is damaged, NewerError."""
+    document = _read(MANIFEST_KIND, folder / MANIFEST_FILE)
+    if document is None:
+        raise UnfinishedError(NOT_COMMITTED)
+    files = {name: Entry(int(size), str(sha256)) for name, (size, sha256) in document["files"].items()}
+    return Manifest(document["step"], float(document["committed_s"]), files)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """Returns the meta document of the checkpoint in `folder`. Raises DamagedError."""
+    """Returns the meta document of the checkpoint in `folder`. Raises DamagedError, or NewerError."""
+    meta = _read(META_KIND, folder / META_FILE)
+    if meta is None:
+        raise DamagedError(f"{META_FILE} is missing")
+    return {**meta, "format": FORMAT}
+
+
+def _read(kind: DocumentKind, path: Path) -> dict[str, Any] | None:
     try:
-        meta = _read_sealed(folder / META_FILE)
-        if meta.get("format") != FORMAT:
-            raise ValueError(f"format {meta.get('format')}, expected {FORMAT}")
-        return meta
-    except FileNotFoundError as error:
-        raise DamagedError(f"{META_FILE} is missing") from error
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{META_FILE} is damaged: {_line(error)}") from error
-
-
-def _read_sealed(path: Path) -> dict[str, Any]:
-    return unseal(path.read_text(encoding="utf-8"))
+        return kind.read(path)
+    except NewerDocument as error:
+        raise NewerError(str(error)) from error
+    except (OSError, StorageError) as error:
+        raise DamagedError(f"{path.name} is damaged: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:

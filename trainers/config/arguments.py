@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from trainers.config import (
@@ -35,10 +35,12 @@ from trainers.config import (
     PruningConfig,
     VisionConfig,
     attention,
+    importable,
     recorders,
 )
 from trainers.config.conversion import convert_sections, from_dict
 from trainers.config.frozen import BASE
+from trainers.config.masking import masked
 from trainers.config.model import BATCH_AXES, num_replicas
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
 
@@ -227,10 +229,18 @@ def dataset_function(arguments: TrainingArguments) -> Any:
     return load_object(getattr(load_object(arguments.task), "dataset", path) if path == default else path)
 
 
+def recorded_arguments(arguments: TrainingArguments) -> dict[str, Any]:
+    """Returns what a checkpoint records of the arguments: their values, without secrets, and the name of their class."""
+    cls = type(arguments)
+    return {"arguments": masked(asdict(arguments)), "arguments_class": f"{cls.__module__}:{cls.__qualname__}"}
+
+
 def load_object(path: str) -> Any:
-    """Returns the object named `package.module:attribute`. Raises ValueError that says which part was not found."""
+    """Returns the object named `package.module:attribute`. Raises ValueError that says which part was not found, or that data
+    names it and nobody has allowed it."""
     module_name, _, attribute = path.partition(":")
     require(PATH.fullmatch(path) is not None, f"{path!r}: expected package.module:Name")
+    importable.check(path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -239,4 +249,5 @@ def load_object(path: str) -> Any:
         ) from error
     if not hasattr(module, attribute):
         raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}")
+    importable.check_own(path, getattr(module, attribute))
     return getattr(module, attribute)

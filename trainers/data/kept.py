@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainers.storage import ours
+from trainers.storage import durable, ours
 
 FOLDER = "~/.cache/gangway"
 TOKENS, INDICES, CHECKED, LOCKS = "tokens", "records", "checked", "locks"
@@ -54,7 +54,7 @@ def one_at_a_time(name: str) -> Iterator[None]:
     """Lets the processes of this machine in one after the other, for one `name`. A process that is killed makes room."""
     path = folder(LOCKS) / hashlib.sha256(name.encode()).hexdigest()[:2]  # few files: two names may share one
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
+    with open(path, "w", opener=durable.no_link) as file:
         with suppress(OSError):  # a file system without locks: then all of them do the work
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

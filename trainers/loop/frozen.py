@@ -11,26 +11,34 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
-from trainers.checkpoint import layout, weights
+from trainers.checkpoint import weights
 from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.whole import META
 from trainers.config import InitConfig
 from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.loop.init_from import from_host0, together
+from trainers.loop.record import Record
 from trainers.optim.param_groups import parameter_path
 from trainers.parallel.mesh import replicated
 from trainers.runtime.device import wait_for_device
 from trainers.runtime.executables import Program, ProgramStore
-from trainers.storage import durable, sealed
-
-RECORD = "frozen.json"
-"""The file in the run's folder that says which weights a start before the first checkpoint takes again."""
+from trainers.storage.document_kind import DocumentKind
 
 Origins = dict[str, dict[str, str]]
+
+
+class _Frozen(TypedDict):
+    frozen: Origins
+
+
+RECORD = Record(
+    DocumentKind("frozen.json", _Frozen, "without a checkpoint, the run begins with the frozen weights that are named now"), META
+)
+"""Which weights a start before the first checkpoint takes again."""
 
 
 @dataclass(frozen=True)
@@ -176,19 +184,11 @@ class FrozenWeights:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: arrays[parameter_path(path)], found.source.shapes)
 
     def _recorded(self) -> Origins:
-        path = layout.local(self._run_folder) / RECORD
-        try:
-            return sealed.unseal(path.read_text())[META]
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointUnavailableError(f"{path} cannot be read: {error}") from error
+        return RECORD.read(self._run_folder) or {}
 
     def _record(self) -> None:
-        folder = layout.local(self._run_folder)
         if self._recorded() != self._origins:
-            folder.mkdir(parents=True, exist_ok=True)
-            durable.write(folder / RECORD, sealed.seal({META: self._origins}))
+            RECORD.write(self._run_folder, self._origins)
 
 
 def check_same(asked_by: str, before: Mapping[str, str] | None, now: Mapping[str, str]) -> None:

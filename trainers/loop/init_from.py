@@ -8,21 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
-from trainers.checkpoint import layout, weights
+from trainers.checkpoint import weights
 from trainers.config.weights import InitConfig, from_plain, plain
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
+from trainers.loop.record import Record
 from trainers.optim.param_groups import parameter_path
 from trainers.parallel.mesh import replicated
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, of_host0, one_line
-from trainers.storage import durable, sealed
+from trainers.storage.document_kind import DocumentKind
 
-RECORD = "init_from.json"
-"""The file in the run's folder that says what the run began with: the settings, the checkpoint or file, and its digest."""
+
+class _Begun(TypedDict):
+    begun: dict[str, Any]
+
+
+RECORD = Record(
+    DocumentKind("init_from.json", _Begun, "without a checkpoint, the run begins with what init_from names now"), "begun"
+)
+"""What the run began with: the settings, the checkpoint or file, and its digest."""
 KINDS = {kind.__name__: kind for kind in (CheckpointError, CheckpointMissingError, CheckpointUnavailableError)}
 """The errors of host 0 that all hosts raise."""
 
@@ -60,7 +68,7 @@ def load(
     weights.check(found, pairs, arrays, replicated(next(iter(arrays.values())).sharding.mesh))
     begun = {**plain(config), **chosen}
     # Before the first step: from here on each start finds the same parameters.
-    together("init_from", lambda: _record(run_folder, begun) if jax.process_index() == 0 else None)
+    together("init_from", lambda: RECORD.write(run_folder, begun) if jax.process_index() == 0 else None)
     fresh = [name for name in wanted if name not in pairs]
     about = ", ".join([*([found.about] if found.about else []), f"digest {chosen['digest'][:12]}"])
     said = f"init_from: {len(pairs)} of {len(wanted)} parameters are those of {found.path} ({about})"
@@ -93,21 +101,9 @@ def _choose(
 
 def _recorded(run_folder: str, config: InitConfig) -> dict[str, Any] | None:
     """Returns what the run began with, if that was with these settings."""
-    path = layout.local(run_folder) / RECORD
-    try:
-        record = sealed.unseal(path.read_text())["begun"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointUnavailableError(f"{path} cannot be read: {error}") from error
+    record = RECORD.read(run_folder)
     # With other settings it is another beginning: there is no checkpoint yet that the old one has led to.
-    return record if from_plain(record) == config else None
-
-
-def _record(run_folder: str, begun: dict[str, Any]) -> None:
-    folder = layout.local(run_folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    durable.write(folder / RECORD, sealed.seal({"begun": begun}))
+    return record if record is not None and from_plain(record) == config else None
 
 
 def from_host0(work: Callable[[], Any], what: str = "init_from") -> Any:

@@ -7,19 +7,32 @@ that.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
-from etils import epath
-
+from trainers import runtime
 from trainers.errors import UsageError
 from trainers.loop.anomalies import shown
+from trainers.storage import documents
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument, NewerDocument
 
 SKIPPED_FILE = "skipped_batches.json"
 """The file in the run's folder that lists the batches left out by rollbacks. It is apart from the checkpoints: a rollback
 restores an older checkpoint, which does not list them, and the process may end before the next one is saved."""
+
+
+class _Skipped(TypedDict):
+    skipped_batches: list[int]
+
+
+SKIPPED_KIND = DocumentKind(
+    SKIPPED_FILE,
+    _Skipped,
+    "batches that rollbacks have left out since the newest checkpoint are trained on again; to leave them out, write them there "
+    'as {"skipped_batches": [17, 18]}',
+)
 
 
 @dataclass
@@ -64,24 +77,19 @@ class Lineage:
 
 
 def read_skipped(run_folder: str) -> list[int]:
-    """Returns the batches that the run's rollbacks have left out. Raises UsageError if the file exists and cannot be parsed."""
-    path = epath.Path(run_folder) / SKIPPED_FILE
+    """Returns the batches that the run's rollbacks have left out. A damaged file is set aside, and a note says so. One host must
+    call this. Raises UsageError if a newer program wrote it."""
+    path = documents.join(run_folder, SKIPPED_FILE)
     try:
-        return [int(batch) for batch in json.loads(path.read_text())["skipped_batches"]]
-    except FileNotFoundError:
+        found = SKIPPED_KIND.read(path)
+    except DamagedDocument as error:
+        runtime.current().note(SKIPPED_KIND.set_aside(path, error))
         return []
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): expected the batches that rollbacks have left out, as in "
-            '{"skipped_batches": [17, 18]}; put it right, or give the run another name'
-        ) from error
+    except NewerDocument as error:
+        raise UsageError(str(error)) from error
+    return [] if found is None else found["skipped_batches"]
 
 
 def write_skipped(run_folder: str, batches: Iterable[int]) -> None:
     """Replaces the file atomically: a reader finds the old one or the new one. One host must call this."""
-    folder = epath.Path(run_folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    # A name without a token will do: host 0 alone writes this file.
-    temporary = folder / f"{SKIPPED_FILE}.new"
-    temporary.write_text(json.dumps({"skipped_batches": sorted(batches)}))
-    temporary.replace(folder / SKIPPED_FILE)
+    SKIPPED_KIND.write(documents.join(run_folder, SKIPPED_FILE), {"skipped_batches": sorted(batches)})

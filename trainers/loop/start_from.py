@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
@@ -17,13 +17,22 @@ from trainers.checkpoint.standalone import load_from
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.loop.init_from import from_host0, together
+from trainers.loop.record import Record
 from trainers.loop.time_used import META as TIME_USED
 from trainers.step.state import TrainState
-from trainers.storage import durable, sealed
+from trainers.storage.document_kind import DocumentKind
 
 KEY = "checkpoint.start_from"
-RECORD = "start_from.json"
-"""The file in the run's folder that says what the run began with: the setting, the checkpoint, and its digest."""
+
+
+class _Begun(TypedDict):
+    begun: dict[str, str]
+
+
+RECORD = Record(
+    DocumentKind("start_from.json", _Begun, f"without a checkpoint, the run begins with what {KEY} names now"), "begun"
+)
+"""What the run began with: the setting, the checkpoint, and its digest."""
 NOT_TAKEN = (TIME_USED, "init_from")
 """What the other run's checkpoint records of that run alone."""
 
@@ -44,14 +53,14 @@ class FromCheckpoint:
         source = str(self._arguments.checkpoint.start_from)
         chosen = from_host0(lambda: _choose(source, self._run_folder), KEY)
         state, meta = load_from(chosen["checkpoint"], self._abstract)
-        together(KEY, lambda: _record(self._run_folder, chosen) if jax.process_index() == 0 else None)
+        together(KEY, lambda: RECORD.write(self._run_folder, chosen) if jax.process_index() == 0 else None)
         if jax.process_index() == 0 and not self.meta:
             runtime.current().note(told(chosen["checkpoint"], meta, self._arguments))
         self.meta = {name: value for name, value in meta.items() if name not in NOT_TAKEN}
         return state
 
     def continues(self, meta: Mapping[str, Any]) -> str:
-        begun = from_host0(lambda: _recorded(self._run_folder), KEY)
+        begun = from_host0(lambda: RECORD.read(self._run_folder), KEY)
         return "" if begun is not None and begun["source"] == self._arguments.checkpoint.start_from else KEY
 
 
@@ -80,7 +89,7 @@ def told(path: Any, meta: Mapping[str, Any], arguments: TrainingArguments) -> st
 
 def _choose(source: str, run_folder: str) -> dict[str, str]:
     """Returns the checkpoint and its digest, on host 0."""
-    begun = _recorded(run_folder)
+    begun = RECORD.read(run_folder)
     again = begun if begun is not None and begun["source"] == source else None
     hint = "; the run began with it: bring it back, or give the run another name" if again else ""
     try:
@@ -91,19 +100,3 @@ def _choose(source: str, run_folder: str) -> dict[str, str]:
     if again is not None and digest != again["digest"]:
         raise CheckpointError(f"{KEY}: {path} is not what it was{hint}")
     return {"source": source, "checkpoint": str(path), "digest": digest}
-
-
-def _recorded(run_folder: str) -> dict[str, str] | None:
-    path = layout.local(run_folder) / RECORD
-    try:
-        return sealed.unseal(path.read_text())["begun"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointUnavailableError(f"{path} cannot be read: {error}") from error
-
-
-def _record(run_folder: str, begun: dict[str, str]) -> None:
-    folder = layout.local(run_folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    durable.write(folder / RECORD, sealed.seal({"begun": begun}))

@@ -6,7 +6,6 @@ W&B runs a process of its own, `wandb-core`, which writes and uploads.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from contextlib import suppress
 import numpy as np
 
 from trainers.recorders.recorder import About, Distribution
+from trainers.storage import identity
 
 SERVICE = "wandb-core"
 
@@ -38,10 +38,9 @@ class WeightsAndBiases:
         if "WANDB_CONSOLE" not in os.environ:
             # Else W&B puts objects of its own in the place of `sys.stdout` and `sys.stderr`.
             settings.console = "off"
-        # From the folder: a restart finds the same W&B run.
-        key = hashlib.sha256(about.folder.encode()).hexdigest()[:16]
         self._run = wandb.init(
-            id=key,
+            # A restart finds the same W&B run, wherever the run's folder is by then.
+            id=identity.of(about.folder).id,
             resume="allow",
             name=about.name,
             dir=str(folder),

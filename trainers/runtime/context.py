@@ -8,16 +8,22 @@ it: a pause longer than `driver.watchdog.step_floor_s` (60 s), and than `step_fa
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-from trainers.runtime.events import Event, MachineTakenAway
+from trainers.errors import cut
+from trainers.runtime.events import Event, MachineTakenAway, problem_of
+from trainers.runtime.plain import number, plain, whole_number
 from trainers.runtime.stop_reason import StopReason
 
 Request = dict[str, Any]
+MAX_ODD, MAX_ODD_TEXT = 20, 300
+"""How many mistakes in reports are told, and how many letters of each."""
 
 
 class Runtime:
@@ -78,10 +84,27 @@ class Runtime:
         self._on_fence: Callable[[str | None], None] = lambda path: None
         self._notice: MachineTakenAway | None = None
         self._lock = threading.Lock()
+        self._odd: set[str] = set()
 
     def emit(self, event: Event) -> None:
-        """Sends `event` with the time. Any thread may call this; it does not block."""
-        self.send(cast("Event", {"t": self.clock(), **event}))
+        """Sends `event` with the time. Any thread may call this; it does not block, unless the event has an array of a device,
+        which is waited for. An event that is none of `trainers.runtime.events` is not sent: a note says what is wrong with it."""
+        try:
+            converted = plain({"t": self.clock(), **event})
+            problem = problem_of(converted)
+        except Exception as error:  # of an array that cannot be read here, or a value of the user's own
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            self.tell_odd(f"{event.get('ev')!r}: {problem}")
+        else:
+            self.send(converted)
+
+    def tell_odd(self, what: str) -> None:
+        """Says, once for each kind of mistake, that something that was reported cannot be passed on."""
+        kind = re.sub(r"[\d.]+", "0", what)
+        if kind not in self._odd and len(self._odd) < MAX_ODD:
+            self._odd.add(kind)
+            self.note(f"not passed on: {what[:MAX_ODD_TEXT]}; training goes on, and the next ones like it are not told")
 
     def phase(self, name: str) -> None:
         self._phase = name
@@ -99,7 +122,7 @@ class Runtime:
             self.phase(before)
 
     def note(self, message: str) -> None:
-        self.emit({"ev": "note", "message": message})
+        self.emit({"ev": "note", "message": cut(message)})
 
     def request_stop(self, reason: str, *, of_training: bool = False) -> None:
         """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler. `of_training`: the request
@@ -190,13 +213,33 @@ def install(runtime: Runtime) -> None:
     _current = runtime
 
 
-def progress(step: int, metrics: Mapping[str, float] | None = None) -> None:
-    """Reports that `step` optimizer steps are complete, and optionally their metrics. Cheap: call it every step."""
+def progress(step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
+    """Reports that `step` optimizer steps are complete, and optionally their metrics, in a mapping or by name, such as
+    `progress(3, loss=loss)`. Cheap: call it every step.
+
+    Numbers may be scalars of NumPy or JAX; one on a device is waited for. What is no number is left out, and a note says so once.
+    """
+    try:
+        step = whole_number(step)
+        named = {**(metrics or {}), **more}
+    except Exception as error:  # a mistake in a report is no failure of the training
+        _current.tell_odd(f"progress({step!r}, ...): {error}")
+        return
     if _current.step == 0 and step > 0:
         _current.emit({"ev": "first_step", "step": step})
     _current.step = _current.batch_index = step
-    if metrics:
-        _current.emit({"ev": "metrics", "step": step, "metrics": dict(metrics)})
+    if numbers := _numbers(named):
+        _current.emit({"ev": "metrics", "step": step, "metrics": numbers})
+
+
+def _numbers(metrics: Mapping[Any, Any]) -> dict[str, float]:
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[str(name)] = number(value)
+        except Exception as error:  # an array of other hosts' devices, a value of the user's own
+            _current.tell_odd(f"progress(..., {name}=...): {type(error).__name__}: {error}")
+    return found
 
 
 def request_stop(why: str) -> None:
@@ -217,6 +260,9 @@ def restore_from() -> str | None:
     return _current.restore_path
 
 
-def saved(step: int, path: str) -> None:
+def saved(step: int, path: str | os.PathLike[str]) -> None:
     """Reports that a checkpoint is complete and may be given to `restore_from` after a failure. Call it on host 0."""
-    _current.emit({"ev": "saved", "step": step, "path": path})
+    try:
+        _current.emit({"ev": "saved", "step": whole_number(step), "path": os.fspath(path)})
+    except Exception as error:  # a mistake in a report is no failure of the training
+        _current.tell_odd(f"saved({step!r}, {path!r}): {error}")

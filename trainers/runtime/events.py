@@ -16,10 +16,12 @@ and a reader that asks for `event["ev"]` knows the other fields:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, get_args, get_type_hints
 
 from trainers.errors import FailureKind
+from trainers.storage import shapes
 
 
 class Envelope(TypedDict):
@@ -150,7 +152,7 @@ class AnomalyFields(TypedDict):
     """The decision about a loss that is not finite, or is a spike."""
 
     kind: str
-    """`non_finite` or `loss_spike`."""
+    """`non_finite`, `loss_spike` or `broken_state` (`trainers.loop.anomalies.KINDS`)."""
     batch_index: int
     loss: float | None
     expected: float | None
@@ -166,6 +168,15 @@ class AnomalyTreated(AnomalyFields, Envelope):
     ev: Literal["anomaly"]
     restored_step: int | None
     """The step of the checkpoint that was rolled back to."""
+
+
+def course_left_at(anomaly: AnomalyTreated) -> int | None:
+    """Returns the last step of which the numbers are still true after a rollback, which trains on without some batches. None:
+    training has not gone back."""
+    if anomaly["restored_step"] is None:
+        return None
+    # Up to the first batch that is left out, everything comes again as it was. The numbers of step n are of batches before n.
+    return max(anomaly["restored_step"], min(anomaly["skipped_batches"], default=0))
 
 
 class Note(Envelope):
@@ -248,3 +259,28 @@ Event = (
     | ExceptionRaised
     | Done
 )
+
+
+def problem_of(event: Mapping[str, Any]) -> str:
+    """Returns what is wrong with an event of a process, as a sentence; "" if it is one of Event."""
+    return problem_in(Event, event)
+
+
+def problem_in(schemas: Any, event: Any) -> str:
+    """Returns what is wrong with an event that has to be one of a union of TypedDicts; "" if it is one."""
+    if not isinstance(event, Mapping) or not isinstance(event.get("ev"), str):
+        return "not an event: expected an object with `ev`"
+    checks = _checks(schemas).get(event["ev"])
+    if checks is None:
+        return f"there is no event {event['ev'][:50]!r}"
+    problems = [check(event, "") for check in checks]
+    return "" if "" in problems else problems[0]
+
+
+@functools.cache
+def _checks(schemas: Any) -> dict[str, list[shapes.Check]]:
+    found: dict[str, list[shapes.Check]] = {}
+    for schema in get_args(schemas):
+        for name in get_args(get_type_hints(schema)["ev"]):
+            found.setdefault(name, []).append(shapes.check_of(schema))
+    return found

@@ -16,12 +16,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
+from jax._src import tree_util
 from jax.experimental import serialize_executable
 
-from trainers.storage import durable, ours, sealed
+from trainers.storage import durable, ours
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import StorageError
 
 MAGIC = b"gangway program 1\n"
 HEADER_BYTES = len(MAGIC) + hashlib.sha256().digest_size
@@ -29,12 +32,53 @@ KEPT_DAYS = 90
 """What was not loaded for this long is deleted when something new is kept."""
 IN_USE_S = 2 * 3600.0
 """What was used within this time is not deleted to make room; a process marks what it uses once an hour."""
-LIBRARIES = ("jax", "jaxlib", "numpy", "ml_dtypes")
-"""The libraries whose objects JAX pickles, and whose functions it calls."""
+EXACT = frozenset(
+    {
+        ("jax", "P"),
+        ("jax._src.core", "ManualAxisType"),
+        ("jax._src.core", "MemorySpace"),
+        ("jax._src.core", "ShapedArray"),
+        ("jax._src.interpreters.pxla", "AllArgsInfo"),
+        ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
+        ("jax._src.layout", "Format"),
+        ("jax._src.layout", "Layout"),
+        ("jax._src.linear_util", "DebugInfo"),
+        ("jax._src.mesh", "AbstractDevice"),
+        ("jax._src.mesh", "AbstractMesh"),
+        ("jax._src.mesh", "AxisType"),
+        ("jax._src.mesh", "Mesh"),
+        ("jax._src.named_sharding", "_unpickle_named_sharding"),
+        ("jax._src.partition_spec", "PartitionSpec"),
+        ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
+        ("jax._src.stages", "ArgInfo"),
+        ("jax._src.tree_util", "default_registry"),
+        ("jax._src.tree_util", "tracing_registry"),
+        ("jaxlib._jax", "DeviceList"),
+        ("jaxlib._jax.pytree", "PyTreeDef"),
+        ("ml_dtypes", "bfloat16"),
+        ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("builtins", "set"),
+        ("builtins", "frozenset"),
+        ("builtins", "slice"),
+        ("collections", "OrderedDict"),
+    }
+)
+"""What JAX pickles with an executable: each by its exact module and name, for what is called by name runs."""
+_own_trees: set[Any] = set()
+_own: set[tuple[str, str]] = set()
+"""The trees of this process's own arguments (`trust_tree`), and the names in them."""
 KEPT = ours.named("a kept executable", r".+-[0-9a-f]+\.(json|xla)(\..+)?|[0-9a-f]{32}\.trying")
 """Executables and what names them, what a process that died has left of one, and the records of their use."""
-PLAIN = ("builtins", "collections")
-"""Modules of the standard library whose classes may be in a tree."""
+
+
+class _Pointer(TypedDict):
+    of: str
+    executable: str
+
+
+POINTER_KIND = DocumentKind("the pointer to a kept program", _Pointer, "the program is compiled again")
 
 
 class UntrustedError(Exception):
@@ -89,8 +133,9 @@ def touch(paths: list[Path]) -> None:
 def write_executable(path: Path, compiled: jax.stages.Compiled) -> None:
     """Writes an executable. Raises OSError, and whatever a tree raises that cannot be pickled, or could not be loaded."""
     payload = _serialize(compiled)
-    # Read back what was pickled: a tree that a later process could not load must not be kept.
-    _Trees(io.BytesIO(payload)).load()
+    # Read back what was pickled: what a later process could not load must not be kept.
+    _, (executable, _, _) = _Trees(io.BytesIO(payload)).load()
+    _Check(io.BytesIO(executable)).load()
     durable.write_shared(path, MAGIC + _digest(path.name, memoryview(payload)) + payload, 0o600)
 
 
@@ -133,25 +178,58 @@ def _digest(name: str, payload: memoryview) -> bytes:
     return sha256.digest()
 
 
-class _ImportedOnly:
-    """Reads pickles of what JAX itself pickles, and of classes (of trees) in modules that this process has imported anyway. It
-    imports nothing, and calls no function of another library."""
+def trust_tree(args: Any) -> None:
+    """Lets what is read later name the classes that are in the tree of these arguments: they are this process's own."""
+    tree = jax.tree.structure(args)
+    if tree in _own_trees:
+        return
+    _own_trees.add(tree)
+    # A tree that cannot be pickled is kept by nobody, and need not be read.
+    with suppress(Exception):
+        names = _Names(io.BytesIO(pickle.dumps(tree)))
+        names.load()
+        _own.update(names.found)
+
+
+class _Names(pickle.Unpickler):
+    """Reads what this process has just pickled, and notes the names in it."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file)
+        self.found: set[tuple[str, str]] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        package = module.partition(".")[0]
-        # From `sys.modules`, never by import: an import would run code that a forged file names.
-        attribute: Any = sys.modules.get(module)
-        # A class may be nested, as in `Outer.Inner`.
-        for part in name.split("."):
-            attribute = getattr(attribute, part, None)
-        if package in LIBRARIES and attribute is not None:
-            return attribute
-        # No other class of the standard library: some of them run commands when they are created (subprocess.Popen).
-        if isinstance(attribute, type) and (package in PLAIN or package not in sys.stdlib_module_names):
-            return attribute
+        self.found.add((module, name))
+        return super().find_class(module, name)
+
+
+class _KnownOnly:
+    """Reads pickles of EXACT, of names in this process's own trees, and of classes of trees. It imports nothing, and walks into
+    no module: `jax` has `os`, and `os` has `system`."""
+
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise pickle.UnpicklingError(f"{module}.{name} is no class that this process has imported")
+        found = _named(module, name)
+        if found is not None and ((module, name) in EXACT or (module, name) in _own or _is_node(found)):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no class that this process has imported, or none of a tree")
+
+
+def _named(module: str, name: str) -> Any:
+    """Returns what has this name in an imported module; None if nothing has. A dotted name is that of a class in a class."""
+    # From `sys.modules`, never by import: an import would run code that a forged file names.
+    found = vars(sys.modules[module]).get(name.partition(".")[0]) if module in sys.modules else None
+    for part in name.split(".")[1:]:
+        found = vars(found).get(part) if isinstance(found, type) else None
+    return found
+
+
+def _is_node(found: Any) -> bool:
+    """Whether it is a class whose objects are nodes of trees: a NamedTuple, or one that JAX was told of."""
+    if not isinstance(found, type):
+        return False
+    return (issubclass(found, tuple) and hasattr(found, "_fields")) or found in tree_util._registry
 
 
 def _member(cls: Any, name: str) -> enum.Enum:
@@ -162,29 +240,57 @@ def _member(cls: Any, name: str) -> enum.Enum:
     raise pickle.UnpicklingError(f"getattr of {cls!r}, which is no enumeration")
 
 
-class _Trees(_ImportedOnly, pickle.Unpickler):
+class _Trees(_KnownOnly, pickle.Unpickler):
     pass
 
 
-class _Executable(_ImportedOnly, serialize_executable._JaxPjrtUnpickler):
+class _Executable(_KnownOnly, serialize_executable._JaxPjrtUnpickler):
     pass
+
+
+class _Check(_KnownOnly, pickle.Unpickler):
+    """Reads the names in a pickle, and makes nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        super().find_class(module, name)
+        return _Nothing
+
+    def persistent_load(self, pid: Any) -> Any:
+        return None
+
+
+class _Nothing:
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __hash__(self) -> int:
+        return 0
+
+    def append(self, item: Any) -> None:
+        pass
 
 
 # ---------------------------------------------------------------------- what an executable was made from
 
 
 def write_pointer(path: Path, executable: Path) -> None:
-    durable.write_shared(path, sealed.seal({"of": path.name, "executable": executable.name}).encode(), 0o600)
+    durable.write_shared(path, POINTER_KIND.text({"of": path.name, "executable": executable.name}).encode(), 0o600)
 
 
 def read_pointer(path: Path) -> Path:
     """Returns the path of the executable. Raises DamagedProgramError, UntrustedError and OSError."""
     try:
-        document = sealed.unseal(read(path).decode())
+        document = POINTER_KIND.parse(read(path), path.name)
         if document["of"] != path.name:
             raise ValueError(f"it was written as {document['of']}")
         return path.with_name(document["executable"])
-    except (ValueError, KeyError) as error:
+    except (ValueError, StorageError, IsADirectoryError) as error:
         raise DamagedProgramError(str(error)) from error
 
 

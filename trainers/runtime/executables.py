@@ -90,6 +90,7 @@ class ProgramStore:
         """Begins to load what `get` will need, if it was kept, while other work continues, such as restoring a state."""
         if self.folder is None:
             return
+        executable_files.trust_tree((tuple(args), {}))
         path = self._target(self._pointer_path(name, args))
         if path is not None:
             self._loading[path] = self._loader.submit(self._load, path)
@@ -99,6 +100,7 @@ class ProgramStore:
         shapes with shardings."""
         if self.folder is None:
             return lowered(jitted, args).compile(), None
+        executable_files.trust_tree((tuple(args), {}))
         pointer = self._pointer_path(name, args)
         path = self._target(pointer)
         # Taken out: a result that stayed here would keep a second reference to the program alive.

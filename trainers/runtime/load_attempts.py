@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trainers.storage import ours
+from trainers.storage import durable, ours
 
 FOLDER = "attempts"
 MAX_CRASHES = 2
@@ -181,7 +181,8 @@ class Attempts:
     def _strike(self, name: str, how: str, who: str, text: str = "") -> None:
         self.records.mkdir(mode=0o700, parents=True, exist_ok=True)
         # One file for each strike, with a name of its own: two processes never overwrite each other's count.
-        (self.records / f"{name}.{how}-{who}").write_text(text)
+        with open(self.records / f"{name}.{how}-{who}", "w", opener=durable.no_link) as file:
+            file.write(text)
 
     def _strikes(self, name: str, how: str) -> list[Path]:
         try:

@@ -27,7 +27,15 @@ DOCUMENT = ours.named("a document of a run", r"[\w.-]+\.json")
 
 
 class StorageError(Exception):
-    """The run's storage cannot be used, or has a damaged document."""
+    """The run's storage cannot be used, or has a document that cannot."""
+
+
+class DamagedDocument(StorageError):
+    """A document is not what was written: its bits have changed, or something else lies in its place."""
+
+
+class NewerDocument(StorageError):
+    """A document was written by a newer program, which knows more than this one."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -41,7 +49,11 @@ def join(folder: str | os.PathLike[str], *names: str) -> str:
 
 def write_json(path: str | os.PathLike[str], data: Any) -> None:
     """Replaces the document atomically: a reader finds the old one or the new one, never a part."""
-    text = json.dumps(data, indent=1) + "\n"
+    write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Like `write_json`, for a document that is text already."""
     if is_url(path):
         filesystem, name = _remote(path)
         filesystem.pipe_file(name, text.encode())
@@ -54,9 +66,13 @@ def create_json(path: str | os.PathLike[str], data: Any) -> bool:
     """Writes the document if there is none, and returns whether it did. Of several writers at most one gets True.
 
     If the file system has no hard links, a reader may find the document empty or incomplete while it is written. `read_json`
-    then raises StorageError; the document belongs to its writer all the same.
+    then raises DamagedDocument; the document belongs to its writer all the same.
     """
-    text = json.dumps(data, indent=1) + "\n"
+    return create_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def create_text(path: str | os.PathLike[str], text: str) -> bool:
+    """Like `create_json`, for a document that is text already."""
     if is_url(path):
         return _create_remote(path, text)
     temporary = _write_beside(os.fspath(path), text)
@@ -73,15 +89,29 @@ def create_json(path: str | os.PathLike[str], data: Any) -> bool:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any | None:
-    """Returns the document; None if there is none. Raises StorageError if it is not JSON."""
+    """Returns the document; None if there is none. Raises DamagedDocument if it is not JSON, and OSError."""
+    content = read_bytes(path)
+    return None if content is None else parse(content, path)
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes | None:
+    """Returns the bytes of a document; None if there is none. Raises DamagedDocument if a folder is in its place, and OSError."""
     try:
-        text = _read_remote(path) if is_url(path) else _read_local(path)
+        return _read_remote(path) if is_url(path) else _read_local(path)
     except FileNotFoundError:
         return None
+    except IsADirectoryError as error:
+        raise DamagedDocument(f"{path}: damaged: expected a file, found a folder; delete or repair it and start again") from error
+
+
+def parse(content: str | bytes, where: object) -> Any:
+    """Returns what a text of JSON says. Raises DamagedDocument, which names it as `where`."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise StorageError(f"{path}: damaged: expected a JSON document ({error}); delete or repair it and start again") from error
+        return json.loads(content)
+    # RecursionError: a text of a hundred thousand brackets.
+    except (ValueError, RecursionError) as error:
+        message = f"{where}: damaged: expected a JSON document ({error}); delete or repair it and start again"
+        raise DamagedDocument(message) from error
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
@@ -161,13 +191,13 @@ def _create_remote(path: str | os.PathLike[str], text: str) -> bool:
     return True
 
 
-def _read_remote(path: str | os.PathLike[str]) -> str:
+def _read_remote(path: str | os.PathLike[str]) -> bytes:
     filesystem, name = _remote(path)
-    return filesystem.cat_file(name).decode()
+    return filesystem.cat_file(name)
 
 
-def _read_local(path: str | os.PathLike[str]) -> str:
-    with open(path, encoding="utf-8") as file:
+def _read_local(path: str | os.PathLike[str]) -> bytes:
+    with open(path, "rb") as file:
         return file.read()
 
 
@@ -210,4 +240,4 @@ def _create_exclusively(path: str, text: str) -> bool:
             ours.delete(path, ours.among("a document made just now", [Path(path)]))
         raise
     # A mounted bucket may accept two writers; the contents show which one won.
-    return _read_local(path) == text
+    return _read_local(path) == text.encode()

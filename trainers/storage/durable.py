@@ -1,15 +1,20 @@
-"""Writes files that survive a power cut, on file systems that can do less than a local disk. Without JAX."""
+"""Writes files that survive a power cut, on file systems that can do less than a local disk. Without JAX.
+
+The folder of a run may be shared. Whoever may write there may plant a link under a name that we are going to use, to a file of
+ours elsewhere. So a file beside another one has a random name and is created by us alone, and nothing is opened through a link.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from trainers.storage import ours
 
@@ -18,22 +23,19 @@ NOT_OFFERED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOT
 
 
 def write(path: Path, text: str) -> None:
-    """Writes the file atomically, also with regard to a power cut. Nobody else may write it at the same time. Raises OSError."""
-    _write(path, path.with_name(f"{path.name}.tmp"), text.encode(), 0o666)
+    """Writes the file atomically, also with regard to a power cut. Several processes may write it at the same time: the last one
+    wins. Raises OSError."""
+    write_shared(path, text.encode(), 0o666)
 
 
 def write_shared(path: Path, contents: bytes, mode: int) -> None:
-    """Like `write`, but several processes may write at the same time: the last one wins. The umask applies to `mode`.
+    """Like `write`, with a mode, to which the umask applies.
 
     A process that is killed leaves a file whose name ends in `.tmp`, which no later write replaces.
     """
-    _write(path, path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp"), contents, mode)
-
-
-def _write(path: Path, temporary: Path, contents: bytes, mode: int) -> None:
+    temporary = beside(path)
     try:
-        # By `os.open`, for the mode: a chmod afterwards would leave a moment with other rights.
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+        with created(temporary, mode) as file:
             file.write(contents)
             file.flush()
             sync(file.fileno())
@@ -47,6 +49,43 @@ def _write(path: Path, temporary: Path, contents: bytes, mode: int) -> None:
     sync_folder(path.parent)
 
 
+def beside(path: Path) -> Path:
+    """Returns a new name beside `path` that nobody can guess."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def created(path: Path, mode: int = 0o666) -> BinaryIO:
+    """Returns a new file, open for writing. Raises FileExistsError if there is anything of that name, a link included."""
+    # By `os.open`, for the mode: a chmod afterwards would leave a moment with other rights.
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode), "wb")
+
+
+def appending(path: str | os.PathLike[str], mode: int = 0o666, *, buffering: int = -1) -> BinaryIO:
+    """Returns a file, created if there is none, open for reading and for writing at its end. `buffering` is that of `open`.
+    Raises OSError if it is a link, or has another name as well."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode)
+    try:
+        _check_own_name(descriptor, path)
+        return cast(BinaryIO, open(descriptor, "ab+", buffering=buffering))
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def no_link(path: str, flags: int) -> int:
+    """The `opener` of `open` for a file that is written: raises OSError if the path is a link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _check_own_name(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """Raises OSError if an open file has another name as well: what is written would be in both."""
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        raise OSError(
+            errno.EMLINK, "it is linked to another file, and nothing is written through it: move it away", os.fspath(path)
+        )
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[BinaryIO]:
     """Yields a file beside `path`, which gets that name when the block ends: for what is written bit by bit. Nothing is left if
@@ -55,8 +94,9 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     Raises BlockingIOError if another process of this machine is writing it, and OSError.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    locked = os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666)
+    locked = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
+        _check_own_name(locked, temporary)
         # Before anything is changed: of two processes, the first one's file stays whole.
         _lock(locked, temporary)
         try:

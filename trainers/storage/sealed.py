@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 
-def seal(document: dict[str, Any]) -> str:
-    """Returns the document as JSON text with its digest."""
+def seal(document: dict[str, Any], indent: int | None = 1) -> str:
+    """Returns the document as JSON text with its digest; `indent` None: in one line."""
     plain = json.loads(json.dumps(document))  # as it will be read: keys are text, tuples are lists
-    return json.dumps({**plain, "digest": _digest(plain)}, indent=1) + "\n"
+    return json.dumps({**plain, "digest": _digest(plain)}, indent=indent) + "\n"
 
 
 def unseal(text: str) -> dict[str, Any]:
     """Returns the document that was sealed. Raises ValueError if anything in it has changed."""
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")
-    # Taken out first: the digest covers everything but itself.
-    if document.pop("digest", None) != _digest(document):
+    if not is_whole(document):
         raise ValueError("its contents do not have the digest it says")
+    del document["digest"]
     return document
 
 
-def _digest(document: dict[str, Any]) -> str:
+def is_whole(document: Mapping[str, Any]) -> bool:
+    """Whether a sealed document, as it was read, has the digest of its contents."""
+    # The digest covers everything but itself.
+    contents = {key: value for key, value in document.items() if key != "digest"}
+    return document.get("digest") == _digest(contents)
+
+
+def _digest(document: Mapping[str, Any]) -> str:
     # Sorted: the order of the keys does not count.
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -120,8 +120,14 @@ def test_it_runs_as_a_command_without_jax(run_dir):
 def test_a_loss_is_accepted_by_saying_so(run_dir, capsys):
     """Until then the run does not go on without what it had committed."""
     folder = run_dir / "checkpoints"
+    progress = {"generations": 1, "drivers": 1, "high_water_step": 12, "saved_path": None, "checkpoint_step": 12}
+    clocks = {
+        "goodput": {"started_at_s": 0.0, "counted_to_s": 1.0, "category": "step", "seconds": {}},
+        "time_used": {"seconds": 0.0, "counted_to_s": None},
+    }
+    seen = {"published": {"train": 12, "eval": -1}, "seen": {"generation": None, "events": []}}
     documents.write_json(
-        run_dir / "launch.json", {"launch_id": "a", "checkpoint_step": 12, "committed": {"run": "r", "step": 12}}
+        run_dir / "launch.json", {"launch_id": "a", "committed": {"run": "r", "step": 12}, **progress, **clocks, **seen}
     )
     for place in (run_dir, folder):
         committed.write(place, Committed("r", 12))

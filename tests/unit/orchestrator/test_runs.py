@@ -14,6 +14,7 @@ from orchestrator.config.locate import NoRunError
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state import outcome
 from orchestrator.run_state.incidents import Incident
+from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.runs import asking, compare, incidents, logs, overview, status
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import wait_until
@@ -81,13 +82,13 @@ def test_an_end_is_the_outcome_of_the_newest_launch_alone(start, storage):
 def test_a_driver_that_is_gone_is_told(start, storage):
     launch = start("a")
     path = storage / "a" / "lease.json"
-    lease = json.loads(path.read_text())
+    lease = LEASE_KIND.read(path)
     launch.close("FINISHED", 30.0)
     for changes, state in (({"pid": 2**22 + 1}, "driver gone"), ({"released": True}, "ended without telling how")):
-        path.write_text(json.dumps(lease | changes))
+        LEASE_KIND.write(path, lease | changes)
         run = overview.read(storage / "a")
         assert (run.kind, run.state) == (overview.LOST, state)
-    path.write_text(json.dumps(lease | {"machine": "another"}))
+    LEASE_KIND.write(path, lease | {"machine": "another"})
     assert overview.read(storage / "a").kind == overview.LIVE
     assert overview.read(storage / "a", now_s=time.time() + 100.0).state == "driver silent"
 
@@ -113,7 +114,7 @@ def test_all_runs_of_a_storage_are_lines_those_that_go_on_first(start, storage, 
     assert status.main([str(storage)]) == 0
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == " ".join(status.COLUMNS).split()
-    assert first.split()[:7] == ["b", "training", "40/100", "1.2500", "4,000", "0:30", "80%"]
+    assert first.split()[:8] == ["b", "training", "40/100", "1.2500", "4,000", "tokens/s", "0:30", "80%"]
     assert second.split()[:3] == ["a", "failed", "40/100"]
     assert status.main([str(storage), "--json"]) == 0
     assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["b", "a"]

@@ -26,6 +26,9 @@ PARITY = ROOT / "tests" / "unit" / "data" / "parity"
 MODEL = {"vocab_size": SIZE, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24}
 
 
+TRUSTED = ("--trust-code", "tests.programs.tiny:TableTask")
+
+
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):  # noqa: F811
     """A run with a tokenizer, whose folder is gone, and that has several checkpoints."""
@@ -165,7 +168,7 @@ def test_sources_that_cannot_generate_are_named(capsys, tmp_path):
     made = trainer(tmp_path, max_num_steps=1)
     made.train()
     run = Path(made.output.checkpoint_path).parents[1]
-    assert "TableTask has no encode and decode" in asked(capsys, run, "--prompt", "a", status=2).err
+    assert "TableTask has no encode and decode" in asked(capsys, run, "--prompt", "a", *TRUSTED, status=2).err
     copy = tmp_path / "gpt2"
     shutil.copytree(PARITY / "gpt2", copy)
     printed = asked(capsys, copy, "--prompt", "a", status=2)

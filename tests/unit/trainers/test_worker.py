@@ -1,6 +1,8 @@
 """A training process: who may look into its memory, what its orders do, and what it reports at its end."""
 
 import ctypes
+import io
+import json
 import os
 from types import SimpleNamespace
 
@@ -80,3 +82,54 @@ def test_a_heartbeat_brings_the_progress_of_the_loop_and_how_much_of_the_machine
     progress = {"step": 3, "batch_index": 5, "evaluated_batches": 7, "busy_s": 0.25}
     assert sent == [{"t": 5.0, "ev": "heartbeat", **progress, "usage": {"host_cpu_percent": 50.0}}]
     check_event(sent[0], "process")
+
+
+# ---------------------------------------------------------------------- processes that the user's code forks
+
+
+class Left(BaseException):
+    """The process has ended."""
+
+
+def test_a_forked_child_says_nothing_for_its_host(monkeypatch):
+    lines = io.StringIO()
+    pipe = worker.EventPipe(lines)
+    pipe.send({"ev": "warm"})
+    monkeypatch.setattr(worker.os, "getpid", lambda: 0)
+    pipe.send({"ev": "done", "step": 3})
+    assert [json.loads(line)["ev"] for line in lines.getvalue().splitlines()] == ["warm"]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(SystemExit(0), 0), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (ValueError(), 1)]
+)
+def test_a_forked_child_ends_as_python_would_end_it(monkeypatch, capsys, end, code):
+    ended = []
+
+    def finish(code):
+        ended.append(code)
+        raise Left
+
+    monkeypatch.setattr(worker, "finish", finish)
+    with pytest.raises(Left):
+        worker.end_of_child(end)
+    assert ended == [code]
+
+
+def test_an_output_that_says_nothing_useful_ends_no_training(events):
+    output = SimpleNamespace(stop_reason="because", metrics={"a": object()}, checkpoint_path=None)
+    assert worker.result(SimpleNamespace(output=output)) == {"stop_reason": "max_steps", "result": {}}
+    assert "the trainer's output: TypeError: object is nothing that JSON can hold" in events[0]["message"]
+    output = SimpleNamespace(stop_reason="because", metrics={}, checkpoint_path=None)
+    assert worker.result(SimpleNamespace(output=output))["stop_reason"] == "max_steps"
+    assert "'because' is not a valid StopReason" in events[1]["message"]
+
+
+def test_an_exception_that_cannot_say_its_message_is_told():
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError
+
+    event = worker.exception_event(Mute())
+    check_event(event, "process")
+    assert event["message"] == "(Mute.__str__ raises KeyError)"

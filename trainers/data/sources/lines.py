@@ -169,9 +169,9 @@ def _load(path: Path) -> Lines:
 
 def _save(path: Path, lines: Lines) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary = durable.beside(path)
     try:
-        with open(temporary, "wb") as file:
+        with durable.created(temporary) as file:
             np.save(file, lines.places, allow_pickle=False)
         os.replace(temporary, path.with_suffix(".npy"))
     finally:

@@ -6,7 +6,7 @@ import sysconfig
 import pytest
 
 import cluster
-from cluster.agent import machine
+from cluster.agent import child_process, machine
 from cluster.agent.child_process import child_env, import_path, log_tail
 from tests import ROOT
 
@@ -68,3 +68,30 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
         monkeypatch.setattr(machine, "LAST_PORT", port)
         with pytest.raises(OSError, match=f"no free port found between {port} and {port}"):
             machine.free_port()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"nothing\n",
+        b"[" * 100_000 + b"\n",
+        b"[1]\n",
+        b'{"ev": 3}\n',
+        b"\xff\xfe\n",
+        b'{"ev": "heartbeat", "step": "3", "batch_index": 3}\n',
+        b'{"ev": "heartbeat", "step": 3}\n',
+        b'{"ev": "phase", "phase": ["train"]}\n',
+        b'{"ev": "exception"}\n',
+    ],
+    ids=lambda line: line[:40].decode(errors="replace"),
+)
+def test_a_line_that_is_no_event_is_a_note(line):
+    event = child_process._parse(line)
+    assert event["ev"] == "note"
+    assert event["message"].startswith("not an event (")
+    assert type(event["t"]) is float
+
+
+@pytest.mark.parametrize("at", ['"now"', "NaN", "1e999", "null", "true", "[]"])
+def test_a_time_that_is_none_is_that_of_the_agent(at):
+    assert child_process._parse(b'{"ev": "warm", "t": ' + at.encode() + b"}")["t"] > 1e9

@@ -10,6 +10,7 @@ from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Action, Incident
+from orchestrator.run_state.launch import open_launch
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import wait_until
 from trainers.checkpoint import committed, fence
@@ -39,7 +40,7 @@ def take_up(tmp_path, clock):
     def take_up(launch_id="launch"):
         if made:
             assert made[-1]._writer.flush(30)
-        made.append(launches.open_launch(str(tmp_path), launch_id, 1000.0, TrackingConfig(mlflow=False), {}, clock))
+        made.append(open_launch(str(tmp_path), launch_id, 1000.0, TrackingConfig(mlflow=False), {}, clock, monotonic=clock))
         return made[-1]
 
     yield take_up
@@ -232,9 +233,9 @@ def test_previews_are_kept_in_the_folder_and_shown_to_the_tracker(take_up, tmp_p
     launch.preview(about, pytest.fail)
     assert launch._writer.flush(30)
     path = tmp_path / "previews" / "20.json"
-    assert json.loads(path.read_text()) == about
+    assert about.items() <= json.loads(path.read_text()).items()
     records = [json.loads(line) for line in (tmp_path / "tracking" / "metrics.jsonl").read_text().splitlines()]
-    assert {"artifact": str(path), "folder": "previews"}.items() <= records[-1].items()
+    assert {"artifact": "previews/20.json", "folder": "previews"}.items() <= records[-1].items()
 
 
 def test_what_was_committed_is_known_to_every_launch_also_from_the_trainers_record(take_up, tmp_path):
@@ -263,7 +264,8 @@ def test_documents_of_older_versions_know_of_their_newest_checkpoint(take_up, tm
     first.saved(8, "/checkpoints/8")
     first.close("FINISHED", 30.0)
     document = json.loads((tmp_path / "launch.json").read_text())
-    del document["committed"]
+    for name in ("committed", "format", "digest"):
+        del document[name]
     (tmp_path / "launch.json").write_text(json.dumps(document))
     assert take_up("two").committed.step == 8
 
@@ -282,3 +284,63 @@ def test_no_driver_has_the_epoch_of_one_before_it_whatever_was_deleted(take_up, 
     (tmp_path / "checkpoints").mkdir()
     fence.claim(tmp_path / "checkpoints", WriterTerm(3, 5))
     assert take_up("four").lease.driver_term == 4
+
+
+def test_a_message_of_megabytes_does_not_push_the_failures_before_it_out(take_up):
+    first = take_up()
+    for number, message in enumerate(["short", "x" * (8 << 20), "last"]):
+        past = PastFailure(kind=FailureKind.USER_ERROR, step=number, exception=("ValueError", message))
+        incident = Incident(kind=past.kind, host=0, generation=number, step=number, failed_at_s=1000.0)
+        incident.evidence = {"exception": {"message": message, "traceback": [message]}}
+        first.failed(past, incident)
+    history = take_up().history
+    assert [past.step for past in history] == [0, 1, 2]
+    assert len(history[1].exception[1]) < 30_000
+    assert "letters left out" in history[1].exception[1]
+
+
+@pytest.mark.parametrize("how", ["moved", "copied", "linked"])
+def test_what_a_trainer_of_ones_own_saved_is_found_where_the_run_is_now(tmp_path, clock, how):
+    def take_up(folder):
+        return open_launch(str(folder), "launch", 1000.0, TrackingConfig(mlflow=False), {}, clock, monotonic=clock)
+
+    storage = tmp_path / "storage"
+    for path in ("run/mine/8", "beside/8"):
+        (storage / path).mkdir(parents=True)
+    for path in ("run/mine/8", "beside/8"):
+        first = take_up(storage / "run")
+        first.saved(8, str(storage / path))
+        first.close("FINISHED", 30.0)
+        now = tmp_path / f"now-{path[0]}"
+        if how == "linked":
+            now.symlink_to(storage)
+        else:
+            shutil.copytree(storage, now)
+        if how == "moved":
+            storage.rename(tmp_path / "away")
+        second = take_up(now / "run")
+        assert second.saved_path == str(now / path)
+        second.close("FINISHED", 30.0)
+        if how == "moved":
+            (tmp_path / "away").rename(storage)
+
+
+def test_a_clock_that_was_set_between_two_drivers_uses_up_no_time(tmp_path):
+    wall, passed = Clock(1000.0), Clock(50.0)
+
+    def take_up():
+        return open_launch(str(tmp_path), "launch", 1000.0, TrackingConfig(mlflow=False), {}, wall, monotonic=passed)
+
+    first = take_up()
+    first.time_used.begin(1000.0)
+    first.goodput.switch("step", 1000.0)
+    wall.now_s, passed.now_s = 1010.0, 60.0
+    first.store()
+    assert first._writer.flush(30)
+    wall.now_s, passed.now_s = 1_000_013.0, 63.0  # eleven days, in three seconds
+    second = take_up()
+    assert second.time_used.seconds(wall.now_s) == pytest.approx(13.0)
+    assert second.goodput.wall_s(wall.now_s) == pytest.approx(13.0)
+    assert second.goodput.totals(wall.now_s)["step"] == pytest.approx(13.0)
+    for launch in (first, second):
+        launch.close("FINISHED", 30.0)

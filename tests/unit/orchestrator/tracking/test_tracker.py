@@ -54,9 +54,10 @@ def test_fresh_values_leave_out_what_was_sent_and_what_is_replayed():
 
 def test_read_lines_stops_before_a_line_that_is_being_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"a": 1}\nnot json\n[1]\n{"a": 2}\n{"a"')
+    path.write_bytes(b'{"t": 1}\nnot json\n[1]\n{"t": 2, "metrics": {"a": 1}}\n{"t": 2, "metrics": 3}\n{"t": 2}\n{"t"')
     lines = read_lines(str(path), 0)
-    assert [line.record for line in lines] == [{"a": 1}, None, None, {"a": 2}]
+    assert [line.record for line in lines] == [{"t": 1}, None, None, None, None, {"t": 2}]
+    assert [line.problem.partition(": ")[2] for line in lines[3:5]] == ["step is missing", "metrics = 3: expected an object"]
     assert read_lines(str(path), lines[0].end, max_lines=1)[0].end == lines[1].end
     assert read_lines(str(path), lines[-1].end) == []
 
@@ -90,14 +91,19 @@ def test_a_password_is_in_the_shippers_environment_and_in_no_file(tmp_path, monk
 
 def test_another_experiment_is_another_run_to_which_all_is_shipped_again(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "ShipperProcess", lambda run_dir, uri: None)
-    named = []
+    folder = tmp_path / "run" / "tracking"
+    sent = []
     for experiment in ("first", "first", "second"):
         Tracker(str(tmp_path / "run"), TrackingConfig(experiment=experiment), "run")
-        shipped = tmp_path / "run" / "tracking" / "shipped.json"
-        named.append((json.loads((tmp_path / "run" / "tracking" / "mlflow.json").read_text()), shipped.exists()))
-        shipped.write_text("{}")
-    assert [(run["experiment"], kept) for run, kept in named] == [("first", False), ("first", True), ("second", False)]
-    assert named[0][0]["key"] == named[1][0]["key"] != named[2][0]["key"]
+        run = FakeRun("")
+        run.run_id = json.loads((folder / "mlflow.json").read_text())["experiment"]
+        monkeypatch.setattr(mlflow_shipper, "MlflowRun", lambda folder, run=run: run)
+        (folder / "metrics.jsonl").write_text('{"t": 0, "step": 4, "metrics": {"loss": 1.0}}\n')
+        drain = threading.Event()
+        drain.set()
+        assert Shipper(str(folder), drain).ship() == 0
+        sent.append([value.step for value in run.sent])
+    assert sent == [[4], [], [4]]
 
 
 def test_what_ships_later_is_given_the_password_anew(monkeypatch):
@@ -172,6 +178,7 @@ class FakeRun:
     """Refuses batches with a `bad` value in them, or everything, with an error code."""
 
     found = True
+    run_id = "a run"
 
     def __init__(self, error_code, up=True):
         self.error_code, self.up = error_code, up

@@ -8,6 +8,7 @@ import pytest
 
 from trainers.errors import UsageError
 from trainers.loop.lineage import SKIPPED_FILE, Lineage, read_skipped, write_skipped
+from trainers.storage import sealed
 
 THREE = {"num_hosts": 3, "num_devices": 3, "mesh": {"data": 3, "fsdp": 1, "tensor": 1}}
 TWO = {"num_hosts": 2, "num_devices": 2, "mesh": {"data": 2, "fsdp": 1, "tensor": 1}}
@@ -75,7 +76,15 @@ def test_the_file_of_skipped_batches(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"skipped_batches": ["x"]}'])
-def test_a_file_that_makes_no_sense_is_not_passed_over(tmp_path, text):
+def test_a_file_that_makes_no_sense_is_set_aside_and_told(tmp_path, text, events):
     (tmp_path / SKIPPED_FILE).write_text(text)
-    with pytest.raises(UsageError, match=r"skipped_batches.json cannot be read .* give the run another name"):
+    assert read_skipped(str(tmp_path)) == []
+    assert (tmp_path / f"{SKIPPED_FILE}.damaged").read_text() == text
+    assert "skipped_batches.json: damaged: " in events[0]["message"]
+    assert "batches that rollbacks have left out since the newest checkpoint are trained on again" in events[0]["message"]
+
+
+def test_one_of_a_newer_program_is_refused(tmp_path):
+    (tmp_path / SKIPPED_FILE).write_text(sealed.seal({"format": 2, "batches": [17]}))
+    with pytest.raises(UsageError, match=r"skipped_batches.json was written by a newer gangway: it has format 2"):
         read_skipped(str(tmp_path))

@@ -154,7 +154,7 @@ def test_a_pickle_calls_nobodys_functions(tmp_path, function):
 
 def test_a_pickle_reaches_no_attribute_but_a_member_of_an_enumeration():
     with pytest.raises(pickle.UnpicklingError, match="which is no enumeration"):
-        load(Calls(getattr, str, "format"))
+        load(Calls(getattr, jax.sharding.Mesh, "devices"))
 
 
 def test_members_of_enumerations_are_read_as_older_pythons_write_them(tmp_path, monkeypatch):
@@ -167,6 +167,69 @@ def test_members_of_enumerations_are_read_as_older_pythons_write_them(tmp_path, 
     executable_files.write_executable(path, compiled)
     assert b"getattr" in path.read_bytes()
     assert executable_files.load(executable_files.read_executable(path))(rows).tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("jax", "os.system"),
+        ("jax", "_src.config.os.system"),
+        ("numpy", "f2py.os.system"),
+        ("numpy", "save"),
+        ("numpy", "fromfile"),
+        ("numpy", "memmap"),
+        ("jax", "jit"),
+        ("jax._src.lru_cache", "LRUCache"),
+        ("trainers.storage.documents", "os.unlink"),
+        ("trainers.storage.documents", "delete"),
+        ("trainers.runtime.executables", "ProgramStore"),
+        ("builtins", "getattr.__self__.eval"),
+        ("collections", "abc.sys.modules"),
+        ("jax._src.core", "ShapedArray.__init__.__globals__"),
+    ],
+)
+def test_a_pickle_names_what_is_needed_and_nothing_beside_it(module, name):
+    """A dotted name once walked from an allowed module into any other."""
+    text = b"\x80\x04" + b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name)) + b"\x93."
+    with pytest.raises(pickle.UnpicklingError, match="is no class that this process has imported, or none of a tree"):
+        executable_files.load(io.BytesIO(bytes(executable_files.HEADER_BYTES) + text))
+
+
+class Outside:
+    """As the settings that a user's tree carries: no node."""
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    class Inner(NamedTuple):
+        a: jax.Array
+
+    def __init__(self, child, about):
+        self.child, self.about = child, about
+
+    def tree_flatten(self):
+        return (self.child,), self.about
+
+    @classmethod
+    def tree_unflatten(cls, about, children):
+        return cls(*children, about)
+
+
+def test_what_is_in_a_tree_of_this_process_may_be_named(monkeypatch):
+    monkeypatch.setattr(executable_files, "_own", set())
+    monkeypatch.setattr(executable_files, "_own_trees", set())
+    tree = jax.tree.structure(Node(Node.Inner(1.0), Outside))
+    text = io.BytesIO(pickle.dumps(tree))
+    with pytest.raises(pickle.UnpicklingError, match="Outside is no class"):
+        executable_files._Trees(text).load()
+    executable_files.trust_tree(Node(Node.Inner(1.0), Outside))
+    text.seek(0)
+    assert executable_files._Trees(text).load() == tree
+
+
+def test_all_that_may_be_named_is_there():
+    for module, name in executable_files.EXACT:
+        assert executable_files._named(module, name) is not None, (module, name)
 
 
 def test_a_pickle_imports_nothing(tmp_path, monkeypatch):

@@ -1,0 +1,33 @@
+"""Refuses a run whose documents a newer program has written, before a machine is taken."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from orchestrator.run_state.lease import LEASE_KIND
+from orchestrator.run_state.stored import CHECKPOINTS, GANG_KIND, OUTCOME_KIND, STATE_KIND
+from orchestrator.tracking.spool import FOLDER, KINDS
+from trainers.checkpoint import committed, layout, manifest
+from trainers.storage import documents, identity
+from trainers.storage.documents import DamagedDocument, NewerDocument
+
+
+def check_versions(run_dir: str) -> None:
+    """Raises NewerDocument, which names the document. A damaged one is seen to by whoever reads it."""
+    kinds = [(kind.name, kind) for kind in (STATE_KIND, GANG_KIND, LEASE_KIND, OUTCOME_KIND, identity.KIND, committed.KIND)]
+    kinds += [(documents.join(FOLDER, name), kind) for name, kind in KINDS.items()]
+    kinds += [(documents.join(CHECKPOINTS, committed.FILE), committed.KIND)]
+    for name, kind in kinds:
+        with suppress(DamagedDocument, NotADirectoryError):
+            kind.read(documents.join(run_dir, name))
+    if documents.is_url(run_dir):
+        return
+    for step in layout.steps(Path(run_dir, CHECKPOINTS))[-1:]:
+        try:
+            manifest.read(Path(run_dir, CHECKPOINTS, str(step)))
+            manifest.read_meta(Path(run_dir, CHECKPOINTS, str(step)))
+        except manifest.NewerError as error:
+            raise NewerDocument(str(error)) from error
+        except manifest.DamagedError:
+            continue

@@ -1,0 +1,43 @@
+"""The records in a run's folder of what it began with: a start before the first checkpoint begins with the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainers import runtime
+from trainers.checkpoint import layout
+from trainers.errors import CheckpointError, CheckpointUnavailableError
+from trainers.storage import durable
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument, NewerDocument
+
+
+@dataclass(frozen=True)
+class Record:
+    """One such record: a document with one key. Host 0 alone reads and writes it."""
+
+    kind: DocumentKind
+    key: str
+
+    def read(self, run_folder: str) -> Any | None:
+        """Returns what was recorded; None if nothing was. A damaged record is set aside, and a note says so. Raises
+        CheckpointUnavailableError if it cannot be read, and CheckpointError if a newer program wrote it."""
+        path = layout.local(run_folder) / self.kind.name
+        try:
+            found = self.kind.read(path)
+        except DamagedDocument as error:
+            runtime.current().note(self.kind.set_aside(path, error))
+            return None
+        except NewerDocument as error:
+            raise CheckpointError(str(error)) from error
+        except OSError as error:
+            raise CheckpointUnavailableError(f"{path} cannot be read: {error}") from error
+        return None if found is None else found[self.key]
+
+    def write(self, run_folder: str, recorded: Mapping[str, Any]) -> None:
+        """Raises OSError."""
+        folder = layout.local(run_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        durable.write(folder / self.kind.name, self.kind.text({self.key: recorded}))

@@ -1,0 +1,94 @@
+"""The identity of a run: an id in its folder, the same wherever the folder is, and under whatever name. Without JAX.
+
+What other systems keep of a run (MLflow, W&B, the cluster) goes by this id. A path would change when storage is moved, or
+is reached through a link.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from pathlib import Path
+from typing import NamedTuple, TypedDict
+
+from trainers.storage import documents
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument
+
+OF_OLD_RUNS = ("committed.json", "launch.json")
+"""Files by which a run that has no identity yet is known to be an old one."""
+
+
+class _Document(TypedDict):
+    id: str
+    folder: str
+    """Where the run was when somebody last asked for its identity."""
+
+
+KIND = DocumentKind("run.json", _Document, "MLflow and W&B begin a new run", without_format=False)
+
+
+class Identity(NamedTuple):
+    id: str
+    told: tuple[str, ...] = ()
+    """What people must know about it, as sentences."""
+
+
+def of(run_folder: str | os.PathLike[str]) -> Identity:
+    """Returns the identity of the run in this folder; it is given one if it has none. A copy of a run gets one of its own, as
+    long as the other run is where it was. Raises NewerDocument or OSError."""
+    path = documents.join(run_folder, KIND.name)
+    if documents.is_url(run_folder):
+        return Identity(_of_path(os.fspath(run_folder)))
+    folder = os.path.realpath(run_folder)
+    told: tuple[str, ...] = ()
+    try:
+        known = KIND.read(path)
+    except DamagedDocument as error:
+        known, told = None, (KIND.set_aside(path, error),)
+    if known is None:
+        # W&B knows an old run by its path.
+        is_old = not told and any(Path(folder, name).exists() for name in OF_OLD_RUNS)
+        known = {"id": _of_path(os.path.abspath(run_folder)) if is_old else uuid.uuid4().hex[:16], "folder": ""}
+    elif known["folder"] != folder and _is_another(known["folder"], folder, known["id"]):
+        told = (
+            f"{folder} is a copy of {known['folder']}, which is still there: from here on it is a run of its own, and MLflow and "
+            "W&B begin a new one, with all that was recorded so far",
+        )
+        known = {"id": uuid.uuid4().hex[:16], "folder": ""}
+    if known["folder"] != folder:
+        KIND.write(path, {"id": known["id"], "folder": folder})
+    return Identity(known["id"], told)
+
+
+def _of_path(folder: str) -> str:
+    return hashlib.sha256(folder.encode()).hexdigest()[:16]
+
+
+def _is_another(before: str, folder: str, its_id: str) -> bool:
+    """Returns whether the run of that id is still in the folder where it was, which is not this one."""
+    try:
+        there = KIND.read(documents.join(before, KIND.name))
+        return there is not None and there["id"] == its_id and not os.path.samefile(before, folder)
+    except (OSError, documents.StorageError):
+        return False
+
+
+def inside(path: str, run_folder: str) -> str:
+    """Returns a path as the documents of a run name it: relative to the run's folder if it lies there, or in the storage beside
+    it, such as `../mine/8`; unchanged otherwise."""
+    if documents.is_url(path) or not os.path.isabs(path):
+        return path
+    both = ((path, os.path.abspath(run_folder)), (os.path.realpath(path), os.path.realpath(run_folder)))
+    for base_of in (lambda folder: folder, os.path.dirname):
+        for found, folder in both:
+            base = base_of(folder)
+            if base != os.sep and f"{found}{os.sep}".startswith(base + os.sep):
+                return os.path.relpath(found, folder)
+    return path
+
+
+def outside(path: str, run_folder: str) -> str:
+    """Returns the path that `inside` was given, in the folder where the run is now."""
+    return path if documents.is_url(path) or os.path.isabs(path) else os.path.normpath(os.path.join(run_folder, path))
