@@ -54,8 +54,9 @@ def to_adapter(
         "use_rslora": False,
     }
     if config.tie_embeddings and "embed" in whole:
-        # Else PEFT unties the table of the logits.
+        # Else PEFT unties the table of the logits, and it wants that under its own name too.
         about["ensure_weight_tying"] = True
+        tensors[f"{WRAPPER}lm_head.weight"] = np.ascontiguousarray(adapters["embed"])
     return about, tensors
 
 
