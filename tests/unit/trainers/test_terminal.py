@@ -174,7 +174,8 @@ def exit_status(tmp_path, body, redirection):
     """Returns the exit status of a command with this body, and what it wrote to standard error."""
     (tmp_path / "program.py").write_text(IN_A_COMMAND % body)
     line = f'"{sys.executable}" program.py {redirection}; exit ${{PIPESTATUS[0]}}'
-    done = run(["bash", "-c", line], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = run(["bash", "-c", line], cwd=tmp_path, env={**buffered, "PYTHONPATH": str(ROOT)})
     return done.returncode, done.stderr
 
 
