@@ -92,7 +92,8 @@ def accept_loss(folder: Path) -> None:
     run = committed.of_run(folder.parent, folder).run
     if document is not None:
         run = document.get("committed", {}).get("run") or run
-        record = {"committed": asdict(Committed(run, newest)), "checkpoint_step": newest}
+        # Without a course: what is trained from there on takes the place of what was published of later steps.
+        record = {"committed": asdict(Committed(run, newest)), "checkpoint_step": newest, "course": None}
         STATE_KIND.write(folder.parent / STATE, document | record)
     # In both folders: a start believes the newer of the two records.
     for location in (folder.parent, folder):

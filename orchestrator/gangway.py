@@ -39,6 +39,9 @@ COMMANDS = {
     "reference": Command("trainers.reference", "the log-probabilities of a reference, as columns of preference data"),
     "export": Command("trainers.export", "the model of a run as files for other programs"),
     "status": Command("orchestrator.runs.status", "how runs are: step, loss, time left, goodput; --watch"),
+    "history": Command(
+        "orchestrator.runs.history", "the course of a run's metrics, drawn: its loss, and that of its evaluations"
+    ),
     "compare": Command("orchestrator.runs.compare", "settings and results of runs side by side"),
     "incidents": Command("orchestrator.runs.incidents", "what failed in a run, and what it cost"),
     "logs": Command("orchestrator.runs.logs", "what the processes of a run have printed; --follow"),

@@ -3,6 +3,7 @@ and shows what happens."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -12,25 +13,29 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from orchestrator.board import Board, BoardLike, start_remote_board
-from orchestrator.config.job import ConfigError, JobConfig, load
+from orchestrator.config.job import ConfigError, JobConfig, load, shown
 from orchestrator.driver import head
 from orchestrator.driver.main import drive, keep_private
 from orchestrator.driver.ray_cluster import connect, disconnect, head_address
 from orchestrator.driver.ray_train import fit, import_ray_train
-from orchestrator.events import Status
+from orchestrator.events import Note, Status
 from orchestrator.failures import missing_code
 from orchestrator.planning import report
 from orchestrator.planning.child import PlanError
 from orchestrator.reporting.console import Console, make_console, watch
+from orchestrator.run_state import fresh
+from orchestrator.run_state.finished import finished_at
 from orchestrator.run_state.lease import RunInUse, check_free
 from orchestrator.run_state.outcome import read_outcome
+from orchestrator.run_state.summary import SUMMARY
 from orchestrator.run_state.versions import check_versions
 from trainers.config.masking import masked
 from trainers.console.screens import CONSOLE_LOG
 from trainers.storage import documents
+from trainers.storage.refused import no_folder_if_refused
 from trainers.terminal import outlives_terminal
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
@@ -48,16 +53,26 @@ class EndedAtOnce(Exception):
     """Somebody has interrupted the command twice: it did not wait for the driver to save."""
 
 
-def run(path: str, overrides: Sequence[str], *, dry_run: bool, began_s: float) -> int:
+class How(NamedTuple):
+    """How a configuration is used."""
+
+    dry_run: bool = False
+    everything: bool = False
+    """Whether a dry run shows all settings."""
+    fresh: bool = False
+    """Whether the run begins anew, with the folder of an earlier one moved aside."""
+
+
+def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int:
     """Runs the job of a configuration, or only tells what it would be. `began_s`: when the command began, by the monotonic clock;
     all times that it shows count from then. Returns the exit status."""
     try:
         with interruptible():
             config = load(path, overrides)
-            if dry_run:
-                print(report.render(config, report.check(config)))
+            if how.dry_run:
+                print(dry_run(config, how))
                 return EXIT_FINISHED
-            return launch(config, began_s)
+            return launch(config, began_s, fresh=how.fresh)
     except (ConfigError, head.ClusterError, RunInUse, documents.StorageError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
@@ -72,12 +87,35 @@ def run(path: str, overrides: Sequence[str], *, dry_run: bool, began_s: float) -
         return EXIT_FAILED
 
 
-def launch(config: JobConfig, began_s: float) -> int:
+def nothing_to_do(config: JobConfig, step: int) -> str:
+    return (
+        f"{config.training.name}: finished already at step {step:,}: nothing to do; its numbers are in "
+        f"{documents.join(config.run_dir, SUMMARY)}; to train on, raise max_num_steps, or whatever has ended it"
+    )
+
+
+def dry_run(config: JobConfig, how: How) -> str:
+    """Returns what the run would be, as text. Raises ConfigError."""
+    plan = report.check(config)
+    if not how.fresh or not fresh.is_begun(config.run_dir):
+        return report.render(config, plan, everything=how.everything)
+    plan = dataclasses.replace(plan, continues=None)
+    moved = f"# {'begins anew':<18}{config.run_dir} is moved to {fresh.place_for(config.run_dir)}"
+    return f"{report.render(config, plan, everything=how.everything)}\n{moved}"
+
+
+def launch(config: JobConfig, began_s: float, *, fresh: bool = False) -> int:
     """Runs the job, and shows what it does. Returns the exit status."""
-    return exit_status(*run_job(config, began_s))
+    # Before Ray, and before a machine is asked for.
+    if not fresh and (step := finished_at(config.run_dir, shown(config))) is not None:
+        print(nothing_to_do(config, step))
+        return EXIT_FINISHED
+    return exit_status(*run_job(config, began_s, begin_anew=fresh))
 
 
-def run_job(config: JobConfig, began_s: float) -> tuple[dict[str, Any] | None, BaseException | None, str | None]:
+def run_job(
+    config: JobConfig, began_s: float, *, begin_anew: bool = False
+) -> tuple[dict[str, Any] | None, BaseException | None, str | None]:
     """Checks the configuration, connects to Ray, runs the driver, and shows its events.
 
     Returns the outcome; without one, the error with which the driver ended and why the head of the cluster is gone.
@@ -86,25 +124,15 @@ def run_job(config: JobConfig, began_s: float) -> tuple[dict[str, Any] | None, B
     # Before anything is written.
     keep_private(config)
     run_dir = config.run_dir
-    # All of this before Ray is started: a wrong configuration is reported within a second.
-    documents.check_writable(run_dir)
-    check_free(run_dir)
-    check_versions(run_dir)
-    if named := head.named(os.environ, config.driver.address):
-        head.check(*named)
-    console, plan = make_console(sys.stdout, began_s, log=documents.join(run_dir, CONSOLE_LOG)), None
-    try:
-        plan, supervised = plan_and_connect(config, console)
-    except KeyboardInterrupt as error:
-        raise Interrupted from error
-    finally:
-        if plan is None:  # what is said of an error must not be drawn into the live lines
-            console.close()
+    with no_folder_if_refused(run_dir), fresh.moved_aside(run_dir, begin_anew, check_free) as moved:
+        plan, supervised, console = checked(config, began_s)
     launch_id = uuid.uuid4().hex[:12]
     board = start_remote_board() if supervised else Board()
-    for event in plan.events(config):
+    first = [*plan.events(config), *(Note(ev="note", message=line) for line in filter(None, (moved, where_printed(config))))]
+    for event in first:
         board.post(event)
-    message = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir, "started_at_s": started_at_s}
+    message: dict[str, Any] = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir}
+    message |= {"started_at_s": started_at_s, "shown": first}
     ended = ThreadEnd()
     # Off the main thread: there Ray Train would take SIGINT for itself.
     driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)
@@ -123,6 +151,34 @@ def run_job(config: JobConfig, began_s: float) -> tuple[dict[str, Any] | None, B
         lost = head_watch.why_lost() if outcome is None else None
         leave(driver, has_head=lost is None)
     return outcome, ended.error, lost
+
+
+def where_printed(config: JobConfig) -> str:
+    """Returns the line that says where the output of the hosts is; an empty one if the console shows it."""
+    if config.driver.console_hosts:
+        return ""
+    logs = documents.join(config.run_dir, "logs")
+    return f"what the hosts print (print, logging) is in {logs}; driver.console_hosts=all shows it here"
+
+
+def checked(config: JobConfig, began_s: float) -> tuple[report.PlanReport, bool, Console]:
+    """Returns what `plan_and_connect` does, and the console. Raises what is wrong with the configuration, the storage or the
+    cluster."""
+    # All of this before Ray is started: a wrong configuration is reported within a second.
+    documents.check_writable(config.run_dir)
+    check_free(config.run_dir)
+    check_versions(config.run_dir)
+    if named := head.named(os.environ, config.driver.address):
+        head.check(*named)
+    console, plan = make_console(sys.stdout, began_s, log=documents.join(config.run_dir, CONSOLE_LOG), logged=True), None
+    try:
+        plan, supervised = plan_and_connect(config, console)
+    except KeyboardInterrupt as error:
+        raise Interrupted from error
+    finally:
+        if plan is None:  # what is said of an error must not be drawn into the live lines
+            console.close()
+    return plan, supervised, console
 
 
 def plan_and_connect(config: JobConfig, console: Console) -> tuple[report.PlanReport, bool]:

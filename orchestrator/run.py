@@ -1,4 +1,4 @@
-"""Runs a job: `python -m orchestrator.run CONFIG [key=value ...] [--dry-run]`.
+"""Runs a job: `python -m orchestrator.run CONFIG [key=value ...] [--fresh] [--dry-run [--all]]`.
 
 On this machine alone it starts Ray itself; with RAY_ADDRESS (or driver.address, or inside `ray job submit`) it uses that cluster.
 Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong, the cluster does not answer, or the run is in use;
@@ -25,9 +25,10 @@ def main(argv: list[str] | None = None) -> int:
     else:
         say(f"reading {arguments.config}", clock=True)
     # After the first line: this imports much.
-    from orchestrator.launching import run
+    from orchestrator.launching import How, run
 
-    return run(arguments.config, arguments.overrides, dry_run=arguments.dry_run, began_s=began_s)
+    how = How(dry_run=arguments.dry_run, everything=arguments.all, fresh=arguments.fresh)
+    return run(arguments.config, arguments.overrides, how, began_s=began_s)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -35,7 +36,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("config", help="a YAML file, such as configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-3 hosts.count=4")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, take no machine")
-    return parser.parse_intermixed_args(argv)
+    parser.add_argument("--all", action="store_true", help="with --dry-run: print the settings that have their defaults, too")
+    parser.add_argument(
+        "--fresh", action="store_true", help="begin anew: the folder of an earlier run of this name is moved aside, and kept"
+    )
+    options = parser.parse_intermixed_args(argv)
+    if options.all and not options.dry_run:
+        parser.error("--all says what --dry-run prints: add --dry-run")
+    return options
 
 
 if __name__ == "__main__":

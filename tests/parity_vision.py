@@ -1,4 +1,4 @@
-"""Makes `tests/unit/data/parity_vision/`: tiny random encoders of images, and a Gemma 3 with images, with what `transformers`
+"""Makes `tests/unit/data/parity_vision/`: tiny random encoders of images, a Gemma 3 and a Mistral Small, with what `transformers`
 computes for them.
 
     make parity
@@ -20,6 +20,8 @@ from safetensors.numpy import save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     SiglipVisionConfig,
     SiglipVisionModel,
     ViTConfig,
@@ -112,7 +114,26 @@ def gemma3(folder: Path) -> dict[str, np.ndarray]:
     return {"tokens": tokens.to(torch.int32).numpy(), "images": of_rows, "logits": logits.numpy()}
 
 
-CASES = {"vit": vit, "siglip": siglip, "gemma3": gemma3}
+def mistral3(folder: Path) -> dict[str, np.ndarray]:
+    """Of texts alone: its encoder is not read here."""
+    named = ("query_pre_attn_scalar", "layer_types", "rope_parameters")
+    config = Mistral3Config(
+        text_config={**{key: value for key, value in TEXT.items() if key not in named}, "model_type": "mistral"},
+        vision_config={
+            **{"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "head_dim": 4, "image_size": 8, "patch_size": 4},
+        },
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+    )
+    model = saved(Mistral3ForConditionalGeneration(config), folder)
+    tokens = torch.randint(11, 64, (ROWS, TIME))
+    with torch.no_grad():
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return {"tokens": tokens.to(torch.int32).numpy(), "logits": logits.numpy()}
+
+
+CASES = {"vit": vit, "siglip": siglip, "gemma3": gemma3, "mistral3": mistral3}
 
 
 def saved(model: Any, folder: Path) -> Any:

@@ -50,7 +50,7 @@ from trainers.metrics.publisher import THROUGHPUT, Publisher, Seconds, Throughpu
 from trainers.optim.param_groups import parameter_paths
 from trainers.parallel import mesh as meshes
 from trainers.protocol import TrainerConfigureModelOutput, TrainerOutput
-from trainers.published import own
+from trainers.published import of_task
 from trainers.runtime import multihost, signals
 from trainers.runtime.multihost import StageError
 from trainers.runtime.stop_reason import StopReason
@@ -198,9 +198,13 @@ class BaseTrainer(Builder):
                 self._note_from_host0(line)
         self._saver.restore(resume.meta)
         time_used.resume(resume.meta)
+        # Only of a new run: what was restored could be saved. Beside the compilation, which takes longer.
+        tried = self._saver.begin_trial(resume.abstract) if not resume.meta else None
         host.phase("compile")
         # After the restore: the kept executables were loaded meanwhile (`_load_ahead`).
         self._compile(state)
+        if tried is not None:
+            tried()
         self._loop = loop = self._build_loop(resume, self._saver, int(state.batch_index))
         self.callbacks.call(Callback.on_train_begin, self.info)
         state = self.on_training_start(state)
@@ -388,6 +392,9 @@ class BaseTrainer(Builder):
             info=self.info,
             resumed_step=step,
             garbage=GarbageCollection(arguments.gc_every_steps),
+            # A user's own manager need not know.
+            broken=getattr(manager, "broken", lambda state: ()),
+            num_not_finite=lambda: getattr(manager, "num_not_finite", None),
         )
 
     def _finish(self, loop: Loop, state: TrainState, reason: StopReason) -> TrainState:
@@ -411,7 +418,7 @@ class BaseTrainer(Builder):
         metrics = {
             **describe(state, saver.manager.fingerprint(state)),
             "train_loss": saver.reporter.latest.get("loss"),
-            "train_metrics": own(saver.reporter.latest),
+            "train_metrics": of_task(saver.reporter.latest),
             "throughput": {name: saver.reporter.latest[name] for name in THROUGHPUT if name in saver.reporter.latest},
             "evaluation": dict(evaluator.final_metrics()),
             **self.lineage.meta(self.info.batch_index),

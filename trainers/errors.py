@@ -83,6 +83,16 @@ class NonFiniteLossError(Exception):
     """A loss or gradient was not finite; its update was not applied."""
 
 
+class NonFiniteStateError(NonFiniteLossError):
+    """Values of the state that were finite are infinite or NaN: it must not be saved."""
+
+    def __init__(self, step: int, leaves: Sequence[str]):
+        shown = f"{', '.join(leaves[:3])}{f' and {len(leaves) - 3} more' if len(leaves) > 3 else ''}"
+        super().__init__(f"values of the state at step {step} are infinite or NaN ({shown}), so it was not saved")
+        self.leaves = tuple(leaves)
+        """Their names in the state."""
+
+
 class LossScaleError(NonFiniteLossError):
     """Gradients overflow float16 at the smallest scale of the loss."""
 
@@ -157,6 +167,19 @@ def may_pass(error: BaseException) -> bool:
     """Whether the error came from outside the program and may go away by itself: the request itself is not wrong."""
     kind = kind_of(error)
     return kind["kind"] in ("transient", "data", "storage") and not kind["deterministic"] and not kind.get("mistake")
+
+
+MAX_MESSAGE, MAX_TRACEBACK = 4000, 20_000
+"""The letters that are kept of a message, and of a traceback. A library may put a whole array or a web page into one, and it
+would travel in events, lie in the run's files, and push others out of them."""
+
+
+def cut(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Returns the text, of a long one the beginning and the end, where the cause is. It says how much was left out."""
+    if len(text) <= limit:
+        return text
+    begin, end = limit * 2 // 3, limit // 3
+    return f"{text[:begin]} ... [{len(text) - begin - end:,} letters left out] ... {text[-end:]}"
 
 
 def user_frame(error: BaseException) -> str | None:

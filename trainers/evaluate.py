@@ -84,10 +84,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the table")
     options = parser.parse_intermixed_args(argv)
     if options.source is not None and options.checkpoint:  # the first form: what comes after CONFIG is a setting
-        options.overrides.insert(0, options.config)
+        options.overrides[:0] = [options.config] if options.config else []
         options.config, options.source = options.source, None
-    if not options.checkpoint and options.source is None and not options.config.endswith((".yaml", ".yml")):
-        options.config, options.source = None, options.config
     if options.source is not None:
         options.checkpoint.append(options.source)
     if not options.checkpoint:
@@ -102,7 +100,10 @@ class _Places(argparse.Action):
         paths = [value for value in values if "=" not in value]
         if not 1 <= len(paths) <= 2:
             parser.error(f"{' '.join(paths) or 'no CONFIG'}: expected CONFIG, or RUN_OR_CHECKPOINT and CONFIG")
-        namespace.config, namespace.source = paths[-1], paths[0] if len(paths) == 2 else None
+        source, config = paths if len(paths) == 2 else (None, paths[0])
+        if source is None and not config.endswith((".yaml", ".yml", ".json")):
+            source, config = config, None
+        namespace.source, namespace.config = source, config
         namespace.overrides = [value for value in values if "=" in value]
 
 

@@ -34,9 +34,10 @@ from trainers.checkpoint import assets, layout, manifest
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
-from trainers.config.hf_files import CONFIG_FILE, LABELS_FILE
+from trainers.config.hf_files import CONFIG_FILE, LABELS_FILE, PREPROCESSOR_FILE
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.first_line import say
+from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.vision_config import Config, ImageTextConfig
 from trainers.models.hf.weights import flat
@@ -157,6 +158,10 @@ def to_hugging_face(
         assets.copy_into(work, checkpoint)
         # After the assets: none of their files takes the place of the model's own.
         found = (_original(work, config, about) or about | _ends(work, about)) | _class_names(work)
+        if isinstance(config, ModelConfig):
+            # It belongs to a model with images, of which this is the decoder.
+            copied = work / PREPROCESSOR_FILE
+            ours.delete(copied, ours.among("a copy that was just made", [copied]))
         (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
         hugging_face_out.write_index(work, files)
 
@@ -211,7 +216,7 @@ def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[st
     another model."""
     try:
         original = json.loads((folder / CONFIG_FILE).read_text())
-        if hf_config.meaning(hf_config.read(original)) != hf_config.meaning(config):
+        if text_part.is_one(original) or hf_config.meaning(hf_config.read(original)) != hf_config.meaning(config):
             return None
     except (OSError, ValueError, UsageError):
         return None

@@ -33,7 +33,7 @@ from trainers.config.importable import path_of, why_not_here
 from trainers.config.keywords import NO_END, as_given, plain, put, unknown
 from trainers.config.masking import masked
 from trainers.config.pieces import PiecesArguments
-from trainers.config.section import PATH
+from trainers.config.section import PATH, did_you_mean
 from trainers.data.sources import pieces
 from trainers.errors import NotConfiguredError, UsageError
 from trainers.recorders.dispatch import Recorders
@@ -71,6 +71,15 @@ class Result:
     def metrics(self) -> Row:
         """The newest value of each metric."""
         return {name: value for row in self.history for name, value in row.items()}
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """Returns (step, value) of a metric, such as `eval_loss`, for a plot: of the steps at which it was published. Raises
+        UsageError if it never was."""
+        found = [(int(row["step"]), row[name]) for row in self.history if name in row]
+        if not found:
+            known = sorted({each for row in self.history for each in row} - {"step"})
+            raise UsageError(f"{name}: there is no such metric{did_you_mean(name, known)}; there are {', '.join(known)}")
+        return found
 
     @property
     def state(self) -> TrainState:

@@ -9,12 +9,17 @@ SYSTEM = frozenset(
         *("loss", "mean_loss", "perplexity", "accuracy", "z_loss", "load_balancing_loss", "router_z_loss", "busiest_expert"),
         *("router_entropy", "grad_norm", "learning_rate", "skipped_batches", "loss_scale", "epoch"),
         *("tokens", "samples", "total_tokens", "total_samples", "total_skipped_examples", "cut_examples"),
+        *("packing_efficiency", "overlong_documents", "lost_tokens"),
         *("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "samples_per_s", "flops_per_token"),
         *("tflops_per_s_per_device", "mfu", "device_memory_bytes", "device_memory_peak_bytes"),
         *("host_cpu_percent", "host_memory_bytes", "host_memory_total_bytes", "process_memory_bytes"),
     )
 )
-"""The names that the system publishes. Its others have a `/`, such as `loss/SOURCE`, or begin with `packing_`."""
+"""The names that the system publishes."""
+SYSTEM_PREFIXES = ("loss/", "total_tokens/", "epoch/", "grad_norm/", "learning_rate/", "goodput/", "incidents/", "counted/")
+"""What its other names begin with, such as `loss/SOURCE`."""
+MEAN = "mean_"
+"""What the running mean of a metric begins with."""
 RATES = ("_seconds", "_samples_per_s", "_tokens_per_s", "_tflops_per_s_per_device")
 """How fast an evaluation was."""
 FIRST = ("eval_loss", "eval_accuracy", "eval_perplexity")
@@ -26,8 +31,15 @@ def own(metrics: Mapping[str, float]) -> dict[str, float]:
     return {
         name: value
         for name, value in metrics.items()
-        if name not in SYSTEM and "/" not in name and not name.startswith(("packing_", "mean_"))
+        if name not in SYSTEM
+        and not name.startswith(SYSTEM_PREFIXES)
+        and not (name.startswith(MEAN) and name.removeprefix(MEAN) in metrics)
     }
+
+
+def of_task(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of a training that say how well the task is learned, beside its loss: the accuracy, and `own`."""
+    return {name: metrics[name] for name in ("accuracy",) if name in metrics} | own(metrics)
 
 
 def of_evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -36,6 +48,14 @@ def of_evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
     names = [*(name for name in FIRST if name in measured), *(name for name in measured if name not in FIRST)]
     names.sort(key=lambda name: not name.startswith(DEFAULT_UNIT))
     return {name.removeprefix(DEFAULT_UNIT): measured[name] for name in names}
+
+
+def counted(num_tokens: float | None, num_samples: float | None) -> tuple[float, str] | None:
+    """Returns an amount, or a rate, and what is counted: examples where each of them is one thing, such as an image, and so has
+    one token; else tokens. None if neither is known."""
+    if num_tokens is None or num_tokens == num_samples:
+        return None if num_samples is None else (num_samples, "examples")
+    return num_tokens, "tokens"
 
 
 def shown(metrics: Mapping[str, float]) -> list[str]:

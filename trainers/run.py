@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -23,8 +24,16 @@ import yaml
 
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
-from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, dataset_function, from_dict, load_object
+from trainers.config.arguments import (
+    ORCHESTRATOR_SECTIONS,
+    TrainingArguments,
+    dataset_function,
+    from_dict,
+    load_object,
+    recorded_arguments,
+)
 from trainers.config.masking import masked, masked_keys
+from trainers.console.log_file import LoggedConsole
 from trainers.console.screens import CONSOLE_LOG, Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
 from trainers.first_line import say
@@ -32,7 +41,8 @@ from trainers.models.hf.pretrained import resolved
 from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.runtime.events import Event
+from trainers.runtime.events import Event, course_left_at
+from trainers.storage.documents import is_url, write_text
 from trainers.terminal import command
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
@@ -53,6 +63,7 @@ STATES = {
 }
 """The state that the console shows in each phase of this process."""
 WARNINGS = ("save_failed", "anomaly")
+CONFIG = "config.yaml"
 CACHE = "~/.cache/gangway/single"
 """Where compiled programs are kept for the next launch."""
 
@@ -94,15 +105,23 @@ def usage() -> str:
 
 def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
     """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
-    console = make_console(sys.stdout, began_s, log=os.path.join(arguments.storage, arguments.name, CONSOLE_LOG))
+    log = os.path.join(arguments.storage, arguments.name, CONSOLE_LOG)
+    console: Console = make_console(sys.stdout, began_s, log=log, logged=True)
+    recorders: Recorders | None = None
+
+    def on_event(event: Event) -> None:
+        # Of a trainer that is only being built there are notes alone, and perhaps no run.
+        show(event, recorders, console)
 
     def note(message: str, level: str = "info") -> None:
         console.show({"ev": "note", "message": message, "level": level})
 
-    recorders = open_recorders(arguments, note)
     try:
-        trainer = build(arguments, recorders, console)
-        console.show(header(arguments, trainer))
+        trainer = build(arguments, on_event)
+        first = header(arguments, trainer)
+        console = with_files(arguments, console, began_s)
+        recorders = open_recorders(arguments, note)
+        console.show(first)
         for line in going_on.of_run(os.path.join(arguments.storage, arguments.name), arguments):
             note(line)
         for line in (*without_effect.by_rules(arguments), *without_effect.of_previews(arguments, getattr(trainer, "task", None))):
@@ -110,10 +129,34 @@ def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
         trainer.train()
     finally:
         # After an error too: what was published before it is recorded.
-        recorders.close()
+        if recorders is not None:
+            recorders.close()
         # What follows must not be drawn into the live lines.
         console.close()
     return trainer.output
+
+
+def with_files(arguments: TrainingArguments, console: Console, began_s: float) -> Console:
+    """Writes `config.yaml` to the run's folder, and returns the console with `console.log` there. Called when the trainer is
+    built: a run that is refused leaves no folder."""
+    if is_url(arguments.storage):
+        return console
+    folder = Path(arguments.storage, arguments.name)
+    try:
+        write_text(folder / CONFIG, settings_yaml(arguments))
+        return LoggedConsole(console, folder / CONSOLE_LOG, began_s)
+    except OSError as error:
+        console.show({"ev": "note", "message": f"{folder} has no {CONFIG} and {CONSOLE_LOG}: {error}", "level": "warning"})
+        return console
+
+
+def settings_yaml(arguments: TrainingArguments) -> str:
+    """Returns all settings, as they were resolved, in a form that `read` takes. Secrets are masked."""
+    recorded = recorded_arguments(arguments)
+    settings = json.loads(json.dumps(recorded["arguments"]))  # tuples become lists
+    if recorded["arguments_class"] != DEFAULT_ARGUMENTS:
+        settings["arguments"] = recorded["arguments_class"]
+    return "# All settings, as they were resolved:\n" + yaml.safe_dump(settings, sort_keys=False, width=120, allow_unicode=True)
 
 
 def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
@@ -191,12 +234,12 @@ def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) ->
     return Recorders(arguments.recorders, about, note, folders=arguments.recorder_folders)
 
 
-def build(arguments: TrainingArguments, recorders: Recorders, console: Console) -> Any:
+def build(arguments: TrainingArguments, on_event: Callable[[Event], None]) -> Any:
     from trainers import runtime
     from trainers.runtime import signals
 
     # A key of this launch alone: a later one may have other code, and finds a program by what it is traced to.
-    host = runtime.Runtime(lambda event: show(event, recorders, console), program_key=uuid.uuid4().hex)
+    host = runtime.Runtime(on_event, program_key=uuid.uuid4().hex)
     runtime.install(host)
     # The loop then stops between two steps, with the state saved.
     signals.handle(host)
@@ -214,9 +257,19 @@ def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:
     return cls(arguments, *dataset_function(arguments)(arguments))
 
 
-def show(event: Event, recorders: Recorders, console: Console) -> None:
-    if event["ev"] == "metrics":
-        recorders.record(event["step"], event["metrics"], event.get("distributions"))
+def record(event: Event, recorders: Recorders) -> None:
+    match event["ev"]:
+        case "metrics":
+            recorders.record(event["step"], event["metrics"], event.get("distributions"))
+        case "first_step":  # of a new start: it may have other settings than the one before
+            recorders.go_back(event.get("resumed_step", event["step"] - 1))
+        case "anomaly" if (step := course_left_at(event)) is not None:
+            recorders.go_back(step)
+
+
+def show(event: Event, recorders: Recorders | None, console: Console) -> None:
+    if recorders is not None:
+        record(event, recorders)
     for shown in for_console(event):
         console.show(shown)
 

@@ -300,15 +300,16 @@ def heartbeat_loop(host: Any) -> None:
 
 def exception_event(error: BaseException) -> ExceptionRaised:
     from trainers import runtime
-    from trainers.errors import kind_of, user_frame
+    from trainers.errors import MAX_TRACEBACK, cut, kind_of, user_frame
 
+    frame = user_frame(error)
     return {
         "t": time.time(),
         "ev": "exception",
         "type": type(error).__name__,
-        "message": text_of(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "user_frame": user_frame(error),
+        "message": cut(text_of(error)),
+        "traceback": cut("".join(traceback.format_exception(error)), MAX_TRACEBACK),
+        "user_frame": frame and cut(frame),
         "step": runtime.current().step,
         **kind_or_user(error, kind_of),
     }

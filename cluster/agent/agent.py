@@ -21,7 +21,7 @@ from cluster.agent import log_growth, machine, preemption, stack_dump
 from cluster.agent.child_process import ExitStatus, child_env, import_path
 from cluster.agent.driver_lease import Lease
 from cluster.agent.event_log import EventLog
-from cluster.agent.events import Event, MachineNotice, MachineTakenAway, ProcessEvent, StartFailed
+from cluster.agent.events import Event, MachineNotice, MachineTakenAway, ProcessEvent, StartFailed, cut
 from cluster.agent.hang_monitor import HangMonitor
 from cluster.agent.limits import WatchdogConfig
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
@@ -221,7 +221,8 @@ class HostAgent:
         return process is not None and process.alive and process.child.send(message)
 
     def poll(self, cursor: int = 0, wait_s: float = 0.0, *, driver_term: int = 0) -> dict[str, Any]:
-        """Returns the events from `cursor` on, each with its number `n`; waits for one at most `wait_s`.
+        """Returns the events from `cursor` on, each with its number `n`; waits for one at most `wait_s`. If the log has dropped
+        some of them, the answer has the `facts` of the generation, and how many are `missed` (`EventLog.answer`).
 
         The `cursor` in the answer is for the next poll. Heartbeats are not events: the answer has the newest one separately.
         """
@@ -371,7 +372,7 @@ class HostAgent:
             "t": time.time(),
             "ev": "exception",
             "type": type(error).__name__,
-            "message": str(error),
+            "message": cut(str(error)),
             "kind": "crash",
             "traceback": "",
             "step": None,
@@ -462,7 +463,7 @@ class HostAgent:
             if notice is None:
                 self._notice = None  # withdrawn: the next notice is reported again
             elif self._notice is None:
-                self._notice = {"t": time.time(), "ev": "notice", **notice, "node": True}
+                self._notice = {"t": time.time(), "ev": "notice", **notice, "reason": cut(notice["reason"]), "node": True}
                 self._report(self._notice)
 
     def _current_log(self) -> str | None:
@@ -500,7 +501,7 @@ class HostAgent:
         return {"log_path": path, "log_copy": self._logs.copy_of(path) if path else None}
 
     def _events_since(self, cursor: int) -> dict[str, Any]:
-        return {"cursor": self._events.next, "events": self._events.since(cursor)}
+        return self._events.answer(cursor)
 
     def _host_state(self) -> dict[str, Any]:
         current, standby = self._current, self._standby.process

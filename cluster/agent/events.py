@@ -14,6 +14,18 @@ Event = dict[str, Any]
 """As it travels: any JSON object."""
 
 
+MAX_TEXT = 4000
+"""The letters that are kept of a message."""
+
+
+def cut(text: str, limit: int = MAX_TEXT) -> str:
+    """Returns the text, of a long one the beginning and the end. It says how much was left out."""
+    if len(text) <= limit:
+        return text
+    begin, end = limit * 2 // 3, limit // 3
+    return f"{text[:begin]} ... [{len(text) - begin - end:,} letters left out] ... {text[-end:]}"
+
+
 class Envelope(TypedDict):
     t: float
     """When it was sent, in seconds since 1970, by the clock of its machine."""

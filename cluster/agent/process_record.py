@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.agent import stack_dump
 from cluster.agent.child_process import ChildProcess, ExitStatus
-from cluster.agent.events import Exit, Heartbeat, Note, Position, ProcessEvent, Raised
+from cluster.agent.events import Exit, Heartbeat, Note, Position, ProcessEvent, Raised, cut
 
 
 class ProcessRecord:
@@ -95,7 +95,7 @@ class ProcessRecord:
 
 def note(message: str) -> Note:
     """Returns a `note` event: a message of the agent for people."""
-    return {"t": time.time(), "ev": "note", "message": message}
+    return {"t": time.time(), "ev": "note", "message": cut(message)}
 
 
 def post_mortem(process: ProcessRecord | None) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import ray
 
+from cluster.agent.events import cut
+
 ROUND_S = 0.2
 UNREACHABLE_RETRY_S = 1.0
 """How long to wait before an agent that Ray could not reach is asked again."""
@@ -126,7 +128,7 @@ def _answer(tag: Any, done: Future[Any]) -> Answer:
 def _translated(error: BaseException) -> Exception:
     # First: it is a RayActorError as well, and the agent may live.
     if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return NoAnswer(str(error))
+        return NoAnswer(cut(str(error)))
     if isinstance(error, GONE_ERRORS):
-        return AgentGone(str(error))
+        return AgentGone(cut(str(error)))
     return error if isinstance(error, Exception) else RuntimeError(repr(error))

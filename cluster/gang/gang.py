@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.agent import preemption
 from cluster.agent.driver_lease import StaleDriver
+from cluster.agent.events import cut
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import GONE_ERRORS, Mailbox
 from cluster.gang.lease_keeper import LeaseKeeper
@@ -407,7 +408,7 @@ class Gang:
             slot.description = None
             return True
         except GONE_ERRORS as error:
-            slot.description, slot.death_message = None, str(error)
+            slot.description, slot.death_message = None, cut(str(error))
             return False
         self._keeper.keep(slot.number, slot.agent)
         return True

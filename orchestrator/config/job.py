@@ -31,7 +31,7 @@ from trainers.config import attention
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.conversion import convert_sections
 from trainers.config.hf_files import BYTES
-from trainers.config.masking import MASK, masked
+from trainers.config.masking import MASK, masked, masked_keys
 from trainers.config.section import Section, require_none
 from trainers.models.hf import pretrained
 from trainers.storage import documents
@@ -138,11 +138,57 @@ def shown(config: JobConfig) -> dict[str, Any]:
 
 def to_yaml(config: JobConfig) -> str:
     """Returns `shown` as YAML text."""
-    return yaml.safe_dump(shown(config), sort_keys=False, width=120, allow_unicode=True)
+    return _yaml(shown(config))
+
+
+def given_yaml(config: JobConfig) -> str:
+    """Returns what of `shown` differs from the defaults, as YAML text."""
+    return _yaml(_among(shown(config), given(config)))
+
+
+def resolved_yaml(config: JobConfig) -> str:
+    """Returns the file `config.yaml` of a run: all settings, so that `load` gives the same configuration, below those that differ
+    from the defaults, as comments. Secrets are masked; `load` asks for them."""
+    differs = "".join(f"#   {line}\n" for line in given_yaml(config).splitlines())
+    return f"# What differs from the defaults:\n{differs}# All settings, as they were resolved:\n{to_yaml(config)}"
+
+
+def _yaml(data: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(data), sort_keys=False, width=120, allow_unicode=True)
+
+
+def given(config: JobConfig) -> dict[str, Any]:
+    """Returns the keys whose values differ from the defaults, in sections; a value that is no section is None here."""
+    sections = {name: found for name in ORCHESTRATOR_SECTIONS if (found := _differing(getattr(config, name)))}
+    named = {} if config.arguments_class == ARGUMENTS_CLASS else {"arguments": None}
+    return named | _differing(config.training) | sections
+
+
+def _differing(section: Any) -> dict[str, Any]:
+    """Returns the keys of a section that differ from its defaults: a section, or None for a value. A section that is null by
+    default is there as a whole."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(section):
+        value, default = getattr(section, item.name), _default(item)
+        if dataclasses.is_dataclass(default) and type(value) is type(default):
+            if inner := _differing(value):
+                found[item.name] = inner
+        elif value != default:
+            found[item.name] = None
+    return found
+
+
+def _default(item: dataclasses.Field[Any]) -> Any:
+    return item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
+
+
+def _among(data: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the data at these keys."""
+    return {name: data[name] if inner is None else _among(data[name], inner) for name, inner in keys.items()}
 
 
 def _build(source: Source) -> JobConfig:
-    problems = list(source.problems)
+    problems = [*source.problems, *_masked(source)]
     arguments_class = source.data.get("arguments") or ARGUMENTS_CLASS
     try:
         cls, class_error = _arguments_class(arguments_class), None
@@ -165,6 +211,15 @@ def _build(source: Source) -> JobConfig:
     if config is None or problems:
         raise _error(source, problems)
     return config
+
+
+def _masked(source: Source) -> Iterator[tuple[Origin | None, str]]:
+    """Yields the values that were masked when they were stored (`resolved_yaml`)."""
+    hosts = source.data.get("hosts")
+    env = hosts.get("env") if isinstance(hosts, Mapping) else None
+    hidden = [f"hosts.env.{name}" for name, value in (env.items() if isinstance(env, Mapping) else ()) if value == MASK]
+    for key in (*hidden, *masked_keys(source.data)):
+        yield source.origin(tuple(key.split("."))), f"{key}: masked, for it had a secret; give {key}=VALUE"
 
 
 def _split(cls: type[TrainingArguments], value: Any) -> JobConfig:

@@ -1,7 +1,8 @@
 """Handles the events of the hosts: passes them to the generation, the goodput ledger, tracking, Ray Train and the console.
 
-The agents keep the events while there is no driver. A driver that adopts the gang gets all events of the generation again. Events
-that the previous driver has handled only rebuild the `Generation`; the others are handled as usual.
+The agents keep the events while there is no driver. A driver that adopts the gang gets all events of the generation again, and in
+the place of those that an agent has dropped its facts (`cluster.agent.facts`). Events that the previous driver has handled only
+rebuild the `Generation`; the others are handled as usual.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple, cast
 from cluster.agent import events as agent_events
 from cluster.agent.phases import PHASES
 from orchestrator.board import BoardLike
-from orchestrator.driver.generation import Generation, in_order
+from orchestrator.driver.generation import START_PHASES, Generation, in_order
+from orchestrator.driver.host_times import HostTimes
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.events import HostEvent, Level, Status, problem_of
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
@@ -23,9 +25,25 @@ from orchestrator.run_state.launch import Launch
 from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
-from trainers.runtime.events import Heartbeat, Joined, Metrics, Note, Preview, Profile, Restored, Saved
+from trainers.runtime.events import (
+    AnomalyTreated,
+    FirstStep,
+    Heartbeat,
+    Joined,
+    Metrics,
+    Note,
+    Notice,
+    Preview,
+    Profile,
+    Restored,
+    Saved,
+    SaveFailed,
+    course_left_at,
+)
 
 KEPT_STEP_TIMES = 100
+SHOWN_HOSTS = 32
+"""The time line has the phases and the busy seconds of so many hosts."""
 SHOWN_PROCESSES = 8
 
 
@@ -62,13 +80,15 @@ class EventHandler:
     ):
         self.launch, self.board, self.reporter, self.gauges, self.clock = launch, board, reporter, gauges, clock
         self.recorders = recorders
-        self._step_times_s: dict[int, deque[float]] = {}
+        self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.step_s.items()}
         self.new_checkpoint = False
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
         self._stragglers = Stragglers(0, straggler_policy)
         self._odd: set[tuple[int, str]] = set()
         """Hosts and kinds of events that were left out."""
+        self._state = ""
+        self._busy = HostTimes()
         self._usage: dict[int, Mapping[str, float]] = {}
         """How much of its machine each host used, by its newest heartbeat."""
         self._processes: dict[int, Process] = {}
@@ -91,7 +111,7 @@ class EventHandler:
 
     def catch_up(self, generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> None:
         """Handles the answers of several agents to `poll`, all events in the order of their times."""
-        events = {host: [e for e in answer["events"] if self._takes(generation, host, e)] for host, answer in answers.items()}
+        events = {host: self._told(generation, host, answer) for host, answer in answers.items()}
         for host, _, event in in_order(events):
             self.handle(generation, host, event, known=event["n"] < self.launch.seen.get(host, 0))
         # After the events: the cursor is stored together with all that came of them.
@@ -100,6 +120,21 @@ class EventHandler:
             self.launch.seen[host] = max(self.launch.seen.get(host, 0), answer["cursor"])
             if answer["heartbeat"] and self._takes(generation, host, answer["heartbeat"]):
                 self.handle(generation, host, answer["heartbeat"])
+
+    def _told(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> list[HostEvent]:
+        """Returns the events of an answer that are of this generation, in their order. Where the agent's log has dropped events,
+        its facts complete them: they alone tell that the gang trains, and what it has saved."""
+        events = [*answer.get("facts", ()), *answer["events"]]
+        found = {event["n"]: event for event in events if self._takes(generation, host, event)}
+        numbers = {event["n"] for event in events if isinstance(event, Mapping) and "n" in event}
+        seen = self.launch.seen.get(host, 0)
+        # Of those that were dropped, only the ones that no driver has handled are lost.
+        lost = answer["cursor"] - seen - sum(number >= seen for number in numbers)
+        if (lost := min(lost, answer.get("missed", 0))) > 0:
+            self.note(
+                f"host {host}: {lost} events that no driver has read are lost (its agent keeps a limited number)", "warning"
+            )
+        return [event for _, event in sorted(found.items())]
 
     def _takes(self, generation: Generation, host: int, event: Mapping[str, Any]) -> bool:
         """Whether an event is one of this generation. One that is no event is dropped, and told once of each host."""
@@ -126,6 +161,8 @@ class EventHandler:
             launch.goodput.switch(generation.category, event["t"])
         if known:
             return
+        if event["ev"] == "phase" and host < SHOWN_HOSTS and event["phase"] in START_PHASES:
+            launch.mark("phase", event["t"], host=host, phase=event["phase"], generation=generation.number)
         if generation.phase != phase:
             self.set_status(PHASES[generation.phase].label if generation.phase in PHASES else generation.phase)
         if generation.training and not was_training:
@@ -144,20 +181,18 @@ class EventHandler:
                 self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
             case "saved":
                 self._on_saved(host, event)
-            case "save_failed":
-                text = f"the checkpoint of step {event['step']} failed, training goes on and tries again: {event['error']}"
-                self.launch.save_problem = f"the checkpoint of step {event['step']} failed: {event['error']}"
-                self.note(f"host {host}: {text}", "warning")
+            case "save_failed" | "notice":
+                self._on_warning(host, event)
             case "restored":
                 self._on_restored(host, event)
             case "note" | "printed":
                 self._on_text(host, event)
             case "profile":
                 self._on_profile(host, event)
-            case "notice":
-                self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
+            case "first_step":
+                self._on_first_step(host, event)
             case "anomaly":
-                self._record(of_anomaly(event, generation.number))
+                self._on_anomaly(generation, event)
             case "heartbeat":
                 self._on_heartbeat(generation, host, event)
             case "joined":
@@ -170,11 +205,23 @@ class EventHandler:
             if len(self._processes) == generation.num_hosts:
                 self.note(processes_line(self._processes))
 
+    def _on_first_step(self, host: int, event: FirstStep) -> None:
+        resumed_step = event.get("resumed_step", event["step"] - 1)
+        if host == 0 and self.launch.resumed(resumed_step):
+            self.recorders.go_back(resumed_step)
+
+    def _on_anomaly(self, generation: Generation, event: AnomalyTreated) -> None:
+        if (step := course_left_at(event)) is not None and self.launch.leave_course(step):
+            self.recorders.go_back(step)
+        self._record(of_anomaly(event, generation.number))
+
     def _on_metrics(self, generation: Generation, event: Metrics) -> None:
         metrics, step, launch = event["metrics"], event["step"], self.launch
         if "step_time_s" in metrics:
             times = self._step_times_s.setdefault(generation.num_hosts, deque(maxlen=KEPT_STEP_TIMES))
             times.append(metrics["step_time_s"])
+            # For the next driver, which must know what another number of hosts would gain.
+            launch.step_s[generation.num_hosts] = statistics.median(times)
         for category in ("data_wait", "checkpoint"):
             # Moved, not added: the training process measured these seconds inside its steps.
             launch.goodput.move("step", category, event.get("seconds", {}).get(category, 0.0))
@@ -184,7 +231,7 @@ class EventHandler:
             if host_usage.CPU in metrics:
                 # Host 0 has sent its own: the fullest machine is the one to know of.
                 metrics = metrics | host_usage.largest([metrics, *self._usage.values()])
-            goodput = launch.goodput.goodput(self.clock())
+            goodput = launch.goodput_of_run(self.clock())
             self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind, "goodput": goodput})
             launch.publish(step, metrics)
             self.recorders.record(step, metrics, event.get("distributions"))
@@ -202,6 +249,7 @@ class EventHandler:
         if host == 0:
             self.launch.saved(event["step"], event["path"])
             self.new_checkpoint = True
+            self.launch.mark("saved", event["t"], step=event["step"])
             self.board.post({"ev": "checkpoint", "step": event["step"], "path": event["path"]})
             self.reporter.report({"step": event["step"]}, checkpoint_path=event["path"])
 
@@ -223,6 +271,14 @@ class EventHandler:
         else:
             self.note(f"host {host}: {event['message']}")
 
+    def _on_warning(self, host: int, event: SaveFailed | Notice | agent_events.MachineNotice) -> None:
+        if event["ev"] == "notice":
+            self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
+        else:
+            failed = f"the checkpoint of step {event['step']} failed"
+            self.launch.save_problem = f"{failed}: {event['error']}"
+            self.note(f"host {host}: {failed}, training goes on and tries again: {event['error']}", "warning")
+
     def _on_profile(self, host: int, event: Profile) -> None:
         if event["problem"] is None:
             steps = f"steps {event['first_step']} to {event['last_step']}"
@@ -233,6 +289,8 @@ class EventHandler:
     def _on_heartbeat(self, generation: Generation, host: int, event: Heartbeat) -> None:
         self._usage[host] = event.get("usage", {})
         if "busy_s" in event:
+            if host < SHOWN_HOSTS and (shown := self._busy.observe(host, event["batch_index"], event["busy_s"])):
+                self.launch.mark("busy", event["t"], step=event["batch_index"], busy_s=shown)
             for slow in self._stragglers.observe(host, event["t"], event["batch_index"], event["busy_s"]):
                 self._record_straggler(generation, slow)
 
@@ -273,6 +331,9 @@ class EventHandler:
         self.board.post({"ev": "recovered", "incident": incident.to_dict()})
 
     def set_status(self, state: str, message: str | None = None) -> None:
+        if state != self._state:
+            self._state = state
+            self.launch.mark("state", state=state)
         status: Status = {"ev": "status", "state": state}
         if message:
             status["message"] = message

@@ -111,8 +111,9 @@ STACKS = ours.Mark("a folder of stacks alone", _has_stacks_alone)
 
 def unpolled_events(answers: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Returns the events since the last poll, from the answers to `halt`, in the form of answers to a poll."""
+    names = ("events", "cursor", "missed", "facts")
     return {
-        host: {"events": answer["events"], "cursor": answer["cursor"], "heartbeat": answer.get("last_heartbeat")}
+        host: {name: answer[name] for name in names if name in answer} | {"heartbeat": answer.get("last_heartbeat")}
         for host, answer in answers.items()
         if "events" in answer
     }

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from cluster.hosts.process_env import PRIVATE_UMASK
 from orchestrator.board import BoardLike
-from orchestrator.config.job import JobConfig, shown
+from orchestrator.config.job import JobConfig, resolved_yaml, shown
 from orchestrator.driver.ending import Ending, Progress, ending
 from orchestrator.driver.errors import Superseded, TrainingFailed
 from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
+from orchestrator.reporting.console_log import LoggedBoard
 from orchestrator.run_state import summary
 from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch
 from orchestrator.run_state.lease import RunInUse
 from orchestrator.run_state.outcome import FILE, read_outcome, set_damaged_aside, write_outcome
+from orchestrator.run_state.run_folder import RunFolder
+from trainers.console.screens import CONSOLE_LOG
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.storage import documents
 
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
 """The delays between a new driver's attempts to read the run's storage: ten minutes in all."""
+CONFIG = "config.yaml"
 Result = TypeVar("Result")
 
 
@@ -50,6 +54,8 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         except (RunInUse, documents.StorageError) as error:
             # To try again would only find the other launch, or the same document, again.
             raise JobFailed(str(error)) from error
+        board = log = logged(board, launch, message)
+        keep_configuration(launch, config)
         if damaged := set_damaged_aside(run_dir):
             _warn(board, damaged)
         result: dict[str, Any] = {}
@@ -69,8 +75,29 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         progress = Progress(launch.trained_step, launch.checkpoint_step, launch.save_problem)
         end = ending(result, failure, board.stop_requested(), progress)
         outcome = conclude(launch, board, config, end, result, clock)
+        log.write()
     if outcome["status"] == "failed":
         raise JobFailed(outcome["error"])
+
+
+def logged(board: BoardLike, launch: Launch, message: Mapping[str, Any]) -> LoggedBoard:
+    """Returns the board, with `console.log` in the run's folder. It begins with what the command has shown."""
+    folder = RunFolder(launch.run_dir)
+    made = LoggedBoard(
+        board,
+        message["started_at_s"],
+        lambda text: None if documents.is_url(launch.run_dir) else folder.append(CONSOLE_LOG, text),
+        lambda work: launch.write_beside(CONSOLE_LOG, work),
+    )
+    for event in message.get("shown", ()) if launch.drivers == 1 else ():
+        made.show(event)
+    return made
+
+
+def keep_configuration(launch: Launch, config: JobConfig) -> None:
+    """Writes `config.yaml`, the settings of the newest launch, to the run's folder."""
+    text = resolved_yaml(config)
+    launch.write_beside(CONFIG, lambda: documents.write_text(documents.join(launch.run_dir, CONFIG), text))
 
 
 def keep_private(config: JobConfig) -> None:
@@ -125,6 +152,7 @@ def conclude(
         "prompt": next(iter(config.training.previews.prompts), ""),
         "storage": launch.run_dir,
         "checkpoints": documents.join(launch.run_dir, "checkpoints"),
+        "logs": documents.join(launch.run_dir, "logs"),
         "mlflow": launch.tracker.where(),
     }
     board.post({"ev": "summary", "summary": {**final, **extra}})

@@ -13,7 +13,7 @@ from trainers.storage import documents
 SETTINGS = {
     # report() takes 2 s at the default, and a dead driver is noticed that much later.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    # So that the dashboard shows the run and its driver.
+    # So that the dashboard's `/api/train/v2/runs/v1` has the run and its driver; Ray 2.60 has no page for them.
     "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",
     # It is for workers that train; ours is the driver.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",

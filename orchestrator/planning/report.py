@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.hosts import config as hosts_config
-from orchestrator.config.job import JobConfig, shown, to_yaml
+from orchestrator.config.job import JobConfig, given_yaml, shown, to_yaml
 from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.planning.child import Child
 from trainers.config.attention import choose
@@ -74,6 +74,11 @@ class PlanReport:
         return "examples" if self.tokens_per_example == 1 else "tokens"
 
     @property
+    def rows(self) -> str:
+        """What the rows of a batch are called."""
+        return "examples" if self.unit == "examples" else "sequences"
+
+    @property
     def num_replicas(self) -> int:
         return num_replicas(self.mesh)
 
@@ -104,10 +109,12 @@ def check(config: JobConfig) -> PlanReport:
         return plan.report()
 
 
-def render(config: JobConfig, report: PlanReport) -> str:
-    """The resolved configuration, then the arithmetic that follows from it, as YAML with comments."""
+def render(config: JobConfig, report: PlanReport, *, everything: bool = False) -> str:
+    """The settings that differ from the defaults, or all, then the arithmetic that follows from them, as YAML with comments."""
     lines = [f"# {name:<18}{value}" for name, value in arithmetic(config, report).items()]
-    return "\n".join([to_yaml(config), *lines])
+    if everything:
+        return "\n".join([to_yaml(config), *lines])
+    return "\n".join([given_yaml(config), *lines, "# --all             shows the settings that have their defaults, too"])
 
 
 def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:
@@ -120,7 +127,7 @@ def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:
         "mesh": " x ".join(f"{axis} {size}" for axis, size in report.mesh.items()) + f" = {report.num_devices}",
         "global batch": (
             f"{micro} micro-batch x {training.accumulation_steps} accumulation x {report.num_replicas} replicas "
-            f"= {training.global_batch_size + padding} sequences" + (f", {padding} of them padding" if padding else "")
+            f"= {training.global_batch_size + padding} {report.rows}" + (f", {padding} of them padding" if padding else "")
         ),
     }
     return lines | _model_lines(config, report) | _data_lines(training.global_batch_size, report)
@@ -152,7 +159,7 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         return {"model": "decided by the trainer (it implements the protocol by itself)"}
     batch = config.training.global_batch_size
     lines = {
-        "tokens a step": f"{batch} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}",
+        **_step_line(batch, report),
         "parameters": _parameters(report),
         "FLOPs a step": f"{scaled(report.flops_per_step or 0)}FLOP",
         "checkpoint": f"{scaled(report.checkpoint_bytes or 0)}B (parameters, optimizer state, counters)",
@@ -177,8 +184,14 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         lines["goes on"] = "; ".join(report.continues["told"])
     if report.max_steps is not None:
         tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
-        lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens)} tokens, {scaled(flops)}FLOP"
+        lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens).strip()} {report.unit}, {scaled(flops)}FLOP"
     return lines
+
+
+def _step_line(batch: int, report: PlanReport) -> dict[str, str]:
+    if report.unit == "examples":
+        return {"examples a step": f"{report.tokens_per_step:,}"}
+    return {"tokens a step": f"{batch} sequences x {report.tokens_per_example} = {report.tokens_per_step:,}"}
 
 
 def _parameters(report: PlanReport) -> str:
@@ -213,11 +226,11 @@ def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
         lines["filled-up batches"] = report.padding
     if report.train_examples is not None:
         epoch = report.train_examples / global_batch_size
-        lines["training data"] = f"{report.train_examples:,} sequences = {epoch:,.1f} steps an epoch"
+        lines["training data"] = f"{report.train_examples:,} {report.rows} = {epoch:,.1f} steps an epoch"
     if report.data_told:
         lines["packing"] = ("\n#" + " " * 19).join(report.data_told)
     if report.eval_examples is not None:
-        lines["held-out data"] = f"{report.eval_examples:,} sequences"
+        lines["held-out data"] = f"{report.eval_examples:,} {report.rows}"
     return lines
 
 

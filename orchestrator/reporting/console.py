@@ -23,10 +23,12 @@ def make_console(
     began_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
     log: str | None = None,
+    *,
+    logged: bool = False,
 ) -> Console:
-    """Makes the console of a job for `stream`. Its times count from `began_s` (default: now). `log`: the file that gets what can
-    no longer be written to `stream`."""
-    return screens.make_console(stream, began_s, clock, job_lines_of, summary_page, log)
+    """Makes the console of a job for `stream`. Its times count from `began_s` (default: now). `log` and `logged`: see
+    `screens.make_console`."""
+    return screens.make_console(stream, began_s, clock, job_lines_of, summary_page, log, logged=logged)
 
 
 def watch(board: BoardLike, console: Console, finished: Callable[[], bool]) -> None:

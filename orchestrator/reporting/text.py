@@ -11,7 +11,7 @@ from rich.text import Text
 
 from orchestrator.run_state.goodput import CATEGORIES
 from trainers.console.text import count, printable, seconds, sentence
-from trainers.published import of_evaluation, own, shown
+from trainers.published import counted, of_evaluation, shown
 from trainers.runtime.stop_reason import StopReason
 
 BAR_WIDTH = 30
@@ -91,15 +91,16 @@ def _headline(screen: Screen, summary: Mapping[str, Any]) -> None:
     status = summary["status"]
     style = {"finished": "bold green", "failed": "bold red"}.get(status, "bold yellow")
     mark = {"finished": "✓", "failed": "✗"}.get(status, "■")
-    tokens = f", {count(summary['tokens'])} tokens" if summary.get("tokens") else ""
+    amount = counted(summary.get("tokens") or None, summary.get("samples") or None)
+    trained_on = "" if amount is None else f", {count(amount[0])} {amount[1]}"
     reason = summary.get("stop_reason")
     ended = ENDED_BY.get(reason, "") if status == "finished" else reason
     why = f" ({ended})" if ended else ""
     took = f" in {seconds(summary['wall_s'])}" if summary.get("wall_s") else ""
     headline = f"{mark} {summary.get('name', 'run')} {status}{why}"
-    amount = f"{count(summary.get('steps') or 0)} steps{tokens}{took}"
+    course = f"{count(summary.get('steps') or 0)} steps{trained_on}{took}"
     screen.print()
-    screen.print(Text.assemble("  ", (headline, style), f"  {amount}"), soft_wrap=True)
+    screen.print(Text.assemble("  ", (headline, style), f"  {course}"), soft_wrap=True)
     screen.print()
 
 
@@ -108,11 +109,17 @@ def _facts(screen: Screen, summary: Mapping[str, Any]) -> None:
     if of_losses := "  ".join(f"{name} {value:.4f}" for name, value in losses if value is not None):
         _line(screen, "loss", of_losses)
     evaluated = {name: value for name, value in (summary.get("evaluation") or {}).items() if name != "eval_loss"}
-    further = (("training", own(summary.get("train_metrics") or {})), ("held-out", of_evaluation(evaluated)))
+    further = (("training", summary.get("train_metrics") or {}), ("held-out", of_evaluation(evaluated)))
     for name, metrics in further:
         if metrics:
             _line(screen, name, "  ".join(shown(metrics)))
-    _line(screen, "restarts", str(max(0, (summary.get("generations") or 1) - 1)))
+    launches, of_launch = summary.get("launches") or 1, summary.get("launch")
+    # Each launch begins with a generation that is no restart.
+    _line(screen, "restarts", str(max(0, (summary.get("generations") or 1) - launches)))
+    if launches > 1 and of_launch:
+        met = of_launch["num_incidents"]
+        about = f"{seconds(of_launch['wall_s'])}, {met} incident{'' if met == 1 else 's'}"
+        _line(screen, "launches", f"{launches}; all numbers are of all of them. This one: {about}")
 
 
 def _incidents(screen: Screen, incidents: list[Mapping[str, Any]]) -> None:
@@ -176,6 +183,7 @@ def _locations(screen: Screen, summary: Mapping[str, Any]) -> None:
     locations = (
         ("summary", f"{summary['storage']}/summary.json" if summary.get("storage") else None),
         ("checkpoints", summary.get("checkpoints")),
+        ("printed", summary.get("logs")),
         ("metrics", mlflow.get("command") or mlflow.get("uri")),
     )
     for name, location in locations:

@@ -7,12 +7,13 @@ that is not over yet, and the past failures that decisions need.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state.incidents import Incident
+from trainers.errors import MAX_TRACEBACK, cut
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument
 
@@ -46,23 +47,33 @@ def line(launch_id: str, entry: Entry) -> str:
     """Returns the line of an incident in its present state."""
     past = dataclasses.asdict(entry.past) if entry.past is not None else None
     document = {"launch_id": launch_id, "number": entry.number, "incident": entry.incident.to_dict(), "past": past}
-    return LINE_KIND.line(document)
+    return LINE_KIND.line(shortened(document))
+
+
+def shortened(value: Any) -> Any:
+    """Returns JSON data with its texts cut. They are cut where they are made; but a long one that comes another way must not push
+    the other incidents out of what the next driver reads."""
+    if isinstance(value, Mapping):
+        return {name: shortened(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shortened(item) for item in value]
+    return cut(value, MAX_TRACEBACK) if isinstance(value, str) else value
 
 
 def read(lines: Sequence[str], launch_id: str) -> tuple[list[Entry], str | None]:
     """Returns the incidents of a launch in their last state, oldest first, and a sentence about damaged lines if there are some:
     a driver may have died while it wrote one. Raises NewerDocument."""
-    found, problem = _entries(lines)
+    found, problem = with_launches(lines)
     return [entry for of_launch, entry in found if of_launch == launch_id], problem
 
 
 def of_all_launches(lines: Sequence[str]) -> list[Entry]:
     """Returns the incidents of all launches of a run in their last state, oldest first. Raises NewerDocument."""
-    return sorted((entry for _, entry in _entries(lines)[0]), key=lambda entry: entry.incident.failed_at_s)
+    return sorted((entry for _, entry in with_launches(lines)[0]), key=lambda entry: entry.incident.failed_at_s)
 
 
-def _entries(lines: Sequence[str]) -> tuple[list[tuple[str, Entry]], str | None]:
-    """Returns (launch, incident) of sound lines, by launch and number, and a sentence about the others."""
+def with_launches(lines: Sequence[str]) -> tuple[list[tuple[str, Entry]], str | None]:
+    """Returns (id of the launch, incident) of sound lines, by launch and number, and a sentence about the others."""
     entries: dict[tuple[str, int], Entry] = {}
     damaged: list[str] = []
     for text in filter(str.strip, lines):

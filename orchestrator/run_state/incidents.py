@@ -40,7 +40,7 @@ class Incident:
     """A failure, resize or anomaly, and what was done about it. The phases of the recovery follow each other without a gap."""
 
     kind: str
-    """A failure's kind, `driver_lost`, `resize`, or an anomaly's (`non_finite`, `loss_spike`)."""
+    """A failure's kind, `driver_lost`, `resize`, or an anomaly's (`non_finite`, `loss_spike`, `broken_state`)."""
     host: int | None
     generation: int
     step: int | None
@@ -98,7 +98,11 @@ def of_anomaly(event: AnomalyTreated, generation: int) -> Incident:
     `loss` and `expected` are None where they were not finite.
     """
     loss, expected = event["loss"], event["expected"]
-    names = {"non_finite": "a loss or gradient that is not finite", "loss_spike": "a loss spike"}
+    names = {
+        "non_finite": "a loss or gradient that is not finite",
+        "loss_spike": "a loss spike",
+        "broken_state": "an update that made the state infinite or NaN",
+    }
     summary = f"{names.get(event['kind'], event['kind'])} in batch {event['batch_index']}"
     if loss is not None:
         expectation = f", expected about {expected:g}" if expected is not None else ""

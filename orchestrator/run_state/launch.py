@@ -10,18 +10,21 @@ with each incident. A background thread writes them: storage that hangs does not
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
+from orchestrator.run_state.earlier import Earlier
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, LINE_KIND, Entry
 from orchestrator.run_state.incidents import Action, Incident
@@ -36,10 +39,14 @@ from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS
 from trainers.storage import documents, identity
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument
 
+TIMELINE = "timeline.jsonl"
+PLACE = ("name", "storage")
+"""Settings that say where a run is, and not what it does."""
 STORE_EVERY_S = 1.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
 HURRIED_CLOSE_TIMEOUT_S = 1.0
@@ -65,7 +72,15 @@ def open_launch(
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
     tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
     recorded = committed.of_run(Path(run_dir), Path(run_dir, CHECKPOINTS))
-    return Launch(RunFolder(run_dir), launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, monotonic)
+    folder, course = RunFolder(run_dir), _course(params)
+    return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, course, monotonic)
+
+
+def _course(params: Mapping[str, Any]) -> str:
+    """Returns a digest of the settings of the training: with others, a step that comes again has other numbers."""
+    left_out = (*ORCHESTRATOR_SECTIONS, *PLACE)
+    training = {name: str(value) for name, value in params.items() if name.partition(".")[0] not in left_out}
+    return hashlib.sha256(json.dumps(training, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _latest_term(run_dir: str) -> int:
@@ -102,6 +117,7 @@ class Launch:
         clock: Callable[[], float],
         writer: Writer,
         recorded: Committed = committed.NOTHING,
+        course: str | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ):
         self.run_dir, self.launch_id, self.clock = folder.path, launch_id, clock
@@ -112,11 +128,16 @@ class Launch:
         self.time_used = TimeUsed()
         """Of the `time_limit`, over all launches of the run."""
         self.num_incidents = 0
+        self.earlier = Earlier()
+        """The launches of the run before this one."""
+        self.earlier_incidents: list[tuple[str, Incident]] = []
+        """The newest incidents of earlier launches, oldest first, each with the id of its launch."""
         self.history: list[PastFailure] = []
         """The newest failures, oldest first."""
-        self.generations = 0
-        self.drivers = 1
+        self.generations, self.drivers = 0, 1
         self.high_water_step = 0
+        self.step_s: dict[int, float] = {}
+        """The median seconds of a step, by number of hosts."""
         self.trained_step = 0
         """How far this launch has trained, without the steps that a rollback took back."""
         self.save_problem: str | None = None
@@ -131,14 +152,16 @@ class Launch:
         """The record of the present generation: how another driver finds its agents, and their orders."""
         self.seen: dict[int, int] = {}
         """How many events of the present generation were handled, by host. Stored together with their effects."""
-        self.problems: list[str] = []
+        self.problems: list[str] = [*tracker.problems]
         """Problems with the files of an earlier driver, as sentences."""
-        self.problems += tracker.problems
         self._folder, self._writer = folder, writer
         self._entries: list[Entry] = []
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._published = {"train": -1, "eval": -1}
-        self._num_published = 0
+        self._course = self._course_of_points = course
+        """The settings of this launch, and those under which the published points were trained. They differ until training
+        has begun: only then is it known which points a new course leaves."""
+        self._num_published = self._num_marks = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None
@@ -200,6 +223,11 @@ class Launch:
             if entry.incident is incident:
                 self._write_incident(entry)
 
+    def goodput_of_run(self, now_s: float) -> float:
+        """Returns the share of the wall clock of all launches that was spent in steps that were not repeated."""
+        wall_s = self.earlier.wall_s + self.goodput.wall_s(now_s)
+        return (self.earlier.seconds.get("step", 0.0) + self.goodput.totals(now_s)["step"]) / wall_s if wall_s > 0 else 0.0
+
     def open_incident(self) -> Incident | None:
         """Returns the incident from which the gang has not recovered yet."""
         return next((incident for incident in reversed(self.incidents) if incident.open), None)
@@ -209,6 +237,23 @@ class Launch:
         if step <= self._published[kind]:
             return False
         self._published[kind] = step
+        return True
+
+    def resumed(self, step: int) -> bool:
+        """Called when training has begun, from `step` on. If its settings are others than those of the published points, the
+        points of later steps are left behind. Returns whether there are any."""
+        is_other, self._course_of_points = self._course_of_points != self._course, self._course
+        return is_other and self.leave_course(step)
+
+    def leave_course(self, step: int) -> bool:
+        """Records that training has gone back to `step` and takes another course: what comes of later steps is new. Returns
+        whether any was published."""
+        if all(last <= step for last in self._published.values()):
+            return False
+        self._published = {kind: min(last, step) for kind, last in self._published.items()}
+        self._num_published += 1
+        self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.go_back(step))
+        self.store()
         return True
 
     def preview(self, about: dict[str, Any], on_problem: Callable[[str], None]) -> None:
@@ -231,6 +276,14 @@ class Launch:
         self._num_published += 1
         # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
         self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
+
+    def mark(self, ev: str, at_s: float | None = None, **about: Any) -> None:
+        """Adds a line to the run's time line (`timeline.jsonl`), for those who look at it later: `gangway report`."""
+        self._num_marks += 1
+        line = {"t": round(self.clock() if at_s is None else at_s, 3), "launch": self.launch_id, "ev": ev, **about}
+        text = json.dumps(line) + "\n"
+        # A key for each: a waiting job with the same key would be replaced, and its line lost.
+        self._write(f"mark {self._num_marks}", lambda: self._folder.append(TIMELINE, text))
 
     def write_beside(self, name: str, write: Callable[[], None]) -> None:
         """Writes something else to the run's folder, from the same background thread."""
@@ -358,10 +411,12 @@ class Launch:
             "stored": self._moment(),
             "goodput": self.goodput.to_dict(self.clock()),
             "time_used": self.time_used.to_dict(self.clock()),
+            "earlier": self.earlier.to_dict(),
+            "num_incidents": self.num_incidents,
             "generations": self.generations,
             "drivers": self.drivers,
-            "num_incidents": self.num_incidents,
             "high_water_step": self.high_water_step,
+            "step_s": {str(hosts): step_s for hosts, step_s in self.step_s.items()},
             "trained_step": self.trained_step,
             "max_steps": self.max_steps,
             # Relative, if it is in the run's folder: the next driver may find that elsewhere, or in a copy.
@@ -370,6 +425,7 @@ class Launch:
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
             "published": dict(self._published),
+            "course": self._course_of_points,
             # With its generation: if only one of the two files was written, the numbers are not used.
             "seen": {
                 "generation": self.gang["generation"] if self.gang else None,
@@ -394,15 +450,24 @@ class Launch:
         self.checkpoint_step = state["checkpoint_step"]
         recorded = state.get("committed", {"step": self.checkpoint_step})
         self.committed = Committed(recorded.get("run"), recorded.get("step"))
-        self._published = state["published"]
+        self._published, self._course_of_points = state["published"], state.get("course", self._course)
         step_s = clock_step_s(state.get("stored"), self._moment())
         self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id, step_s=step_s)
+        found, problem = incident_log.with_launches(self._folder.last_lines(incident_log.NAME))
+        self.problems += [problem] if problem else []
+        others = [(launch_id, entry.incident) for launch_id, entry in found if launch_id != self.launch_id]
+        self.earlier_incidents = sorted(others, key=lambda item: item[1].failed_at_s)[-KEPT_INCIDENTS:]
         if state["launch_id"] != self.launch_id:
+            met = [entry.number + 1 for launch_id, entry in found if launch_id == state["launch_id"]]
+            self.earlier = Earlier.before(state, state.get("num_incidents", max(met, default=0)))
             return
+        entries = [entry for launch_id, entry in found if launch_id == self.launch_id]
+        self.earlier = Earlier.of(state)
         # From here on only for a driver that follows another one of the same launch.
         self.goodput = Goodput.resume(state["goodput"], step_s)
         self._last_stored_at_s = self.goodput.counted_to_s
         self.generations, self.drivers = state["generations"], state["drivers"] + 1
+        self.step_s = {int(hosts): step_s for hosts, step_s in state.get("step_s", {}).items()}
         self.trained_step = state.get("trained_step", 0)
         if gang is not None and gang["launch_id"] == self.launch_id:
             self.gang = gang["gang"]
@@ -411,14 +476,12 @@ class Launch:
             self.generations = max(self.generations, self.gang["generation"] + 1)
             if state["seen"]["generation"] == self.gang["generation"]:
                 self.seen = dict(enumerate(state["seen"]["events"]))
-        entries, problem = incident_log.read(self._folder.last_lines(incident_log.NAME), self.launch_id)
-        self.problems += [problem] if problem else []
         self._entries = entries[-KEPT_INCIDENTS:]
         self.history = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
-        found, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)
-        self.num_incidents = max(found, stored)
-        if found < stored and not problem:
-            self.problems.append(f"{incident_log.NAME} has {found} of the {stored} incidents of this launch: {LINE_KIND.cost}")
+        there, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)
+        self.num_incidents = max(there, stored)
+        if there < stored and not problem:
+            self.problems.append(f"{incident_log.NAME} has {there} of the {stored} incidents of this launch: {LINE_KIND.cost}")
 
     def _read(self, kind: DocumentKind) -> dict[str, Any] | None:
         """Reads a document. A damaged one is set aside and lost: a driver that refused to start would lose the whole run."""

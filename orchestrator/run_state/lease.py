@@ -33,6 +33,8 @@ RENEW_EVERY_S = 4.0
 """Three renewals may fail before the lease runs out."""
 LOOK_EVERY_S = 0.5
 UNKNOWN = "(unknown)"
+LEASE, TERMS = "lease.json", "driver_terms"
+"""The document and the folder of leases, in the run's folder."""
 Clock = Callable[[], float]
 
 
@@ -306,8 +308,8 @@ def _holder(data: dict[str, Any] | None) -> Holder | None:
 
 
 def _lease_path(run_dir: str) -> str:
-    return documents.join(run_dir, "lease.json")
+    return documents.join(run_dir, LEASE)
 
 
 def _term_path(run_dir: str, driver_term: int) -> str:
-    return documents.join(run_dir, "driver_terms", f"{driver_term:06}.json")
+    return documents.join(run_dir, TERMS, f"{driver_term:06}.json")

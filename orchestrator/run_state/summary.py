@@ -10,8 +10,10 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from orchestrator.run_state.launch import Launch
+from orchestrator.run_state.incident_log import KEPT_INCIDENTS
+from orchestrator.run_state.launch import PLACE, Launch
 from orchestrator.run_state.stored import SUMMARY_KIND
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS
 from trainers.storage import documents
 from trainers.storage.document_kind import set_aside
 
@@ -26,8 +28,14 @@ def build(
     launch: Launch, status: str, result: dict[str, Any], error: str | None, now_s: float, configuration: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Builds the summary. `status` is finished, stopped or failed; `result` is the trainer's result (empty if there is none);
-    `configuration` is plain data."""
+    `configuration` is plain data.
+
+    Its numbers are those of the run, over all its launches. Those of this launch are below `launch`.
+    """
     trained_on = (result.get("lineage") or [{}])[-1]
+    earlier, seconds, wall_s = launch.earlier, launch.goodput.totals(now_s), launch.goodput.wall_s(now_s)
+    began_s = launch.goodput.started_at_s
+    incidents = [*launch.earlier_incidents, *((launch.launch_id, incident) for incident in launch.incidents)]
     return {
         "status": status,
         "stop_reason": result.get("stop_reason"),
@@ -43,13 +51,14 @@ def build(
         "num_parameters": result.get("num_parameters"),
         "hosts": trained_on.get("num_hosts"),
         "devices": trained_on.get("num_devices"),
-        "generations": launch.generations,
-        "drivers": launch.drivers,
-        "incidents": [incident.to_dict() for incident in launch.incidents],
-        "num_incidents": launch.num_incidents,
-        "goodput": launch.goodput.totals(now_s),
-        "wall_s": launch.goodput.wall_s(now_s),
-        "started_at": _time(launch.goodput.started_at_s),
+        "launches": earlier.launches + 1,
+        "generations": earlier.generations + launch.generations,
+        "drivers": earlier.drivers + launch.drivers,
+        "incidents": [incident.to_dict() | {"launch_id": of} for of, incident in incidents[-KEPT_INCIDENTS:]],
+        "num_incidents": earlier.num_incidents + launch.num_incidents,
+        "goodput": {name: value + earlier.seconds.get(name, 0.0) for name, value in seconds.items()},
+        "wall_s": earlier.wall_s + wall_s,
+        "started_at": _time(began_s if earlier.started_at_s is None else earlier.started_at_s),
         "ended_at": _time(now_s),
         "params_digest": result.get("params_digest"),
         "samples_digest": result.get("samples_digest"),
@@ -58,9 +67,28 @@ def build(
         "checkpoint": result.get("checkpoint") or launch.saved_path,
         "sample": result.get("sample"),
         "launch_id": launch.launch_id,
-        "configuration_digest": hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest(),
+        "launch": {
+            "generations": launch.generations,
+            "drivers": launch.drivers,
+            "num_incidents": launch.num_incidents,
+            "goodput": seconds,
+            "wall_s": wall_s,
+            "started_at": _time(began_s),
+        },
+        "configuration_digest": _digest(configuration),
+        "training_digest": training_digest(configuration),
         "versions": versions(),
     }
+
+
+def training_digest(configuration: Mapping[str, Any]) -> str:
+    """Returns a digest of what a configuration (`orchestrator.config.job.shown`) says of the training, wherever it is stored."""
+    training = {name: value for name, value in configuration.items() if name not in (*ORCHESTRATOR_SECTIONS, *PLACE)}
+    return _digest(training)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -94,9 +122,12 @@ def track(launch: Launch, summary: dict[str, Any]) -> None:
     recoveries = [incident["total_s"] for incident in summary["incidents"] if incident["resumed_step"] is not None]
     seconds = {f"goodput/{category}_s": value for category, value in summary["goodput"].items()}
     share = summary["goodput"]["step"] / summary["wall_s"] if summary["wall_s"] else 0.0
+    of_launch = summary["launch"]
     ledger = {
         **seconds,
         "goodput/share": share,
+        "launch/wall_s": of_launch["wall_s"],
+        "launch/goodput_share": of_launch["goodput"]["step"] / of_launch["wall_s"] if of_launch["wall_s"] else 0.0,
         "incidents/count": summary["num_incidents"],
         "incidents/recovery_s": sum(recoveries),
     }

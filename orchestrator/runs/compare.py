@@ -26,6 +26,7 @@ from trainers.console.text import printable, seconds
 from trainers.program import program
 from trainers.published import SYSTEM, number
 from trainers.storage import documents
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")
@@ -34,6 +35,7 @@ NOT_COMPARED = frozenset({"name", "storage"})
 """Settings in which runs must differ."""
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.compare"), description="Runs side by side.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs")

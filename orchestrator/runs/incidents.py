@@ -25,10 +25,12 @@ from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.runs import overview
 from trainers.console.text import printable, seconds, sentence
 from trainers.program import program
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.incidents"), description="The incidents of a run.")
     parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")

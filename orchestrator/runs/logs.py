@@ -16,6 +16,7 @@ from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from trainers.console.text import printable
 from trainers.program import program
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 FOLDER = "logs"
@@ -24,6 +25,7 @@ FOLLOW_EVERY_S = 1.0
 TAIL_BYTES = 4 << 20
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     about = "What the processes of a run have printed."
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.logs"), description=about)

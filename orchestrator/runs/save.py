@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.runs import asking
+from trainers.terminal import command
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     return asking.main("save", "orchestrator.runs.save", "Lets a run save now, and go on.", argv)
 

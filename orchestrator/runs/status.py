@@ -25,7 +25,8 @@ from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.program import program
-from trainers.published import own, shown
+from trainers.published import counted, own, shown
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 STORAGE = "runs"
@@ -39,6 +40,7 @@ STYLES_OF_ENDS = {"finished": "bright_black", "stopped": "yellow", "failed": "re
 ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.status"), description="How runs are, by their files alone.")
     parser.add_argument(
@@ -105,8 +107,8 @@ def page(runs: Sequence[Overview], place: str, now_s: float, width: int) -> Grou
     return Group(*details(runs[0], now_s)) if only_one else Group(table(runs, now_s, width))
 
 
-COLUMNS = ("run", "state", "step", "loss", "tokens/s", "left", "goodput", "hosts", "saved", "incidents", "last seen")
-DISPENSABLE = ("hosts", "saved", "tokens/s", "goodput", "left", "incidents")
+COLUMNS = ("run", "state", "step", "loss", "speed", "left", "goodput", "hosts", "saved", "incidents", "last seen")
+DISPENSABLE = ("hosts", "saved", "speed", "goodput", "left", "incidents")
 """Columns that a narrow terminal does not show, the first ones first."""
 
 
@@ -134,11 +136,11 @@ def _cells(run: Overview, now_s: float) -> list[str | Text]:
 
 def _numbers(run: Overview) -> list[str]:
     metrics = run.metrics
-    rate = metrics.get("tokens_per_s")
+    rate = counted(metrics.get("tokens_per_s"), metrics.get("samples_per_s"))
     return [
         _step(run),
         "" if "loss" not in metrics else f"{metrics['loss']:.4f}",
-        "" if rate is None else count(rate),
+        "" if rate is None else f"{count(rate[0])} {rate[1]}/s",
         "" if run.left_s is None else clock_time(run.left_s),
         "" if run.goodput is None else f"{run.goodput:.0%}",
         "" if run.hosts is None else str(run.hosts),
@@ -185,8 +187,8 @@ def _measures(run: Overview) -> list[str]:
         parts.append(f"loss {metrics['loss']:.4f}")
     if "learning_rate" in metrics:
         parts.append(f"lr {metrics['learning_rate']:.1e}")
-    if "tokens_per_s" in metrics:
-        parts.append(f"{count(metrics['tokens_per_s'])} tokens/s")
+    if rate := counted(metrics.get("tokens_per_s"), metrics.get("samples_per_s")):
+        parts.append(f"{count(rate[0])} {rate[1]}/s")
     if "step_time_s" in metrics:
         parts.append(f"{seconds(metrics['step_time_s'])} a step")
     if "mfu" in metrics:

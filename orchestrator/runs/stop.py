@@ -9,8 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from orchestrator.runs import asking
+from trainers.terminal import command
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     return asking.main("stop", "orchestrator.runs.stop", "Lets a run save and stop.", argv)
 

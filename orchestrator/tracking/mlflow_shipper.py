@@ -1,7 +1,9 @@
 """The shipper process: sends a run's tracking file to MLflow, each (metric, step) once.
 
 It may be killed at any moment. It then goes on from the offset in `shipped.json`; an entry that is sent twice has the same time
-stamp, and MLflow's stores keep it once. A replayed step (after a restart from a checkpoint) is not sent again. Entries that
+stamp, and MLflow's stores keep it once. A replayed step (after a restart from a checkpoint) is not sent again, unless training
+takes another course from there: then the steps that come again are sent, and the newest point of a step is the one that
+counts (MLflow removes none). Entries that
 MLflow refuses for good go to `rejected.jsonl` with the reason; all others are retried until MLflow takes them.
 """
 
@@ -36,6 +38,8 @@ MAX_VALUES = 900
 MAX_LINES = 500
 MAX_PARAM_LENGTH = 6000
 KEY_TAG = "gangway.key"
+LEFT_TAG = "gangway.course_left"
+"""The tag of a run whose training has gone back to take another course: which steps have points of both."""
 ATTEMPTS_AT_END = 3
 ATTEMPTS_BEFORE_REFUSED = 5
 """After so many internal errors for the same entries, from a server that answers other requests, the entries are the cause."""
@@ -292,6 +296,11 @@ class Shipper:
             for values in _chunks(fresh, MAX_VALUES):
                 self._send_values(values, run)
             self._state.last_step |= {value.name: value.step for value in fresh}
+        elif "go_back" in record:
+            step = int(record["go_back"])
+            if (last := max(self._state.last_step.values(), default=-1)) > step:
+                run.send_record({"tags": {LEFT_TAG: f"steps {step + 1} to {last}: the newest point of each counts"}})
+            self._state.last_step = {name: min(sent, step) for name, sent in self._state.last_step.items()}
         else:
             try:
                 run.send_record(record)

@@ -72,6 +72,10 @@ class Tracker:
         if numbers:
             self._append(at_s, step=step, metrics=numbers)
 
+    def go_back(self, step: int) -> None:
+        """Tells that training takes another course from `step` on: what is logged of later steps takes the place of what was."""
+        self._append(go_back=step)
+
     def set_params(self, params: Mapping[str, Any]) -> None:
         """Nested mappings become dotted names. MLflow keeps the first value of a parameter; a later one becomes a tag."""
         self._append(params=flatten(params))

@@ -213,8 +213,13 @@ def read_evidence(run: Run, steps: int) -> Evidence:
 
 
 def read_losses(path: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return {line["step"]: line["metrics"]["loss"] for line in lines if "loss" in line.get("metrics", {})}
+    losses: dict[int, float] = {}
+    for line in (json.loads(line) for line in path.read_text().splitlines() if line.strip()):
+        if "go_back" in line:  # from there on training has taken another course
+            losses = {step: loss for step, loss in losses.items() if step <= line["go_back"]}
+        if "loss" in line.get("metrics", {}):
+            losses[line["step"]] = line["metrics"]["loss"]
+    return losses
 
 
 def check_evidence(evidence: Evidence, trainer: str) -> None:

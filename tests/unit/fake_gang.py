@@ -278,8 +278,7 @@ class Agent:
     def _told(self, cursor: int) -> dict[str, Any]:
         process = self.process
         return {
-            "events": self.log.since(cursor),
-            "cursor": self.log.next,
+            **self.log.answer(cursor),
             "heartbeat": self._heartbeat(),
             "host_state": {"alive": process is not None and process.alive},
         }
@@ -311,8 +310,7 @@ class Agent:
             "overdue": overdue,
             "last_heartbeat": self._heartbeat(),
             "notice": None,
-            "events": self.log.since(cursor or 0),
-            "cursor": self.log.next,
+            **self.log.answer(cursor or 0),
         }
 
     def _shutdown(self) -> None:

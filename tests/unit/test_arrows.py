@@ -106,6 +106,7 @@ LIGHT_MODULES = tuple(
         "config/weights",
         "config/without_effect",
         "console/__init__",
+        "console/curves",
         "console/progress",
         "console/screens",
         "console/text",
@@ -122,6 +123,7 @@ LIGHT_MODULES = tuple(
         "models/hf/keys",
         "models/hf/meaning",
         "models/hf/pretrained",
+        "models/hf/text_part",
         "models/hf/vision_config",
         "recorders/__init__",
         "recorders/dispatch",
@@ -137,6 +139,7 @@ LIGHT_MODULES = tuple(
         "storage/durable",
         "storage/identity",
         "storage/ours",
+        "storage/refused",
         "storage/sealed",
         "storage/shapes",
     )

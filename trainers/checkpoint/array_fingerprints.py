@@ -1,4 +1,5 @@
-"""Fingerprints of arrays: numbers that change when any bit changes, computed where the array lies, the same on any mesh."""
+"""Fingerprints of arrays: numbers that change when any bit changes, computed where the array lies, the same on any mesh; and,
+in the same pass, how much of an array is not finite."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ MULTIPLIERS = (0x9E3779B1, 0xC2B2AE3D)
 
 
 def fingerprints(tree: Any) -> jax.Array:
-    """Returns uint32[num_leaves, 2], traced: for each leaf two sums, over its elements, of a hash of (bits, position).
+    """Returns uint32[num_leaves, 2], traced: for each leaf two sums, over its elements, of a hash of (bits, position)."""
+    return measured(tree)[:, : len(MULTIPLIERS)]
+
+
+def measured(tree: Any) -> jax.Array:
+    """Returns uint32[num_leaves, 3], traced: the fingerprint of each leaf, and how many of its words are of values that are
+    infinite or NaN.
 
     A parameter and its moments are stacked and hashed together. This makes the program a third of the size, and it is loaded in
     every recovery.
@@ -26,8 +33,9 @@ def fingerprints(tree: Any) -> jax.Array:
         groups.setdefault((_parameter_names(path), leaf.shape, leaf.dtype), []).append(index)
     fingerprint_of: dict[int, jax.Array] = {}
     for members in groups.values():
-        # [members, ...] uint32 -> [members, 2].
-        rows = _sums(jnp.stack([_bits(leaves[index][1]) for index in members]))
+        words = [_bits(leaves[index][1]) for index in members]
+        # [members, ...] uint32 each -> [members, 3].
+        rows = _sums(*(jnp.stack(each) for each in zip(*words, strict=True)))
         fingerprint_of.update(zip(members, rows, strict=True))
     # In the order of the leaves: `leaf_names` gives the names of the rows.
     return jnp.stack([fingerprint_of[index] for index in range(len(leaves))])
@@ -54,21 +62,21 @@ def _parameter_names(path: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _sums(bits: jax.Array) -> jax.Array:
-    """Returns the sums of the two lanes: [M, ...] -> [M, 2]."""
+def _sums(bits: jax.Array, not_finite: jax.Array) -> jax.Array:
+    """Returns the sums of the two lanes, and of `not_finite`: [M, ...] -> [M, 3]."""
     position = jnp.zeros((), jnp.uint32)
     for dimension in range(1, bits.ndim):
         # The index in the whole array, not in a shard: so the result is the same on any mesh.
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dimension)
         # It wraps modulo 2**32, on purpose: only that positions are told apart counts.
         position = position * jnp.uint32(2654435761) + index
-    lanes = tuple(_mix(bits, position, multiplier) for multiplier in MULTIPLIERS)
+    lanes = (*(_mix(bits, position, multiplier) for multiplier in MULTIPLIERS), not_finite)
     if bits.ndim == 1:
         return jnp.stack(lanes, -1)
     # Addition modulo 2**32 does not depend on the order, so any division over devices gives the same bits.
     zero, axes = jnp.uint32(0), tuple(range(1, bits.ndim))
-    # Both lanes in one pass: two separate sums took ten times as long on a CPU.
-    sums = jax.lax.reduce(lanes, (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), axes)
+    # All lanes in one pass: two separate sums took ten times as long on a CPU.
+    sums = jax.lax.reduce(lanes, (zero,) * len(lanes), lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), axes)
     return jnp.stack(sums, -1)
 
 
@@ -80,9 +88,9 @@ def _mix(bits: jax.Array, position: jax.Array, multiplier: int) -> jax.Array:
     return h ^ (h >> 16)
 
 
-def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of each element as uint32, traced. An element of more than 32 bits becomes a row of its words, the low
-    one first."""
+def _bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the bits of each element as uint32, and of the same shape 1 for what is not finite, else 0. Traced. An element of
+    more than 32 bits becomes a row of its words, the low one first."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         # A typed key is no number: only its key data can be cast to bits.
         x = jax.random.key_data(x)
@@ -91,4 +99,8 @@ def _bits(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return bits, jnp.zeros_like(bits)
+    not_finite = (~jnp.isfinite(x)).astype(jnp.uint32)
+    return bits, jnp.broadcast_to(not_finite.reshape(x.shape + (1,) * (bits.ndim - x.ndim)), bits.shape)

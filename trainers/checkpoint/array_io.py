@@ -1,5 +1,7 @@
 """Writes and reads arrays by Orbax's handler of array trees: sharded, asynchronous, readable by plain Orbax.
 
+Arrays of size zero, which the handler refuses, are None in the files. They are made again from their shapes.
+
 Only the handler is used, none of Orbax's managers: those wait for hosts that have failed. Nothing here waits for another host.
 """
 
@@ -41,7 +43,7 @@ class ArrayFiles:
     def write(self, folder: Path, take: Callable[[], Any], copied: Callable[[], None]) -> None:
         """Writes this host's part of the tree that `take` returns to `folder`, which must exist. Calls `copied` as soon as the
         arrays may be donated. All hosts must call this, in a thread without an event loop. Raises whatever Orbax raises."""
-        save = self._handler.async_save(epath.Path(folder), args=ocp.args.PyTreeSave(take()))
+        save = self._handler.async_save(epath.Path(folder), args=ocp.args.PyTreeSave(_without_empty(take())))
         futures = asyncio.run(save) or []
         # The arrays are copied by now; the futures stand for the files.
         copied()
@@ -55,20 +57,21 @@ class ArrayFiles:
     def read(self, folder: Path, abstract: Any) -> Any:
         """Returns what `abstract` has of the tree in `folder`, with its shapes and shardings. Raises whatever Orbax raises, and
         CheckpointError if an array is not there."""
-        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        wanted = _without_empty(abstract)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         # Partly: a checkpoint that was saved before a state had some field does not have it, not even empty.
-        args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args, partial_restore=True)
+        args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
         tree = self._handler.restore(epath.Path(folder), args=args)
         # Orbax leaves the shape in the place of an array that it does not find.
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         if absent := [jax.tree_util.keystr(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]:
             raise CheckpointError(f"{folder} has no {', '.join(absent[:3])}")
         # Wait here, where an error of the read can still be caught.
-        return jax.block_until_ready(tree)
+        return jax.block_until_ready(_with_empty(tree, abstract))
 
     def read_parts(self, folder: Path, names: Sequence[str]) -> Any:
-        """Returns {name: what the tree in `folder` has below it}, as NumPy arrays in this host's memory. Needs no device and no
-        other host."""
+        """Returns {name: what the tree in `folder` has below it}, as NumPy arrays in this host's memory; None for one of size
+        zero. Needs no device and no other host."""
         tree = self._handler.metadata(epath.Path(folder)).tree
         parts = {name: tree[name] for name in names}
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), parts)
@@ -92,3 +95,18 @@ class ArrayFiles:
         values = self.read_parts(source, names)
         self.write(target, lambda: values, lambda: None)
         self.merge(target)
+
+
+def _without_empty(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: None if leaf.size == 0 else leaf, tree)
+
+
+def _with_empty(tree: Any, abstract: Any) -> Any:
+    """Returns the tree with the arrays of size zero that `abstract` has."""
+    found = iter(jax.tree.leaves(tree))
+    return jax.tree.map(lambda leaf: _empty(leaf) if leaf.size == 0 else next(found), abstract)
+
+
+def _empty(leaf: Any) -> jax.Array:
+    values = np.zeros(leaf.shape, leaf.dtype)
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])

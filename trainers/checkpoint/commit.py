@@ -20,9 +20,10 @@ from jax._src import distributed
 
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
+from trainers.checkpoint.trial import UnsavableError, seal_meta
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, one_line
-from trainers.storage import durable, ours, sealed
+from trainers.storage import durable, ours
 
 TIMEOUT_S = 1800
 """How long host 0 waits for another host. This is a backstop only: the agents notice a death, or a save that takes too long,
@@ -31,6 +32,11 @@ sooner."""
 
 class CommitError(Exception):
     """The checkpoint was not committed, on any host; one line says why."""
+
+    def __init__(self, problem: str, *, is_final: bool = False):
+        super().__init__(problem)
+        self.is_final = is_final
+        """Whether no later save of this run can succeed either (`UnsavableError`)."""
 
 
 class Exchange:
@@ -60,7 +66,7 @@ class Exchange:
             reply = _reply([answer, *(answers[host] for host in range(1, self.num_hosts))], decide)
             reply = self._send_to_all(f"{topic}-reply", reply, parts)
         if "problem" in reply:
-            raise CommitError(reply["problem"])
+            raise CommitError(reply["problem"], is_final=reply.get("final", False))
         return reply["value"]
 
     def forget(self) -> None:
@@ -135,7 +141,7 @@ class Commit:
         """Merges the parts, writes the meta, and returns for each host the names of the files to compute digests of."""
         self.merge(self.work / manifest.STATE_FOLDER)
         # Before the names are listed: the manifest covers the meta too.
-        durable.write(self.work / manifest.META_FILE, sealed.seal(self.meta))
+        durable.write(self.work / manifest.META_FILE, seal_meta(self.meta))
         names, num_hosts = manifest.names_below(self.work), self.exchange.num_hosts
         # Every n-th file: the hosts share the reading. Host 0 alone would have to read the whole checkpoint.
         return [names[host::num_hosts] for host in range(num_hosts)]
@@ -179,7 +185,7 @@ def begin(final: Path, obstacle: Callable[[], str], term: WriterTerm = NO_DRIVER
 
 def _reply(answers: list[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
     if problem := first_problem([answer.get("problem", "") for answer in answers]):
-        return {"problem": problem}
+        return {"problem": problem, "final": any(answer.get("final", False) for answer in answers)}
     return _attempt(lambda: decide([answer["value"] for answer in answers]))
 
 
@@ -187,6 +193,8 @@ def _attempt(work: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": work()}
     except CommitError as error:
-        return {"problem": str(error)}
+        return {"problem": str(error), "final": error.is_final}
+    except UnsavableError as error:
+        return {"problem": str(error), "final": True}
     except Exception as error:  # a thread's boundary, and Orbax raises whatever its layers raise: sent to all hosts
         return {"problem": one_line(error)}

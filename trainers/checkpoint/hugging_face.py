@@ -15,6 +15,7 @@ import numpy as np
 from trainers.config.hf_files import CONFIG_FILE
 from trainers.config.section import repeated
 from trainers.errors import CheckpointError, UsageError
+from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
 from trainers.models.hf.tensors import is_besides, sources
 from trainers.models.hf.vision_config import Config
@@ -48,6 +49,8 @@ class Folder:
     file_of: Mapping[str, Path]
     leaves: Mapping[str, Leaf]
     """By our name, such as `layers.query`."""
+    left_out: tuple[str, ...] = ()
+    """The beginnings of the names of tensors of a part that is not read: of an encoder of images, beside a decoder."""
 
     def digest(self) -> str:
         """Returns the digest of the configuration, and of the beginning and the end of each file. Raises OSError."""
@@ -78,7 +81,7 @@ def read_config(path: Path) -> Config:
 def look(path: Path) -> Folder:
     """Returns what is in a folder. Raises CheckpointError that names every tensor that is missing, left over, or of another shape
     than those of its kind; and OSError."""
-    config = read_config(path)
+    config, left_out = read_config(path), text_part.left_out(json.loads((path / CONFIG_FILE).read_text()))
     file_of, headers = _tensors(path)
     problems: list[str] = []
     leaves, expected = {}, sources(config, headers)
@@ -101,14 +104,15 @@ def look(path: Path) -> Folder:
             shape = (*shape[:-1], place.part.size)
         leaves[name] = Leaf(place, tensors, stacked, (*stacked, *shape), DTYPES[dtype])
     used = {tensor for source in expected for tensor in source.tensors}
-    problems += [f"{name} is left over" for name in sorted(headers) if name not in used and not is_besides(config, name)]
+    read_or_besides = (name for name in headers if name in used or is_besides(config, name) or name.startswith(left_out))
+    problems += [f"{name} is left over" for name in sorted({*headers} - {*read_or_besides})]
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise CheckpointError(
             f"{path} is not a model of the family {config.family}, which its {CONFIG_FILE} says: "
             f"{'; '.join(problems[:SHOWN] + more)}"
         )
-    return Folder(path, config, file_of, leaves)
+    return Folder(path, config, file_of, leaves, left_out)
 
 
 def read(folder: Folder, name: str, sharding: Any, dtype: Any = None) -> jax.Array:

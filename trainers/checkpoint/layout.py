@@ -103,19 +103,21 @@ def delete_old(
     keep_model: Callable[[Path, Path], None] | None = None,
     abandoned_models: Iterable[int] = (),
     is_read: Callable[[Path], bool] = lambda checkpoint: False,
+    seen: Seen | None = None,
 ) -> list[str]:
     """Deletes the checkpoints that are no longer needed now that `newest` is committed and its files were read back for their
     digests. Returns what went wrong.
 
     Steps that training has gone back behind (`superseded`) do not count as good. `keep_model(checkpoint, new folder)` creates a
     checkpoint of the parameters alone; if it raises, the whole checkpoint stays. `abandoned_models` belong to a course that was
-    rolled back, and are deleted. A checkpoint that `is_read` now stays until a later call.
+    rolled back, and are deleted. A checkpoint that `is_read` now stays until a later call. `seen` is what earlier calls for this
+    folder have found: with it the work does not grow with the number of checkpoints that stay.
     """
     models_folder = models_of(folder)
-    good = {newest, *_whole(folder, set(superseded))}
-    models = _whole(models_folder, set(abandoned_models))
-    scores = _scores(folder, good, retention) | _scores(models_folder, models - good, retention)
-    removals = retention.may_go(steps(folder), good, models, scores)
+    if retention.keeps_everything:
+        return _delete_models(models_folder, abandoned_models)
+    whole, models, scores = (seen or Seen()).look(folder, superseded, abandoned_models, newest, retention)
+    removals = retention.may_go(steps(folder), {newest, *whole}, models, scores)
     problems = []
     for step in removals.checkpoints:
         if is_read(folder / str(step)):
@@ -129,13 +131,54 @@ def delete_old(
     return problems + _delete_models(models_folder, {*removals.models, *abandoned_models})
 
 
-def delete_old_models(folder: Path, superseded: Iterable[int], retention: Retention) -> list[str]:
-    """Deletes the models that may go, now that a newer one is committed. `folder` is that of the checkpoints. Returns what went
-    wrong."""
-    models_folder = models_of(folder)
-    good, models = _whole(folder, set(superseded)), _whole(models_folder, set())
-    scores = _scores(folder, good, retention) | _scores(models_folder, models - good, retention)
-    return _delete_models(models_folder, retention.may_go(steps(folder), good, models, scores).models)
+def delete_old_models(folder: Path, superseded: Iterable[int], retention: Retention, seen: Seen | None = None) -> list[str]:
+    """Deletes the models that may go, now that a newer one is committed. `folder` is that of the checkpoints; `seen` is as in
+    `delete_old`. Returns what went wrong."""
+    if retention.keeps_everything:
+        return []
+    whole, models, scores = (seen or Seen()).look(folder, superseded, (), None, retention)
+    return _delete_models(models_of(folder), retention.may_go(steps(folder), whole, models, scores).models)
+
+
+class Seen:
+    """What was found of the checkpoints and models of a run. A committed one does not change, so it is looked at once; only the
+    newest ones, which the others may be deleted for, are looked at each time. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._scores: dict[Path, float | None] = {}
+        """The scores of those that are whole, by folder; None: it has none."""
+
+    def look(
+        self,
+        folder: Path,
+        superseded: Iterable[int],
+        abandoned_models: Iterable[int],
+        newest: int | None,
+        retention: Retention,
+    ) -> tuple[set[int], set[int], dict[int, float]]:
+        """Returns the steps of the checkpoints in `folder` that are whole and not superseded, the same of the models, and their
+        scores by step."""
+        whole = self._whole(folder, set(superseded), newest, retention)
+        models = self._whole(models_of(folder), set(abandoned_models), newest, retention)
+        found = {step: self._scores[models_of(folder) / str(step)] for step in models}
+        found |= {step: self._scores[folder / str(step)] for step in whole}
+        return whole, models, {step: score for step, score in found.items() if score is not None}
+
+    def _whole(self, folder: Path, excluded: set[int], newest: int | None, retention: Retention) -> set[int]:
+        counted = [step for step in steps(folder) if step not in excluded]
+        # The one of this save too, which need not have the highest step: its name may be that of one that was replaced.
+        again = {*counted[-(retention.newest or 1) :], newest}
+        whole = set()
+        for step in counted:
+            path = folder / str(step)
+            if step in again or path not in self._scores:
+                self._scores.pop(path, None)
+                # Not kept of one that is not whole: a storage that does not answer just now makes it look so.
+                if not is_whole(path):
+                    continue
+                self._scores[path] = _score(path, retention)
+            whole.add(step)
+        return whole
 
 
 def _delete_models(folder: Path, steps: Iterable[int]) -> list[str]:
@@ -148,22 +191,15 @@ def _delete_models(folder: Path, steps: Iterable[int]) -> list[str]:
     return problems
 
 
-def _whole(folder: Path, excluded: set[int]) -> set[int]:
-    return {step for step in steps(folder) if step not in excluded and is_whole(folder / str(step))}
-
-
-def _scores(folder: Path, steps: Iterable[int], retention: Retention) -> dict[int, float]:
-    """Returns the scores by step. They are read from the checkpoints themselves: so a restart finds them, and they are deleted
-    with their checkpoint. An evaluation that is due at the step of a save runs first, so that the save records its score."""
-    scores = {}
-    for step in steps if retention.best else ():
-        try:
-            score = retention.score(manifest.read_meta(folder / str(step)))
-        except (manifest.DamagedError, KeyError):
-            continue  # without a score, only its age decides whether it is kept
-        if score is not None:
-            scores[step] = score
-    return scores
+def _score(checkpoint: Path, retention: Retention) -> float | None:
+    """Returns the score; None if it has none. It is read from the checkpoint itself: so a restart finds it, and it is deleted
+    with the checkpoint. An evaluation that is due at the step of a save runs first, so that the save records its score."""
+    if not retention.best:
+        return None
+    try:
+        return retention.score(manifest.read_meta(checkpoint))
+    except (manifest.DamagedError, KeyError):
+        return None  # then only its age decides whether it is kept
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from trainers.checkpoint import committed, fence, layout, manifest, model_only, readers
-from trainers.checkpoint.array_fingerprints import fingerprints, leaf_names
+from trainers.checkpoint import committed, fence, layout, manifest, model_only, readers, trial
+from trainers.checkpoint.array_fingerprints import leaf_names, measured
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
 from trainers.checkpoint.committed import Committed
@@ -29,14 +30,16 @@ from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.checkpoint.model_saver import ModelSaver
 from trainers.checkpoint.retention import Retention
 from trainers.checkpoint.storage_check import StorageCheck
+from trainers.checkpoint.trial import UnsavableError
 from trainers.checkpoint.validate import check_files, check_same_model, num_bytes_of, shapes
-from trainers.errors import CheckpointError, CheckpointUnavailableError
+from trainers.errors import CheckpointError, CheckpointUnavailableError, NonFiniteStateError
 from trainers.parallel.mesh import replicated
 from trainers.runtime import multihost
 from trainers.runtime.device import wait_for_device
 from trainers.runtime.events import RefusedCheckpoint
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.runtime.multihost import first_problem, of_host0, one_line
+from trainers.step.finite import must_be_finite
 from trainers.step.state import TrainState
 from trainers.storage import ours
 
@@ -57,6 +60,8 @@ class CheckpointManager:
 
     on_saved(step, path) and on_failed(step, error) are called on every host when a save has ended, usually from a background
     thread. A save that fails on one host has failed on all, and does not stop training.
+
+    Only a state that is finite is saved, and restored. What was infinite as the run began, such as a mask, may stay so.
     """
 
     def __init__(
@@ -84,13 +89,22 @@ class CheckpointManager:
         """The term that new checkpoints carry: no lower than that of the restored one, whoever saved it."""
         self.failing = False
         """Whether the last save failed."""
+        self.problem = ""
+        """Why the last save that failed did."""
+        self.unsavable = ""
+        """Why no save can succeed, whatever becomes of the storage; empty as far as is known."""
         self.last_saved_step: int | None = None
         self._superseded: set[int] = set()
         """The steps of checkpoints that no longer count: damaged ones, and those of a course that was rolled back."""
         self._abandoned_models: frozenset[int] = frozenset()
         """The same for checkpoints of the parameters alone: they are deleted after the next save."""
-        jitted = jax.jit(fingerprints, out_shardings=replicated(mesh))
+        jitted = jax.jit(measured, out_shardings=replicated(mesh))
         self._fingerprints = Program("fingerprints", jitted, store, note)
+        self._first: jax.Array | None = None
+        """What was measured of the state that the run began with; not waited for."""
+        self._first_names: list[str] = []
+        self._may_be_infinite: Mapping[str, int] | None = None
+        """How many words of a leaf were not finite as the run began. None: not known."""
         self._arrays = ArrayFiles()
         self._retention = retention
         self._committed = ordered
@@ -115,6 +129,8 @@ class CheckpointManager:
         self._submitting = threading.Lock()
         self._tidying = ThreadPoolExecutor(1, "old checkpoints")
         self._tidied: Future[None] | None = None
+        self._seen = layout.Seen()
+        """Of the thread that tidies alone."""
         self._deferred = False
         """Whether an old checkpoint was not deleted, because this process was reading it."""
 
@@ -124,19 +140,24 @@ class CheckpointManager:
         Waits for the save before it, if that is still in progress. The hosts first agree on whether anything prevents the save
         on any of them (no room, storage gone, the fence). If so, it has failed on all of them when this returns. The same holds
         if the storage does not answer in time; with `patient` there is no such limit.
+
+        Raises NonFiniteStateError, on all hosts, if values of the state have become infinite or NaN.
         """
         # First: only when the save before this one has ended is `last_saved_step` known.
         self.wait_for_save()
         if step == self.last_saved_step:
             return
+        # Before Orbax copies anything: what is read back later is compared with the state itself.
+        described = self._described(step, state)
+        if leaves := self._broken(described["not_finite"]):
+            error = NonFiniteStateError(step, leaves)
+            self.on_failed(step, str(error))
+            raise error
         patience_s = None if patient else self._storage_patience_s
         if problem := self._claim(patience_s):
             self._failed(step, problem)
             return
-        # Before Orbax copies anything: what is read back later is compared with the state itself.
-        values = wait_for_device(self.fingerprint(state)).tolist()
-        meta = {**meta, "format": manifest.FORMAT, "step": step, "term": self._term, "shapes": shapes(state)}
-        meta["fingerprints"] = dict(zip(leaf_names(state), values, strict=True))
+        meta = {**meta, **described}
         final, size = self.folder / str(step), num_bytes_of(state)
         try:
             work = begin(final, lambda: self._storage.ask(lambda: self._obstacle(step, size), patience_s), self._own_term)
@@ -146,9 +167,16 @@ class CheckpointManager:
         # Handed over, not shared: the thread must not keep arrays alive that the next step could reuse.
         copied, hand_over = threading.Event(), [state]
 
+        like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+
         def write(folder: Path) -> None:
             try:
                 self._arrays.write(folder, hand_over.pop, copied.set)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                # Of the storage, or of the state? If it is the state's, no storage that comes back will help.
+                if why := trial.problem(like):
+                    raise UnsavableError(f"the state cannot be saved: {why}") from error
+                raise
             finally:
                 copied.set()  # training does not wait for what the other hosts make of a failure
 
@@ -167,9 +195,11 @@ class CheckpointManager:
             return
         # It belongs to the course that is trained now, whatever had its name.
         self._abandoned_models -= {step}
-        values = wait_for_device(self.fingerprint(state)).tolist()
-        meta = {**meta, "format": manifest.FORMAT, "step": step, "term": self._term, "shapes": shapes(state)}
-        meta["fingerprints"] = dict(zip(leaf_names(state), values, strict=True))
+        described = self._described(step, state)
+        if leaves := self._broken(described["not_finite"]):
+            self.note(str(NonFiniteStateError(step, leaves)))
+            return
+        meta = {**meta, **described}
         parts = {part: getattr(state, part) for part in model_only.parts_in(meta["shapes"])}
         self._models.save(step, parts, meta, patience_s)
 
@@ -238,9 +268,20 @@ class CheckpointManager:
     def path(self, step: int) -> str:
         return str(self.folder / str(step))
 
-    def fingerprint(self, state: TrainState) -> jax.Array:
-        """Returns uint32[num_leaves, 2], on the device, the same on all hosts. All hosts must call this."""
-        return self._fingerprints(state)
+    def fingerprint(self, state: TrainState) -> np.ndarray:
+        """Returns uint32[num_leaves, 2], the same on all hosts. All hosts must call this."""
+        return self._measured(state)[:, :2]
+
+    @property
+    def num_not_finite(self) -> int | None:
+        """How many values of the state were not finite as the run began; None: not known. Waits for the device."""
+        allowed = self._allowed()
+        return None if allowed is None else sum(allowed.values())
+
+    def broken(self, state: TrainState) -> list[str]:
+        """Returns the names of the leaves that have more values that are not finite than as the run began. All hosts must call
+        this."""
+        return self._broken(_not_finite(leaf_names(state), self._measured(state)))
 
     def load_ahead(self, state: TrainState) -> None:
         """Begins to load the programs that restoring and saving need. `state` may be shapes with shardings."""
@@ -250,6 +291,43 @@ class CheckpointManager:
         """Compiles what saving needs, if restoring has not done so. `state` may be shapes with shardings."""
         if self._fingerprints.compiled is None:
             self._fingerprints.prepare(state)
+        # Not waited for: the device may still compute the first state, while the host compiles the step.
+        if self._may_be_infinite is None and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state)):
+            self._first, self._first_names = self._fingerprints(state), leaf_names(state)
+
+    def try_save(self, state: TrainState, meta: Mapping[str, Any]) -> str:
+        """Returns why no save of such a state and such a meta can succeed; empty if nothing is known against it. Needs no
+        other host. `state` may be shapes with shardings."""
+        try:
+            trial.seal_meta(meta)
+        except UnsavableError as error:
+            return str(error)
+        return trial.problem(state)
+
+    def _measured(self, state: TrainState) -> np.ndarray:
+        """Returns uint32[num_leaves, 3]: `array_fingerprints.measured`."""
+        return wait_for_device(self._fingerprints(state))
+
+    def _described(self, step: int, state: TrainState) -> dict[str, Any]:
+        """Returns what a checkpoint's meta says of the state in it."""
+        names, rows = leaf_names(state), self._measured(state)
+        return {
+            "format": manifest.FORMAT,
+            "step": step,
+            "term": self._term,
+            "shapes": shapes(state),
+            "fingerprints": dict(zip(names, rows[:, :2].tolist(), strict=True)),
+            "not_finite": _not_finite(names, rows),
+        }
+
+    def _broken(self, not_finite: Mapping[str, int]) -> list[str]:
+        allowed = self._allowed() or {}
+        return [name for name, number in not_finite.items() if number > allowed.get(name, 0)]
+
+    def _allowed(self) -> Mapping[str, int] | None:
+        if self._may_be_infinite is None and self._first is not None:
+            self._may_be_infinite, self._first = _not_finite(self._first_names, wait_for_device(self._first)), None
+        return self._may_be_infinite
 
     def _obstacle(self, step: int, num_bytes: int) -> str:
         """Returns what prevents this host from saving; empty if nothing does. Raises OSError."""
@@ -339,6 +417,7 @@ class CheckpointManager:
         try:
             save.run()
         except CommitError as error:
+            self.unsavable = str(error) if error.is_final else ""
             self._failed(step, str(error))
             return
         except Exception as error:  # a thread's boundary: recorded and reported, training goes on
@@ -390,7 +469,7 @@ class CheckpointManager:
         if self._forbidden():
             return
         try:
-            for problem in layout.delete_old_models(self.folder, frozenset(self._superseded), self._retention):
+            for problem in layout.delete_old_models(self.folder, frozenset(self._superseded), self._retention, self._seen):
                 self.note(problem)
         except Exception as error:  # a thread's boundary: what is old may stay, training goes on
             self.note(f"old models of {self.folder.parent} could not be seen to: {one_line(error)}")
@@ -411,7 +490,7 @@ class CheckpointManager:
         self._deferred = False
         try:
             for problem in layout.delete_old(
-                self.folder, newest, superseded, self._retention, keep, abandoned_models, self._is_read
+                self.folder, newest, superseded, self._retention, keep, abandoned_models, self._is_read, self._seen
             ):
                 self.note(problem)
         except Exception as error:  # a thread's boundary: what is old may stay, training goes on
@@ -424,7 +503,7 @@ class CheckpointManager:
         return False
 
     def _failed(self, step: int, error: str) -> None:
-        self.failing = True
+        self.failing, self.problem = True, error
         self.on_failed(step, error)
 
     def _listed(self) -> tuple[list[int], list[int]]:
@@ -484,13 +563,17 @@ class CheckpointManager:
         check_same_model(meta, abstract, self.path(step))
         state = self._read_arrays(self.folder / str(step) / manifest.STATE_FOLDER, abstract)
         # A collective. It is safe here: all hosts have just agreed that they could read their arrays.
-        values = wait_for_device(self.fingerprint(state)).tolist()
-        pairs = zip(leaf_names(state), values, strict=True)
+        names, rows = leaf_names(state), self._measured(state)
         # No exchange: the fingerprints are the same on all hosts, so all raise or none.
+        pairs = zip(names, rows[:, :2].tolist(), strict=True)
         if wrong := [name for name, value in pairs if meta["fingerprints"].get(name) != value]:
             raise manifest.DamagedError(
                 f"the contents of {', '.join(wrong[:3])} are not those that were saved (fingerprints differ)"
             )
+        not_finite, allowed = _not_finite(names, rows), meta.get("not_finite", {})
+        if bad := [name for name, number in not_finite.items() if number > allowed.get(name, 0)]:
+            raise manifest.DamagedError(f"values of {', '.join(bad[:3])} are infinite or NaN: it cannot be trained on")
+        self._may_be_infinite = not_finite
         if last_resort:
             self.note(f"checkpoint {step} was not completely committed; no other can be used, and its fingerprints are right")
         return state, meta
@@ -535,6 +618,13 @@ class CheckpointManager:
         if problem := first_problem(multihost.all_hosts("checkpoint arrays", problem)):
             raise manifest.DamagedError(problem)
         return state
+
+
+def _not_finite(names: Sequence[str], rows: np.ndarray) -> dict[str, int]:
+    """Returns how many words of each leaf are of values that are not finite, without leaves that have none and those that need
+    not be finite. `rows` are those of `array_fingerprints.measured`."""
+    counts = zip(names, rows[:, 2].tolist(), strict=True)
+    return {name: count for name, count in counts if count and must_be_finite(name)}
 
 
 def _term_of(checkpoint: Path) -> WriterTerm | None:

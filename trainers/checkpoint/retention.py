@@ -78,6 +78,11 @@ class Retention:
         into_models = [step for step in removed if step in any_kept & good and step not in models]
         return MayGo(removed, into_models, sorted(models - stay))
 
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing may ever be deleted, so that nothing need be looked at."""
+        return self.newest is None and self.model_limit is None
+
     def score(self, meta: Mapping[str, Any]) -> float | None:
         """Returns the score of the state in the checkpoint with this meta; None if it was not evaluated, or scored by other
         metrics."""

@@ -227,7 +227,8 @@ def stored(meta: Mapping[str, Any]) -> dict[str, Stored]:
 def _look_at_folder(path: Path) -> Weights:
     folder = hugging_face.look(path)
     parameters = {name: Stored((name,), leaf.shape, leaf.dtype) for name, leaf in folder.leaves.items()}
-    return Weights(path, parameters, f"{folder.config.family} of Hugging Face", folder)
+    without = "; its encoder of images is left out" if folder.left_out else ""
+    return Weights(path, parameters, f"{folder.config.family} of Hugging Face{without}", folder)
 
 
 def _look_at_file(path: Path) -> Weights:

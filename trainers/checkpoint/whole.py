@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from trainers.checkpoint import hugging_face, manifest, weights
@@ -50,7 +53,12 @@ def open_parameters(
     found = weights.stored(meta)
     files, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
     shapes = {name: (stored.shape, stored.dtype) for name, stored in found.items()}
-    return shapes, lambda name: files.read_one(folder, found[name].key), meta
+
+    def read_one(name: str) -> np.ndarray:
+        stored = found[name]
+        return files.read_one(folder, stored.key) if 0 not in stored.shape else _empty(stored)
+
+    return shapes, read_one, meta
 
 
 def _checked(checkpoint: Path, host: int = 0, num_hosts: int = 1) -> dict[str, Any]:
@@ -71,7 +79,16 @@ def _arrays(checkpoint: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     # Only then: for other optimizers reading their state would be wasted time and memory.
     if meta["arguments"]["optimizer"]["name"] == SCHEDULE_FREE:
         params = parameters_to_evaluate(arrays.read_parts(folder, [OPTIMIZER])[OPTIMIZER], params)
-    return arrays_of_model(params, parts.get(STATE, {}))
+    parts = {**parts, PART: params}
+    for stored in weights.stored(meta).values():
+        if 0 in stored.shape:  # the files have None there
+            *folders, last = stored.key
+            functools.reduce(operator.getitem, folders, parts)[last] = _empty(stored)
+    return arrays_of_model(parts[PART], parts.get(STATE, {}))
+
+
+def _empty(stored: weights.Stored) -> np.ndarray:
+    return np.zeros(stored.shape, jnp.dtype(stored.dtype))
 
 
 def read_merged(checkpoint: Path, base: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from trainers.config import (
@@ -40,6 +40,7 @@ from trainers.config import (
 )
 from trainers.config.conversion import convert_sections, from_dict
 from trainers.config.frozen import BASE
+from trainers.config.masking import masked
 from trainers.config.model import BATCH_AXES, num_replicas
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
 
@@ -226,6 +227,12 @@ def dataset_function(arguments: TrainingArguments) -> Any:
     attribute `dataset`, if it has one. Raises ValueError."""
     path, default = arguments.data.dataset, DataConfig.dataset
     return load_object(getattr(load_object(arguments.task), "dataset", path) if path == default else path)
+
+
+def recorded_arguments(arguments: TrainingArguments) -> dict[str, Any]:
+    """Returns what a checkpoint records of the arguments: their values, without secrets, and the name of their class."""
+    cls = type(arguments)
+    return {"arguments": masked(asdict(arguments)), "arguments_class": f"{cls.__module__}:{cls.__qualname__}"}
 
 
 def load_object(path: str) -> Any:

@@ -15,7 +15,8 @@ class AnomalyConfig(Section):
     """What to do about a batch whose loss or gradient is not finite, or whose loss is a spike. Its update is never applied."""
 
     non_finite: Literal["raise", "skip", "rollback"] = "skip"
-    """raise: the run fails; skip: it goes on with the next batch; rollback: it goes back to a checkpoint before the batch."""
+    """raise: the run fails; skip: it goes on with the next batch; rollback: it goes back to a checkpoint before the batch. Also
+    for an update that makes parameters or moments infinite or NaN: it was applied, and `skip` goes back too."""
     loss_spike: Literal["off", "raise", "skip", "rollback"] = "off"
     spike_zscore: float = 6.0
     """A spike is a loss this many standard deviations above its running mean, both over the updates that were applied."""

@@ -21,7 +21,7 @@ WITH_BAR = 110
 BAR = 20
 
 CONSOLE_LOG = "console.log"
-"""The file in a run's folder that gets the lines which cannot be shown."""
+"""The file in a run's folder with the lines of its console, of all launches."""
 
 LinesOf = Callable[[Event, View], list[Line]]
 Page = Callable[[Any, Any], None]
@@ -162,8 +162,11 @@ class SteadyConsole:
     """A console that never fails what it shows. When nothing more can be written to `stream`, the lines go to the file `log`
     instead: of a run, CONSOLE_LOG in its folder. An event that cannot be shown is named in a line, and left out."""
 
-    def __init__(self, console: Any, stream: Shown, log: str | None, plain: Callable[[TextIO, View], PlainConsole]):
-        self._console, self._stream, self._log, self._plain = console, stream, log, plain
+    def __init__(
+        self, console: Any, stream: Shown, log: str | None, plain: Callable[[TextIO, View], PlainConsole], logged: bool = False
+    ):
+        """`logged`: whether somebody else writes the lines to `log`, from the beginning on."""
+        self._console, self._stream, self._log, self._plain, self._logged = console, stream, log, plain, logged
         self._is_elsewhere = False
 
     def show(self, event: Event) -> None:
@@ -190,7 +193,9 @@ class SteadyConsole:
         self._console = self._plain(cast(TextIO, _log_file(self._log)), view)
         note = {"ev": "note", "message": f"standard output is lost ({why}): what follows is shown here alone", "level": "warning"}
         self._tried(lambda: self._console.show(note))
-        if event is not None and could_be_shown:
+        if self._logged:
+            self._console = self._plain(cast(TextIO, shown(None)), view)
+        elif event is not None and could_be_shown:
             self._tried(lambda: self._console.show(event))
 
     def _tried(self, work: Callable[[], None]) -> str | None:
@@ -218,10 +223,13 @@ def make_console(
     lines_of: LinesOf = lines_of,
     page: Page | None = None,
     log: str | None = None,
+    *,
+    logged: bool = False,
 ) -> Console:
     """Makes a console for a terminal or for a log, depending on `stream`. Its times count from `began_s` (default: now).
     `lines_of` returns the lines that an event adds, and `page` prints the end of a run. `log`: the file that gets the lines when
-    nothing more can be written to `stream`. No method of the console raises an error of showing."""
+    nothing more can be written to `stream`; `logged`: it has them in any case, and gets a line that says so. No method of the
+    console raises an error of showing."""
     from rich.console import Console as Screen
 
     out = shown(stream)
@@ -230,4 +238,4 @@ def make_console(
     console: Any = PlainConsole(text, clock, began_s, lines_of, page)
     if out.isatty() and not screen.is_dumb_terminal:
         console = TerminalConsole(screen, clock, began_s, lines_of, page)
-    return SteadyConsole(console, out, log, lambda file, view: PlainConsole(file, clock, None, lines_of, page, view))
+    return SteadyConsole(console, out, log, lambda file, view: PlainConsole(file, clock, None, lines_of, page, view), logged)

@@ -12,8 +12,13 @@ from trainers.runtime.events import AnomalyFields
 from trainers.step.host_flags import UpdateStatus
 
 SHOWN_BATCHES = 20
+SHOWN_LEAVES = 3
 
-KINDS = {UpdateStatus.NON_FINITE: "non_finite", UpdateStatus.LOSS_SPIKE: "loss_spike"}
+KINDS = {
+    UpdateStatus.NON_FINITE: "non_finite",
+    UpdateStatus.LOSS_SPIKE: "loss_spike",
+    UpdateStatus.BROKE_STATE: "broken_state",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,8 @@ class Anomaly:
     def __str__(self) -> str:
         if self.status is UpdateStatus.LOSS_SPIKE:
             return f"the loss of batch {self.batch_index}, {self.loss:.6g}, is far above the {self.expected:.6g} expected"
+        if self.status is UpdateStatus.BROKE_STATE:
+            return f"after the update of batch {self.batch_index} values of the state are infinite or NaN (loss {self.loss:.6g})"
         return f"batch {self.batch_index} has a non-finite loss or gradient (loss {self.loss:.6g})"
 
 
@@ -64,14 +71,18 @@ def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) ->
     Only those among the last `skipped_window_batches` before the offending batch count towards `max_skipped`. They are counted
     by index, so that a restart, or another number of hosts, comes to the same decision.
     """
-    policy = config.non_finite if anomaly.status is UpdateStatus.NON_FINITE else config.loss_spike
+    broke = anomaly.status is UpdateStatus.BROKE_STATE
+    policy = config.loss_spike if anomaly.status is UpdateStatus.LOSS_SPIKE else config.non_finite
     if policy == "raise":
-        return Decision(anomaly, "raise", error=f"{anomaly}; its update was not applied: {ADVICE[anomaly.status]}")
+        done = "" if broke else "; its update was not applied"
+        return Decision(anomaly, "raise", error=f"{anomaly}{done}: {ADVICE[anomaly.status]}")
     last = anomaly.batch_index
     # A batch before the offending one may have done the damage. Its update can be left out only by going back.
     first = max(0, last - config.skip_before) if policy == "rollback" else last
     # A batch that is skipped already is reported, and counts, only once.
     new = tuple(batch for batch in range(first, last + 1) if batch not in skipped)
+    if broke and not new:  # left out before, and broken all the same: going back would never end
+        return Decision(anomaly, "raise", error=f"{anomaly}, though the batch was left out: {ADVICE[anomaly.status]}")
     # A bound in batches and not in time: it is the same after a restart.
     window = range(last + 1 - config.skipped_window_batches, last + 1)
     recent = sorted({*new, *skipped}.intersection(window))
@@ -81,7 +92,8 @@ def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) ->
             f"{config.max_skipped}): {shown(recent)}; {ADVICE[anomaly.status]}"
         )
         return Decision(anomaly, "raise", error=error)
-    if policy == "rollback":
+    # An update that was applied can be left out only by going back.
+    if policy == "rollback" or broke:
         return Decision(anomaly, "rollback", new, go_back_to=first)
     return Decision(anomaly, "skip", new)
 
@@ -89,6 +101,9 @@ def decide(anomaly: Anomaly, config: AnomalyConfig, skipped: Collection[int]) ->
 ADVICE = {
     UpdateStatus.NON_FINITE: "look at its data and lower the learning rate, or set anomalies.non_finite to skip or rollback",
     UpdateStatus.LOSS_SPIKE: "look at its data and lower the learning rate, or raise anomalies.spike_zscore",
+    UpdateStatus.BROKE_STATE: (
+        "lower the learning rate, look at the optimizer's settings (eps), or set anomalies.non_finite to skip or rollback"
+    ),
 }
 
 

@@ -72,10 +72,18 @@ class Given:
         self.origin: dict[str, Any] | None = None
         self.meta: dict[str, Any] = {}
         self._copy: HostCopy | None = None
+        self._made = False
 
     def make(self) -> TrainState:
+        """Raises UsageError if it was used up before, and no copy was kept."""
         if self._copy is not None:
             return self._finish(self._copy.put())
+        if self._made:
+            raise UsageError(
+                f"training must go back to its beginning, and {self._given or 'the arrays of configure_model'} cannot be had "
+                "again: save more often (checkpoint.save_steps), or set anomalies.non_finite to rollback, which keeps a copy"
+            )
+        self._made = True
         placed = self._place()
         if self._keep:
             self._copy = HostCopy(placed)

@@ -31,6 +31,8 @@ class Agreed:
     batch_index: int = 0
     newest_batch_index: int = 0
     """Equals `batch_index`, unless the hosts are out of step."""
+    not_finite: int = 0
+    """How many values of the state are infinite or NaN after the step."""
     loss: float = 0.0
     expected_loss: float = 0.0
 
@@ -38,9 +40,9 @@ class Agreed:
     def read(cls, reduced: jax.Array) -> Agreed:
         """Waits for the step, and returns its result."""
         values = wait_for_device(reduced)
-        stop, saves, status, data_wait_us, batch_index, newest = values[:6].tolist()
-        loss, expected = values[6:].view(np.float32).tolist()  # sent as the bits of a float32
-        return cls(stop, saves, UpdateStatus(status), data_wait_us, batch_index, newest, loss, expected)
+        stop, saves, status, data_wait_us, batch_index, newest, not_finite = values[:7].tolist()
+        loss, expected = values[7:].view(np.float32).tolist()  # sent as the bits of a float32
+        return cls(stop, saves, UpdateStatus(status), data_wait_us, batch_index, newest, not_finite, loss, expected)
 
     @property
     def data_wait_s(self) -> float:

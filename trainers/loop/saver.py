@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from trainers import runtime
 from trainers.callbacks import CallbackList, RunInfo
 from trainers.checkpoint.whole import META
-from trainers.config.arguments import TrainingArguments
-from trainers.config.masking import masked
-from trainers.errors import SaveFailedError
+from trainers.config.arguments import TrainingArguments, recorded_arguments
+from trainers.errors import CheckpointError, SaveFailedError
 from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
@@ -58,8 +60,34 @@ class Saver:
         manager: Any = self.manager  # not each one can save models: `model_every_steps` asks for it
         manager.save_model(step, state, self.meta(step), patient=patient)
 
+    def begin_trial(self, state: TrainState) -> Callable[[], None]:
+        """Begins to try, on host 0, whether such a state can be saved at all. Returns a function that waits for the answer, and
+        raises CheckpointError if it cannot; all hosts must call both. `state` may be shapes with shardings."""
+        found: Future[str] = Future()
+        # A user's own manager need not know.
+        try_save = getattr(self.manager, "try_save", None)
+
+        def run(meta: dict[str, Any]) -> None:
+            try:
+                found.set_result(try_save(state, meta) if try_save is not None else "")
+            except BaseException as error:  # a thread's boundary: raised where it is waited for
+                found.set_exception(error)
+
+        if jax.process_index() == 0:
+            threading.Thread(target=run, args=(self.meta(0),), name="trial save", daemon=True).start()
+
+        def finish() -> None:
+            problem = multihost.from_host0("trial save", found.result() if jax.process_index() == 0 else None)
+            if problem:
+                raise CheckpointError(_unsavable(problem))
+
+        return finish
+
     def report_saved(self) -> None:
-        """Calls `on_save` for each checkpoint that has become complete."""
+        """Calls `on_save` for each checkpoint that has become complete. Raises CheckpointError if no save can succeed, now or
+        later."""
+        if problem := getattr(self.manager, "unsavable", ""):
+            raise CheckpointError(_unsavable(problem))
         self.callbacks.report_saved(self.info, self.complete)
 
     def finish(self, *, must_have_last: bool) -> int | None:
@@ -71,7 +99,10 @@ class Saver:
         self.report_saved()
         # All hosts raise or none: a host that raised alone would leave the others in the next exchange.
         if must_have_last and not multihost.every_host("saved at the end", manager.last_saved_step == step):
-            raise SaveFailedError(f"training is over, but the checkpoint of its last step, {step}, could not be saved")
+            why = getattr(manager, "problem", "")
+            raise SaveFailedError(
+                f"training is over, but the checkpoint of its last step, {step}, could not be saved{why and f': {why}'}"
+            )
         return multihost.from_host0("last checkpoint", manager.last_saved_step)
 
     def meta(self, batch_index: int) -> dict[str, Any]:
@@ -94,7 +125,5 @@ class Saver:
         self.data_state.restore(meta)
 
 
-def recorded_arguments(arguments: TrainingArguments) -> dict[str, Any]:
-    """Returns what a checkpoint records of the arguments: their values, without secrets, and the name of their class."""
-    cls = type(arguments)
-    return {"arguments": masked(dataclasses.asdict(arguments)), "arguments_class": f"{cls.__module__}:{cls.__qualname__}"}
+def _unsavable(problem: str) -> str:
+    return f"no checkpoint of this run can be saved, on any storage: {problem}; change the model, or what it records"

@@ -8,7 +8,8 @@ A *step* here is a batch drawn, whether or not its update was applied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,14 @@ from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.config import AnomalyConfig, DistributionConfig
 from trainers.data.loader import StepAddressedLoader
-from trainers.errors import CoordinatorError, DesyncError, LossScaleError, LossSpikeError, NonFiniteLossError
+from trainers.errors import (
+    CoordinatorError,
+    DesyncError,
+    LossScaleError,
+    LossSpikeError,
+    NonFiniteLossError,
+    NonFiniteStateError,
+)
 from trainers.loop import anomalies
 from trainers.loop.anomalies import Anomaly, Decision
 from trainers.loop.evaluator import Evaluator
@@ -91,6 +99,12 @@ class Loop:
     garbage: GarbageCollection = field(default_factory=lambda: GarbageCollection(None))
     prepare_batch: Callable[[TrainState, Any], Any] | None = None
     """The hook on batches that are on the devices; None: batches stay as they are."""
+    broken: Callable[[TrainState], Sequence[str]] = lambda state: ()
+    """Returns the names of the leaves of a state whose values have become infinite or NaN."""
+    num_not_finite: Callable[[], int | None] = lambda: None
+    """Returns how many values of the state were infinite or NaN as training began or went back; None: not known."""
+    _not_finite: int | None = None
+    """How many may be."""
 
     def run(self, state: TrainState) -> tuple[TrainState, StopReason]:
         """Trains from `state` to a limit, or to a stop that all hosts agreed on. `state` is donated: use the returned one."""
@@ -114,6 +128,7 @@ class Loop:
         info, host = self.info, runtime.current()
         # After a rollback the results of the steps in flight must not be read any more.
         self.window, self.agreed = Window(info.global_step), Agreed()
+        self._not_finite = self.num_not_finite()
         self.end_of_data.start(info.batch_index)
         host.step = host.batch_index = info.batch_index
         metric_sums = self.empty_sums()
@@ -237,9 +252,18 @@ class Loop:
             raise self._out_of_step()
         if status is UpdateStatus.SCALE_EXHAUSTED:
             raise LossScaleError(anomalies.scale_exhausted(self.agreed.batch_index, self.agreed.loss))
+        if status is UpdateStatus.APPLIED and self._broke_state():
+            status = UpdateStatus.BROKE_STATE
         if status in anomalies.KINDS:
             anomaly = Anomaly(status, self.agreed.batch_index, self.agreed.loss, self.agreed.expected_loss)
             self._handle_anomaly(anomaly, state)
+
+    def _broke_state(self) -> bool:
+        """Whether the update has made values of the state infinite or NaN."""
+        number, allowed = self.agreed.not_finite, self._not_finite
+        # What has become finite must stay so: an optimizer may begin with the infinity as its best value.
+        self._not_finite = number if allowed is None else min(allowed, number)
+        return number > self._not_finite
 
     def _handle_anomaly(self, anomaly: Anomaly, state: TrainState) -> None:
         decision = anomalies.decide(anomaly, self.anomalies, self.lineage.skipped)
@@ -247,7 +271,7 @@ class Loop:
         origin = self._diagnose(anomaly, state)
         if decision.action == "raise":
             message = f"{decision.error}; {origin}" if origin else decision.error
-            raise (NonFiniteLossError if anomaly.status is UpdateStatus.NON_FINITE else LossSpikeError)(message)
+            raise (LossSpikeError if anomaly.status is UpdateStatus.LOSS_SPIKE else NonFiniteLossError)(message)
         self.lineage.skipped.update(decision.skipped_batches)
         if decision.action == "rollback":
             raise GoBack(decision)
@@ -256,6 +280,8 @@ class Loop:
 
     def _diagnose(self, anomaly: Anomaly, state: TrainState) -> str:
         """Returns where the first non-finite value came from. Only once in a process: it takes as long as compiling a step."""
+        if anomaly.status is UpdateStatus.BROKE_STATE:
+            return f"not finite: {', '.join(list(self.broken(state))[: anomalies.SHOWN_LEAVES])}"
         if anomaly.status is not UpdateStatus.NON_FINITE or self.diagnosed:
             return ""
         self.diagnosed = True
@@ -300,9 +326,16 @@ class Loop:
         self._complete_all(state)
         # One checkpoint serves every request that is known by now, whichever host it came from.
         self.handled_saves = max(self.agreed.saves, self.handled_saves)
+        broken: NonFiniteStateError | None = None
         with self.seconds.measure("checkpoint"), self.busy.waiting():
-            self.saver.save(state)
+            try:
+                self.saver.save(state)
+            except NonFiniteStateError as error:  # a hook has made it so: the step itself would have told
+                broken = error
         self.host_requests.saved()
+        if broken is not None:
+            anomaly = Anomaly(UpdateStatus.BROKE_STATE, self.info.batch_index - 1, math.nan, math.nan)
+            self._handle_anomaly(anomaly, state)
 
     def _save_model(self, state: TrainState) -> None:
         with self.busy.waiting():

@@ -19,6 +19,8 @@ KEPT_PUBLISHES = 1000
 CLOSE_TIMEOUT_S = 10.0
 
 Publish = tuple[int, Mapping[str, float], Mapping[str, Distribution]]
+Item = Publish | int
+"""What waits for a recorder: a publish, or the step that training has gone back to."""
 
 
 class Recorders:
@@ -43,6 +45,11 @@ class Recorders:
         for feed in self._feeds:
             feed.put((step, numbers, shapes))
 
+    def go_back(self, step: int) -> None:
+        """Tells that training has gone back to `step`, and that other numbers follow than were recorded of later steps."""
+        for feed in self._feeds:
+            feed.put(step)
+
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Waits at most `timeout_s` until everything is recorded. Reports what is not."""
         deadline_s = time.monotonic() + timeout_s
@@ -59,7 +66,7 @@ class Feed:
     def __init__(self, name: str, about: About, note: Callable[[str], None], kept_publishes: int):
         self.name, self._about, self._note = name, about, note
         self._kept_publishes = kept_publishes
-        self._waiting: deque[Publish] = deque()
+        self._waiting: deque[Item] = deque()
         self._changed = threading.Condition()
         self._ended = False
         self._num_recording = 0
@@ -70,13 +77,13 @@ class Feed:
         self._thread = threading.Thread(target=self._run, name=f"recorder-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, publish: Publish) -> None:
+    def put(self, item: Item) -> None:
         with self._changed:
-            full = len(self._waiting) >= self._kept_publishes
+            full = self._num_publishes() >= self._kept_publishes
             if full:  # the newest are kept: they are what people look at while training goes on
-                self._waiting.popleft()
+                del self._waiting[next(index for index, waits in enumerate(self._waiting) if not isinstance(waits, int))]
                 self.lost += 1
-            self._waiting.append(publish)
+            self._waiting.append(item)
             self._changed.notify()
         # Outside the lock: a note may take long, and `put` must return at once.
         if full:
@@ -91,7 +98,7 @@ class Feed:
         self._thread.join(timeout_s)
         with self._changed:
             # Also what is being recorded now: nobody waits for it any longer.
-            lost = self.lost + len(self._waiting) + self._num_recording
+            lost = self.lost + self._num_publishes() + self._num_recording
         if lost:
             self._note(f"recorder {self.name}: {lost} publishes were not recorded")
         elif self._thread.is_alive():
@@ -99,13 +106,16 @@ class Feed:
 
     def _run(self) -> None:
         recorder: Recorder | None = None
-        while (publish := self._next()) is not None:
+        while (item := self._next()) is not None:
             try:
                 # Built when there is something to record, and again after a failure: what it needs may have come back.
                 recorder = recorder or load_object(BUILT_IN.get(self.name, self.name))(self._about)
-                recorder.record(*publish)
+                if not isinstance(item, int):
+                    recorder.record(*item)
+                elif (go_back := getattr(recorder, "go_back", None)) is not None:
+                    go_back(item)
             except Exception as error:  # a recorder's boundary: whatever it is, training goes on
-                self._failed(error, 1)
+                self._failed(error, 0 if isinstance(item, int) else 1)
             with self._changed:
                 self._num_recording = 0
         try:
@@ -114,13 +124,17 @@ class Feed:
         except Exception as error:
             self._failed(error, 0)
 
-    def _next(self) -> Publish | None:
+    def _num_publishes(self) -> int:
+        return sum(not isinstance(item, int) for item in self._waiting)
+
+    def _next(self) -> Item | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._ended)
             if not self._waiting:
                 return None
-            self._num_recording = 1
-            return self._waiting.popleft()
+            item = self._waiting.popleft()
+            self._num_recording = 0 if isinstance(item, int) else 1
+            return item
 
     def _failed(self, error: Exception, lost: int) -> None:
         with self._changed:

@@ -13,6 +13,8 @@ from trainers.recorders.recorder import About, Distribution
 from trainers.storage import documents, durable, shapes
 
 FILE = "metrics.jsonl"
+LEFT = "metrics.left.jsonl"
+"""The lines of courses that training has left."""
 
 
 class _Line(TypedDict):
@@ -26,19 +28,15 @@ class JsonLines:
     """Writes `{"t": unix time, "step": ..., "metrics": {...}, "distributions": {...}}`. Numbers that are not finite are null.
 
     Each number is there once: when a step is replayed after a restart, the file keeps what it has. A line that a process left
-    unfinished is closed with a newline, and is not valid JSON.
+    unfinished is closed with a newline, and is not valid JSON. When training goes back to take another course, the lines of later
+    steps are moved to LEFT.
     """
 
     def __init__(self, about: About):
         path = about.output_folder() / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._last_step: dict[str, int] = {}
-        # Of each name by itself: evaluations come separately from the training of the same step.
-        for line in read(path):
-            self._last_step |= dict.fromkeys((*line["metrics"], *line.get("distributions", ())), line["step"])
-        # Unbuffered: a line is in the file when `record` returns, even if the process is killed then.
-        self._file = durable.appending(path, buffering=0)
-        self._torn = path.stat().st_size > 0 and not _ends_with_newline(path)
+        self._path = path
+        self._open()
 
     def record(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, Distribution]) -> None:
         numbers = {name: _finite(value) for name, value in metrics.items() if self._is_new(name, step)}
@@ -51,8 +49,28 @@ class JsonLines:
         self._append(json.dumps(line).encode() + b"\n")
         self._last_step |= dict.fromkeys((*numbers, *shapes), step)
 
+    def go_back(self, step: int) -> None:
+        lines = list(read(self._path))
+        if not any(line["step"] > step for line in lines):
+            return
+        self._file.close()
+        with durable.appending(self._path.parent / LEFT) as file:
+            file.writelines(json.dumps(line).encode() + b"\n" for line in lines if line["step"] > step)
+        # After those are elsewhere: a process that dies in between loses none.
+        durable.write(self._path, "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
+        self._open()
+
     def close(self) -> None:
         self._file.close()
+
+    def _open(self) -> None:
+        self._last_step: dict[str, int] = {}
+        # Of each name by itself: evaluations come separately from the training of the same step.
+        for line in read(self._path):
+            self._last_step |= dict.fromkeys((*line["metrics"], *line.get("distributions", ())), line["step"])
+        # Unbuffered: a line is in the file when `record` returns, even if the process is killed then.
+        self._file = durable.appending(self._path, buffering=0)
+        self._torn = self._path.stat().st_size > 0 and not _ends_with_newline(self._path)
 
     def _append(self, data: bytes) -> None:
         data = b"\n" + data if self._torn else data

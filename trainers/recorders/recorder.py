@@ -40,6 +40,9 @@ class Recorder(Protocol):
 
     After a restart of the run, steps may come again that were recorded before. Their numbers are the same, except times. A
     recorder that keeps its own file should keep each number once.
+
+    It may have a method `go_back(step)`. That is called when training has gone back to `step` and takes another course from
+    there, with other settings or without some batches: what was recorded of later steps is no longer true.
     """
 
     def record(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, Distribution]) -> None:

@@ -18,14 +18,22 @@ class TensorBoard:
     def __init__(self, about: About):
         self._folder = str(about.output_folder(FOLDER))
         self._writer: Any = None
+        self._void_from: int | None = None
+        """The first step of which the values in earlier files are no longer true; None: of those that come again."""
 
     def record(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, Distribution]) -> None:
         if self._writer is None:
-            self._writer = self._open(step if "loss" in metrics else step + 1)
+            first = step if "loss" in metrics else step + 1
+            self._writer = self._open(first if self._void_from is None else min(first, self._void_from))
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         for name, shape in distributions.items():
             self._writer.add_histogram_raw(name, **_sums(shape), global_step=step)
+
+    def go_back(self, step: int) -> None:
+        # The next file makes what follows `step` in this one void.
+        self.close()
+        self._writer, self._void_from = None, step + 1
 
     def close(self) -> None:
         if self._writer is not None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from trainers.errors import cut
 from trainers.runtime.events import Event, MachineTakenAway, problem_of
 from trainers.runtime.plain import number, plain, whole_number
 from trainers.runtime.stop_reason import StopReason
@@ -121,7 +122,7 @@ class Runtime:
             self.phase(before)
 
     def note(self, message: str) -> None:
-        self.emit({"ev": "note", "message": message})
+        self.emit({"ev": "note", "message": cut(message)})
 
     def request_stop(self, reason: str, *, of_training: bool = False) -> None:
         """Asks for a stop; the first reason, one of `StopReason`, stays. Safe in a signal handler. `of_training`: the request

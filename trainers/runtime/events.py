@@ -152,7 +152,7 @@ class AnomalyFields(TypedDict):
     """The decision about a loss that is not finite, or is a spike."""
 
     kind: str
-    """`non_finite` or `loss_spike`."""
+    """`non_finite`, `loss_spike` or `broken_state` (`trainers.loop.anomalies.KINDS`)."""
     batch_index: int
     loss: float | None
     expected: float | None
@@ -168,6 +168,15 @@ class AnomalyTreated(AnomalyFields, Envelope):
     ev: Literal["anomaly"]
     restored_step: int | None
     """The step of the checkpoint that was rolled back to."""
+
+
+def course_left_at(anomaly: AnomalyTreated) -> int | None:
+    """Returns the last step of which the numbers are still true after a rollback, which trains on without some batches. None:
+    training has not gone back."""
+    if anomaly["restored_step"] is None:
+        return None
+    # Up to the first batch that is left out, everything comes again as it was. The numbers of step n are of batches before n.
+    return max(anomaly["restored_step"], min(anomaly["skipped_batches"], default=0))
 
 
 class Note(Envelope):

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from trainers.errors import CoordinatorError
+from trainers.errors import CoordinatorError, cut
 
 _counter = itertools.count()
 """The number that makes the keys of each exchange unique. It is the same on all hosts, because all call in the same order."""
@@ -119,7 +119,7 @@ def exchange(client: Any, host: int, num_hosts: int, prefix: str, topic: str, va
         values = gather(client, f"{prefix}/of", range(1, num_hosts), get, timeout_s)
     except CoordinatorError as error:
         # The others wait for this reply: so they raise now, and with the name of the host that is missing.
-        client.key_value_set(f"{prefix}/all", json.dumps({"problem": str(error)}))
+        client.key_value_set(f"{prefix}/all", json.dumps({"problem": cut(str(error))}))
         raise
     values[0] = json.loads(json.dumps(value))  # as the others get it: JSON makes lists of tuples
     client.key_value_set(f"{prefix}/all", json.dumps(pack(values)))

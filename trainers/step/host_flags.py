@@ -30,14 +30,18 @@ class UpdateStatus(IntEnum):
     then."""
     SCALE_EXHAUSTED = 6
     """The gradients overflowed float16, and the scale of the loss is already at its minimum."""
+    BROKE_STATE = 7
+    """The update was applied, and has made values of the state infinite or NaN. The loop finds this by `not_finite` of
+    REDUCED: the step does not keep the old state, which would be a second one in memory."""
 
 
 FLAGS = ("stop", "saves", "skip", "data_wait_us", "batch_index")
 """The input of each host to a step, as int32 in this order: its requests, how long it waited for its batch, and the index of the
 batch."""
 
-REDUCED = ("stop", "saves", "status", "data_wait_us", "batch_index", "newest_batch_index", "loss", "expected_loss")
-"""The result of a step for every host, as int32 in this order; the losses are the bits of a float32."""
+REDUCED = ("stop", "saves", "status", "data_wait_us", "batch_index", "newest_batch_index", "not_finite", "loss", "expected_loss")
+"""The result of a step for every host, as int32 in this order; the losses are the bits of a float32. `not_finite`: how many
+values of the state are infinite or NaN after the step."""
 
 MIN_RELATIVE_DEVIATION = 0.01
 """The least standard deviation for the detection of spikes, relative to the mean: where losses hardly vary, a small chance
@@ -53,7 +57,7 @@ def reduce_flags(
     overflow: jax.Array | None = None,
 ) -> jax.Array:
     """Returns int32[len(REDUCED)]: the maximum of the hosts' requests and waits, and the `UpdateStatus`. `overflow` is the status
-    by the scale of the loss; None where losses are not scaled."""
+    by the scale of the loss; None where losses are not scaled. `not_finite` is 0: `with_count` sets it after the update."""
     # The least batch index too, as the maximum of its negative: a second collective would cost as much again.
     stop, saves, skip, data_wait_us, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
     spike = is_spike(stats, loss, config) if config.loss_spike != "off" else jnp.zeros((), jnp.bool_)
@@ -73,7 +77,12 @@ def reduce_flags(
     expected = jnp.where(stats["count"] > 0, stats["mean"], jnp.nan)
     # As bits: one int32 array for everything is one transfer to the host, and no conversion rounds the losses.
     loss_bits, expected_bits = (jax.lax.bitcast_convert_type(value, jnp.int32) for value in (loss, expected))
-    return jnp.stack([stop, saves, status, data_wait_us, -least, newest, loss_bits, expected_bits])
+    return jnp.stack([stop, saves, status, data_wait_us, -least, newest, jnp.int32(0), loss_bits, expected_bits])
+
+
+def with_count(reduced: jax.Array, not_finite: jax.Array) -> jax.Array:
+    """Returns `reduced` with the number (int32) of values of the state that are not finite after the update."""
+    return reduced.at[REDUCED.index("not_finite")].set(not_finite)
 
 
 def is_spike(stats: Mapping[str, jax.Array], loss: jax.Array, config: AnomalyConfig) -> jax.Array:

@@ -51,7 +51,7 @@ TEMPORARY = named("a temporary file", r".+\.tmp")
 ON_THE_WAY = named("a folder on its way", r".+\.(saving|replaced|deleted)-\w[\w-]*")
 """Made beside what will have the name, or renamed because it will be deleted."""
 PROBE = named("a probe", r"\.probe-\w+(-from|-to)?")
-TEMPORARY_FOLDER = named("a temporary folder", r"(profile|gangway-disk|gw)-[a-z0-9_]{8}(\.image)?")
+TEMPORARY_FOLDER = named("a temporary folder", r"(profile|trial|gangway-disk|gw)-[a-z0-9_]{8}(\.image)?")
 """Made by `tempfile.mkdtemp`."""
 MADE_BY = {"made_by": "gangway"}
 """In the head of each file of weights that is written for other programs."""

@@ -1,5 +1,7 @@
 """The start of a run: what goes on side by side, and what is left when it goes wrong."""
 
+from pathlib import Path
+
 import pytest
 
 from orchestrator import launching
@@ -68,10 +70,11 @@ def test_what_is_wrong_ends_ray_and_the_console_before_it_is_told(job, happened,
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
-    assert launching.run("x.yaml", [], dry_run=False, began_s=0.0) == launching.EXIT_REFUSED
+    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == launching.EXIT_REFUSED
     assert happened == [*BESIDE, "Ray is ended", "the child is ended"]
     assert console.closed == 1
     assert "no such column" in capsys.readouterr().err
+    assert not Path(job.run_dir).exists()  # nothing is left of what was refused
 
 
 def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, happened, monkeypatch, capsys):
@@ -79,6 +82,31 @@ def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, hap
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
-    assert launching.run("x.yaml", [], dry_run=False, began_s=0.0) == launching.EXIT_FAILED
+    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == launching.EXIT_FAILED
     assert "Ray is ended" in happened
     assert capsys.readouterr().err == "error: interrupted before the run began; nothing is left of it\n"
+
+
+def test_the_file_that_has_the_output_of_the_hosts_is_named_unless_it_is_shown(job):
+    line = launching.where_printed(job)
+    assert line.startswith("what the hosts print (print, logging) is in ")
+    assert f"{job.run_dir}/logs; driver.console_hosts=all" in line
+    shown = build({"name": "x", "max_num_steps": 1, "driver": {"console_hosts": "all"}, "storage": job.training.storage})
+    assert launching.where_printed(shown) == ""
+
+
+def test_a_dry_run_that_would_begin_anew_says_where_the_earlier_run_goes(job, monkeypatch):
+    plan = report.PlanReport(
+        num_hosts=1,
+        devices_per_host=1,
+        mesh=dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1),
+        continues={"step": 3, "told": ["goes on"]},
+    )
+    monkeypatch.setattr(report, "check", lambda config: plan)
+    fresh = launching.How(dry_run=True, fresh=True)
+    assert "begins anew" not in launching.dry_run(job, fresh)  # there is none
+    Path(job.run_dir, "checkpoints").mkdir(parents=True)
+    shown = launching.dry_run(job, fresh)
+    assert shown.splitlines()[-1] == f"# begins anew       {job.run_dir} is moved to {job.run_dir}.before-1"
+    assert "seed: 0" not in shown
+    assert "seed: 0" in launching.dry_run(job, fresh._replace(everything=True))

@@ -114,7 +114,7 @@ def test_all_runs_of_a_storage_are_lines_those_that_go_on_first(start, storage, 
     assert status.main([str(storage)]) == 0
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == " ".join(status.COLUMNS).split()
-    assert first.split()[:7] == ["b", "training", "40/100", "1.2500", "4,000", "0:30", "80%"]
+    assert first.split()[:8] == ["b", "training", "40/100", "1.2500", "4,000", "tokens/s", "0:30", "80%"]
     assert second.split()[:3] == ["a", "failed", "40/100"]
     assert status.main([str(storage), "--json"]) == 0
     assert [run["name"] for run in json.loads(capsys.readouterr().out)] == ["b", "a"]

@@ -16,10 +16,9 @@ from tests import ROOT
 from tests.unit.training import flip_a_byte, of, trainer
 from trainers import evaluate, run
 from trainers.base import BaseTrainer
-from trainers.config.arguments import TrainingArguments
+from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.errors import UsageError
 from trainers.export import to_safetensors
-from trainers.loop.saver import recorded_arguments
 
 HERE = "tests.unit.trainers.test_evaluate:"
 

@@ -28,7 +28,7 @@ from trainers.config.importable import path_of
 from trainers.config.pieces import PiecesArguments
 from trainers.data.sources import pieces
 from trainers.errors import CheckpointError, UsageError
-from trainers.library import Training
+from trainers.library import Result, Training
 from trainers.recorders.progress import Progress
 from trainers.runtime.stop_reason import StopReason
 
@@ -105,6 +105,7 @@ def test_the_history_has_every_published_step_and_the_metrics_are_the_last():
     assert [row["step"] for row in result.history] == [1, 2, 3, 4, 5, 6, 7]
     assert [row["step"] for row in result.history if "eval_missed" in row] == [3, 6, 7]  # with the training of that step
     assert all({"loss", "missed", "learning_rate"} <= row.keys() for row in result.history)
+    assert result.curve("loss") == [(row["step"], row["loss"]) for row in result.history]
     assert result.metrics["loss"] == result.history[-1]["loss"]
     assert result.metrics["step"] == 7
     text = repr(result)
@@ -460,3 +461,14 @@ def test_a_launch_that_goes_on_from_a_fit_is_the_same_experiment(tmp_path):
     assert told[0] == "goes on from step 2"
     assert "seed 1 -> 2" in told[-1]
     assert "pieces" not in "".join(told)
+
+
+def test_a_curve_has_the_steps_at_which_the_metric_was_published():
+    rows = [{"step": step, "metrics": {"loss": 1.0 / step}} for step in (1, 2, 3)]
+    result = Result([*rows, {"step": 2, "metrics": {"eval_loss": 4.0}}], StopReason.MAX_STEPS, lambda: None)
+    assert result.curve("eval_loss") == [(2, 4.0)]
+    assert [step for step, _ in result.curve("loss")] == [1, 2, 3]
+    with pytest.raises(
+        UsageError, match=r"^evl_loss: there is no such metric; did you mean eval_loss\?; there are eval_loss, loss$"
+    ):
+        result.curve("evl_loss")

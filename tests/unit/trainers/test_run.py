@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import trainers.run
 from tests.programs.mistaken import mistake
+from trainers.config.arguments import TrainingArguments
 from trainers.protocol import StopReason, TrainerOutput
 from trainers.runtime import executables
 from trainers.runtime.events import Event
@@ -41,7 +45,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.costs("compiles a step and trains")
-def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run):
+def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run, tmp_path):
     status, printed = run("max_num_steps=4", "optimizer.schedule.name=constant")
     assert status == 0
     lines = printed.out.splitlines()
@@ -54,13 +58,57 @@ def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run):
     assert "{" not in printed.out  # nothing as Python prints it
     assert printed.out.splitlines()[-1].startswith("ended (max_steps): 4 steps, loss ")
     assert printed.out.splitlines()[-1].endswith("checkpoints/4")
-    status, printed = run("max_num_steps=6", "optimizer.schedule.name=constant", "seed=1")
+    second_run = ("max_num_steps=6", "optimizer.schedule.name=constant", "seed=1")
+    status, printed = run(*second_run)
     assert status == 0
     first, second, third = (line[9:] for line in printed.out.splitlines()[2:5])
     assert first == "goes on from step 4"
     assert second == "changed, and harmless: max_num_steps 4 -> 6"
     assert third.startswith("changed, and no longer the same experiment: seed 0 -> 1")
     assert "the state of step 4 is restored" in printed.out
+    # What the console has shown, of both launches, and the settings of the second, which give the same ones.
+    folder = tmp_path / "alone"
+    log = (folder / "console.log").read_text()
+    assert log.count("a launch begins") == 2
+    assert [line for line in printed.out.splitlines()[1:-1] if line not in log] == []
+    again = trainers.run.read(str(folder / "config.yaml"))
+    assert again == trainers.run.read(str(tmp_path / "alone.yaml"), [f"storage={tmp_path}", *second_run])
+
+
+def test_a_run_that_is_refused_leaves_no_folder(run, tmp_path):
+    status, printed = run("task=tests.programs.tiny:Nothing", "recorders=[jsonl]")
+    assert status == 2
+    assert "has no 'Nothing'" in printed.err
+    status, printed = run(
+        "recorders=[jsonl]", "checkpoint.start_from=/nowhere", "optimizer.groups=[{pattern: nowhere, frozen: true}]"
+    )
+    assert status == 2
+    assert "the pattern 'nowhere' is in no parameter's name" in printed.err
+    assert not (tmp_path / "alone").exists()
+
+
+def test_settings_of_a_class_of_ones_own_are_kept_with_its_name(tmp_path):
+    text = trainers.run.settings_yaml(More(name="mine", max_num_steps=1, extra=3))
+    (tmp_path / "config.yaml").write_text(text)
+    assert trainers.run.read(str(tmp_path / "config.yaml")) == More(name="mine", max_num_steps=1, extra=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class More(TrainingArguments):
+    extra: int = 1
+
+
+def test_a_console_log_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path):
+    shown = []
+    console = SimpleNamespace(show=shown.append, close=lambda: None)
+    (tmp_path / "mine").write_text("a file")
+    arguments = More(name="mine", max_num_steps=1, storage=str(tmp_path))
+    assert trainers.run.with_files(arguments, console, 0.0) is console
+    assert "has no config.yaml and console.log" in shown[0]["message"]
+    full = trainers.run.LoggedConsole(console, Path("/dev/full"), 0.0)
+    full.show({"ev": "note", "message": "shown"})
+    full.close()
+    assert shown[1]["message"] == "shown"
 
 
 @pytest.mark.slow("runs a command twice")

@@ -148,7 +148,7 @@ def test_saves_come_by_the_minute(tmp_path, events):
 def test_without_ray_a_signal_asks_training_to_stop(tmp_path, number):
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        trainers.run.build(arguments(tmp_path), None, None)
+        trainers.run.build(arguments(tmp_path), lambda event: None)
         signal.raise_signal(number)
         assert runtime.current().stop_reason == {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
     finally:

@@ -356,6 +356,14 @@ IMAGE_TEXT: Keys = {
     **dict.fromkeys(("boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id"), ANY),
 }
 """Of Gemma 3 with images."""
+TEXT_PART: Keys = {
+    **OF_EVERY_MODEL,
+    "text_config": SECTION,
+    "tie_word_embeddings": FLAG,
+    **dict.fromkeys(("vision_config", "image_token_index", "image_token_id", "projector_hidden_act"), ANY),
+    **dict.fromkeys(("vision_feature_layer", "multimodal_projector_bias", "spatial_merge_size"), ANY),
+}
+"""Of a model with images of which the decoder alone is read. The other keys are of its encoder."""
 
 
 def problems(found: Json, keys: Keys, of: str, within: str = "") -> Iterator[str]:

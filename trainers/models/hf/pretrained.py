@@ -14,7 +14,6 @@ from trainers.config.model import OF_EXECUTION
 from trainers.config.section import require
 from trainers.config.vision import VisionConfig
 from trainers.errors import UsageError
-from trainers.models.hf import config as hf_config
 from trainers.models.hf import vision_config
 from trainers.models.hf.vision_config import ImageTextConfig
 
@@ -79,9 +78,7 @@ def _read(folder: str, asked_by: str) -> ModelConfig | ImageTextConfig:
         with open(path) as file:
             found = json.load(file)
         require(isinstance(found, dict), "expected a mapping of keys and values")
-        if found.get("model_type") == vision_config.GEMMA3:
-            return vision_config.image_text(found)
-        return hf_config.read(found)
+        return vision_config.decoder(found)
     except (OSError, UsageError, ValueError) as error:
         raise ValueError(f"{asked_by} = {folder!r}: {path}: {_why(error)}") from error
 

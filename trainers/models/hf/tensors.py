@@ -12,6 +12,9 @@ from trainers.models.hf import weights as text
 from trainers.models.hf.vision_config import Config
 from trainers.models.hf.weights import Place
 
+OLDER_HEAD = "language_model."
+"""Before the table of the logits in the files of models with images on the Hub."""
+
 
 class Source(NamedTuple):
     """The tensors of one parameter."""
@@ -29,7 +32,7 @@ def sources(config: Config, found: Collection[str] = ()) -> list[Source]:
     are those that a file is written with, which are the ones of the Hub's."""
     if isinstance(config, ModelConfig):
         first = text.PREFIXES[1] if config.family == "gpt2" else text.PREFIXES[0]
-        return list(_decoder(config, (first, *text.PREFIXES), found))
+        return list(_decoder(config, (first, *text.PREFIXES, *vision.TEXT_PREFIXES), found))
     if isinstance(config, VisionConfig):
         return list(_encoder(config, vision.ENCODER_PREFIXES[config.family], found))
     projector = _prefix(vision.PROJECTOR_PREFIXES, vision.PROJECTOR["out"], found)
@@ -43,16 +46,19 @@ def sources(config: Config, found: Collection[str] = ()) -> list[Source]:
 def is_besides(config: Config, name: str) -> bool:
     """Whether a file may have the tensor besides: it says what the others say, or belongs to a part that is not read."""
     if isinstance(config, ModelConfig):
-        return text.is_derived(config, name)
+        return text.is_derived(config, name.removeprefix(OLDER_HEAD))
     if isinstance(config, VisionConfig):
         return name.startswith(vision.BESIDES[config.family])
-    return text.is_derived(config.model, name.removeprefix("language_model."))
+    return text.is_derived(config.model, name.removeprefix(OLDER_HEAD))
 
 
 def _decoder(config: ModelConfig, prefixes: Sequence[str], found: Collection[str]) -> Iterator[Source]:
     top = text.top_places(config)
     prefix = _prefix(prefixes, top["embed"], found)
-    yield from _top(top, prefix)
+    for source in _top(top, prefix):
+        [tensor] = source.tensors
+        is_older = tensor not in found and OLDER_HEAD + tensor in found
+        yield source._replace(tensors=(OLDER_HEAD + tensor,)) if is_older else source
     of_layers = f"{prefix}{text.layers_name(config)}"
     yield from _layers(text.layer_places(config), of_layers, config.num_layers, config.num_experts)
 

@@ -13,7 +13,7 @@ from trainers.config.hf_files import CONFIG_FILE
 from trainers.config.vision import VisionConfig
 from trainers.errors import UsageError
 from trainers.models.hf import config as text
-from trainers.models.hf import keys
+from trainers.models.hf import keys, text_part
 from trainers.models.hf.meaning import Meaning, of_model
 
 Json = Mapping[str, Any]
@@ -66,7 +66,15 @@ def read(found: Json) -> Config:
         return _encoder("siglip", found.get("vision_config") or {}, "vision_config.")
     if kind in ENCODER_OF:
         return _encoder(ENCODER_OF[kind], found)
-    return image_text(found) if kind == GEMMA3 else text.read(found)
+    return decoder(found)
+
+
+def decoder(found: Json) -> ModelConfig | ImageTextConfig:
+    """Returns the configuration of a decoder, with the encoder of its images if that is read too. Raises UsageError that names
+    all that is not understood."""
+    if text_part.is_one(found):
+        return text_part.read(found)
+    return image_text(found) if found.get("model_type") == GEMMA3 else text.read(found)
 
 
 def _refuse(problems: Iterable[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -569,3 +570,49 @@ def test_init_from_may_be_a_path_or_a_section(write, tmp_path):
 def test_what_is_wrong_with_init_from(write, section, expected):
     (problem,) = problems(write(SMALL + f"init_from: {section}"))
     assert expected in problem
+
+
+GIVEN = """
+max_num_steps: 5
+model: {width: 32}
+optimizer: {learning_rate: 0.0003, schedule: {warmup_steps: 3}, groups: [{pattern: a, frozen: true}]}
+hosts: {count: 2, env: {KEY: secret}}
+driver: {restart: {max_failures: 3}}
+evaluation: {units: {far: {max_batches: 2}}}
+init_from: {path: /runs/other}
+"""
+
+
+def test_what_differs_from_the_defaults_is_found_in_all_sections(write):
+    made = load(write(GIVEN), ["seed=0", "previews.num_tokens=9"])
+    found = yaml.safe_load(config.given_yaml(made))
+    assert found.pop("storage") == made.training.storage
+    assert found.pop("init_from")["path"] == "/runs/other"
+    assert found.pop("evaluation")["units"]["far"]["max_batches"] == 2
+    (group,) = found["optimizer"].pop("groups")
+    assert (group["pattern"], group["frozen"]) == ("a", True)
+    assert found == {
+        "name": "job",
+        "max_num_steps": 5,
+        "model": {"width": 32},
+        "optimizer": {"schedule": {"warmup_steps": 3}},  # the rate is the default
+        "previews": {"num_tokens": 9},
+        "hosts": {"count": 2, "env": {"KEY": "***"}},
+        "driver": {"restart": {"max_failures": 3}},
+    }
+
+
+def test_the_file_of_a_run_gives_the_same_configuration_and_asks_for_secrets(write, tmp_path):
+    made = load(write(GIVEN))
+    path = tmp_path / "config.yaml"
+    path.write_text(config.resolved_yaml(made))
+    with pytest.raises(ConfigError, match=r"hosts\.env\.KEY: masked, for it had a secret; give hosts\.env\.KEY=VALUE"):
+        load(path)
+    assert load(path, ["hosts.env.KEY=secret"]) == made
+    for name in ("tiny", "quickstart"):
+        made = load(ROOT / "configs" / f"{name}.yaml", [f"storage={tmp_path}"])
+        path.write_text(config.resolved_yaml(made))
+        assert load(path) == made
+    path.write_text(config.resolved_yaml(made).replace("recorder_folders: {}", "recorder_folders: {jsonl: 's3://***@bucket/a'}"))
+    with pytest.raises(ConfigError, match=r"recorder_folders\.jsonl: masked"):
+        load(path)

@@ -13,7 +13,7 @@ from orchestrator.tracking.prometheus import Gauges
 def events():
     """Of a launch that has taken in nothing yet."""
     goodput = SimpleNamespace(switch=lambda category, at_s: None)
-    launch = SimpleNamespace(seen={}, high_water_step=0, trained_step=0, goodput=goodput)
+    launch = SimpleNamespace(seen={}, high_water_step=0, trained_step=0, goodput=goodput, step_s={})
     return EventHandler(launch, Board(), None, None, Gauges("run"), StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
 
 

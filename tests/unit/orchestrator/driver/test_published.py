@@ -20,7 +20,9 @@ def handler():
         high_water_step=0,
         trained_step=0,
         generations=1,
-        goodput=SimpleNamespace(switch=lambda *args: None, move=lambda *args: None, goodput=lambda at_s: 1.0),
+        step_s={},
+        goodput=SimpleNamespace(switch=lambda *args: None, move=lambda *args: None),
+        goodput_of_run=lambda at_s: 1.0,
         is_new=lambda step, kind: True,
         publish=lambda step, metrics: None,
     )

@@ -429,7 +429,11 @@ def test_what_could_not_be_looked_at_is_told_first(job, child_answers):
 @pytest.mark.parametrize(("tokens_per_example", "unit"), [(1, "examples"), (2, "tokens"), (None, "tokens")])
 def test_examples_that_are_one_thing_each_are_counted_as_such(job, child_answers, tokens_per_example, unit):
     child_answers(stdout=json.dumps({"problems": [], "facts": {**FACTS, "tokens_per_example": tokens_per_example}}))
-    assert job_plan.check(job).header(job)["unit"] == unit
+    report = job_plan.check(job)
+    assert report.header(job)["unit"] == unit
+    lines = "\n".join(f"{name} {text}" for name, text in job_plan.arithmetic(job, report).items())
+    assert ("examples a step" in lines, "tokens a step" in lines) == ((True, False) if unit == "examples" else (False, True))
+    assert ("1,000 examples = 62.5 steps" in lines) == (unit == "examples")
 
 
 def test_where_a_run_goes_on_and_what_has_changed_is_told_at_the_start(job, child_answers):
@@ -444,7 +448,11 @@ def test_a_dry_run_shows_the_resolved_configuration_and_the_arithmetic(job, chil
     child_answers(stdout=json.dumps({"problems": [], "facts": FACTS}))
     text = job_plan.render(job, job_plan.check(job))
     assert text.startswith("name: job\n")
-    assert "\n    max_failures: 10\n" in text
+    assert "max_failures" not in text  # it has its default
+    assert text.endswith("# --all             shows the settings that have their defaults, too")
+    everything = job_plan.render(job, job_plan.check(job), everything=True)
+    assert "\n    max_failures: 10\n" in everything
+    assert "--all" not in everything
     assert "\n# mesh              data 1 x fsdp 2 x expert 1 x tensor 1 = 2\n" in text
 
 

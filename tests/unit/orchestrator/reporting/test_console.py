@@ -265,6 +265,31 @@ def test_summary_has_a_users_own_metrics_and_all_of_the_evaluations():
     ]
 
 
+def test_examples_that_are_one_thing_each_are_not_called_tokens():
+    assert "300 steps, 1.23 M examples in" in page({**SUMMARY, "samples": SUMMARY["tokens"]})
+    assert "300 steps, 1.23 M tokens in" in page({**SUMMARY, "samples": 100})
+    assert published.counted(None, 3.0) == (3.0, "examples")
+    assert published.counted(None, None) is None
+
+
+def test_the_end_has_where_the_output_of_the_hosts_is():
+    assert "  printed      /runs/tiny/logs\n" in page({**SUMMARY, "logs": "/runs/tiny/logs"})
+
+
+def test_the_metrics_of_a_task_are_its_accuracy_and_its_own_whatever_their_names():
+    own = {"rewards/margin": 1.0, "mean_error": 2.0, "packing_speed": 3.0}
+    of_system = {
+        "loss": 1.0,
+        "loss/web": 1.0,
+        "grad_norm/out": 1.0,
+        "mean_accuracy": 0.4,
+        "packing_efficiency": 1.0,
+        "lost_tokens": 0.0,
+    }
+    assert published.own({**of_system, "accuracy": 0.5, **own}) == own
+    assert published.of_task({**of_system, "accuracy": 0.5, **own}) == {"accuracy": 0.5, **own}
+
+
 def test_summary_does_not_cut_what_is_there_to_be_copied():
     assert "  metrics      mlflow ui --backend-store-uri sqlite:////runs/mlflow.db\n" in page(SUMMARY, width=30)
 
@@ -490,6 +515,17 @@ def test_what_can_no_longer_be_shown_is_in_the_log_of_the_run_with_the_page_at_t
     assert lines[0].endswith("standard output is lost (Input/output error): what follows is shown here alone")
     assert lines[1].endswith("the second note")
     assert "  ✓ tiny finished  300 steps, 1.23 M tokens in 1 min 40 s" in lines
+
+
+def test_a_log_that_has_the_lines_in_any_case_gets_them_once(tmp_path):
+    stream, log = Closes(is_terminal=False), tmp_path / "console.log"
+    console = make_console(stream, clock=Clock(), log=str(log), logged=True)
+    stream.is_closed = True
+    console.show({"ev": "note", "message": "logged by the driver"})
+    console.show({"ev": "note", "message": "this one too"})
+    console.close()
+    (line,) = log.read_text().splitlines()
+    assert "standard output is lost" in line
 
 
 def test_without_a_stream_and_without_room_for_a_log_the_console_shows_nothing_and_raises_nothing(tmp_path):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.training import arguments, of
+from tests.unit.training import arguments, of, trainer
 from trainers.callbacks import CallbackList, RunInfo
-from trainers.errors import SaveFailedError
+from trainers.checkpoint import trial
+from trainers.errors import CheckpointError, SaveFailedError, kind_of
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
 from trainers.loop.saver import Saver
@@ -18,6 +19,8 @@ from trainers.loop.time_used import TimeUsed
 
 class Manager:
     """Writes down what it is asked for."""
+
+    problem = unsavable = ""
 
     def __init__(self):
         self.asked, self.last_saved_step = [], 3
@@ -97,3 +100,28 @@ def test_what_was_recorded_comes_back_and_at_the_beginning_there_is_nothing(save
     assert "metrics" in of(events, "data")[0]
     saver.restore({})
     assert (saver.reporter.latest, saver.evaluator.evaluated_step) == ({}, None)
+
+
+def test_a_save_that_can_never_work_ends_the_run_at_once_and_for_good(saver):
+    saver.manager.unsavable = ".params['x'] is of no type that can be written"
+    with pytest.raises(CheckpointError, match=r"on any storage: \.params\['x'\] is of no type") as caught:
+        saver.report_saved()
+    assert kind_of(caught.value)["deterministic"]
+
+
+def test_why_the_last_save_failed_is_said_at_the_end(saver):
+    saver.manager.problem = "no room in /data"
+    with pytest.raises(SaveFailedError, match=r"its last step, 5, could not be saved: no room in /data"):
+        saver.finish(must_have_last=True)
+
+
+@pytest.mark.costs("compiles a step")
+def test_whether_a_state_can_be_saved_is_tried_before_the_first_step_of_a_new_run(tmp_path, events, monkeypatch):
+    trainer(tmp_path / "before", max_num_steps=4).train()
+    monkeypatch.setattr(trial, "problem", lambda abstract: ".params['embed']: nobody can write this")
+    with pytest.raises(CheckpointError, match=r"\.params\['embed'\]: nobody can write this"):
+        trainer(tmp_path).train()
+    assert of(events, "first_step") == of(events, "first_step")[:1]
+    # One that goes on has been saved before: nothing is tried again in a recovery.
+    trainer(tmp_path / "before", max_num_steps=5).train()
+    assert of(events, "first_step")[-1]["step"] == 5

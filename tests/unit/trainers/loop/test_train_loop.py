@@ -49,7 +49,7 @@ class OnDevice:
 
 def reduced(stop=0, saves=0, status=UpdateStatus.APPLIED, wait=0, batch_index=0, newest=None, loss=1.0, expected=1.0):
     """What the step gives back to all hosts."""
-    values = (stop, saves, status, wait, batch_index, batch_index if newest is None else newest)
+    values = (stop, saves, status, wait, batch_index, batch_index if newest is None else newest, 0)
     assert len(values) + 2 == len(REDUCED)
     return np.array([*values, *np.array([loss, expected], np.float32).view(np.int32)], np.int32)
 

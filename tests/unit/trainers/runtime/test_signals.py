@@ -94,7 +94,7 @@ def test_another_thread_touches_no_handler():
 
 
 def test_a_second_interrupt_ends_the_command_at_once_too(tmp_path):
-    run.build(arguments(tmp_path), None, None)
+    run.build(arguments(tmp_path), lambda event: None)
     signal.raise_signal(signal.SIGINT)
     assert runtime.current().stop_reason == StopReason.INTERRUPTED
     with pytest.raises(KeyboardInterrupt):

@@ -1,0 +1,27 @@
+"""The files that each run's folder has of what was asked for, and of what was shown."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+from orchestrator.board import Board
+from orchestrator.config.job import build, load
+from orchestrator.driver import main
+
+
+def test_a_run_has_its_settings_and_what_its_console_has_shown(tmp_path):
+    config = build({"name": "mine", "max_num_steps": 1, "seed": 4, "storage": str(tmp_path)})
+    waiting = {}
+    launch = SimpleNamespace(run_dir=config.run_dir, drivers=1, write_beside=waiting.__setitem__)
+    (tmp_path / "mine").mkdir()
+    main.keep_configuration(launch, config)
+    message = {"started_at_s": time.time(), "shown": [{"ev": "note", "message": "checked"}]}
+    for launch.drivers in (1, 2):  # the second driver of a launch does not tell again what the command has shown
+        board = main.logged(Board(), launch, message)
+        board.post({"ev": "note", "message": f"driver {launch.drivers}"})
+        for write in waiting.values():
+            write()
+    assert load(tmp_path / "mine" / "config.yaml") == config
+    log = (tmp_path / "mine" / "console.log").read_text()
+    assert [line[9:] for line in log.splitlines() if "launch" not in line] == ["checked", "driver 1", "driver 2"]

@@ -1,0 +1,113 @@
+"""A run that is over: its command has nothing to do, and says so before Ray is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator import launching
+from orchestrator.config.job import build, shown
+from orchestrator.run_state import summary
+from orchestrator.run_state.finished import finished_at
+from tests.unit.trainers.checkpoint.test_layout import put
+from trainers.checkpoint import committed
+from trainers.checkpoint.committed import Committed
+from trainers.storage import documents
+
+SETTINGS = {"max_num_steps": 800, "evaluation": {"max_batches": 4}}
+
+
+def job(tmp_path, **changes):
+    return build({"name": "x", "storage": str(tmp_path), **SETTINGS, **changes})
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Of a run that has finished at step 800."""
+    folder = tmp_path / "x"
+    put(folder / "checkpoints", 800)
+    committed.write(folder, Committed("run", 800))
+    digest = summary.training_digest(shown(job(tmp_path)))
+    documents.write_json(folder / "summary.json", {"launch_id": "a", "training_digest": digest})
+    documents.write_json(folder / "outcome.json", {"launch_id": "a", "status": "finished"})
+    return folder
+
+
+def at(tmp_path, **changes):
+    config = job(tmp_path, **changes)
+    return finished_at(config.run_dir, shown(config))
+
+
+def test_the_same_command_has_nothing_to_do(run_dir, tmp_path, monkeypatch, capsys):
+    for name in ("connect", "plan_and_connect", "run_job"):
+        monkeypatch.setattr(launching, name, None)  # a call fails
+    assert launching.launch(job(tmp_path), 0.0) == 0
+    assert "x: finished already at step 800: nothing to do" in capsys.readouterr().out
+    assert at(tmp_path, hosts={"count": 3}, tracking={"mlflow": False}) == 800
+
+
+@pytest.mark.parametrize(
+    ("changes", "step"),
+    [
+        ({"max_num_steps": 801}, None),
+        ({"max_num_steps": 700}, 800),
+        ({"seed": 5}, 800),
+        ({"max_num_steps": None, "max_num_data_epochs": 2}, None),
+    ],
+)
+def test_what_the_settings_say_now_counts(run_dir, tmp_path, changes, step):
+    assert at(tmp_path, **changes) == step
+
+
+def test_a_run_that_ended_early_is_over_only_for_the_same_settings(run_dir, tmp_path):
+    put(run_dir / "checkpoints", 900)
+    (run_dir / "checkpoints" / "900").rename(run_dir / "elsewhere")
+    limit = {"max_num_steps": 5000}
+    assert at(tmp_path, **limit) is None
+    digest = summary.training_digest(shown(job(tmp_path, **limit)))
+    documents.write_json(run_dir / "summary.json", {"launch_id": "a", "training_digest": digest})
+    assert at(tmp_path, **limit) == 800
+    assert at(tmp_path, **limit, seed=3) is None
+
+
+def loses_its_checkpoint(folder):
+    (folder / "checkpoints" / "800").rename(folder / "away")
+
+
+def has_lost_a_later_one(folder):
+    committed.write(folder, Committed("run", 900))
+
+
+def is_damaged(folder):
+    (folder / "checkpoints" / "800" / "meta.json").write_text("longer or shorter")
+
+
+def was_stopped(folder):
+    documents.write_json(folder / "outcome.json", {"launch_id": "a", "status": "stopped"})
+
+
+def died_before_its_end(folder):
+    documents.write_json(folder / "outcome.json", {"launch_id": "b", "status": "finished"})
+
+
+def has_a_damaged_outcome(folder):
+    (folder / "outcome.json").write_text("\0")
+
+
+def has_another_document(folder):
+    (folder / "summary.json").write_text("[1]")
+
+
+WRONG = (
+    *(loses_its_checkpoint, has_lost_a_later_one, is_damaged, was_stopped, died_before_its_end, has_a_damaged_outcome),
+    has_another_document,
+)
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_otherwise_the_launch_finds_out_what_there_is_to_do(run_dir, tmp_path, change):
+    change(run_dir)
+    assert at(tmp_path) is None
+
+
+def test_a_new_run_is_not_over(tmp_path):
+    assert at(tmp_path) is None

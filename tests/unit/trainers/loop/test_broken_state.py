@@ -1,0 +1,126 @@
+"""Updates that make parameters or moments infinite or NaN, with a finite loss: the state is never saved, never trained on."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.unit.training import of, trainer
+from trainers.base import BaseTrainer
+from trainers.checkpoint import layout
+from trainers.errors import NonFiniteLossError
+
+MODULE = "tests.unit.trainers.loop.test_broken_state"
+BAD = 6
+"""The update (counted from 0) that breaks the state."""
+
+
+def nan_parameters(config, schedule):
+    def update(updates, count, params=None):
+        bad = jnp.where(count == BAD, jnp.nan, 0.0)
+        # One value of one array: most batches do not see it.
+        return {**updates, "embed": updates["embed"].at[255, 0].add(bad)}, count + 1
+
+    return optax.chain(optax.sgd(0.01), optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update))
+
+
+def infinite_moments(config, schedule):
+    def init(params):
+        return {"count": jnp.zeros((), jnp.int32), "moment": jnp.zeros(7), "best": jnp.array(jnp.inf)}
+
+    def update(updates, state, params=None):
+        moment = state["moment"].at[3].set(jnp.where(state["count"] == BAD, jnp.inf, state["moment"][3] + 1))
+        best = jnp.minimum(state["best"], optax.tree.norm(updates))
+        return updates, {"count": state["count"] + 1, "moment": moment, "best": best}
+
+    return optax.chain(optax.sgd(0.01), optax.GradientTransformation(init, update))
+
+
+def settings(optimizer, policy="skip", **changes):
+    return {"optimizer": {"name": f"{MODULE}:{optimizer}"}, "anomalies": {"non_finite": policy}, **changes}
+
+
+def saved_and_finite(folder):
+    steps = layout.steps(folder)
+    for step in steps:
+        assert json.loads((folder / str(step) / "meta.json").read_text())["not_finite"] == {}
+    return steps
+
+
+@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.parametrize("optimizer", ["nan_parameters", "infinite_moments"])
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_training_goes_back_to_the_checkpoint_before_the_update_and_leaves_it_out(tmp_path, events, optimizer, policy):
+    # At the eighth batch it breaks again, for the update is counted, and not the batch: two batches are left out.
+    made = trainer(tmp_path, **settings(optimizer, policy, max_num_steps=8, checkpoint={"save_steps": 1, "save_total_limit": 2}))
+    state = made.train()
+    told = of(events, "anomaly")
+    assert [(a["kind"], a["batch_index"], a["action"], a["restored_step"]) for a in told] == [
+        ("broken_state", 6, "rollback", 6),
+        ("broken_state", 7, "rollback", 7),
+    ]
+    assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    assert saved_and_finite(tmp_path / "run" / "checkpoints") == [7, 8]
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_with_raise_the_run_ends_and_names_the_array(tmp_path, events):
+    made = trainer(tmp_path, **settings("infinite_moments", "raise", checkpoint={"save_steps": 1}))
+    with pytest.raises(NonFiniteLossError, match=r"after the update of batch 6 .*lower the learning rate.*opt_state.*'moment'"):
+        made.train()
+    made._saver.manager.close()
+    assert saved_and_finite(tmp_path / "run" / "checkpoints")[-1] == 6
+
+
+class Breaks(BaseTrainer):
+    """A hook that spoils a parameter which no batch may look at."""
+
+    at = 5
+
+    def on_step_end(self, state, metrics, step):
+        if step == self.at:
+            state.params["embed"] = state.params["embed"].at[255, 0].set(jnp.inf)
+        return state, metrics
+
+
+@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.parametrize("save_steps", [1, 4])
+def test_what_a_hook_has_broken_is_not_saved_and_not_repeated_for_ever(tmp_path, events, save_steps):
+    made = trainer(tmp_path, cls=Breaks, checkpoint={"save_steps": save_steps})
+    with pytest.raises(NonFiniteLossError, match="though the batch was left out"):
+        made.train()
+    made._saver.manager.close()
+    assert saved_and_finite(tmp_path / "run" / "checkpoints")[-1] == 4
+    # Each `saving` is answered, or the watchdog would wait for ever.
+    assert len(of(events, "saving")) == len(of(events, "saved")) + len(of(events, "save_failed"))
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_infinities_from_the_beginning_stay(tmp_path, events):
+    first = trainer(tmp_path / "first", max_num_steps=1).train()
+    params = {name: np.array(leaf) for name, leaf in first.params.items()}
+    params["embed"][255] = -np.inf  # a row that no batch has; its update is 0
+    changes = {"optimizer": {"name": f"{MODULE}:plain"}, "max_num_steps": 6, "checkpoint": {"save_steps": 2}}
+    trainer(tmp_path, **changes).train(model_parameters=params)
+    assert of(events, "anomaly") == []
+    assert [event["step"] for event in of(events, "saved")][-1] == 6
+    again = trainer(tmp_path, **{**changes, "max_num_steps": 8})
+    again.train()
+    assert (of(events, "restored")[-1]["step"], of(events, "anomaly")) == (6, [])
+
+
+def plain(config, schedule):
+    return optax.sgd(0.01)
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_parameters_that_were_given_cannot_be_had_again(tmp_path, events):
+    params = trainer(tmp_path / "first", max_num_steps=1).train().params
+    made = trainer(tmp_path, **settings("nan_parameters", checkpoint={}))
+    with pytest.raises(Exception, match="model_parameters cannot be had again: save more often"):
+        made.train(model_parameters=params)
