@@ -85,10 +85,10 @@ class EventHandler:
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
         self._stragglers = Stragglers(0, straggler_policy)
-        self._odd: set[tuple[int, str]] = set()
-        """Hosts and kinds of events that were left out."""
         self._state = ""
         self._busy = HostTimes()
+        self._odd: set[tuple[int, str]] = set()
+        """Hosts and kinds of events that were left out."""
         self._usage: dict[int, Mapping[str, float]] = {}
         """How much of its machine each host used, by its newest heartbeat."""
         self._processes: dict[int, Process] = {}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_state.launch import CHECKPOINTS
-from orchestrator.run_state.stored import OUTCOME_KIND, SUMMARY_KIND
+from orchestrator.run_state.stored import CHECKPOINTS, OUTCOME_KIND, SUMMARY_KIND
 from orchestrator.run_state.summary import training_digest
 from trainers.checkpoint import committed, layout
 from trainers.storage import documents

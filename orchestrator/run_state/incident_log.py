@@ -60,20 +60,20 @@ def shortened(value: Any) -> Any:
     return cut(value, MAX_TRACEBACK) if isinstance(value, str) else value
 
 
-def read(lines: Sequence[str], launch_id: str) -> tuple[list[Entry], str | None]:
-    """Returns the incidents of a launch in their last state, oldest first, and a sentence about damaged lines if there are some:
-    a driver may have died while it wrote one. Raises NewerDocument."""
-    found, problem = with_launches(lines)
-    return [entry for of_launch, entry in found if of_launch == launch_id], problem
-
-
 def of_all_launches(lines: Sequence[str]) -> list[Entry]:
     """Returns the incidents of all launches of a run in their last state, oldest first. Raises NewerDocument."""
     return sorted((entry for _, entry in with_launches(lines)[0]), key=lambda entry: entry.incident.failed_at_s)
 
 
+def read(lines: Sequence[str], launch_id: str) -> tuple[list[Entry], str | None]:
+    """Returns those of a launch, oldest first, and the sentence of `with_launches`. Raises NewerDocument."""
+    found, problem = with_launches(lines)
+    return [entry for of_launch, entry in found if of_launch == launch_id], problem
+
+
 def with_launches(lines: Sequence[str]) -> tuple[list[tuple[str, Entry]], str | None]:
-    """Returns (id of the launch, incident) of sound lines, by launch and number, and a sentence about the others."""
+    """Returns the incidents of all launches in their last state, each with the id of its launch, by launch and number; and a
+    sentence about damaged lines if there are some: a driver may have died while it wrote one. Raises NewerDocument."""
     entries: dict[tuple[str, int], Entry] = {}
     damaged: list[str] = []
     for text in filter(str.strip, lines):

@@ -165,8 +165,7 @@ class Launch:
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None
-        self._monotonic = monotonic
-        self._stored_at_s = monotonic()
+        self._monotonic, self._stored_at_s = monotonic, monotonic()
         self._last_stored_at_s = started_at_s
         """When the previous driver last stored its state."""
         self._restore()
@@ -412,9 +411,9 @@ class Launch:
             "goodput": self.goodput.to_dict(self.clock()),
             "time_used": self.time_used.to_dict(self.clock()),
             "earlier": self.earlier.to_dict(),
-            "num_incidents": self.num_incidents,
             "generations": self.generations,
             "drivers": self.drivers,
+            "num_incidents": self.num_incidents,
             "high_water_step": self.high_water_step,
             "step_s": {str(hosts): step_s for hosts, step_s in self.step_s.items()},
             "trained_step": self.trained_step,
@@ -453,15 +452,15 @@ class Launch:
         self._published, self._course_of_points = state["published"], state.get("course", self._course)
         step_s = clock_step_s(state.get("stored"), self._moment())
         self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id, step_s=step_s)
-        found, problem = incident_log.with_launches(self._folder.last_lines(incident_log.NAME))
+        all_entries, problem = incident_log.with_launches(self._folder.last_lines(incident_log.NAME))
         self.problems += [problem] if problem else []
-        others = [(launch_id, entry.incident) for launch_id, entry in found if launch_id != self.launch_id]
+        others = [(launch_id, entry.incident) for launch_id, entry in all_entries if launch_id != self.launch_id]
         self.earlier_incidents = sorted(others, key=lambda item: item[1].failed_at_s)[-KEPT_INCIDENTS:]
         if state["launch_id"] != self.launch_id:
-            met = [entry.number + 1 for launch_id, entry in found if launch_id == state["launch_id"]]
+            met = [entry.number + 1 for launch_id, entry in all_entries if launch_id == state["launch_id"]]
             self.earlier = Earlier.before(state, state.get("num_incidents", max(met, default=0)))
             return
-        entries = [entry for launch_id, entry in found if launch_id == self.launch_id]
+        entries = [entry for launch_id, entry in all_entries if launch_id == self.launch_id]
         self.earlier = Earlier.of(state)
         # From here on only for a driver that follows another one of the same launch.
         self.goodput = Goodput.resume(state["goodput"], step_s)

@@ -49,6 +49,9 @@ class _State(TypedDict):
     drivers: int
     num_incidents: NotRequired[int]
     high_water_step: int
+    earlier: NotRequired[dict[str, Any]]
+    course: NotRequired[str | None]
+    step_s: NotRequired[dict[str, float]]
     saved_path: str | None
     saved_at: NotRequired[str | None]
     checkpoint_step: int | None
@@ -101,6 +104,7 @@ class _Summary(TypedDict):
     steps: NotRequired[int | None]
     hosts: NotRequired[int | None]
     num_incidents: NotRequired[int]
+    training_digest: NotRequired[str]
     evaluation: NotRequired[dict[str, Any] | None]
 
 
