@@ -8,8 +8,8 @@ callbacks of the trainer are called as in training, so the numbers are those tha
 RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a file of
 `python -m trainers.export`, or a folder of Hugging Face.
 The second form evaluates any model on the held-out data of CONFIG: the model and its tokenizer are those of RUN_OR_CHECKPOINT.
-Without CONFIG the settings are those that the checkpoint has recorded. With the section `lora`, a model that has no adapters is
-measured as it is.
+Without CONFIG the settings are those that the checkpoint has recorded; code of your own that they name must be allowed
+(`--trust-code`). With the section `lora`, a model that has no adapters is measured as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,20 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     say(f"evaluating {', '.join(options.checkpoint)}", stream=sys.stderr)
     try:
-        results = list(results_of(options))
+        with named_by(options):
+            results = list(results_of(options))
     except (UsageError, TransientError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(as_json(results) if options.json else table(results))
     return 0
+
+
+def named_by(options: argparse.Namespace) -> AbstractContextManager[None]:
+    """Returns what guards the imports: without CONFIG whoever made the checkpoint has written what is imported."""
+    from trainers.config import importable
+
+    return nullcontext() if options.config is not None else importable.named_by_data(options.source, options.trust_code)
 
 
 def results_of(options: argparse.Namespace) -> Iterator[Result]:
@@ -81,6 +90,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", nargs="+", action=_Places, metavar="[RUN_OR_CHECKPOINT] [CONFIG] [key=value ...]")
     parser.add_argument("--checkpoint", action="append", default=[], metavar="PATH", help="may be given several times")
     parser.add_argument("--unit", metavar="NAME", help="default: all validation units")
+    parser.add_argument(
+        "--trust-code",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="without CONFIG: code of your own that the run names, such as mine.tasks:Task; may be given several times",
+    )
     parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the table")
     options = parser.parse_intermixed_args(argv)
     if options.source is not None and options.checkpoint:  # the first form: what comes after CONFIG is a setting
@@ -90,6 +106,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         options.checkpoint.append(options.source)
     if not options.checkpoint:
         parser.error("nothing to evaluate: give --checkpoint PATH, or RUN_OR_CHECKPOINT before CONFIG")
+    if options.trust_code and options.config is not None:
+        parser.error(f"--trust-code: {options.config} is your own, and says what is imported; leave it out")
     return options
 
 
@@ -133,6 +151,8 @@ def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArgument
     execution = {name: getattr(arguments.model, name) for name in OF_EXECUTION}
     model, vision = dataclasses.replace(theirs.model, **execution), theirs.vision or arguments.vision
     lora = theirs.lora or arguments.lora  # for a model without adapters see `without_adapters`
+    if lora is not None and theirs.lora is None:
+        lora = dataclasses.replace(lora, new_tokens=0)  # it has the vocabulary of its folder
     if arguments.lora is not None and lora is not None and not Path(os.path.expanduser(str(lora.base))).exists():
         lora = dataclasses.replace(lora, base=arguments.lora.base)  # it has moved; the digest is compared
     return dataclasses.replace(arguments, model=model, vision=vision, data=data, lora=lora)

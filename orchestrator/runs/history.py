@@ -15,18 +15,19 @@ from pathlib import Path
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL, entry
+from orchestrator.tracking.spool import SPOOL
 from trainers.config.section import did_you_mean
 from trainers.console import curves
 from trainers.program import program
 from trainers.published import SYSTEM
-from trainers.storage.documents import DamagedDocument
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 LOSS = "loss"
 Curves = dict[str, list[tuple[int, float]]]
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.history"), description="The course of a run's metrics.")
     parser.add_argument("run", metavar="RUN", help="a run's folder, or the YAML file it was started with")
@@ -58,12 +59,13 @@ def read(run: Path) -> Curves:
         lines = []
     for line in lines:
         try:
-            record = entry(line.encode())
-        except DamagedDocument:  # half written
+            record = json.loads(line)
+            step, metrics = record["step"], record["metrics"]
+        except (ValueError, KeyError, TypeError):  # of another kind, or half written
             continue
-        for name, value in record.get("metrics", {}).items():
+        for name, value in metrics.items():
             # Null: it was not finite.
-            by_name.setdefault(name, {})[record["step"]] = float("nan") if value is None else value
+            by_name.setdefault(name, {})[step] = float("nan") if value is None else value
     if not by_name:
         raise NoRunError(f"{run} has tracked no metrics yet: there is none in {path}")
     return {name: sorted(points.items()) for name, points in by_name.items()}

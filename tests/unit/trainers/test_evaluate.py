@@ -113,11 +113,15 @@ def test_the_table_has_a_line_for_each_and_settings_may_be_changed(trained, caps
 def test_a_run_alone_is_measured_with_what_its_checkpoint_has_recorded(trained, capsys, tmp_path):
     _, folder, published = trained
     before = files_below(folder)
+    assert evaluate.main([str(folder)]) == 2
+    assert f"names code that is not gangway's: {HERE}Marked. " in capsys.readouterr().err
+    code = (HERE + "Marked", "tests.programs.tiny:TableTask", "tests.programs.tiny:numbers")
+    trusted = [word for name in code for word in ("--trust-code", name)]
     for source in (folder, folder / "checkpoints" / "6"):
-        rows = results(capsys, source)
+        rows = results(capsys, source, *trusted)
         assert [(row["step"], row["unit"]) for row in rows] == [(6, "eval"), (6, "few")]
         assert rows[0]["metrics"] == pytest.approx(of_unit(published[6], "eval"), rel=1e-6)
-    (row,) = results(capsys, folder, "evaluation.units.eval.max_batches=1", "--unit", "eval")
+    (row,) = results(capsys, folder, "evaluation.units.eval.max_batches=1", "--unit", "eval", *trusted)
     assert row["metrics"]["loss"] == pytest.approx(published[6]["few_loss"], rel=1e-6)
     assert files_below(folder) == before
     file = tmp_path / "model.safetensors"
