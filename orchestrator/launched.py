@@ -21,8 +21,10 @@ from orchestrator.planning.child import PlanError
 from orchestrator.run_state.lease import RunInUse
 from trainers.config.masking import masked
 from trainers.storage import documents
+from trainers.terminal import command
 
 
+@command
 def main() -> None:
     # Also where the user's program ignores it, as what a shell runs in the background does: the end is asked for by it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -122,6 +122,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ROWS, TIME, PROMPT, NEW_TOKENS = 2, 40, 5, 12
 PEFT_OUT = OUT.parent / "peft"
+NEW_TOKENS = 3
 ADAPTERS: dict[str, dict[str, Any]] = {
     "llama3": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"]},
     # What Phi-3 has in one matrix is one module: our two adapters of rank 2 are one of rank 4.
@@ -143,6 +144,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
 }
 """By the name of the model in CASES."""
+WITH_NEW_TOKENS: dict[str, dict[str, Any]] = {
+    "llama3": {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "gemma": {
+        **{"r": 2, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+        "ensure_weight_tying": True,
+    },
+}
+"""Those with tables that have rows for new tokens, and are trained whole: of a model with two tables, and of one with one."""
 
 
 def main() -> None:
@@ -155,7 +164,9 @@ def main() -> None:
             del settings["head_dim"]
         make(name, AutoConfig.for_model(kind, **settings))
         if name in ADAPTERS:
-            adapt(name)
+            adapt(name, PEFT_OUT / name, **ADAPTERS[name])
+        if name in WITH_NEW_TOKENS:
+            adapt(name, PEFT_OUT / f"{name}_tokens", new_tokens=NEW_TOKENS, **WITH_NEW_TOKENS[name])
         print(f"{name}: {sum(file.stat().st_size for file in (OUT / name).iterdir()) / 1024:.0f} KiB")
 
 
@@ -190,11 +201,14 @@ def make(name: str, config: Any) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def adapt(name: str) -> None:
+def adapt(name: str, folder: Path, new_tokens: int = 0, **settings: Any) -> None:
     """Makes an adapter for a model that `make` has made, with the logits of both."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(OUT / name, attn_implementation="eager", dtype=torch.float32)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[name])).eval()
+    vocabulary = 64 + new_tokens
+    if new_tokens:
+        model.resize_token_embeddings(vocabulary)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
     for key, parameter in adapted.named_parameters():
         if "lora_B" in key:
             # Larger than 0, with which training begins: so that every number matters.
@@ -202,12 +216,13 @@ def adapt(name: str) -> None:
             parts = {"c_attn": 3, "gate_up_proj": 2}
             number = next((number for name, number in parts.items() if name in key), 1)
             parameter.data = random * blocks(parameter, number)
-    folder = PEFT_OUT / name
+        elif "modules_to_save" in key:
+            parameter.data.add_(0.3 * torch.randn_like(parameter))
     adapted.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
     about = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": name}
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
-    tokens = torch.randint(2, 64, (ROWS, TIME))
+    tokens = torch.randint(2, vocabulary, (ROWS, TIME))
     with torch.no_grad():
         logits = adapted(tokens, use_cache=False).logits
     expected = {"tokens": tokens.to(torch.int32).numpy(), "logits": logits.numpy()}

@@ -256,11 +256,22 @@ class BaseTrainer(Builder):
             return FromCheckpoint(arguments, self._run_folder, with_shardings(self._model_state, shardings))
         # What was loaded becomes part of the state: there are no two of it in memory.
         first = jax.jit(self._initial_state, out_shardings=shardings, donate_argnums=0)
-        return FromSettings(arguments.init_from, self._run_folder, shapes, first)
+
+        def fresh(loaded: dict[str, jax.Array], others: dict[str, jax.Array]) -> TrainState:
+            base = {name: value for name, value in self._of_base().items() if name not in loaded}
+            return first(loaded, {**base, **others})
+
+        return FromSettings(arguments.init_from, self._run_folder, shapes, fresh, self.adapted)
 
     def _from_arrays(self, arrays: dict[str, Any], keep: bool) -> Beginning:
         """Returns the beginning with these arrays of the state, by path, and the rest from the seed."""
         abstract = with_shardings(self._model_state, self._state_shardings)
+        named = [f".params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(abstract.params)]
+        if self.arguments.lora is not None and self.arguments.lora.whole and any(name not in arrays for name in named):
+            raise UsageError(
+                "configure_model has returned a state in which some parameters are shapes alone, and lora.whole says that they "
+                "begin as those of the base: return initial_state() with your arrays in it"
+            )
         finish = functools.partial(with_arrays, abstract=abstract, fresh=self._initial_state)
         first = jax.jit(finish, out_shardings=self._state_shardings)
         return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)

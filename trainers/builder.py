@@ -20,6 +20,7 @@ from trainers.checkpoint import assets, carried, readers
 from trainers.checkpoint.of_run import manager_of
 from trainers.config import UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.config.frozen import BASE
 from trainers.data.iterated_loader import first_rows
 from trainers.data.loader import RandomAccess, StepAddressedLoader
 from trainers.data.sources.iterable import num_examples, random_access
@@ -37,6 +38,7 @@ from trainers.loop.lineage import Lineage
 from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.model_builder import ModelBuilder
 from trainers.models.hf.pretrained import is_there, resolved
+from trainers.optim.param_groups import parameter_paths
 from trainers.other_systems import INSTEAD_OF_A_METHOD
 from trainers.overrides import check_attributes, check_overrides
 from trainers.parallel import mesh as meshes
@@ -389,6 +391,13 @@ class Builder(ModelBuilder):
             name: Source(model.path, model.asked_by, model.placed(self._mesh)) for name, model in self._frozen_models.items()
         }
         return FrozenWeights(sources, self._run_folder, self._programs, runtime.current().note) if sources else None
+
+    def _of_base(self) -> dict[str, jax.Array]:
+        if self.arguments.lora is None or not self.arguments.lora.whole:
+            return {}
+        trained = parameter_paths(self._model_state.params)
+        base = dict(zip(parameter_paths(self.frozen[BASE]), jax.tree.leaves(self.frozen[BASE]), strict=True))
+        return {name: base[name] for name in trained if name in base}
 
     @property
     def _frozen_shardings(self) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from typing import NotRequired, TypedDict
 
 from trainers import foreign_errors
 from trainers.config.section import did_you_mean
+from trainers.surroundings import of_a_copy
 
 
 class UsageError(Exception):
@@ -46,7 +47,11 @@ class DataUnavailableError(TransientError):
 
 
 class DataMissingError(DataUnavailableError):
-    """There is no data at the given path: the path is wrong, or a mount went away."""
+    """There is no data at the given path: the path is wrong, or a mount went away. In a submitted job the message says that the
+    working folder is a copy."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(_of_a_copy(message))
 
 
 class CheckpointUnavailableError(TransientError):
@@ -57,7 +62,17 @@ class CheckpointUnavailableError(TransientError):
 
 
 class CheckpointMissingError(CheckpointUnavailableError):
-    """There is nothing at the path of `init_from`: the path is wrong, or a mount went away."""
+    """There is nothing at the path of `init_from`: the path is wrong, or a mount went away. In a submitted job the message says
+    that the working folder is a copy."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(_of_a_copy(message))
+
+
+def _of_a_copy(message: str) -> str:
+    note = of_a_copy()
+    # An error that came from another process has its note already.
+    return message if message.endswith(note) else message + note
 
 
 class NotConfiguredError(UsageError):

@@ -151,6 +151,8 @@ def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArgument
     execution = {name: getattr(arguments.model, name) for name in OF_EXECUTION}
     model, vision = dataclasses.replace(theirs.model, **execution), theirs.vision or arguments.vision
     lora = theirs.lora or arguments.lora  # for a model without adapters see `without_adapters`
+    if lora is not None and theirs.lora is None:
+        lora = dataclasses.replace(lora, new_tokens=0)  # it has the vocabulary of its folder
     if arguments.lora is not None and lora is not None and not Path(os.path.expanduser(str(lora.base))).exists():
         lora = dataclasses.replace(lora, base=arguments.lora.base)  # it has moved; the digest is compared
     return dataclasses.replace(arguments, model=model, vision=vision, data=data, lora=lora)

@@ -15,6 +15,7 @@ import optax
 
 from trainers.batches import BatchBuilder
 from trainers.callbacks import RunInfo
+from trainers.checkpoint.weights import Adapted
 from trainers.config import ParameterGroup
 from trainers.config.arguments import load_object
 from trainers.config.frozen import BASE
@@ -23,6 +24,7 @@ from trainers.evaluation.validation import shapes_of_rows
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.optim import param_groups, pruning
 from trainers.optim.optimizers import SCHEDULE_FREE, build_grouped, parameters_to_evaluate
+from trainers.optim.param_groups import parameter_paths
 from trainers.optim.parameter_kinds import Kinds, KindsOnDemand
 from trainers.optim.precision import check_averages, in_float32
 from trainers.optim.schedules import build_schedule
@@ -41,7 +43,6 @@ from trainers.step.state import (
     abstract_model,
     arrays_of_model,
     initial_model,
-    num_parameters,
     state_from_parameters,
     state_shardings,
     with_loaded,
@@ -197,7 +198,8 @@ class ModelBuilder(BatchBuilder):
     def initial_state(self) -> TrainState:
         """Returns the state at step 0, on the devices: parameters from the seed, and a new optimizer state. `configure_model` of
         a subclass may call it after that of its base class, and return it with other arrays. All hosts must call this."""
-        return jax.jit(self._initial_state, out_shardings=self._state_shardings)()
+        first = jax.jit(self._initial_state, out_shardings=self._state_shardings)
+        return first({}, self._of_base())
 
     # ------------------------------------------------------------------ inside
 
@@ -231,6 +233,16 @@ class ModelBuilder(BatchBuilder):
         return self._fresh_state(with_loaded(params, loaded), with_loaded(model_state, loaded), self.step_layout)
 
     @property
+    def adapted(self) -> Adapted | None:
+        """What says how an adapter of PEFT is read; None without LoRA."""
+        lora = self.arguments.lora
+        return None if lora is None else Adapted(self.arguments.model, lora)
+
+    def _of_base(self) -> dict[str, jax.Array]:
+        """Returns the base's own values of the parameters that are trained whole (`lora.whole`), by name, on the devices."""
+        return {}
+
+    @property
     def _model_arrays(self) -> Any:
         """The shapes of the parameters and of the model's other state, with shardings, as one tree."""
         shapes = with_shardings(self._model_state, self._state_shardings)
@@ -254,7 +266,10 @@ class ModelBuilder(BatchBuilder):
         """Returns the floating-point operations for a token, forward and backward. `trained`: how many parameters are."""
         if self.arguments.lora is None:
             return task.flops_per_token(trained)
-        base = num_parameters(self._frozen_models[BASE].shapes)
+        shapes = self._frozen_models[BASE].shapes
+        sizes = dict(zip(parameter_paths(shapes), (math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)), strict=True))
+        # What is trained whole is in both.
+        base = sum(sizes.values()) - sum(sizes.get(name, 0) for name in parameter_paths(self._model_state.params))
         # Of three products for each weight, forward and backward, the base has two: no gradient of its weights is computed.
         of_base = task.flops_per_token(base)
         return of_base * 2 / 3 + task.flops_per_token(base + trained) - of_base

@@ -4,6 +4,7 @@
 
 CONFIG is a file as the orchestrator reads it; the sections that concern machines have no meaning here. Overrides are as there,
 such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops; a second one ends the command at once.
+Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong; 3 stopped on request, state saved.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event, course_left_at
+from trainers.runtime.stop_reason import StopReason
 from trainers.storage.documents import is_url, write_text
 from trainers.terminal import command
 
@@ -62,6 +64,7 @@ STATES = {
     "finish": "finishing",
 }
 """The state that the console shows in each phase of this process."""
+EXIT_STOPPED = 3
 WARNINGS = ("save_failed", "anomaly")
 CONFIG = "config.yaml"
 CACHE = "~/.cache/gangway/single"
@@ -85,7 +88,8 @@ def main() -> int:
     except Exception as error:  # the command's boundary: told, with where it arose in the user's code
         return failed(error)
     print(result(output))
-    return 0
+    # All that was trained is saved then: a last save that fails raises.
+    return 0 if StopReason(output.stop_reason).finished else EXIT_STOPPED
 
 
 def keep_programs() -> None:

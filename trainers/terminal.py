@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TextIO, TypeVar, cast
 
+from trainers.surroundings import ensure_home
+
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 STANDARD_INPUT, STANDARD_OUTPUT, STANDARD_ERROR = 0, 1, 2
@@ -92,12 +94,19 @@ def shown(stream: TextIO | None, *, is_ours: bool = False, tries_again: bool = F
     return nowhere
 
 
+def nobody_looks() -> bool:
+    """Returns whether standard output is lost: the end of a command that only shows how something goes on."""
+    return isinstance(sys.stdout, Shown) and sys.stdout.lost is not None
+
+
 def command(main: Callable[Given, Result]) -> Callable[Given, Result]:
     """Lets the `main` of a command write to its standard streams whatever becomes of them, also the text of `--help`."""
 
     @functools.wraps(main)
     def guarded(*args: Given.args, **named: Given.kwargs) -> Result:
         with streams():
+            if home := ensure_home(os.environ):
+                print(f"this user has no home folder: {home} is taken for one", file=sys.stderr)
             return main(*args, **named)
 
     return guarded

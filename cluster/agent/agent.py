@@ -85,8 +85,11 @@ class HostAgent:
         self._closed = False
         self._ended = threading.Event()
         self._printed = Printed(self._on_printed)
+        machine.ensure_home(os.environ)
         variables = {name: os.path.expanduser(value) for name, value in env.items()}  # `~` is the home on this machine
-        full_env = child_env(os.environ, {**variables, "PYTHONPATH": os.pathsep.join(import_path(sys.path))})
+        # Of `hosts.env` too: it is added to the paths that this process has, and does not replace them.
+        paths = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+        full_env = child_env(os.environ, {**variables, "PYTHONPATH": os.pathsep.join(import_path(paths))})
         copies, host = log_dir.rstrip("/"), os.path.basename(log_dir.rstrip("/"))
         self._logs = Logs(local_log_dir, run_name or "agents", host, copies, self._on_note)
         self._standby = Standby(module, full_env, self._logs, self._changed, self._on_event, self._on_exit)

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, cast
 import cluster
 from cluster.agent import log_mark
 from cluster.agent.events import ProcessEvent, problem_of
+from cluster.hosts import environment
 
 _log = logging.getLogger(__name__)
 
@@ -77,10 +78,9 @@ class ExitStatus:
 def child_env(inherited: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of the parent with the `changes` for the child.
 
-    XLA's flags are joined (a later one wins). The parent's variables about TPU slices are dropped: they may describe slices of an
-    earlier gang, with which the child would hang. The token of the Ray cluster is dropped too: training code must not have it.
+    XLA's flags are joined (a later one wins). What is dropped of the parent's, and why, is in `cluster.hosts.environment`.
     """
-    kept = {name: value for name, value in inherited.items() if not name.startswith("MEGASCALE_") and name != RAY_TOKEN}
+    kept = environment.taken(inherited)
     flags = " ".join(part for part in (kept.get("XLA_FLAGS"), changes.get("XLA_FLAGS")) if part)
     return {**kept, **changes, **({"XLA_FLAGS": flags} if flags else {})}
 

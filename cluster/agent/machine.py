@@ -1,9 +1,12 @@
-"""The machine of an agent: free ports for coordinators, and the Ray node."""
+"""The machine of an agent: free ports for coordinators, the Ray node, and a home folder."""
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+import tempfile
+from collections.abc import MutableMapping
 from typing import Any
 
 import ray
@@ -11,6 +14,13 @@ import ray
 FIRST_PORT, LAST_PORT = 20_100, 32_700
 """Above the ports of Ray's workers, below those that Linux gives to outgoing connections. A port is chosen now and used minutes
 or days later, by the next generation: no outgoing connection may have taken it by then."""
+
+
+def ensure_home(environ: MutableMapping[str, str]) -> None:
+    """Sets HOME where `~` stands for nothing: a user without an entry in the list of users, as in a container that was started
+    with a number. A folder of that name would be made in the working folder."""
+    if os.path.expanduser("~") == "~" or environ.get("HOME") == "":
+        environ["HOME"] = tempfile.mkdtemp(prefix="gangway-home-")
 
 
 def free_port(rng: random.Random | None = None) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from cluster.hosts import environment
 from cluster.hosts.tpu import CHIPS_PER_HOST, CORES_PER_CHIP, DEVICES_PER_CHIP, EIGHT_CHIP_GENERATIONS, generation, topology_dims
 
 SLICE_NAME_LABEL = "ray.io/tpu-slice-name"
@@ -89,6 +90,7 @@ def _problems(config: HostsConfig) -> Iterator[str]:
             yield f"{name} = {value}: expected more than 0"
     if config.wait_for_max_s < 0:
         yield f"wait_for_max_s = {config.wait_for_max_s}: expected at least 0"
+    yield from environment.problems(config.env)
     if problem := _log_dir_problem(config.log_dir):
         yield problem
     yield from _tpu_problems(config) if config.kind == "tpu" else _elastic_problems(config)

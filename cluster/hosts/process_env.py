@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.hosts.config import HostsConfig, devices_per_host
+from cluster.hosts.environment import NO_PROXY_BETWEEN_HOSTS
 
 CPU_THREADS_PER_DEVICE = 4
 """XLA would start one thread per core. The devices of one process wait for each other in these threads, in several collectives
@@ -24,6 +25,7 @@ def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str
         # Without these two JAX keeps only what is large or slow to compile, and a restart would compile the rest again.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        **NO_PROXY_BETWEEN_HOSTS,
     }
     flags = config.env.get("XLA_FLAGS", "")
     if config.kind == "cpu":

@@ -13,6 +13,7 @@ import yaml
 
 from trainers.config.masking import MASK, masked
 from trainers.config.section import did_you_mean
+from trainers.surroundings import of_a_copy
 
 KeyPath = tuple[str | int, ...]
 """Keys of sections and numbers of list items, from the top: `("data", "paths", 0)`."""
@@ -73,7 +74,7 @@ def read(path: str | os.PathLike[str]) -> Source:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(name, [f"no such file{_similar_file(Path(path))}"]) from None
+        raise ConfigError(name, [f"no such file{_similar_file(Path(path))}{of_a_copy()}"]) from None
     except IsADirectoryError:
         raise ConfigError(name, ["is a folder: expected a YAML file"]) from None
     except UnicodeDecodeError as error:

@@ -47,6 +47,7 @@ def connect(config: JobConfig) -> bool:
     named = head.named(os.environ, config.driver.address)
     if named is None:
         protect(os.environ)  # before Ray is imported: Ray reads these variables at import
+        without_hooks(os.environ)
     import ray
 
     for name in ("ray", "ray.train"):
@@ -151,6 +152,13 @@ def protect(environ: MutableMapping[str, str]) -> None:
         environ[RAY_TOKEN] = secrets.token_hex(32)
     for name, value in LOOPBACK.items():
         environ.setdefault(name, value)
+
+
+def without_hooks(environ: MutableMapping[str, str]) -> None:
+    """Keeps a Ray on this machine alone from making another environment for its workers: they have that of the command. Under
+    `uv run`, Ray would start each by `uv run` again, in a copy of the working folder."""
+    environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    environ.pop("RAY_RUNTIME_ENV_HOOK", None)
 
 
 def private_folder(parent: str = "/tmp") -> str:

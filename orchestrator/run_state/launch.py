@@ -161,8 +161,7 @@ class Launch:
         self._course = self._course_of_points = course
         """The settings of this launch, and those under which the published points were trained. They differ until training
         has begun: only then is it known which points a new course leaves."""
-        self._num_published = 0
-        self._num_marks = 0
+        self._num_published = self._num_marks = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None

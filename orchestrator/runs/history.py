@@ -20,12 +20,14 @@ from trainers.config.section import did_you_mean
 from trainers.console import curves
 from trainers.program import program
 from trainers.published import SYSTEM
+from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 LOSS = "loss"
 Curves = dict[str, list[tuple[int, float]]]
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.history"), description="The course of a run's metrics.")
     parser.add_argument("run", metavar="RUN", help="a run's folder, or the YAML file it was started with")

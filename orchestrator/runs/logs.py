@@ -16,7 +16,7 @@ from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from trainers.console.text import printable
 from trainers.program import program
-from trainers.terminal import command
+from trainers.terminal import command, nobody_looks
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 FOLDER = "logs"
@@ -83,10 +83,10 @@ def last_lines(path: Path, number: int) -> list[str]:
 
 
 def follow(run_dir: Path, host: int | None, shown: Sequence[tuple[int, Path]]) -> None:
-    """Shows what is added to the logs, those of later processes too, until Ctrl-C."""
+    """Shows what is added to the logs, those of later processes too, until Ctrl-C, or until nobody reads it any more."""
     sizes = {path: path.stat().st_size for _, path in shown}
     try:
-        while True:
+        while not nobody_looks():
             time.sleep(FOLLOW_EVERY_S)
             for number, path in newest(run_dir, host):
                 for line in _added(path, sizes):

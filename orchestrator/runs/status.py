@@ -26,7 +26,7 @@ from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.program import program
 from trainers.published import counted, own, shown
-from trainers.terminal import command
+from trainers.terminal import command, nobody_looks
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 STORAGE = "runs"
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def watch(screen: Console, place: str, overrides: Sequence[str]) -> None:
     try:
         with Live(console=screen, auto_refresh=False, screen=True) as live:
-            while True:
+            while not nobody_looks():
                 live.update(page(look(place, overrides), place, time.time(), screen.width), refresh=True)
                 time.sleep(EVERY_S)
     except KeyboardInterrupt:

@@ -183,6 +183,11 @@ class MlflowRun:
 
     def _find_experiment(self, name: str, artifacts: str | None) -> str:
         if (experiment := self.client.get_experiment_by_name(name)) is not None:
+            if experiment.lifecycle_stage != "active":
+                raise LookupError(
+                    f"the experiment {name!r} was deleted: restore it (mlflow experiments restore --experiment-id "
+                    f"{experiment.experiment_id}), and the metrics are shipped; or set tracking.experiment to another name"
+                )
             return experiment.experiment_id
         # If another run creates it first, this fails, and the next try finds it.
         return self.client.create_experiment(name, artifact_location=artifacts)

@@ -24,7 +24,7 @@ def in_the_project(monkeypatch):
 def start(tmp_path, *more):
     log = (tmp_path / "console.log").open("w")
     command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={tmp_path}", "tracking.mlflow=false", *more]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, text=True)
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, text=True, process_group=0)
 
 
 def wait_until(condition, process, tmp_path, timeout_s=120):
@@ -40,19 +40,22 @@ def saved(tmp_path, step):
 
 
 @pytest.mark.slow("trains a whole job")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(tmp_path, number):
+    """To the process group, as from a terminal that is closed, `timeout` and batch systems: the Ray of the command goes on."""
     process = start(tmp_path, "max_num_steps=100000")
     try:
         wait_until(saved(tmp_path, 20), process, tmp_path)
-        process.send_signal(number)
+        os.killpg(process.pid, number)
         assert process.wait(60) == 3
     finally:
         process.kill()
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
     assert summary["status"] == "stopped"
-    assert summary["stop_reason"] == {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+    assert summary["stop_reason"] == "terminated" if number == signal.SIGTERM else "interrupted"
     assert summary["checkpoint"].endswith(f"/{summary['steps']}")
+    last = (tmp_path / "console.log").read_text().splitlines()[-1]
+    assert last == f"stopped at {summary['steps']}; saved at {summary['steps']}; run the same command again to go on"
     again = start(tmp_path, f"max_num_steps={summary['steps'] + 5}")
     assert again.wait(120) == 0
     summary_of_second = json.loads((tmp_path / "tiny" / "summary.json").read_text())

@@ -27,6 +27,7 @@ ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax"
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
+        ("surroundings",),
         ("config", "storage", "foreign_errors", "first_line", "program", "terminal", "other_systems", "published"),
         ("errors", "parallel", "recorders", "console"),
         ("turns",),
@@ -96,6 +97,7 @@ LIGHT_MODULES = tuple(
         "config/optimizer",
         "config/pieces",
         "program",
+        "surroundings",
         "terminal",
         "published",
         "config/recorders",
@@ -310,7 +312,7 @@ def test_a_command_tells_its_help_and_its_first_line_before_it_imports_what_is_s
 
 
 def test_the_first_line_of_a_run_needs_the_standard_library_alone():
-    light = {"trainers.first_line", "trainers.program", "trainers.terminal"}
+    light = {"trainers.first_line", "trainers.program", "trainers.terminal", "trainers.surroundings"}
     ours = {module for module in imported_with("orchestrator.run") if top(module) in PACKAGES}
     assert ours - {"trainers.first_line.say", "trainers.program.program"} == {
         "orchestrator",

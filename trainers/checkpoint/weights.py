@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,11 @@ from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.model_only import part_of
 from trainers.checkpoint.validate import check_files
+from trainers.config import LoraConfig, ModelConfig
 from trainers.config.weights import InitConfig
-from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
+from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
 from trainers.models import lora
+from trainers.models.hf import peft_in
 from trainers.optim.optimizers import SCHEDULE_FREE
 
 FILE_SUFFIX = ".safetensors"
@@ -49,6 +51,8 @@ class Weights:
     """`step 100`, if that is known."""
     folder: hugging_face.Folder | None = None
     """Of Hugging Face."""
+    adapter: Mapping[str, np.ndarray] | None = None
+    """Of PEFT: its parameters, in memory. They are few."""
 
     @property
     def is_file(self) -> bool:
@@ -58,6 +62,8 @@ class Weights:
         """Returns the digest of the file, or of the checkpoint's manifest, which has those of all its files. Raises OSError."""
         if self.folder is not None:
             return self.folder.digest()
+        if self.adapter is not None:
+            return hashlib.sha256(b"".join((self.path / name).read_bytes() for name in peft_in.FILES)).hexdigest()
         with open(self.path if self.is_file else self.path / manifest.MANIFEST_FILE, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -73,7 +79,7 @@ def find(source: str) -> Path:
     if not path.is_dir():
         raise CheckpointMissingError(f"there is no {path}")
     # What has a manifest is a checkpoint itself, even if it has such a folder.
-    if (path / manifest.MANIFEST_FILE).exists() or hugging_face.is_folder(path):
+    if (path / manifest.MANIFEST_FILE).exists() or hugging_face.is_folder(path) or peft_in.is_adapter(path):
         return path
     folders = [path / "checkpoints", path / layout.MODELS_FOLDER]
     if not any(folder.is_dir() for folder in folders):
@@ -87,11 +93,21 @@ def find(source: str) -> Path:
     raise CheckpointError(f"{path} has no complete checkpoint yet")
 
 
-def look(path: Path) -> Weights:
-    """Returns what is at `path`, one of `find`. Raises CheckpointError, CheckpointMissingError or CheckpointUnavailableError."""
+class Adapted(NamedTuple):
+    """What says how an adapter of PEFT is read: the model, and the settings of the run's own adapters."""
+
+    model: ModelConfig
+    lora: LoraConfig
+
+
+def look(path: Path, adapted: Adapted | None = None) -> Weights:
+    """Returns what is at `path`, one of `find`. Raises CheckpointError, CheckpointMissingError or CheckpointUnavailableError.
+    An adapter of PEFT is read for a run with LoRA alone (`adapted`)."""
     try:
         if path.suffix == FILE_SUFFIX:
             return _look_at_file(path)
+        if peft_in.is_adapter(path):
+            return _look_at_adapter(path, adapted)
         return _look_at_folder(path) if hugging_face.is_folder(path) else _look_at_checkpoint(path)
     except FileNotFoundError as error:
         raise CheckpointMissingError(f"there is no {path}") from error
@@ -141,11 +157,17 @@ def read(
     cast = dtypes or {}
     if weights.folder is not None:
         return {here: hugging_face.read(weights.folder, there, shardings[here], cast.get(here)) for here, there in pairs.items()}
+    if weights.adapter is not None:
+        return {here: _from_memory(weights.adapter[there], shardings[here]) for here, there in pairs.items()}
     if weights.is_file:
         return {here: _from_file(weights, there, shardings[here], cast.get(here)) for here, there in pairs.items()}
     folder = weights.path / manifest.STATE_FOLDER
     found = ArrayFiles().read(folder, _in_state(weights, pairs, shapes_there(weights, pairs, shardings)))
     return {here: _at(found, weights.parameters[there].key) for here, there in pairs.items()}
+
+
+def _from_memory(array: np.ndarray, sharding: Any) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: np.ascontiguousarray(array[index]))
 
 
 def shapes_there(weights: Weights, pairs: Mapping[str, str], shardings: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -229,6 +251,20 @@ def _look_at_folder(path: Path) -> Weights:
     parameters = {name: Stored((name,), leaf.shape, leaf.dtype) for name, leaf in folder.leaves.items()}
     without = "; its encoder of images is left out" if folder.left_out else ""
     return Weights(path, parameters, f"{folder.config.family} of Hugging Face{without}", folder)
+
+
+def _look_at_adapter(path: Path, adapted: Adapted | None) -> Weights:
+    if adapted is None:
+        raise CheckpointError(
+            f"{path} is an adapter of PEFT: a run with the section lora begins with it, by init_from; for all else merge it with "
+            "its base first (PEFT's merge_and_unload)"
+        )
+    try:
+        arrays = peft_in.read(path, *adapted)
+    except (UsageError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    parameters = {name: Stored((name,), array.shape, array.dtype.name) for name, array in arrays.items()}
+    return Weights(path, parameters, "an adapter of PEFT", adapter=arrays)
 
 
 def _look_at_file(path: Path) -> Weights:

@@ -19,7 +19,7 @@ from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
 from trainers.errors import CheckpointError
 from trainers.models.hf.weights import flat
-from trainers.models.lora import A, merged
+from trainers.models.lora import A, B, merged
 from trainers.optim.optimizers import SCHEDULE_FREE, parameters_to_evaluate
 from trainers.step.state import arrays_of_model
 
@@ -121,7 +121,8 @@ def base_path(meta: Mapping[str, Any], instead: str | None = None) -> Path:
 
 def _with_base(adapters: Any, config: LoraConfig, base: Path) -> dict[str, Any]:
     named, params = flat(adapters), dict[str, Any]()
-    targets = {name.removesuffix(A) for name in named if name.endswith(A)}
+    # The adapted weights, and those that were trained whole.
+    targets = {name.removesuffix(A) for name in named if not name.endswith(B)}
     for name, weight in _weights(base):
         targets.discard(name)
         *folders, last = name.split(".")
@@ -130,7 +131,7 @@ def _with_base(adapters: Any, config: LoraConfig, base: Path) -> dict[str, Any]:
             within = within.setdefault(folder, {})
         within[last] = merged(name, weight, named, config)
     if targets:
-        raise CheckpointError(f"{base} has no {', '.join(sorted(targets)[:5])}, for which there are adapters")
+        raise CheckpointError(f"{base} has no {', '.join(sorted(targets)[:5])}, which have adapters or were trained whole")
     return params
 
 

@@ -32,7 +32,7 @@ class FrozenConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al., 2021): the model's own weights are frozen, and each adapted weight W [in, out] acts as
-    W + alpha / rank * A B, with A [in, rank] and B [rank, out]. Only A and B are trained and saved."""
+    W + alpha / rank * A B, with A [in, rank] and B [rank, out]. Only A and B are trained and saved, and what `whole` names."""
 
     base: str | None = None
     """The model's own weights: what `init_from.path` may be. Every start of a process reads them. null: the folder of
@@ -44,6 +44,12 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = ()
     """Which weights are adapted: regular expressions for a whole name, such as `layers.query`, or for its end after a dot, such
     as `query|value`. []: all linear weights of the layers."""
+    whole: tuple[str, ...] = ()
+    """Which other parameters are trained whole, and saved, beside the adapters: regular expressions as in `targets`, such as
+    `embed|unembed`. They begin as those of the base."""
+    new_tokens: int = 0
+    """How many tokens at the end of `model.vocab_size` the base does not have. Their rows begin as the mean of the others;
+    `whole` must name the tables."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
     """The type of the frozen weights in the memory of the devices. null: `param_dtype`."""
 
@@ -59,16 +65,17 @@ class LoraConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "rank")
+        yield from too_small(self, 0, "new_tokens")
         yield from not_local(self, "base")
         if self.alpha <= 0:
             yield f"alpha = {self.alpha}: expected a positive number"
         if not 0 <= self.dropout < 1:
             yield f"dropout = {self.dropout}: expected 0 <= dropout < 1"
-        for target in self.targets:
+        for key, target in (*(("targets", target) for target in self.targets), *(("whole", name) for name in self.whole)):
             try:
                 re.compile(target)
             except re.error as error:
-                yield f"targets = {target!r}: expected a regular expression ({error})"
+                yield f"{key} = {target!r}: expected a regular expression ({error})"
 
 
 def not_local(config: Any, name: str) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 
 from trainers.config.section import PATH, did_you_mean
+from trainers.surroundings import is_installed
 
 BUILT_IN = {
     "jsonl": "trainers.recorders.jsonl:JsonLines",
@@ -34,7 +34,7 @@ def problems(names: Sequence[str], folders: Mapping[str, str], storage: str) -> 
             allowed = ", ".join([*BUILT_IN, "package.module:Class"])
             yield f"recorders: {name!r}: expected one of {allowed}{did_you_mean(name, BUILT_IN)}"
         module, install = NEEDS.get(name, (None, None))
-        if module is not None and importlib.util.find_spec(module) is None:
+        if module is not None and not is_installed(module):
             how = f"pip install '{install}', or leave it out"
             yield f"recorders: {name!r} needs the package {module}, which is not installed: {how}"
     if len(set(names)) < len(names):

@@ -19,7 +19,8 @@ class InitConfig(Section):
 
     path: str
     """The folder of a run (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a folder `models/STEP`, a
-    file that `python -m trainers.export` wrote, or a folder of Hugging Face with a decoder of one of the families."""
+    file that `python -m trainers.export` wrote, a folder of Hugging Face with a decoder of one of the families, or with `lora`
+    the folder of an adapter of PEFT."""
     include: tuple[str, ...] = ()
     """Which parameters of the model are taken from there: regular expressions that are searched in names such as
     `layers.query`. []: all. The others begin as in any new run."""

@@ -25,7 +25,7 @@ class LoggedConsole:
 
     def show(self, event: Event) -> None:
         self._console.show(event)
-        with suppress(OSError):  # of a full disk: the console has shown it
+        with suppress(Exception):  # a full disk, or an event that cannot be shown: no line is worth the run
             self._log.show(event)
 
     def close(self) -> None:

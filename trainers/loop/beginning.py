@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainers import runtime
+from trainers.checkpoint.weights import Adapted
 from trainers.config.weights import InitConfig, from_plain
 from trainers.errors import UsageError
 from trainers.loop import init_from
@@ -36,17 +37,25 @@ class Beginning(Protocol):
 class FromSettings:
     """Parameters from the seed, or those that `init_from` names."""
 
-    def __init__(self, config: InitConfig | None, run_folder: str, params: Any, fresh: Callable[..., TrainState]):
+    def __init__(
+        self,
+        config: InitConfig | None,
+        run_folder: str,
+        params: Any,
+        fresh: Callable[..., TrainState],
+        adapted: Adapted | None = None,
+    ):
         """`params` are the shapes of the model's parameters, with shardings. `fresh` makes a state at step 0 with the loaded
         parameters, by name, and the others from the seed. It uses up its first argument, and casts the second."""
         self._config, self._run_folder, self._params, self._fresh = config, run_folder, params, fresh
+        self._adapted = adapted
         self.meta: dict[str, Any] = {}
         self.origin: dict[str, Any] | None = None
 
     def make(self) -> TrainState:
         if self._config is None:
             return self._fresh({}, {})
-        loaded = init_from.load(self._config, self.origin, self._run_folder, self._params)
+        loaded = init_from.load(self._config, self.origin, self._run_folder, self._params, self._adapted)
         if self.origin is None and jax.process_index() == 0:
             runtime.current().note(loaded.said)
         self.origin = loaded.origin

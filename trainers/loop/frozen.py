@@ -111,13 +111,12 @@ class FrozenWeights:
     def finish(self, *, record: bool = False) -> None:
         """Waits until the weights are on the devices. With `record` the run's folder says from now on which they are. Raises
         like `begin`."""
-        if self._reading is None:
+        if self._reading is None and self._arrays is None:
             self.begin()
-        reading = self._reading
-        assert reading is not None
-        read = together("frozen", reading.result)
-        self._reading = None
-        self._arrays = {name: self._placed(found, read.pop(name)) for name, found in self._found.items()}
+        if (reading := self._reading) is not None:
+            read = together("frozen", reading.result)
+            self._reading = None
+            self._arrays = {name: self._placed(found, read.pop(name)) for name, found in self._found.items()}
         if record:
             together("frozen", lambda: self._record() if jax.process_index() == 0 else None)
 

@@ -45,16 +45,23 @@ class Loaded:
     """One line about it."""
 
 
-def load(config: InitConfig, origin: Mapping[str, Any] | None, run_folder: str, params: Any) -> Loaded:
+def load(
+    config: InitConfig,
+    origin: Mapping[str, Any] | None,
+    run_folder: str,
+    params: Any,
+    adapted: weights.Adapted | None = None,
+) -> Loaded:
     """Loads parameters with the shardings of `params`, shapes of the whole model. `origin` is what the run began with before,
-    which must be found again; None: the record in the run's folder says it. All hosts must call this.
+    which must be found again; None: the record in the run's folder says it. `adapted`: of a run with LoRA, for adapters of PEFT.
+    All hosts must call this.
 
     Raises CheckpointError if the parameters do not fit, or have changed, and CheckpointUnavailableError if they cannot be read;
     on all hosts alike.
     """
     wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    chosen = from_host0(lambda: _choose(config, origin, run_folder))
-    found = together("init_from", lambda: weights.look(Path(chosen["checkpoint"])))
+    chosen = from_host0(lambda: _choose(config, origin, run_folder, adapted))
+    found = together("init_from", lambda: weights.look(Path(chosen["checkpoint"]), adapted))
     # The same on all hosts: each has read the same document.
     pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, config)
     arrays = together("init_from", lambda: weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()}))
@@ -74,13 +81,15 @@ def found(path: str) -> str:
     return from_host0(lambda: str(weights.find(path)))
 
 
-def _choose(config: InitConfig, origin: Mapping[str, Any] | None, run_folder: str) -> dict[str, str]:
+def _choose(
+    config: InitConfig, origin: Mapping[str, Any] | None, run_folder: str, adapted: weights.Adapted | None
+) -> dict[str, str]:
     """Returns the checkpoint or file, and its digest, on host 0."""
     origin = origin or _recorded(run_folder, config)
     again = "; the run began with it: bring it back, or give the run another name" if origin else ""
     try:
         path = weights.find(config.path if origin is None else origin["checkpoint"])
-        digest = weights.look(path).digest()
+        digest = weights.look(path, adapted).digest()
     except (CheckpointError, CheckpointUnavailableError) as error:
         raise type(error)(f"init_from: {error}{again}") from error
     except OSError as error:

@@ -105,6 +105,8 @@ class Loop:
     """Returns how many values of the state were infinite or NaN as training began or went back; None: not known."""
     _not_finite: int | None = None
     """How many may be."""
+    _suspicious_to: int = -1
+    """Up to this step an update breaks the state, and it is not known which."""
 
     def run(self, state: TrainState) -> tuple[TrainState, StopReason]:
         """Trains from `state` to a limit, or to a stop that all hosts agreed on. `state` is donated: use the returned one."""
@@ -127,8 +129,7 @@ class Loop:
         """Trains until the run ends. Raises GoBack at an anomaly that calls for a rollback."""
         info, host = self.info, runtime.current()
         # After a rollback the results of the steps in flight must not be read any more.
-        self.window, self.agreed = Window(info.global_step), Agreed()
-        self._not_finite = self.num_not_finite()
+        self.window, self.agreed, self._not_finite = Window(info.global_step), Agreed(), self.num_not_finite()
         self.end_of_data.start(info.batch_index)
         host.step = host.batch_index = info.batch_index
         metric_sums = self.empty_sums()
@@ -183,6 +184,7 @@ class Loop:
                 self._preview(state)
         # Before the end: a step in flight may still ask for a rollback, and its metrics are not published yet.
         self._finish_steps(state, metric_sums)
+        self._look_at_the_last(state)
         return state, reason
 
     def _prepared(self, state: TrainState, batch: Any) -> Any:
@@ -215,6 +217,7 @@ class Loop:
         for epoch in self.due.epochs.ended_at(step):
             self.callbacks.call(Callback.on_epoch_end, self.info, epoch=epoch)
             state = self.hooks.on_epoch_end(state, epoch)
+        self._look_at(state)
         return state
 
     def _stop_reason(self) -> StopReason | None:
@@ -264,6 +267,36 @@ class Loop:
         # What has become finite must stay so: an optimizer may begin with the infinity as its best value.
         self._not_finite = number if allowed is None else min(allowed, number)
         return number > self._not_finite
+
+    def _find_what_broke(self, error: NonFiniteStateError) -> None:
+        """Goes back, and looks at the state after every step from there: what has broken it since the last save, the step itself
+        has not told. Raises the error if the run is to fail, or if every step was looked at already."""
+        step = self.info.global_step
+        if self.anomalies.non_finite == "raise" or step <= self._suspicious_to:
+            raise error
+        self._suspicious_to = step
+        anomaly = Anomaly(UpdateStatus.BROKE_STATE, step - 1, math.nan, math.nan)
+        raise GoBack(Decision(anomaly, "rollback", go_back_to=step - 1)) from error
+
+    def _look_at_the_last(self, state: TrainState) -> None:
+        """Looks at the state before training ends: from here it can still go back, and from the last save no more."""
+        step = self.info.global_step
+        with self.busy.waiting():
+            leaves = self.broken(state) if step > self.resumed_step else ()
+        if leaves:
+            self._find_what_broke(NonFiniteStateError(step, leaves))
+
+    def _look_at(self, state: TrainState) -> None:
+        """Up to a step at which the state was found broken: treats the update as an anomaly if it has broken it. Waits for the
+        device."""
+        if self.info.global_step > self._suspicious_to:
+            return
+        self._complete_all(state)
+        with self.busy.waiting():
+            is_broken = bool(self.broken(state))
+        if is_broken:
+            anomaly = Anomaly(UpdateStatus.BROKE_STATE, self.info.batch_index - 1, self.agreed.loss, self.agreed.expected_loss)
+            self._handle_anomaly(anomaly, state)
 
     def _handle_anomaly(self, anomaly: Anomaly, state: TrainState) -> None:
         decision = anomalies.decide(anomaly, self.anomalies, self.lineage.skipped)
@@ -334,8 +367,7 @@ class Loop:
                 broken = error
         self.host_requests.saved()
         if broken is not None:
-            anomaly = Anomaly(UpdateStatus.BROKE_STATE, self.info.batch_index - 1, math.nan, math.nan)
-            self._handle_anomaly(anomaly, state)
+            self._find_what_broke(broken)
 
     def _save_model(self, state: TrainState) -> None:
         with self.busy.waiting():

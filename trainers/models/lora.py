@@ -1,7 +1,8 @@
 """Low-rank adapters on the linear weights of a model (Hu et al., 2021, "LoRA").
 
-The variables of the model become `Frozen`: inputs of the step, and no part of the state. The adapters are its parameters. W acts
-as W + alpha / rank * A B; B begins with zeros, so that the adapted model begins as the model itself.
+The variables of the model become `Frozen`: inputs of the step, and no part of the state. The adapters are its parameters, and
+what is trained whole beside them (`lora.whole`), such as tables with rows for new tokens. W acts as W + alpha / rank * A B; B
+begins with zeros, so that the adapted model begins as the model itself.
 
 Shape suffixes as in `trainers.models.decoder`; R: the rank.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +28,8 @@ A, B = "_lora_a", "_lora_b"
 """The ends of the names of adapters: those of `layers.query` are `layers.query_lora_a` and `layers.query_lora_b`."""
 KEY, KEEP = "lora_key", "lora_keep"
 """What the layers of a scan need for dropout, beside the weights: a random key, and the share that is kept."""
+TOKENS = "vocab"
+"""The logical axis of a table whose rows or columns are the tokens of the vocabulary."""
 SHOWN = 20
 
 KeyOf = Callable[[str], jax.Array]
@@ -70,10 +73,10 @@ def adapt(model: Any, config: LoraConfig, key_of: KeyOf) -> Any:
     """Returns the model with adapters; its own parameters are frozen. Raises UsageError with all that does not fit. Traced, or
     under `nnx.eval_shape`. `key_of` gives the keys of the first values, each a function of the name."""
     names, linear = _names(model), {weight.name: weight for weight in linear_weights(model)}
-    chosen = _chosen(config, names, linear)
+    chosen, whole = _chosen(config, names, linear)
     if state := [name for name, variable in names.items() if not isinstance(variable, nnx.Param)]:
         raise UsageError(f"lora: the model has state beside its parameters ({', '.join(state[:5])}): expected parameters alone")
-    _freeze(model)
+    _freeze(model, whole)
     for name in chosen:
         _add(linear[name], config, key_of(f"lora/{name}"))
     for module in {id(linear[name].module): linear[name].module for name in chosen}.values():
@@ -136,8 +139,25 @@ def dropped(x: jax.Array, key: jax.Array, keep: jax.Array | float) -> jax.Array:
     return jnp.where(jax.random.bernoulli(key, keep, x.shape), x / jnp.asarray(keep, x.dtype), jnp.zeros((), x.dtype))
 
 
+def with_new_tokens(table: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a table with rows (or columns) for new tokens at its end, each the mean of the others; [...] as `shape`."""
+    for axis, size in enumerate(shape):
+        if size > table.shape[axis]:
+            mean = jnp.mean(table.astype(jnp.float32), axis, keepdims=True).astype(table.dtype)
+            table = jnp.concatenate([table, jnp.repeat(mean, size - table.shape[axis], axis)], axis)
+    return table
+
+
+def axis_of_tokens(axes: Sequence[str | None]) -> int | None:
+    """Returns which dimension of a parameter with these logical axes is over the tokens of the vocabulary; None: none is."""
+    return list(axes).index(TOKENS) if TOKENS in axes else None
+
+
 def merged(name: str, weight: np.ndarray, adapters: Mapping[str, np.ndarray], config: LoraConfig) -> np.ndarray:
-    """Returns the weight with its adapter, in its own type; unchanged if it has none."""
+    """Returns the weight with its adapter, or the one that was trained whole in its place, in its own type; unchanged if there is
+    neither."""
+    if name in adapters:
+        return adapters[name].astype(weight.dtype)
     if f"{name}{A}" not in adapters:
         return weight
     a, b = (adapters[f"{name}{end}"].astype(np.float32) for end in (A, B))
@@ -150,8 +170,9 @@ def _names(model: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def _chosen(config: LoraConfig, names: Mapping[str, Any], linear: Mapping[str, Linear]) -> list[str]:
-    """Returns the names of the weights to adapt. Raises UsageError with the problems of all targets."""
+def _chosen(config: LoraConfig, names: Mapping[str, Any], linear: Mapping[str, Linear]) -> tuple[list[str], set[str]]:
+    """Returns the names of the weights to adapt, and of the parameters that are trained whole. Raises UsageError with the
+    problems of all targets."""
     there = f"linear weights are {_listed(linear)}"
     nothing = f"lora: the model has no linear weights that can be adapted; its parameters are {_listed(names)}"
     problems = [] if linear else [nothing]
@@ -167,9 +188,31 @@ def _chosen(config: LoraConfig, names: Mapping[str, Any], linear: Mapping[str, L
         *_, rows, columns = linear[name].variable.shape
         if config.rank > min(rows, columns):
             problems.append(f"lora.rank = {config.rank}: {name} is [{rows}, {columns}]: expected at most {min(rows, columns)}")
-    if problems:
+    whole = {name for name in names if any(config.matches(pattern, name) for pattern in config.whole)}
+    if problems := [*problems, *_problems_of_whole(config, names, whole, chosen)]:
         raise UsageError("\n".join(problems))
-    return chosen
+    return chosen, whole
+
+
+def _problems_of_whole(
+    config: LoraConfig, names: Mapping[str, Any], whole: Collection[str], chosen: Collection[str]
+) -> Iterator[str]:
+    for pattern in config.whole:
+        if not any(config.matches(pattern, name) for name in names):
+            ends = [name.rpartition(".")[2] for name in names]
+            yield (f"lora.whole: {pattern!r} is the name of no parameter: they are {_listed(names)}{did_you_mean(pattern, ends)}")
+    if both := [name for name in chosen if name in whole]:
+        yield f"lora.whole: {_listed(both)} has an adapter too: name it in lora.targets or in lora.whole, not in both"
+    if not config.new_tokens:
+        return
+    tables = [name for name, variable in names.items() if TOKENS in variable.get_metadata().get("logical_axes", ())]
+    if not tables:
+        yield f"lora.new_tokens = {config.new_tokens}: the model has no parameter with an axis {TOKENS!r} (logical_axes)"
+    elif missing := [name for name in tables if name not in whole]:
+        yield (
+            f"lora.new_tokens = {config.new_tokens}: the rows of new tokens must be trained, and {_listed(missing)} is not; set "
+            f"lora.whole: [{'|'.join(tables)}]"
+        )
 
 
 def _listed(names: Any) -> str:
@@ -177,14 +220,15 @@ def _listed(names: Any) -> str:
     return ", ".join(shown[:SHOWN]) + (f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
 
 
-def _freeze(model: Any) -> None:
-    """Makes each parameter a `Frozen` variable. One that several modules share stays one."""
+def _freeze(model: Any, whole: Collection[str]) -> None:
+    """Makes each parameter but those of `whole` a `Frozen` variable. One that several modules share stays one."""
     frozen: dict[int, Frozen] = {}
+    trained = {id(variable) for path, variable in nnx.iter_graph(model) if ".".join(map(str, path)) in whole}
     for _, module in nnx.iter_graph(model):
         if not isinstance(module, nnx.Pytree):
             continue
         for name, variable in list(vars(module).items()):
-            if isinstance(variable, nnx.Param):
+            if isinstance(variable, nnx.Param) and id(variable) not in trained:
                 made = frozen.setdefault(id(variable), Frozen(variable[...], **variable.get_metadata()))
                 setattr(module, name, made)
 

@@ -200,7 +200,7 @@ def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:
     # A run that has a checkpoint goes on from that: what it began with may be gone by now.
     if config is None or os.path.isdir(f"{trainer._run_folder}/checkpoints"):
         return None
-    return looked_at("init_from", config, arrays_of_model(state.params, state.model_state), doubts)
+    return looked_at("init_from", config, arrays_of_model(state.params, state.model_state), doubts, trainer.adapted)
 
 
 def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
@@ -223,11 +223,13 @@ def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
     return {name: line for name, line in read.items() if line is not None}
 
 
-def looked_at(asked_by: str, config: InitConfig, arrays: Any, doubts: list[str]) -> str | None:
+def looked_at(
+    asked_by: str, config: InitConfig, arrays: Any, doubts: list[str], adapted: weights.Adapted | None = None
+) -> str | None:
     """Returns in one line what a path gives for these arrays; None if it cannot be seen from here, which is added to `doubts`.
     Raises UsageError if it does not fit."""
     shapes = dict(zip(parameter_paths(arrays), (leaf.shape for leaf in jax.tree.leaves(arrays)), strict=True))
-    found = seen_from_here(asked_by, config.path, lambda: weights.look(weights.find(config.path)), doubts)
+    found = seen_from_here(asked_by, config.path, lambda: weights.look(weights.find(config.path), adapted), doubts)
     if found is None:
         return None
     pairs = weights.match(found, shapes, config, asked_by)

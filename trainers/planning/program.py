@@ -12,7 +12,6 @@ a GPU would need less memory for what is temporary, since it fuses more.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -34,6 +33,7 @@ from trainers.protocol import TrainerConfigureModelOutput
 from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
 from trainers.step.state import with_shardings
+from trainers.surroundings import is_installed
 
 Facts = dict[str, Any]
 LIBTPU = "libtpu==0.0.42.*"
@@ -64,7 +64,7 @@ def devices_of(kind: str, count: int, topology: str = "", slices: int = 1) -> li
         if jax.device_count() != count:
             raise ValueError(f"this process has {jax.device_count()} devices: expected {count}")
         return jax.devices()
-    if "TPU_LIBRARY_PATH" not in os.environ and importlib.util.find_spec("libtpu") is None:
+    if "TPU_LIBRARY_PATH" not in os.environ and not is_installed("libtpu"):
         raise UsageError(f"the compiler for TPUs is not installed: pip install '{LIBTPU}'; no TPU is needed for it")
     from jax.experimental import topologies
 

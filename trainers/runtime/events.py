@@ -172,11 +172,11 @@ class AnomalyTreated(AnomalyFields, Envelope):
 
 def course_left_at(anomaly: AnomalyTreated) -> int | None:
     """Returns the last step of which the numbers are still true after a rollback, which trains on without some batches. None:
-    training has not gone back."""
-    if anomaly["restored_step"] is None:
+    training has not gone back, or leaves nothing out."""
+    if anomaly["restored_step"] is None or not anomaly["skipped_batches"]:
         return None
     # Up to the first batch that is left out, everything comes again as it was. The numbers of step n are of batches before n.
-    return max(anomaly["restored_step"], min(anomaly["skipped_batches"], default=0))
+    return max(anomaly["restored_step"], min(anomaly["skipped_batches"]))
 
 
 class Note(Envelope):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from trainers.config.arguments import TrainingArguments
 from trainers.config.frozen import BASE
 from trainers.errors import UsageError
+from trainers.models.lora import axis_of_tokens
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
 from trainers.step.loss import takes
@@ -48,8 +49,21 @@ def frozen_models(task: Task, arguments: TrainingArguments) -> dict[str, FrozenM
         models[name] = _model(build, config.dtype, config.path, f"frozen.{name}")
     if arguments.lora is not None:
         assert arguments.lora.base is not None  # checked, or put there by `model.pretrained`
-        models[BASE] = _model(task.build_model, arguments.lora.base_dtype, arguments.lora.base, "lora.base")
+        base = _model(task.build_model, arguments.lora.base_dtype, arguments.lora.base, "lora.base")
+        models[BASE] = base._replace(shapes=_without_new_tokens(base, arguments.lora.new_tokens))
     return models
+
+
+def _without_new_tokens(model: FrozenModel, number: int) -> Any:
+    """Returns the shapes of a model that has so many tokens less."""
+
+    def cut(leaf: jax.ShapeDtypeStruct, axes: Any) -> jax.ShapeDtypeStruct:
+        shape, axis = list(leaf.shape), axis_of_tokens(axes)
+        if axis is not None:
+            shape[axis] -= number
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    return jax.tree.map(cut, model.shapes, model.axes)
 
 
 def check_use(task: Task, arguments: TrainingArguments, *, prepares: bool) -> None:
@@ -59,6 +73,16 @@ def check_use(task: Task, arguments: TrainingArguments, *, prepares: bool) -> No
             f"frozen: the loss of {type(task).__name__} has no parameter `frozen`, which would get {', '.join(arguments.frozen)} "
             "as models by name: add it, or leave the section out"
         )
+    if arguments.lora is not None and arguments.lora.new_tokens and takes(task, "frozen") and _reads_base(task):
+        raise UsageError(
+            f"lora.new_tokens = {arguments.lora.new_tokens}: the loss of {type(task).__name__} compares the model with its base, "
+            f"which has no such tokens; add them to the folder of the base first, and set lora.new_tokens: 0"
+        )
+
+
+def _reads_base(task: Task) -> bool:
+    """Whether a loss may read the base; one of the user's own may."""
+    return getattr(task, "reads_base", True)
 
 
 def _model(build: Callable[[Any], Any], dtype: str | None, path: str, asked_by: str) -> FrozenModel:

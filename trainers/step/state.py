@@ -112,7 +112,8 @@ class ModelParts:
             )
         parts = [_with_values(self.template, params)]
         if self.frozen_template:
-            parts.append(_with_values(self.frozen_template, frozen))
+            # The base has its own values of what is trained whole, too (`lora.whole`).
+            parts.append(_with_values(self.frozen_template, _those_in(nnx.to_pure_dict(self.frozen_template), frozen)))
         if self.state_template:
             parts.append(_with_values(self.state_template, model_state))
         if self.stream_template:
@@ -125,6 +126,13 @@ class ModelParts:
         if not self.stream_template:
             return None
         return rest_of_model.streams(self.stream_template, self.seed, purpose, step, micro_batch)
+
+
+def _those_in(template: Any, values: Any) -> Any:
+    """Returns the leaves of nested dicts that `template` has too."""
+    if not isinstance(template, Mapping):
+        return values
+    return {name: _those_in(within, values[name]) for name, within in template.items()}
 
 
 def _with_values(template: Any, values: Any) -> Any:
@@ -235,7 +243,10 @@ def with_loaded(params: Any, loaded: Mapping[str, jax.Array]) -> Any:
 
     def choose(path: Any, leaf: jax.Array) -> jax.Array:
         name = parameter_path(path)
-        return loaded[name].astype(leaf.dtype) if name in loaded else leaf
+        if name not in loaded:
+            return leaf
+        # Of a base without the tokens that are new; all else was compared before.
+        return lora.with_new_tokens(loaded[name], leaf.shape).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(choose, params)
 

@@ -55,6 +55,11 @@ class PreferenceTask(CausalLMTask):
             yield f"frozen.reference: {why}; leave it out"
 
     @property
+    def reads_base(self) -> bool:
+        """Whether the loss compares the model with the base of its adapters."""
+        return self.arguments.preference.has_reference and self._reference == "base"
+
+    @property
     def _reference(self) -> str:
         return self.arguments.preference.reference or ("frozen" if self.arguments.lora is None else "base")
 

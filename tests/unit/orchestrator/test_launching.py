@@ -1,10 +1,15 @@
-"""The start of a run: what goes on side by side, and what is left when it goes wrong."""
+"""The start of a run: what goes on side by side, and what is left when it goes wrong; the signals that stop it."""
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from orchestrator import launching
+from orchestrator.board import Board
 from orchestrator.config.job import ConfigError, build
 from orchestrator.planning import report
 
@@ -83,6 +88,71 @@ def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, hap
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
     assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == launching.EXIT_FAILED
+    assert "Ray is ended" in happened
+    assert capsys.readouterr().err == "error: interrupted before the run began; nothing is left of it\n"
+
+
+# ---------------------------------------------------------------------- signals
+
+
+def asked(board):
+    """Waits for the thread that a handler has started."""
+    deadline_s = time.monotonic() + 10
+    while board.stop_requested() is None and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return board.stop_requested()
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def of_a_terminal(monkeypatch):
+    monkeypatch.setattr(launching, "outlives_terminal", lambda: False)
+
+
+@pytest.mark.usefixtures("of_a_terminal")
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated"), (signal.SIGHUP, "interrupted")]
+)
+def test_each_signal_asks_for_a_stop_and_the_handlers_of_before_come_back(tmp_path, monkeypatch, number, reason):
+    monkeypatch.setattr(threading, "Timer", lambda *given: threading.Thread(target=lambda: None))
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with launching.relay_signals(board := Board(), str(tmp_path), "here"):
+        signal.raise_signal(number)
+        assert asked(board) == reason
+        signal.raise_signal(signal.SIGHUP)  # a service manager sends it after SIGTERM: once is enough
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+
+
+def test_a_run_without_a_terminal_goes_on_when_one_is_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr(launching, "outlives_terminal", lambda: True)
+    with launching.relay_signals(board := Board(), str(tmp_path), "here"):
+        signal.raise_signal(signal.SIGHUP)
+    assert board.stop_requested() is None
+
+
+def test_a_signal_after_the_end_of_the_board_raises_nothing(tmp_path):
+    class Gone(Board):
+        def request_stop(self, reason, *, wait=True):
+            raise ConnectionError
+
+    launching.relay_signals(Gone(), str(tmp_path), "here")._request_stop("interrupted")
+
+
+@pytest.mark.usefixtures("of_a_terminal")
+@pytest.mark.parametrize("number", SIGNALS)
+def test_each_signal_interrupts_the_start_and_nothing_is_left_of_it(job, happened, monkeypatch, capsys, number):
+    monkeypatch.setattr(report.Plan, "report", lambda plan: os.kill(os.getpid(), number))
+    monkeypatch.setattr(launching, "make_console", lambda *given, **named: Console())
+    monkeypatch.setattr(launching, "load", lambda path, overrides: job)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == launching.EXIT_FAILED
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "Ray is ended" in happened
     assert capsys.readouterr().err == "error: interrupted before the run began; nothing is left of it\n"
 

@@ -292,3 +292,35 @@ def test_without_a_base_it_is_refused(tmp_path):
         arguments(tmp_path, **{**SETTINGS, "frozen": {"base": LLAMA}})
     with pytest.raises(UsageError, match="frozen: the loss of CausalLMTask has no parameter `frozen`"):
         trainer(tmp_path, frozen={"teacher": LLAMA}).configure_model()
+
+
+PEFT = ROOT / "tests" / "unit" / "data" / "peft"
+OF_PEFT = {"rank": 4, "alpha": 6, "targets": ["query|value|down"]}
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_a_run_begins_with_an_adapter_of_peft(tmp_path, events):
+    """On a mesh; its logits are those that PEFT computes. What a run exports, another one begins with."""
+    expected = load_file(PEFT / "llama3" / "expected.safetensors")
+    changes = {"max_num_steps": 1, "evaluation": {}, "previews": {"prompts": []}, "lora": OF_PEFT}
+    made = trainer(tmp_path, **changes, init_from=str(PEFT / "llama3"), optimizer={"learning_rate": 1e-30})
+    made.train()
+    found = logits(made, made.output.state.params, made.frozen["base"], expected["tokens"])
+    assert np.abs(found - expected["logits"]).max() < 1e-5 * np.abs(expected["logits"]).max()
+    notes = [event["message"] for event in of(events, "note")]
+    assert any(f"6 of 6 parameters are those of {PEFT / 'llama3'} (an adapter of PEFT" in note for note in notes), notes
+    export.to_hugging_face(checkpoint(made), tmp_path / "adapter", adapter=True)
+    again = trainer(tmp_path / "again", **changes, init_from=str(tmp_path / "adapter"))
+    again.prepare()
+    assert_equal(again._beginning(None, None).make().params, made.output.state.params)
+
+
+def test_an_adapter_of_peft_that_does_not_fit_is_told_before_a_machine_is_taken(tmp_path):
+    def problems(**changes):
+        return estimate.plan(arguments(tmp_path, **{**SETTINGS, "init_from": str(PEFT / "llama3"), **changes}), 8)[0]
+
+    assert problems(lora=OF_PEFT) == []
+    told, *_ = problems(lora={**OF_PEFT, "rank": 2})
+    assert told.startswith(f"init_from: {PEFT / 'llama3'}: lora.rank = 2: self_attn.q_proj has the rank 4 there")
+    told, *_ = problems(lora=None)
+    assert "is an adapter of PEFT: a run with the section lora begins with it, by init_from" in told

@@ -196,3 +196,10 @@ def test_the_line_at_the_end(metrics, expected):
         state=None, mesh=None, checkpoint_path=None, last_save_file_name=None, stop_reason=StopReason.MAX_STEPS, metrics=metrics
     )
     assert trainers.run.result(output) == expected
+
+
+@pytest.mark.parametrize(("reason", "status"), [("max_steps", 0), ("early_stopped", 0), ("interrupted", 3), ("time_limit", 3)])
+def test_the_exit_status_says_whether_the_training_is_over(run, monkeypatch, reason, status):
+    output = TrainerOutput(None, None, None, None, StopReason(reason), {})
+    monkeypatch.setattr(trainers.run, "train", lambda arguments, began_s: output)
+    assert run()[0] == status

@@ -113,6 +113,21 @@ def test_a_reader_that_goes_away_is_nothing_to_tell_about(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_command_that_only_shows_how_something_goes_on_ends_when_nobody_looks(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Broken(BrokenPipeError(errno.EPIPE, "Broken pipe")))
+
+    @command
+    def main():
+        number = 0
+        while not terminal.nobody_looks():
+            number += 1
+            print(number)
+        return number
+
+    assert main() == 1
+    assert not terminal.nobody_looks()  # a stream of a test, or of a notebook
+
+
 def test_without_standard_streams_a_command_ends_as_with_them(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", None)

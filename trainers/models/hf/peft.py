@@ -9,7 +9,7 @@ import numpy as np
 
 from trainers.config import LoraConfig, ModelConfig
 from trainers.errors import UsageError
-from trainers.models.hf.weights import PREFIXES, Place, Tensors, layer_places, layers_name
+from trainers.models.hf.weights import PREFIXES, Place, Tensors, layer_places, layers_name, top_places
 from trainers.models.lora import A, B
 
 WRAPPER = "base_model.model."
@@ -21,7 +21,7 @@ def to_adapter(
 ) -> tuple[dict[str, Any], Tensors]:
     """Returns (the configuration, the tensors) of PEFT. `adapters` are [L, ...] by our names, such as `layers.query_lora_a`.
     Raises UsageError if they are not those of a `trainers.models.decoder.Decoder`."""
-    modules = _modules(config, adapters)
+    modules, whole = _modules(config, adapters), _whole(config, adapters)
     fused = {module: len(parts) for module, parts in modules.items() if len(parts) > 1}
     prefix = PREFIXES[1] if config.family == "gpt2" else PREFIXES[0]
     tensors: Tensors = {}
@@ -30,6 +30,9 @@ def to_adapter(
             of_layer = {place: (adapters[f"{name}{A}"][number], adapters[f"{name}{B}"][number]) for name, place in parts.items()}
             name = f"{WRAPPER}{prefix}{layers_name(config)}.{number}.{module}"
             tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = _pair(of_layer)
+    for name, place in whole.items():
+        table = adapters[name].T if place.turned else adapters[name]
+        tensors[f"{WRAPPER}{place.full(prefix)}"] = np.ascontiguousarray(table)
     names = {module: _shortest(module, config) for module in modules}
     about = {
         "peft_type": "LORA",
@@ -46,11 +49,28 @@ def to_adapter(
         "fan_in_fan_out": config.family == "gpt2",
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": sorted(map(module_of, whole.values())) or None,
         "use_dora": False,
         "use_rslora": False,
     }
+    if config.tie_embeddings and "embed" in whole:
+        # Else PEFT unties the table of the logits, and it wants that under its own name too.
+        about["ensure_weight_tying"] = True
+        tensors[f"{WRAPPER}lm_head.weight"] = np.ascontiguousarray(adapters["embed"])
     return about, tensors
+
+
+def _whole(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str, Place]:
+    """Returns the places of what was trained whole, by our name."""
+    # PEFT goes by the ends of names: `norm` would be every norm there is.
+    top = {name: place for name, place in top_places(config).items() if not name.startswith("final_norm")}
+    whole = [name for name in adapters if not name.endswith((A, B))]
+    if other := [name for name in whole if name not in top]:
+        raise UsageError(
+            f"{', '.join(other)}: the form of PEFT has {', '.join(top)} whole, and no other parameter; export the merged model, "
+            f"without --adapter"
+        )
+    return {name: top[name] for name in whole}
 
 
 def _modules(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str, dict[str, Place]]:
@@ -60,18 +80,18 @@ def _modules(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[st
     for name in (each.removesuffix(A) for each in adapters if each.endswith(A)):
         if name not in places:
             raise UsageError(f"{name} has an adapter: PEFT has no name for it in a decoder of the family {config.family}")
-        modules.setdefault(_module(places[name]), {})[name] = places[name]
+        modules.setdefault(module_of(places[name]), {})[name] = places[name]
     return modules
 
 
-def _module(place: Place) -> str:
+def module_of(place: Place) -> str:
     return place.name.removesuffix(".weight")
 
 
 def _shortest(module: str, config: ModelConfig) -> str:
     """Returns the end of a module's name that PEFT finds no other module by."""
     last = module.rpartition(".")[2]
-    same = {_module(place) for place in layer_places(config).values() if _module(place).rpartition(".")[2] == last}
+    same = {module_of(place) for place in layer_places(config).values() if module_of(place).rpartition(".")[2] == last}
     return last if len(same) == 1 else module
 
 

@@ -39,6 +39,7 @@ def resolved(arguments: Arguments) -> Arguments:
         data = dataclasses.replace(data, tokenizer=folder)
     if arguments.lora is not None:
         lora = dataclasses.replace(arguments.lora, base=arguments.lora.base or folder)
+        model = dataclasses.replace(model, vocab_size=model.vocab_size + lora.new_tokens)
         return dataclasses.replace(arguments, model=model, data=data, lora=lora)
     init_from = arguments.init_from or InitConfig(path=folder)
     return dataclasses.replace(arguments, model=model, data=data, init_from=init_from)

@@ -70,6 +70,16 @@ def test_a_port_in_use_is_passed_over(monkeypatch):
             machine.free_port()
 
 
+def test_an_agent_without_a_home_folder_gets_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    machine.ensure_home(environ := {"HOME": "/home/me"})
+    assert environ == {"HOME": "/home/me"}
+    for nothing in ({"HOME": ""}, {}):
+        monkeypatch.setattr(machine.os.path, "expanduser", lambda path: path)
+        machine.ensure_home(nothing)
+        assert nothing == {"HOME": str(tmp_path)}
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -130,6 +130,39 @@ def test_the_steps_of_a_gang_that_has_failed_are_lost_if_it_is_stopped_before_it
     assert progress_of(launched).lost == job.step - world.commits[-1][1] > 0
 
 
+def test_a_mistake_of_the_program_during_a_stop_is_a_failure(world):
+    launched = Launched(world)
+
+    def fail():
+        launched.board.request_stop("interrupted")
+        agent = next(iter(world.jobs.values())).processes[1].agent
+        raised = {"type": "UsageError", "message": "a mistake", "traceback": "", "user_frame": None, "kind": "user_error"}
+        agent.tell({"ev": "exception", **raised, "deterministic": True, "step": 3})
+        agent.end_process(told=True)
+
+    world.at(4.0, fail)
+    with pytest.raises(TrainingFailed, match="a mistake") as error:
+        launched.run()
+    end = ending({}, error.value, launched.board.stop_requested(), progress_of(launched))
+    assert end.status == "failed"
+    assert end.line.endswith("lost, because of the error above")
+
+
+def test_why_the_last_save_failed_is_known_until_a_later_one_succeeds(world):
+    launched = Launched(world)
+    problems = []
+
+    def fail():
+        next(iter(world.jobs.values())).processes[0].agent.tell({"ev": "save_failed", "step": 3, "error": "no room"})
+
+    world.at(4.0, fail)
+    for number in range(20):
+        world.at(4.0 + number / 20, lambda: problems.append(launched.launch.save_problem))
+    launched.run()
+    assert "the checkpoint of step 3 failed: no room" in problems
+    assert launched.launch.save_problem is None
+
+
 def test_the_next_driver_knows_how_far_the_launch_has_trained(world):
     launched = Launched(world)
     world.at(4.0, lambda: launched.board.request_stop("interrupted"))

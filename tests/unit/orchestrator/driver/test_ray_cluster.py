@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 
 import pytest
 
@@ -75,3 +76,17 @@ def test_a_private_ray_starts_without_the_processes_that_nobody_asks():
         assert Node.start_monitor(None) is None  # it would need a node
         assert Node.start_api_server is before["start_api_server"]
     assert {name: getattr(Node, name) for name in before} == before
+
+
+def test_what_ray_starts_is_in_a_session_of_its_own_and_only_that():
+    """A signal to the process group of the command would end it, while the state is being saved."""
+    from ray._private import services
+
+    before, wait = services.ConsolePopen, [sys.executable, "-c", "input()"]
+    with ray_cluster.in_a_session():
+        process = services.ConsolePopen(wait, stdin=-1, preexec_fn=None, creationflags=0)
+    try:
+        assert os.getsid(process.pid) == process.pid != os.getsid(0)
+    finally:
+        process.communicate(b"\n")
+    assert services.ConsolePopen is before

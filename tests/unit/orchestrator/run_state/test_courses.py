@@ -77,7 +77,7 @@ def test_after_a_loss_was_accepted_all_later_points_are_new(opened, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("restored", "skipped", "step"), [(None, [7], None), (4, [7], 7), (4, [3, 7], 4), (0, [], 0), (4, [5, 6, 7], 5)]
+    ("restored", "skipped", "step"), [(None, [7], None), (4, [7], 7), (4, [3, 7], 4), (0, [], None), (4, [5, 6, 7], 5)]
 )
 def test_a_rollback_leaves_the_points_of_steps_after_the_first_batch_left_out(restored, skipped, step):
     assert course_left_at({"restored_step": restored, "skipped_batches": skipped}) == step

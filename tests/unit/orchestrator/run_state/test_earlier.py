@@ -13,9 +13,9 @@ from orchestrator.tracking.config import TrackingConfig
 def launched(tmp_path, launch_id, began_s, *, lasted_s=90.0, incidents=1, drivers=1):
     """Trains for all but ten seconds; returns its summary."""
     for _ in range(drivers):
-        launch = launches.open_launch(
-            str(tmp_path), launch_id, began_s, TrackingConfig(mlflow=False), {}, lambda: began_s + lasted_s
-        )
+        clock = lambda: began_s + lasted_s  # noqa: E731
+        tracking = TrackingConfig(mlflow=False)
+        launch = launches.open_launch(str(tmp_path), launch_id, began_s, tracking, {}, clock, monotonic=clock)
         if launch.drivers == 1:
             launch.next_generation()
             launch.goodput.switch("step", began_s + 10.0)

@@ -27,7 +27,7 @@ def run_dir(tmp_path):
     put(folder / "checkpoints", 800)
     committed.write(folder, Committed("run", 800))
     digest = summary.training_digest(shown(job(tmp_path)))
-    documents.write_json(folder / "summary.json", {"launch_id": "a", "training_digest": digest})
+    documents.write_json(folder / "summary.json", {"launch_id": "a", "lineage": None, "training_digest": digest})
     documents.write_json(folder / "outcome.json", {"launch_id": "a", "status": "finished"})
     return folder
 
@@ -64,7 +64,7 @@ def test_a_run_that_ended_early_is_over_only_for_the_same_settings(run_dir, tmp_
     limit = {"max_num_steps": 5000}
     assert at(tmp_path, **limit) is None
     digest = summary.training_digest(shown(job(tmp_path, **limit)))
-    documents.write_json(run_dir / "summary.json", {"launch_id": "a", "training_digest": digest})
+    documents.write_json(run_dir / "summary.json", {"launch_id": "a", "lineage": None, "training_digest": digest})
     assert at(tmp_path, **limit) == 800
     assert at(tmp_path, **limit, seed=3) is None
 

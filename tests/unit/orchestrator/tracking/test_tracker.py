@@ -3,13 +3,14 @@
 import json
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from orchestrator.tracking import mlflow_shipper
 from orchestrator.tracking import tracker as tracking
 from orchestrator.tracking.config import TrackingConfig
-from orchestrator.tracking.mlflow_shipper import Line, Shipper, Value, fresh_values, next_batch, read_lines
+from orchestrator.tracking.mlflow_shipper import Line, MlflowRun, Shipper, Value, fresh_values, next_batch, read_lines
 from orchestrator.tracking.spool import Spool
 from orchestrator.tracking.tracker import Tracker, flatten, left_over
 from trainers.storage.documents import StorageError
@@ -233,3 +234,16 @@ def test_an_internal_error_over_the_same_entries_becomes_a_refusal_in_the_end(sh
     assert ship(FakeRun("INTERNAL_ERROR"), attempts_at_end=3)[2]["rejected"] == 0
     status, sent, state = ship(FakeRun("INTERNAL_ERROR"), attempts_at_end=20)
     assert (status, state["rejected"], sent) == (0, 2, [0, 2])
+
+
+def test_an_experiment_that_was_deleted_is_told_with_the_way_out():
+    deleted = SimpleNamespace(experiment_id="7", lifecycle_stage="deleted")
+    run = SimpleNamespace(client=SimpleNamespace(get_experiment_by_name=lambda name: deleted))
+    with pytest.raises(LookupError) as error:
+        MlflowRun._find_experiment(run, "gangway", None)
+    assert str(error.value) == (
+        "the experiment 'gangway' was deleted: restore it (mlflow experiments restore --experiment-id 7), and the metrics are "
+        "shipped; or set tracking.experiment to another name"
+    )
+    deleted.lifecycle_stage = "active"
+    assert MlflowRun._find_experiment(run, "gangway", None) == "7"

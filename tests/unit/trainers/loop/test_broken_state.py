@@ -14,6 +14,7 @@ from tests.unit.training import of, trainer
 from trainers.base import BaseTrainer
 from trainers.checkpoint import layout
 from trainers.errors import NonFiniteLossError
+from trainers.step import train_step
 
 MODULE = "tests.unit.trainers.loop.test_broken_state"
 BAD = 6
@@ -66,6 +67,20 @@ def test_training_goes_back_to_the_checkpoint_before_the_update_and_leaves_it_ou
     ]
     assert all(bool(np.isfinite(leaf).all()) for leaf in jax.tree.leaves((state.params, state.opt_state)))
     assert saved_and_finite(tmp_path / "run" / "checkpoints") == [7, 8]
+
+
+@pytest.mark.costs("compiles a step and trains")
+@pytest.mark.parametrize("save_at", [8, None])
+def test_what_the_step_does_not_tell_is_found_before_the_save_and_looked_for(tmp_path, events, monkeypatch, save_at):
+    """As with a step of the user's own, which may not count."""
+    monkeypatch.setattr(train_step, "num_not_finite", lambda state: jnp.zeros((), jnp.int32))
+    changes = {"max_num_steps": 10, "checkpoint": {"save_steps": 4 if save_at else 5}}
+    state = trainer(tmp_path, **settings("infinite_moments", **changes)).train()
+    told = [(a["batch_index"], a["restored_step"], a["skipped_batches"]) for a in of(events, "anomaly")]
+    back_to = 4 if save_at else 5
+    assert told[:2] == [((save_at or 10) - 1, back_to, []), (6, back_to, [6])]
+    assert np.isfinite(np.asarray(state.opt_state[-1]["moment"])).all()
+    assert saved_and_finite(tmp_path / "run" / "checkpoints")[-1] == 10
 
 
 @pytest.mark.costs("compiles a step and trains")

@@ -119,7 +119,7 @@ def test_a_path_is_text(events):
         {"ev": "saved", "step": True, "path": "a"},
         {"ev": "phase", "phase": "train", "t": "now"},
     ],
-    ids=str,
+    ids=lambda event: str(event.get("ev")),
 )
 def test_an_odd_event_is_told_and_dropped(events, event):
     runtime.current().emit(event)

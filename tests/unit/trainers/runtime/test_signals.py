@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a program that trains: the state is saved, and the process is as before."""
+"""Ctrl-C, SIGTERM and SIGHUP in a program that trains: the state is saved, and the process is as before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainers.callbacks import Callback
 from trainers.runtime import signals
 from trainers.runtime.stop_reason import StopReason
 
-BOTH = (signal.SIGINT, signal.SIGTERM)
+ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Sends(Callback):
@@ -31,17 +31,18 @@ class Sends(Callback):
 
 
 def present():
-    return [signal.getsignal(number) for number in BOTH]
+    return [signal.getsignal(number) for number in ALL]
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_program():
+def _as_in_a_program(monkeypatch):
     """The test runner may have handlers of its own."""
     before = present()
-    for number in BOTH:
+    monkeypatch.setattr(signals, "outlives_terminal", lambda: False)  # whatever has started the tests
+    for number in ALL:
         signal.signal(number, signals.UNHANDLED[number])
     yield
-    for number, handler in zip(BOTH, before, strict=True):
+    for number, handler in zip(ALL, before, strict=True):
         signal.signal(number, handler)
 
 
@@ -69,14 +70,14 @@ def test_a_second_signal_ends_it_at_once(tmp_path, events, numbers):
 
 def test_what_handles_the_signals_already_goes_on_handling_them():
     taken = []
-    for number in BOTH:
+    for number in ALL:
         signal.signal(number, lambda number, frame: taken.append(number))
     host, before = runtime.Runtime(lambda event: None), present()
     with signals.handled(host):
         assert present() == before
-        for number in BOTH:
+        for number in ALL:
             signal.raise_signal(number)
-    assert taken == list(BOTH)
+    assert taken == list(ALL)
     assert host.stop_reason is None
 
 
@@ -101,3 +102,14 @@ def test_a_second_interrupt_ends_the_command_at_once_too(tmp_path):
         signal.raise_signal(signal.SIGINT)
     runtime.current().training_ended()
     assert runtime.current().stop_reason == StopReason.INTERRUPTED  # of the whole command
+
+
+def test_a_program_without_a_terminal_trains_on_when_one_is_closed(monkeypatch):
+    monkeypatch.setattr(signals, "outlives_terminal", lambda: True)
+    host = runtime.Runtime(lambda event: None)
+    with signals.handled(host):
+        signal.raise_signal(signal.SIGHUP)
+    assert host.stop_reason is None
+    signals.handle(host)
+    signal.raise_signal(signal.SIGHUP)
+    assert host.stop_reason is None

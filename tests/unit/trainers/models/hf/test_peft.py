@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
 from trainers.checkpoint import hugging_face
@@ -16,6 +17,7 @@ from trainers.config import LoraConfig
 from trainers.errors import UsageError
 from trainers.models import lora
 from trainers.models.decoder import Decoder
+from trainers.models.hf import peft_in
 from trainers.models.hf.peft import to_adapter
 from trainers.models.hf.weights import from_tensors
 
@@ -85,3 +87,123 @@ def test_an_adapter_that_peft_has_no_name_for_is_refused():
         to_adapter(
             config, CASES["llama3"], {"other.kernel_lora_a": np.zeros((4, 2)), "other.kernel_lora_b": np.zeros((2, 4))}, ""
         )
+
+
+def damaged(folder, change=lambda tensors: None, **about):
+    """A copy of the adapter for the Llama whose files were changed."""
+    folder.mkdir()
+    theirs = json.loads((DATA / "peft" / "llama3" / peft_in.CONFIG).read_text())
+    (folder / peft_in.CONFIG).write_text(json.dumps(theirs | about))
+    tensors = load_file(DATA / "peft" / "llama3" / peft_in.WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / peft_in.WEIGHTS)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_adapter_of_peft_is_read(case):
+    config = hugging_face.read_config(DATA / "parity" / case)
+    expected = adapters_of(case, load_file(DATA / "peft" / case / peft_in.WEIGHTS))
+    found = peft_in.read(DATA / "peft" / case, config, CASES[case])
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+WITH_TABLES = {
+    "llama3": LoraConfig(rank=2, alpha=8, targets=("query",), whole=("embed|unembed",), new_tokens=3),
+    "gemma": LoraConfig(rank=2, alpha=8, targets=("query",), whole=("embed",), new_tokens=3),
+}
+
+
+@pytest.mark.parametrize("case", WITH_TABLES)
+@pytest.mark.costs("compiles a decoder")
+def test_tables_with_new_tokens_give_the_logits_of_peft(case):
+    lora_config, config = WITH_TABLES[case], hugging_face.read_config(DATA / "parity" / case)
+    config = dataclasses.replace(config, vocab_size=64 + lora_config.new_tokens)
+    found = peft_in.read(DATA / "peft" / f"{case}_tokens", config, lora_config)
+    expected = load_file(DATA / "peft" / f"{case}_tokens" / "expected.safetensors")
+    assert found["embed"].shape == (67, 32)
+    base = from_tensors(config, load_file(DATA / "parity" / case / "model.safetensors"))
+    assert logits_are(config, lora_config, base, found, expected["tokens"], expected["logits"])
+    # PEFT writes them under several names, of which one is enough.
+    about, written = to_adapter(config, lora_config, found, case)
+    theirs = load_file(DATA / "peft" / f"{case}_tokens" / peft_in.WEIGHTS)
+    # Without it PEFT does not load a model with one table.
+    assert "base_model.model.lm_head.weight" in written
+    for name, value in written.items():
+        of_peft = theirs.get(name.replace(".weight", ".modules_to_save.weight"))
+        np.testing.assert_array_equal(value, theirs[name] if of_peft is None else of_peft, err_msg=name)
+    said = json.loads((DATA / "peft" / f"{case}_tokens" / peft_in.CONFIG).read_text())
+    assert sorted({name.rpartition(".")[2] for name in said["modules_to_save"]}) == about["modules_to_save"]
+    assert said["ensure_weight_tying"] == about.get("ensure_weight_tying", False) == config.tie_embeddings
+
+
+def logits_are(config, lora_config, base, adapters, tokens, expected):
+    model = lora.adapt(Decoder(config, rngs=nnx.Rngs(0)), lora_config, lambda name: jax.random.key(0))
+    graph, params, frozen = nnx.split(model, nnx.Param, lora.Frozen)
+    nnx.replace_by_pure_dict(frozen, {name: value for name, value in base.items() if name not in adapters})
+    nested = {name: value for name, value in adapters.items() if "." not in name}
+    nested["layers"] = {name.removeprefix("layers."): value for name, value in adapters.items() if "." in name}
+    nnx.replace_by_pure_dict(params, nested)
+    logits = np.asarray(jax.jit(lambda *states: nnx.merge(graph, *states)(tokens))(params, frozen))
+    return np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_one_adapter_for_what_lies_in_one_matrix_is_one_for_each(tmp_path):
+    """As PEFT makes it by itself: all outputs of the matrix have the rank together."""
+    config = hugging_face.read_config(DATA / "parity" / "phi3")
+    rng = np.random.default_rng(0)
+    b = rng.normal(size=(2, 96, 4)).astype(np.float32)
+    a = rng.normal(size=(2, 4, 32)).astype(np.float32)
+    name = "base_model.model.model.layers.{}.mlp.gate_up_proj.lora_{}.weight"
+    save_file({name.format(n, end): part[n] for n in range(2) for end, part in (("A", a), ("B", b))}, tmp_path / peft_in.WEIGHTS)
+    (tmp_path / peft_in.CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    found = peft_in.read(tmp_path, config, LoraConfig(rank=4, alpha=8, targets=("gate|up",)))
+    for ours, rows in (("gate", slice(48)), ("up", slice(48, None))):
+        product = found[f"layers.{ours}_lora_a"] @ found[f"layers.{ours}_lora_b"]
+        np.testing.assert_allclose(product, np.einsum("lor,lri->lio", b, a)[..., rows], rtol=1e-5, atol=1e-5)
+    with pytest.raises(UsageError, match=r"lora\.targets: up has an adapter there, and none here; add it"):
+        peft_in.read(tmp_path, config, LoraConfig(rank=4, alpha=8, targets=("gate",)))
+    with pytest.raises(UsageError, match=r"lora\.rank = 2: mlp\.gate_up_proj has the rank 4 there; set lora\.rank: 4 and a"):
+        peft_in.read(tmp_path, config, LoraConfig(rank=2, alpha=8, targets=("gate|up",)))
+
+
+def without_a_layer(tensors):
+    del tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "about", "message"),
+    [
+        (
+            {"rank": 8},
+            None,
+            {},
+            r"lora\.rank = 8: self_attn\.q_proj has the rank 4 there; set lora\.rank: 4 and a lora\.alpha of 6",
+        ),
+        ({"alpha": 8}, None, {}, r"lora\.alpha = 8: self_attn\.q_proj has the alpha 6 for the rank 4 there; set lora\.alpha: 6"),
+        ({}, None, {"alpha_pattern": {"v_proj": 12}}, r"lora\.alpha = 6: self_attn\.v_proj has the alpha 12 for the rank 4"),
+        ({"targets": ("query",)}, None, {}, r"lora\.targets: self_attn\.v_proj has an adapter there, and value has none here"),
+        ({"targets": ()}, None, {}, r"lora\.targets: key has an adapter here, and self_attn\.k_proj has none there"),
+        ({}, without_a_layer, {}, r"self_attn\.v_proj has an adapter in some layers alone|other ranks"),
+        ({}, lambda tensors: tensors.update(odd=np.zeros(1)), {}, r"odd: the adapter has them, and this run has none such"),
+        (
+            {},
+            lambda tensors: tensors.update({"base_model.model.model.embed_tokens.weight": np.zeros((64, 32))}),
+            {},
+            r"embed_tokens\.weight: the adapter has them, and this run has none such; name the tables in lora\.whole",
+        ),
+        ({}, None, {"use_dora": True}, r"use_dora = true: expected false in an adapter of PEFT"),
+        ({}, None, {"use_rslora": True}, r"use_rslora = true: expected false"),
+        ({}, None, {"init_lora_weights": "pissa"}, r"init_lora_weights = 'pissa': expected true or false or 'gaussian'"),
+        ({}, None, {"bias": "all"}, r"bias = 'all': expected 'none'"),
+        ({}, None, {"peft_type": "IA3"}, r"peft_type = 'IA3': expected 'LORA'"),
+        ({}, None, {"use_xlora": True}, r"use_xlora = true: an adapter of PEFT has no such key here"),
+    ],
+)
+def test_an_adapter_of_peft_that_does_not_fit_is_refused_by_name(tmp_path, settings, change, about, message):
+    config, usual = hugging_face.read_config(DATA / "parity" / "llama3"), CASES["llama3"]
+    folder = damaged(tmp_path / "adapter", change or (lambda tensors: None), **about)
+    with pytest.raises(UsageError, match=message):
+        peft_in.read(folder, config, dataclasses.replace(usual, **settings))

@@ -1,0 +1,88 @@
+"""A user without a home folder, a folder with a package's name, the copy of a folder that a submitted job runs in."""
+
+import os
+import pickle
+import stat
+import sys
+
+import pytest
+
+from orchestrator.config.job import ConfigError, load
+from orchestrator.driver.ray_cluster import without_hooks
+from trainers.config import recorders
+from trainers.errors import CheckpointMissingError, DataMissingError
+from trainers.surroundings import ensure_home, is_installed, of_a_copy
+
+NOBODY = 2**31 - 7
+"""A number that no list of users has."""
+
+
+def test_a_user_who_is_a_number_gets_a_home_folder_and_a_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "lstat", lambda path: os.stat_result((stat.S_IFDIR | 0o700, 0, 0, 2, NOBODY, 0, 0, 0, 0, 0)))
+    environ = {"PATH": "/bin", "HOME": ""}
+    home = ensure_home(environ, NOBODY, str(tmp_path))
+    assert environ == {"PATH": "/bin", "HOME": home, "USER": f"user-{NOBODY}"}
+    assert home == str(tmp_path / f"gangway-home-{NOBODY}")
+    assert stat.S_IMODE(os.stat(home).st_mode) == 0o700
+    assert ensure_home({}, NOBODY, str(tmp_path)) == home  # the same one the next time
+
+
+def test_a_folder_of_somebody_else_is_not_taken_for_it(tmp_path):
+    (tmp_path / f"gangway-home-{NOBODY}").mkdir()  # of the user of this test
+    home = ensure_home({}, NOBODY, str(tmp_path))
+    assert home != str(tmp_path / f"gangway-home-{NOBODY}")
+    os.rmdir(home)
+
+
+def test_what_is_there_stays():
+    environ = {"HOME": "/home/me", "LOGNAME": "me"}
+    assert ensure_home(environ, NOBODY) is None
+    assert environ == {"HOME": "/home/me", "LOGNAME": "me"}
+    assert ensure_home(listed := {}) is None  # this user has an entry
+    assert listed == {}
+
+
+def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "tensorboardX").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)  # another test may have imported the real one
+    assert [is_installed(name) for name in ("tensorboardX", "real", "missing")] == [False, True, False]
+    (problem,) = recorders.problems(["tensorboard"], {}, "/storage")
+    assert problem.startswith("recorders: 'tensorboard' needs the package tensorboardX, which is not installed: pip install ")
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    folder = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+NOTE = "the working folder of this job is a copy, without the files that .gitignore names: set RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1"
+
+
+@pytest.mark.usefixtures("copy")
+def test_what_is_not_there_in_a_submitted_job_may_have_been_left_out():
+    with pytest.raises(ConfigError, match=NOTE):
+        load("mine.yaml", [])
+    for kind in (DataMissingError, CheckpointMissingError):
+        error = kind("there is no data")
+        assert str(error).startswith(f"there is no data; {NOTE}")
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)  # as it comes from a worker process
+
+
+def test_elsewhere_nothing_is_said_of_a_copy(tmp_path, monkeypatch):
+    assert str(DataMissingError("there is no data")) == "there is no data"
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    os.rmdir(tmp_path / "gone")
+    assert of_a_copy() == ""
+
+
+def test_a_ray_of_this_machine_alone_makes_no_other_environment_for_its_workers():
+    environ = {"RAY_RUNTIME_ENV_HOOK": "uv:hook", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1", "PATH": "/bin"}
+    without_hooks(environ)
+    assert environ == {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PATH": "/bin"}
