@@ -14,7 +14,7 @@ def put(folder, step, *, whole=True):
     path.mkdir(parents=True)
     (path / "meta.json").write_text("meta")
     files = {"meta.json": manifest.digest(path / "meta.json")}
-    manifest.write(path, manifest.Manifest(step, 0.0, files))
+    manifest.write(path, manifest.Manifest(step if isinstance(step, int) else None, 0.0, files))
     if not whole:
         (path / "meta.json").write_text("shorter or longer")
     return path
