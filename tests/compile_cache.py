@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import jax
-from jax._src.lru_cache import LRUCache
 
 from tests.environment import BUILD
+from trainers.runtime.compile_cache import keep_whole
 
 MAX_BYTES = 2 * 1024**3
 
@@ -31,21 +30,12 @@ def compile_cache() -> Iterator[None]:
         "jax_disable_most_optimizations": True,
     }
     before = {name: jax.config.values[name] for name in settings}
-    put, LRUCache.put = LRUCache.put, put_whole
+    keep_whole()  # another worker could read half of an entry
     for name, value in settings.items():
         jax.config.update(name, value)
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-    LRUCache.put = put
-
-
-def put_whole(cache: LRUCache, key: str, value: bytes) -> None:
-    """Writes a file of the cache under another name first. JAX writes it in place: another worker could read half of it, and a
-    half that a killed process left would stay for ever."""
-    with tempfile.NamedTemporaryFile(dir=cache.path, delete=False) as file:
-        file.write(value)
-    os.replace(file.name, cache.path / f"{key}-cache")
 
 
 def delete_oldest(folder: Path, max_bytes: int) -> None:

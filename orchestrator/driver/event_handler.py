@@ -124,15 +124,17 @@ class EventHandler:
     def _told(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> list[HostEvent]:
         """Returns the events of an answer that are of this generation, in their order. Where the agent's log has dropped events,
         its facts complete them: they alone tell that the gang trains, and what it has saved."""
-        found = {event["n"]: event for event in (*answer.get("facts", ()), *answer["events"])}
+        events = [*answer.get("facts", ()), *answer["events"]]
+        found = {event["n"]: event for event in events if self._takes(generation, host, event)}
+        numbers = {event["n"] for event in events if isinstance(event, Mapping) and "n" in event}
         seen = self.launch.seen.get(host, 0)
         # Of those that were dropped, only the ones that no driver has handled are lost.
-        lost = answer["cursor"] - seen - sum(number >= seen for number in found)
+        lost = answer["cursor"] - seen - sum(number >= seen for number in numbers)
         if (lost := min(lost, answer.get("missed", 0))) > 0:
             self.note(
                 f"host {host}: {lost} events that no driver has read are lost (its agent keeps a limited number)", "warning"
             )
-        return [event for _, event in sorted(found.items()) if self._takes(generation, host, event)]
+        return [event for _, event in sorted(found.items())]
 
     def _takes(self, generation: Generation, host: int, event: Mapping[str, Any]) -> bool:
         """Whether an event is one of this generation. One that is no event is dropped, and told once of each host."""

@@ -477,10 +477,10 @@ class Launch:
                 self.seen = dict(enumerate(state["seen"]["events"]))
         self._entries = entries[-KEPT_INCIDENTS:]
         self.history = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
-        found, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)
-        self.num_incidents = max(found, stored)
-        if found < stored and not problem:
-            self.problems.append(f"{incident_log.NAME} has {found} of the {stored} incidents of this launch: {LINE_KIND.cost}")
+        there, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)
+        self.num_incidents = max(there, stored)
+        if there < stored and not problem:
+            self.problems.append(f"{incident_log.NAME} has {there} of the {stored} incidents of this launch: {LINE_KIND.cost}")
 
     def _read(self, kind: DocumentKind) -> dict[str, Any] | None:
         """Reads a document. A damaged one is set aside and lost: a driver that refused to start would lose the whole run."""

@@ -98,7 +98,7 @@ class _Segment(TypedDict):
 class _Summary(TypedDict):
     """What `driver.replay` and `gangway status` read; `summary.build` has all of it."""
 
-    lineage: list[_Segment] | None
+    lineage: NotRequired[list[_Segment] | None]
     skipped_batches: NotRequired[list[int] | None]
     launch_id: NotRequired[str]
     steps: NotRequired[int | None]

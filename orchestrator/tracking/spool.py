@@ -56,7 +56,7 @@ class _Entry(TypedDict):
 
     t: float
     step: NotRequired[int]
-    metrics: NotRequired[dict[str, float]]
+    metrics: NotRequired[dict[str, float | None]]
     params: NotRequired[dict[str, str]]
     tags: NotRequired[dict[str, str]]
     artifact: NotRequired[str]
@@ -64,6 +64,7 @@ class _Entry(TypedDict):
     model: NotRequired[str]
     source: NotRequired[str]
     status: NotRequired[str]
+    go_back: NotRequired[int]
 
 
 NEEDED_WITH = {"metrics": "step", "artifact": "folder", "model": "source"}

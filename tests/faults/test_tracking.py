@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -303,3 +304,34 @@ def answers(url):
             return response.status == 200
     except OSError:
         return False
+
+
+@pytest.mark.slow(
+    "three shippers, each of which imports MLflow; tests/unit/orchestrator/tracking/test_mlflow_store.py has the parts"
+)
+def test_a_storage_with_any_letters_may_be_moved_and_copied(tmp_path):
+    """One run in MLflow before and after the move, and its artifacts with it; another one in the copy."""
+
+    def go_on(storage, step):
+        run = storage / "run"
+        with tracker(str(run)) as it:
+            it.log_metrics(step, {"loss": float(step)})
+            (run / f"{step}.json").write_text("{}")
+            it.log_artifact(run / f"{step}.json")
+        assert it.close() is None
+        return it.where()
+
+    storage, moved, copied = tmp_path / "100% a?b#c %41", tmp_path / "mo?ved", tmp_path / "copied"
+    (storage / "run").mkdir(parents=True)
+    first = go_on(storage, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [storage.name], "nothing is written beside the storage"
+    assert first["command"].startswith(f"cd '{storage}' && mlflow ui")
+    storage.rename(moved)
+    assert go_on(moved, 2)["run_id"] == first["run_id"]
+    assert shipped(moved / "mlflow.db") == [(1, 1.0), (2, 2.0)]
+    artifacts = moved / "mlartifacts" / first["run_id"] / "artifacts"
+    assert sorted(path.name for path in artifacts.iterdir()) == ["1.json", "2.json"]
+    shutil.copytree(moved, copied)
+    assert go_on(copied, 3)["run_id"] != first["run_id"]
+    assert shipped(moved / "mlflow.db") == [(1, 1.0), (2, 2.0)]
+    assert [path.name for path in moved.rglob("3.json")] == []

@@ -72,7 +72,9 @@ def driver_of(folder: Path, told: list[str], launch_id: str = "launch") -> Launc
     tracker = tracking.Tracker(str(folder), TrackingConfig(), "run", clock=world.times.wall)
     found = committed.of_run(folder, folder / "checkpoints")
     clock = world.times.wall
-    return Launch(RunFolder(str(folder)), launch_id, 1000.0, lease, threading.Event(), tracker, clock, Writer(), found, clock)
+    return Launch(
+        RunFolder(str(folder)), launch_id, 1000.0, lease, threading.Event(), tracker, clock, Writer(), found, monotonic=clock
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainers.console.screens import Console, PlainConsole
 from trainers.console.view import Event
+from trainers.storage import durable
 
 
 class LoggedConsole:
@@ -17,7 +18,7 @@ class LoggedConsole:
     def __init__(self, console: Console, path: Path, began_s: float):
         """Times count from `began_s`, by the monotonic clock. Raises OSError if the file cannot be opened."""
         self._console = console
-        self._file = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        self._file = open(path, "a", 1, "utf-8", "replace", opener=durable.no_link)  # noqa: SIM115 - until `close`
         self._log = PlainConsole(self._file, time.monotonic, began_s)
         began_at = datetime.fromtimestamp(time.time() - (time.monotonic() - began_s), UTC)
         with suppress(OSError):

@@ -54,8 +54,8 @@ class JsonLines:
         if not any(line["step"] > step for line in lines):
             return
         self._file.close()
-        with (self._path.parent / LEFT).open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] > step)
+        with durable.appending(self._path.parent / LEFT) as file:
+            file.writelines(json.dumps(line).encode() + b"\n" for line in lines if line["step"] > step)
         # After those are elsewhere: a process that dies in between loses none.
         durable.write(self._path, "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
         self._open()

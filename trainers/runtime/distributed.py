@@ -16,6 +16,7 @@ from jax._src import compiler, distributed, xla_bridge
 from jax._src.lib import _jax
 
 from trainers.errors import CoordinatorError
+from trainers.runtime import compile_cache
 
 HEARTBEAT_TIMEOUT_S = 30
 """A backstop only: the agent watches exits and progress, and notices both much sooner."""
@@ -184,6 +185,7 @@ def use_compile_cache(folder: str) -> None:
     """Puts JAX's compile cache in `folder` instead of where its environment says. Must be called before anything is compiled. A
     standby learns only with its orders which host it replaces, and on CPU only that host's folder has its programs."""
     path = os.path.expanduser(folder)
+    compile_cache.keep_whole()
     os.environ["JAX_COMPILATION_CACHE_DIR"] = path
     jax.config.update("jax_compilation_cache_dir", path)
 

@@ -179,7 +179,8 @@ def _digest(name: str, payload: memoryview) -> bytes:
 
 
 def trust_tree(args: Any) -> None:
-    """Lets what is read later name the classes that are in the tree of these arguments: they are this process's own."""
+    """Lets what is read later name the classes that are in the tree of these arguments: they are this process's own. No function,
+    and no class of the standard library: some of those run commands when they are created (subprocess.Popen)."""
     tree = jax.tree.structure(args)
     if tree in _own_trees:
         return
@@ -188,7 +189,11 @@ def trust_tree(args: Any) -> None:
     with suppress(Exception):
         names = _Names(io.BytesIO(pickle.dumps(tree)))
         names.load()
-        _own.update(names.found)
+        _own.update(name for name in names.found if _is_plain_class(*name))
+
+
+def _is_plain_class(module: str, name: str) -> bool:
+    return isinstance(_named(module, name), type) and module.partition(".")[0] not in sys.stdlib_module_names
 
 
 class _Names(pickle.Unpickler):

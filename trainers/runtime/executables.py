@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from trainers import runtime
 from trainers.errors import UsageError
-from trainers.runtime import executable_files
+from trainers.runtime import compile_cache, executable_files
 from trainers.runtime.executable_files import UntrustedError
 from trainers.runtime.load_attempts import MAX_CRASHES, Attempts
 
@@ -75,6 +75,7 @@ class ProgramStore:
     """
 
     def __init__(self, folder: Path | None, origin: Any, note: Callable[[str], None], max_bytes: float | None = None):
+        compile_cache.keep_whole()
         self.note, self.max_bytes = note, max_bytes
         self.folder = self._usable(folder)
         self._attempts = Attempts(self.folder, jax.process_index(), note) if self.folder is not None else None

@@ -15,13 +15,13 @@ def run(tmp_path):
     folder = tmp_path / "runs" / "mine"
     (folder / "tracking").mkdir(parents=True)
     (folder / "checkpoints").mkdir()
-    rows: list[object] = [{"params": {"seed": "0"}}]
+    rows: list[dict] = [{"params": {"seed": "0"}}]
     for step in range(10, 60, 10):
         rows.append({"step": step, "metrics": {"loss": 100.0 / step, "z_loss": 0.1, "accuracy": None if step == 30 else 0.5}})
         if step % 20 == 0:
             rows.append({"step": step, "metrics": {"eval_loss": 120.0 / step, "far_loss": 9.0}})
     rows.append({"step": 50, "metrics": {"loss": 7.0}})
-    lines = [json.dumps(row) for row in rows]
+    lines = [json.dumps({"t": 0.0, **row}) for row in rows]
     (folder / "tracking" / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 60, "met']))
     return str(folder)
 

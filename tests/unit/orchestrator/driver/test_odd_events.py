@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -31,7 +32,7 @@ ODD = [
 
 
 def handler(board):
-    launch = SimpleNamespace(seen={}, high_water_step=0, trained_step=0, goodput=Goodput(0.0), open_incident=lambda: None)
+    launch = MagicMock(seen={}, high_water_step=0, trained_step=0, step_s={}, goodput=Goodput(0.0), open_incident=lambda: None)
     nothing = SimpleNamespace(report=pytest.fail, record=pytest.fail, set=pytest.fail)
     return EventHandler(launch, board, nothing, nothing, nothing, StragglerPolicy(), lambda: 100.0)
 

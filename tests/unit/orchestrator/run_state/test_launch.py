@@ -286,19 +286,6 @@ def test_no_driver_has_the_epoch_of_one_before_it_whatever_was_deleted(take_up, 
     assert take_up("four").lease.driver_term == 4
 
 
-def test_a_message_of_megabytes_does_not_push_the_failures_before_it_out(take_up):
-    first = take_up()
-    for number, message in enumerate(["short", "x" * (8 << 20), "last"]):
-        past = PastFailure(kind=FailureKind.USER_ERROR, step=number, exception=("ValueError", message))
-        incident = Incident(kind=past.kind, host=0, generation=number, step=number, failed_at_s=1000.0)
-        incident.evidence = {"exception": {"message": message, "traceback": [message]}}
-        first.failed(past, incident)
-    history = take_up().history
-    assert [past.step for past in history] == [0, 1, 2]
-    assert len(history[1].exception[1]) < 30_000
-    assert "letters left out" in history[1].exception[1]
-
-
 @pytest.mark.parametrize("how", ["moved", "copied", "linked"])
 def test_what_a_trainer_of_ones_own_saved_is_found_where_the_run_is_now(tmp_path, clock, how):
     def take_up(folder):
@@ -344,3 +331,16 @@ def test_a_clock_that_was_set_between_two_drivers_uses_up_no_time(tmp_path):
     assert second.goodput.totals(wall.now_s)["step"] == pytest.approx(13.0)
     for launch in (first, second):
         launch.close("FINISHED", 30.0)
+
+
+def test_a_message_of_megabytes_does_not_push_the_failures_before_it_out(take_up):
+    first = take_up()
+    for number, message in enumerate(["short", "x" * (8 << 20), "last"]):
+        past = PastFailure(kind=FailureKind.USER_ERROR, step=number, exception=("ValueError", message))
+        incident = Incident(kind=past.kind, host=0, generation=number, step=number, failed_at_s=1000.0)
+        incident.evidence = {"exception": {"message": message, "traceback": [message]}}
+        first.failed(past, incident)
+    history = take_up().history
+    assert [past.step for past in history] == [0, 1, 2]
+    assert len(history[1].exception[1]) < 30_000
+    assert "letters left out" in history[1].exception[1]
