@@ -64,7 +64,6 @@ class _Entry(TypedDict):
     model: NotRequired[str]
     source: NotRequired[str]
     status: NotRequired[str]
-    go_back: NotRequired[int]
 
 
 NEEDED_WITH = {"metrics": "step", "artifact": "folder", "model": "source"}
