@@ -41,6 +41,7 @@ from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.frozen import FrozenModel, shapes_of
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
+from trainers.surroundings import end_with_parent
 from trainers.tasks.causal_lm import CausalLMTask
 
 Facts = dict[str, Any]
@@ -339,4 +340,5 @@ def num_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main()

@@ -33,7 +33,7 @@ from trainers.protocol import TrainerConfigureModelOutput
 from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
 from trainers.step.state import with_shardings
-from trainers.surroundings import is_installed
+from trainers.surroundings import end_with_parent, is_installed
 
 Facts = dict[str, Any]
 LIBTPU = "libtpu==0.0.42.*"
@@ -144,4 +144,5 @@ def memory(program: jax.stages.Compiled, platform: str) -> Mapping[str, int]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main()

@@ -3,12 +3,16 @@
 import os
 import pickle
 import stat
+import subprocess
 import sys
 
+import psutil
 import pytest
 
 from orchestrator.config.job import ConfigError, load
 from orchestrator.driver.ray_cluster import without_hooks
+from tests import ROOT
+from tests.programs.processes import wait_until
 from trainers.config import recorders
 from trainers.errors import CheckpointMissingError, DataMissingError
 from trainers.surroundings import ensure_home, is_installed, of_a_copy
@@ -86,3 +90,20 @@ def test_a_ray_of_this_machine_alone_makes_no_other_environment_for_its_workers(
     environ = {"RAY_RUNTIME_ENV_HOOK": "uv:hook", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "1", "PATH": "/bin"}
     without_hooks(environ)
     assert environ == {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PATH": "/bin"}
+
+
+CHILD = "import time; from trainers.surroundings import *; end_with_parent(); print(flush=True); time.sleep(600)"
+PARENT = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.costs("two processes, of which one is killed")
+def test_what_works_something_out_for_a_command_ends_with_it():
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=60, check=False, env=environ)
+    wait_until(lambda: not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == "zombie", 30)
