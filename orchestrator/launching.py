@@ -90,7 +90,8 @@ def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int
 def nothing_to_do(config: JobConfig, step: int) -> str:
     return (
         f"{config.training.name}: finished already at step {step:,}: nothing to do; its numbers are in "
-        f"{documents.join(config.run_dir, SUMMARY)}; to train on, raise max_num_steps, or whatever has ended it"
+        f"{documents.join(config.run_dir, SUMMARY)}; to train on, raise max_num_steps, or whatever has ended it; to train anew, "
+        "call it with --fresh"
     )
 
 

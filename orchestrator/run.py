@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from typing import NoReturn
 
 from trainers.first_line import say
 from trainers.program import program
@@ -31,8 +32,19 @@ def main(argv: list[str] | None = None) -> int:
     return run(arguments.config, arguments.overrides, how, began_s=began_s)
 
 
+class Parser(argparse.ArgumentParser):
+    """Says of an option that there is not how the setting is given that it may stand for."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            from orchestrator.config.job import as_settings
+
+            message = f"{message}; {as_settings(message)}"
+        super().error(message)
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.run"), description="Train on one machine or many.")
+    parser = Parser(prog=program("orchestrator.run"), description="Train on one machine or many.")
     parser.add_argument("config", help="a YAML file, such as configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-3 hosts.count=4")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, take no machine")

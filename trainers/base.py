@@ -405,7 +405,7 @@ class BaseTrainer(Builder):
             garbage=GarbageCollection(arguments.gc_every_steps),
             # A user's own manager need not know.
             broken=getattr(manager, "broken", lambda state: ()),
-            num_not_finite=lambda: getattr(manager, "num_not_finite", None),
+            infinite_parameters=lambda: getattr(manager, "infinite_parameters", None),
         )
 
     def _finish(self, loop: Loop, state: TrainState, reason: StopReason) -> TrainState:

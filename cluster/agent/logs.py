@@ -169,8 +169,8 @@ def _forget_old(root: str) -> None:
     limit_s = time.time() - KEPT_RUN_DAYS * 24 * 3600
     with suppress(OSError), os.scandir(root) as runs:
         for run in runs:
-            if run.is_dir() and log_mark.is_marked(run.path) and run.stat().st_mtime < limit_s:
-                with suppress(OSError):  # it is another user's
+            if run.is_dir() and run.stat().st_mtime < limit_s:
+                with suppress(OSError):  # it has no mark of ours, or is another user's
                     log_mark.delete(run.path)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,7 +28,7 @@ from orchestrator.policies.quarantine import QuarantinePolicy
 from orchestrator.policies.restart import RestartPolicy
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.tracking.config import TrackingConfig
-from trainers.config import attention
+from trainers.config import attention, near_keys
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.conversion import convert_sections
 from trainers.config.hf_files import BYTES
@@ -185,6 +186,19 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 def _among(data: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the data at these keys."""
     return {name: data[name] if inner is None else _among(data[name], inner) for name, inner in keys.items()}
+
+
+def as_settings(options: str) -> str:
+    """Returns how options that a command does not know, such as `--learning_rate=1e-3`, are given to it: as settings."""
+    schema = _schema(TrainingArguments)  # type: ignore[arg-type]  # mypy: a class is not hashable
+    known, told = {".".join(key) for key in near_keys.all_keys(schema)}, []
+    for name, value in re.findall(r"--([\w.-]+)(?:[= ](?!-)(\S+))?", options):
+        key = name.replace("-", "_")
+        section, _, last = key.rpartition(".")
+        here = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section]
+        found = [key] if key in known else near_keys.near(schema, section, here, last)
+        told += [f"{each}={value or 'VALUE'}" for each in found[:1]]
+    return f"settings are given as key=value{f': {chr(32).join(told)}' if told else ', such as optimizer.learning_rate=1e-3'}"
 
 
 def _build(source: Source) -> JobConfig:

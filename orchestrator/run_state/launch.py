@@ -40,7 +40,7 @@ from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS
-from trainers.storage import documents, identity
+from trainers.storage import documents, identity, not_finite
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument
 
@@ -280,7 +280,7 @@ class Launch:
         """Adds a line to the run's time line (`timeline.jsonl`), for those who look at it later: `gangway report`."""
         self._num_marks += 1
         line = {"t": round(self.clock() if at_s is None else at_s, 3), "launch": self.launch_id, "ev": ev, **about}
-        text = json.dumps(line) + "\n"
+        text = not_finite.dumps(line) + "\n"
         # A key for each: a waiting job with the same key would be replaced, and its line lost.
         self._write(f"mark {self._num_marks}", lambda: self._folder.append(TIMELINE, text))
 

@@ -6,7 +6,6 @@ Each RUN is a run's folder. Exit status: 0; 2 when one of them is no run.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from orchestrator.tracking.spool import SPOOL, entry
 from trainers.console.text import printable, seconds
 from trainers.program import program
 from trainers.published import SYSTEM, number
-from trainers.storage import documents
+from trainers.storage import documents, not_finite
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
-        print(json.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
+        print(not_finite.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
         return EXIT_FINE
     show(Console(highlight=False), [folder.name for folder in folders], settings, results)
     return EXIT_FINE

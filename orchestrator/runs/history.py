@@ -7,7 +7,6 @@ Exit status: 0; 2 when there is no such run or metric.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from trainers.config.section import did_you_mean
 from trainers.console import curves
 from trainers.program import program
 from trainers.published import SYSTEM
+from trainers.storage import not_finite
 from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, NoRunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    print(json.dumps(chosen) if options.json else "\n".join(curves.chart(chosen)))
+    print(not_finite.dumps(chosen) if options.json else "\n".join(curves.chart(chosen)))
     return EXIT_FINE
 
 

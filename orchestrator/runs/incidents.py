@@ -25,6 +25,7 @@ from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.runs import overview
 from trainers.console.text import printable, seconds, sentence
 from trainers.program import program
+from trainers.storage import not_finite
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     chosen = found if options.number is None else [found[options.number - 1]]
     if options.json:
-        print(json.dumps([incident.to_dict() for incident in chosen], indent=1))
+        print(not_finite.dumps([incident.to_dict() for incident in chosen], indent=1))
     elif options.number is not None:
         show_one(Console(highlight=False), options.number, chosen[0])
     else:

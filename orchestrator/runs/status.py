@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.program import program
 from trainers.published import counted, own, shown
+from trainers.storage import not_finite
 from trainers.terminal import command, nobody_looks
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     if options.json:
         found = look(options.place, options.overrides)
-        print(json.dumps([as_document(one) for one in found], indent=1))
+        print(not_finite.dumps([as_document(one) for one in found], indent=1))
         return EXIT_FINE
     screen = Console(highlight=False)
     if not screen.is_terminal:

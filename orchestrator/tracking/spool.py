@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from trainers.storage import documents, durable, shapes
+from trainers.storage import documents, durable, not_finite, shapes
 from trainers.storage.document_kind import DocumentKind, set_aside
 from trainers.storage.documents import DamagedDocument
 
@@ -57,6 +56,7 @@ class _Entry(TypedDict):
     t: float
     step: NotRequired[int]
     metrics: NotRequired[dict[str, float | None]]
+    go_back: NotRequired[int]
     params: NotRequired[dict[str, str]]
     tags: NotRequired[dict[str, str]]
     artifact: NotRequired[str]
@@ -64,7 +64,6 @@ class _Entry(TypedDict):
     model: NotRequired[str]
     source: NotRequired[str]
     status: NotRequired[str]
-    go_back: NotRequired[int]
 
 
 NEEDED_WITH = {"metrics": "step", "artifact": "folder", "model": "source"}
@@ -73,7 +72,7 @@ NEEDED_WITH = {"metrics": "step", "artifact": "folder", "model": "source"}
 
 def entry(line: bytes) -> dict[str, Any]:
     """Returns the entry in a line of the spool. Raises DamagedDocument."""
-    record = documents.parse(line, SPOOL)
+    record = not_finite.shown(documents.parse(line, SPOOL))
     problem = shapes.problem(_Entry, record)
     missing = [
         f"{other} is missing" for key, other in NEEDED_WITH.items() if not problem and key in record and other not in record
@@ -99,7 +98,7 @@ class Spool:
 
     def append(self, record: Mapping[str, Any]) -> None:
         with self._lock:
-            self._pending += json.dumps(record).encode() + b"\n"
+            self._pending += not_finite.dumps(record).encode() + b"\n"
             self._write()
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from orchestrator.tracking.spool import SPOOL
 from orchestrator.verify.compare import Evidence, Finding, judge_replayed, judge_resized, judge_resumed, judge_twice, passed
 from trainers.first_line import say
 from trainers.program import program
-from trainers.storage import documents, ours
+from trainers.storage import documents, not_finite, ours
 from trainers.terminal import command
 
 REPORT = "verify.json"
@@ -214,7 +214,7 @@ def read_evidence(run: Run, steps: int) -> Evidence:
 
 def read_losses(path: Path) -> dict[int, float]:
     losses: dict[int, float] = {}
-    for line in (json.loads(line) for line in path.read_text().splitlines() if line.strip()):
+    for line in (not_finite.shown(json.loads(line)) for line in path.read_text().splitlines() if line.strip()):
         if "go_back" in line:  # from there on training has taken another course
             losses = {step: loss for step, loss in losses.items() if step <= line["go_back"]}
         if "loss" in line.get("metrics", {}):

@@ -273,10 +273,10 @@ class CheckpointManager:
         return self._measured(state)[:, :2]
 
     @property
-    def num_not_finite(self) -> int | None:
-        """How many values of the state were not finite as the run began; None: not known. Waits for the device."""
+    def infinite_parameters(self) -> bool | None:
+        """Whether parameters were not finite as the run began; None: not known. Waits for the device."""
         allowed = self._allowed()
-        return None if allowed is None else sum(allowed.values())
+        return None if allowed is None else any(name.startswith(f".{model_only.PART}") for name in allowed)
 
     def broken(self, state: TrainState) -> list[str]:
         """Returns the names of the leaves that have more values that are not finite than as the run began. All hosts must call

@@ -75,6 +75,7 @@ OF_OTHERS = _by_name(
         "lora.dropout": "lora_dropout",
         "lora.rank": "lora_rank lora_r",
         "lora.whole": "modules_to_save lora_modules_to_save",
+        "lora.new_tokens": "resize_token_embeddings",
         "lora.targets": "lora_targets target_modules lora_target_modules",
         "loss.label_smoothing": "label_smoothing_factor",
         "loss.label_smoothing loss.z_loss_weight loss.ignore_index": "loss_config",

@@ -32,7 +32,7 @@ class Agreed:
     newest_batch_index: int = 0
     """Equals `batch_index`, unless the hosts are out of step."""
     not_finite: int = 0
-    """How many values of the state are infinite or NaN after the step."""
+    """1 if a parameter is infinite or NaN after the step."""
     loss: float = 0.0
     expected_loss: float = 0.0
 

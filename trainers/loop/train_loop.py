@@ -101,10 +101,10 @@ class Loop:
     """The hook on batches that are on the devices; None: batches stay as they are."""
     broken: Callable[[TrainState], Sequence[str]] = lambda state: ()
     """Returns the names of the leaves of a state whose values have become infinite or NaN."""
-    num_not_finite: Callable[[], int | None] = lambda: None
-    """Returns how many values of the state were infinite or NaN as training began or went back; None: not known."""
-    _not_finite: int | None = None
-    """How many may be."""
+    infinite_parameters: Callable[[], bool | None] = lambda: None
+    """Returns whether parameters were infinite as training began or went back, such as a mask; None: not known."""
+    _infinite: bool | None = None
+    """Whether they were: then only what is looked at before a save tells that others have become so."""
     _suspicious_to: int = -1
     """Up to this step an update breaks the state, and it is not known which."""
 
@@ -129,7 +129,7 @@ class Loop:
         """Trains until the run ends. Raises GoBack at an anomaly that calls for a rollback."""
         info, host = self.info, runtime.current()
         # After a rollback the results of the steps in flight must not be read any more.
-        self.window, self.agreed, self._not_finite = Window(info.global_step), Agreed(), self.num_not_finite()
+        self.window, self.agreed, self._infinite = Window(info.global_step), Agreed(), self.infinite_parameters()
         self.end_of_data.start(info.batch_index)
         host.step = host.batch_index = info.batch_index
         metric_sums = self.empty_sums()
@@ -262,18 +262,18 @@ class Loop:
             self._handle_anomaly(anomaly, state)
 
     def _broke_state(self) -> bool:
-        """Whether the update has made values of the state infinite or NaN."""
-        number, allowed = self.agreed.not_finite, self._not_finite
-        # What has become finite must stay so: an optimizer may begin with the infinity as its best value.
-        self._not_finite = number if allowed is None else min(allowed, number)
-        return number > self._not_finite
+        """Whether the update has made parameters infinite or NaN."""
+        found = bool(self.agreed.not_finite)
+        if self._infinite is None:
+            self._infinite = found
+        return found and not self._infinite
 
     def _find_what_broke(self, error: NonFiniteStateError) -> None:
         """Goes back, and looks at the state after every step from there: what has broken it since the last save, the step itself
         has not told. Raises the error if the run is to fail, or if every step was looked at already."""
         step = self.info.global_step
         if self.anomalies.non_finite == "raise" or step <= self._suspicious_to:
-            raise error
+            raise NonFiniteLossError(f"{error}: {anomalies.ADVICE[UpdateStatus.BROKE_STATE]}") from error
         self._suspicious_to = step
         anomaly = Anomaly(UpdateStatus.BROKE_STATE, step - 1, math.nan, math.nan)
         raise GoBack(Decision(anomaly, "rollback", go_back_to=step - 1)) from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from trainers.recorders.recorder import About, Distribution
-from trainers.storage import documents, durable, shapes
+from trainers.storage import documents, durable, not_finite, shapes
 from trainers.storage.document_kind import set_aside
 
 FILE = "metrics.jsonl"
@@ -22,11 +22,13 @@ class _Line(TypedDict):
     t: float
     step: int
     metrics: dict[str, float | None]
+    not_finite: NotRequired[dict[str, str]]
     distributions: NotRequired[dict[str, Any]]
 
 
 class JsonLines:
-    """Writes `{"t": unix time, "step": ..., "metrics": {...}, "distributions": {...}}`. Numbers that are not finite are null.
+    """Writes `{"t": unix time, "step": ..., "metrics": {...}, "distributions": {...}}`. Numbers that are not finite are null, and
+    `not_finite` says what they are: `{"loss": "nan"}`.
 
     Each number is there once: when a step is replayed after a restart, the file keeps what it has. A line that a process left
     unfinished is closed with a newline, and is not valid JSON. When training goes back to take another course, the lines of later
@@ -45,9 +47,11 @@ class JsonLines:
         if not numbers and not shapes:
             return
         line: dict[str, Any] = {"t": time.time(), "step": step, "metrics": numbers}
+        if odd := {name: str(float(metrics[name])) for name, number in numbers.items() if number is None}:
+            line["not_finite"] = odd
         if shapes:
             line["distributions"] = shapes
-        self._append(json.dumps(line).encode() + b"\n")
+        self._append(not_finite.dumps(line).encode() + b"\n")
         self._last_step |= dict.fromkeys((*numbers, *shapes), step)
 
     def go_back(self, step: int) -> None:

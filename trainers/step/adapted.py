@@ -20,8 +20,8 @@ from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.protocol import Batch
-from trainers.step.finite import num_not_finite
-from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats, with_count
+from trainers.step.finite import any_not_finite
+from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats, with_look
 from trainers.step.sample_digest import count_samples
 from trainers.step.state import TrainState
 from trainers.step.train_step import STEP_METRICS, StepOutput, keep_unless, totals_so_far
@@ -97,7 +97,7 @@ def adapted_train_step(
         step_metrics = jnp.where(applied, layout.pairs(rows), layout.pairs({"skipped_batches": (1.0, 1.0)}))
         # The batch counts as drawn with any status: otherwise the next step would draw it again.
         kept = dataclasses.replace(keep_unless(applied, new_state, state), batch_index=state.batch_index + 1)
-        reduced = with_count(reduced, num_not_finite(kept))
+        reduced = with_look(reduced, any_not_finite(kept.params))
         return StepOutput(kept, layout.combine(metric_sums, step_metrics), reduced, step_metrics)
 
     return train_step

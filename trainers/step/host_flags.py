@@ -32,7 +32,7 @@ class UpdateStatus(IntEnum):
     """The gradients overflowed float16, and the scale of the loss is already at its minimum."""
     BROKE_STATE = 7
     """The update was applied, and has made values of the state infinite or NaN. The loop finds this by `not_finite` of
-    REDUCED: the step does not keep the old state, which would be a second one in memory."""
+    REDUCED, and before a save: the step does not keep the old state, which would be a second one in memory."""
 
 
 FLAGS = ("stop", "saves", "skip", "data_wait_us", "batch_index")
@@ -40,8 +40,8 @@ FLAGS = ("stop", "saves", "skip", "data_wait_us", "batch_index")
 batch."""
 
 REDUCED = ("stop", "saves", "status", "data_wait_us", "batch_index", "newest_batch_index", "not_finite", "loss", "expected_loss")
-"""The result of a step for every host, as int32 in this order; the losses are the bits of a float32. `not_finite`: how many
-values of the state are infinite or NaN after the step."""
+"""The result of a step for every host, as int32 in this order; the losses are the bits of a float32. `not_finite`: 1
+if a parameter is infinite or NaN after the step."""
 
 MIN_RELATIVE_DEVIATION = 0.01
 """The least standard deviation for the detection of spikes, relative to the mean: where losses hardly vary, a small chance
@@ -57,7 +57,7 @@ def reduce_flags(
     overflow: jax.Array | None = None,
 ) -> jax.Array:
     """Returns int32[len(REDUCED)]: the maximum of the hosts' requests and waits, and the `UpdateStatus`. `overflow` is the status
-    by the scale of the loss; None where losses are not scaled. `not_finite` is 0: `with_count` sets it after the update."""
+    by the scale of the loss; None where losses are not scaled. `not_finite` is 0: `with_look` sets it after the update."""
     # The least batch index too, as the maximum of its negative: a second collective would cost as much again.
     stop, saves, skip, data_wait_us, newest, least = jnp.max(jnp.concatenate([flags, -flags[:, -1:]], axis=1), axis=0)
     spike = is_spike(stats, loss, config) if config.loss_spike != "off" else jnp.zeros((), jnp.bool_)
@@ -80,8 +80,8 @@ def reduce_flags(
     return jnp.stack([stop, saves, status, data_wait_us, -least, newest, jnp.int32(0), loss_bits, expected_bits])
 
 
-def with_count(reduced: jax.Array, not_finite: jax.Array) -> jax.Array:
-    """Returns `reduced` with the number (int32) of values of the state that are not finite after the update."""
+def with_look(reduced: jax.Array, not_finite: jax.Array) -> jax.Array:
+    """Returns `reduced` with what the look at the parameters after the update has found (int32)."""
     return reduced.at[REDUCED.index("not_finite")].set(not_finite)
 
 

@@ -22,8 +22,8 @@ from trainers.optim.param_groups import apply_updates, completed, rate_names, tr
 from trainers.protocol import Batch, Loss, Pruner
 from trainers.step import rest_of_model
 from trainers.step.clip import clip
-from trainers.step.finite import num_not_finite
-from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats, with_count
+from trainers.step.finite import any_not_finite
+from trainers.step.host_flags import REDUCED, UpdateStatus, reduce_flags, update_stats, with_look
 from trainers.step.kept_update import kept_update
 from trainers.step.loss import LossFunction, safe_divisor, scales_of
 from trainers.step.loss_scale import overflow, update_scaler
@@ -173,8 +173,8 @@ def make_train_step(
         kept = keep_unless(applied, new_state, dataclasses.replace(state, opt_state=()))
         # The batch counts as drawn, and the scaler changes, with any status: otherwise the next step would draw it again.
         kept = dataclasses.replace(kept, opt_state=opt_state, batch_index=state.batch_index + 1, scaler=scaler)
-        # Of the state itself, and not only of loss and gradient: an optimizer may divide by zero, and a moment may overflow.
-        reduced = with_count(reduced, num_not_finite(kept))
+        # Of the parameters themselves, and not only of loss and gradient: an optimizer may divide by zero.
+        reduced = with_look(reduced, any_not_finite(kept.params))
         return StepOutput(kept, layout.combine(metric_sums, step_metrics), reduced, step_metrics, bins)
 
     return train_step

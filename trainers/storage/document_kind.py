@@ -14,6 +14,7 @@ from typing import Any
 
 from trainers.storage import documents, sealed, shapes
 from trainers.storage.documents import DamagedDocument, NewerDocument
+from trainers.storage.not_finite import shown
 
 FORMAT, DIGEST = "format", "digest"
 
@@ -48,7 +49,7 @@ class DocumentKind:
         """Like `parse`, for a document that was read already."""
         if not isinstance(document, dict):
             raise DamagedDocument(f"{where}: damaged: expected a JSON object, found {type(document).__name__}")
-        contents = {key: value for key, value in document.items() if key not in (FORMAT, DIGEST)}
+        contents = shown({key: value for key, value in document.items() if key not in (FORMAT, DIGEST)})
         # A document of a program before there were formats may have a digest.
         written_as = document.get(FORMAT, self.format if self.without_format else None)
         unmarked = self.without_format and FORMAT not in document and DIGEST not in document

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainers.storage import durable, ours
+from trainers.storage import durable, not_finite, ours
 
 ANOTHER_STORAGE = (
     "set storage=PATH to a folder or bucket that this user and every host can write to, and that can replace a file, create one "
@@ -49,7 +49,7 @@ def join(folder: str | os.PathLike[str], *names: str) -> str:
 
 def write_json(path: str | os.PathLike[str], data: Any) -> None:
     """Replaces the document atomically: a reader finds the old one or the new one, never a part."""
-    write_text(path, json.dumps(data, indent=1) + "\n")
+    write_text(path, not_finite.dumps(data, indent=1) + "\n")
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -68,7 +68,7 @@ def create_json(path: str | os.PathLike[str], data: Any) -> bool:
     If the file system has no hard links, a reader may find the document empty or incomplete while it is written. `read_json`
     then raises DamagedDocument; the document belongs to its writer all the same.
     """
-    return create_text(path, json.dumps(data, indent=1) + "\n")
+    return create_text(path, not_finite.dumps(data, indent=1) + "\n")
 
 
 def create_text(path: str | os.PathLike[str], text: str) -> bool:
@@ -91,7 +91,7 @@ def create_text(path: str | os.PathLike[str], text: str) -> bool:
 def read_json(path: str | os.PathLike[str]) -> Any | None:
     """Returns the document; None if there is none. Raises DamagedDocument if it is not JSON, and OSError."""
     content = read_bytes(path)
-    return None if content is None else parse(content, path)
+    return None if content is None else not_finite.shown(parse(content, path))
 
 
 def read_bytes(path: str | os.PathLike[str]) -> bytes | None:

@@ -7,11 +7,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from trainers.storage.not_finite import hidden, shown
+
 
 def seal(document: dict[str, Any], indent: int | None = 1) -> str:
     """Returns the document as JSON text with its digest; `indent` None: in one line."""
-    plain = json.loads(json.dumps(document))  # as it will be read: keys are text, tuples are lists
-    return json.dumps({**plain, "digest": _digest(plain)}, indent=indent) + "\n"
+    plain = hidden(json.loads(json.dumps(document)))  # as it will be read: keys are text, tuples are lists, NaN is null
+    return json.dumps({**plain, "digest": _digest(plain)}, indent=indent, allow_nan=False) + "\n"
 
 
 def unseal(text: str) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def unseal(text: str) -> dict[str, Any]:
     if not is_whole(document):
         raise ValueError("its contents do not have the digest it says")
     del document["digest"]
-    return document
+    return shown(document)
 
 
 def is_whole(document: Mapping[str, Any]) -> bool:

@@ -27,6 +27,7 @@ from trainers.checkpoint import weights
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_hugging_face, to_safetensors
+from trainers.storage import ours
 
 LLAMA = {
     "task": "trainers.tasks.causal_lm:CausalLMTask",
@@ -364,3 +365,17 @@ def test_a_callback_of_all_hosts_writes_its_share_and_host_0_waits_for_the_other
     callback.on_train_end(None)
     assert "another host did not write its part" in of(events, "note")[-1]["message"]
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["2"]
+
+
+def test_an_earlier_export_is_replaced_and_a_users_folder_of_that_name_is_not(trained, tmp_path):
+    write = partial(to_hugging_face, trained.output.checkpoint_path, replace=True)
+    write(tmp_path / "hf")
+    (tmp_path / "hf" / "old").touch()
+    write(tmp_path / "hf")
+    assert not (tmp_path / "hf" / "old").exists()
+    (tmp_path / "100").mkdir()
+    (tmp_path / "100" / "thesis.tex").touch()
+    with pytest.raises(ours.NotOursError, match="it is not an export that Gangway wrote"):
+        write(tmp_path / "100")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["100", "hf"]
+    assert [path.name for path in (tmp_path / "100").iterdir()] == ["thesis.tex"]

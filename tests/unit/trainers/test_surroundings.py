@@ -47,6 +47,7 @@ def test_a_folder_with_the_name_of_a_package_is_no_package(tmp_path, monkeypatch
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "__init__.py").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "tensorboardX", raising=False)  # another test may have imported the real one
     assert [is_installed(name) for name in ("tensorboardX", "real", "missing")] == [False, True, False]
     (problem,) = recorders.problems(["tensorboard"], {}, "/storage")
     assert problem.startswith("recorders: 'tensorboard' needs the package tensorboardX, which is not installed: pip install ")

@@ -158,28 +158,47 @@ def run(command, **how):
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **how)
 
 
-GUARDED = (
-    "import sys; from trainers.terminal import command; command(lambda: [print(line) for line in range(20000)])(); sys.exit(7)"
-)
+IN_A_COMMAND = """
+import os, subprocess, sys
+from trainers.terminal import command
+
+@command
+def main():
+    %s
+
+sys.exit(main())
+"""
+
+
+def exit_status(tmp_path, body, redirection):
+    """Returns the exit status of a command with this body, and what it wrote to standard error."""
+    (tmp_path / "program.py").write_text(IN_A_COMMAND % body)
+    line = f'"{sys.executable}" program.py {redirection}; exit ${{PIPESTATUS[0]}}'
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = run(["bash", "-c", line], cwd=tmp_path, env={**buffered, "PYTHONPATH": str(ROOT)})
+    return done.returncode, done.stderr
+
+
+TOLD = "not all could be shown: standard output cannot be written: No space left on device\n"
+LITTLE, MUCH = "print('a line'); return 7", "print('a line\\n' * 20000); return 7"
+OPENS = "file = os.open('file', os.O_CREAT | os.O_WRONLY); print('text', flush=True); os._exit(7 if file > 2 else 1)"
+HAS_A_CHILD = "print('a line\\n' * 20000, flush=True); return subprocess.call(['bash', '-c', 'echo from the child'])"
 
 
 @pytest.mark.costs("the descriptors of a process, and how Python ends")
-def test_the_exit_status_is_that_of_the_command_whatever_becomes_of_its_output(tmp_path):
-    program = f'"{sys.executable}" -c "{GUARDED}"'
-    found = run(
-        ["bash", "-c", f"{program} >/dev/full; echo $?; {program} >&-; echo $?; {program} | head -n 1; echo ${{PIPESTATUS[0]}}"]
-    )
-    assert found.stdout.split() == ["7", "7", "0", "7"]
-    assert found.stderr == "not all could be shown: standard output cannot be written: No space left on device\n"
-
-
-FILLED = "import os; from trainers import terminal; terminal.fill_descriptors(); os._exit(7 if os.open('file', 65) > 2 else 1)"
-
-
-@pytest.mark.costs("the descriptors of a process")
-def test_a_file_that_is_opened_never_becomes_a_standard_stream_that_was_closed(tmp_path):
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    assert run(["bash", "-c", f'"{sys.executable}" -c "{FILLED}" <&- >&- 2>&-'], cwd=tmp_path, env=environ).returncode == 7
+@pytest.mark.parametrize(
+    ("body", "redirection", "expected"),
+    [
+        (LITTLE, ">/dev/full", (7, TOLD)),  # all of it is in the buffer until the end
+        (MUCH, ">/dev/full", (7, TOLD)),
+        (MUCH, "| head -n 1", (7, "")),
+        (LITTLE, ">&-", (7, "")),
+        (OPENS, "<&- >&- 2>&-", (7, "")),  # no file takes the place of a standard stream
+        (HAS_A_CHILD, ">/dev/full", (0, TOLD)),  # it can write, too
+    ],
+)
+def test_the_exit_status_is_that_of_the_command_whatever_becomes_of_its_output(tmp_path, body, redirection, expected):
+    assert exit_status(tmp_path, body, redirection) == expected
 
 
 @pytest.mark.parametrize(

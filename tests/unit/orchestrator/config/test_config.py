@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.hosts.config import HostsConfig
+from orchestrator import run
 from orchestrator.config import job as config
 from orchestrator.config import yaml_source
 from orchestrator.config.job import ConfigError, DriverConfig, build, load, to_dict, to_yaml
@@ -616,3 +617,21 @@ def test_the_file_of_a_run_gives_the_same_configuration_and_asks_for_secrets(wri
     path.write_text(config.resolved_yaml(made).replace("recorder_folders: {}", "recorder_folders: {jsonl: 's3://***@bucket/a'}"))
     with pytest.raises(ConfigError, match=r"recorder_folders\.jsonl: masked"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--learning_rate", "1e-3"],
+            "unrecognized arguments: --learning_rate 1e-3; settings are given as key=value: optimizer.learning_rate=1e-3\n",
+        ),
+        (["--per-device-train-batch-size=8"], "key=value: global_batch_size=8\n"),
+        (["--hosts.count=2", "--seed=1"], "key=value: hosts.count=2 seed=1\n"),
+        (["--zzz"], "key=value, such as optimizer.learning_rate=1e-3\n"),
+    ],
+)
+def test_an_option_that_is_a_setting_is_told_as_one(words, told, capsys):
+    with pytest.raises(SystemExit):
+        run.parse(["job.yaml", *words])
+    assert told in capsys.readouterr().err

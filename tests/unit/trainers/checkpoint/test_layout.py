@@ -14,7 +14,7 @@ def put(folder, step, *, whole=True):
     path.mkdir(parents=True)
     (path / "meta.json").write_text("meta")
     files = {"meta.json": manifest.digest(path / "meta.json")}
-    manifest.write(path, manifest.Manifest(step, 0.0, files))
+    manifest.write(path, manifest.Manifest(step if isinstance(step, int) else None, 0.0, files))
     if not whole:
         (path / "meta.json").write_text("shorter or longer")
     return path
@@ -94,3 +94,24 @@ def test_room_is_looked_for_where_the_folder_lies(tmp_path):
 def test_a_url_is_refused_with_what_to_do():
     with pytest.raises(CheckpointError, match="not gs://bucket/run: mount the bucket"):
         layout.local("gs://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("retention", "looks"),
+    [(Retention(None), 0), (Retention(None, best=2), 0), (Retention(2, every_steps=1), 2), (Retention(1, best=100), 1)],
+)
+def test_the_work_after_a_save_does_not_grow_with_what_stays(tmp_path, monkeypatch, retention, looks):
+    looked = []
+    monkeypatch.setattr(layout, "is_whole", lambda path: looked.append(path) or True)
+    monkeypatch.setattr(retention.__class__, "score", lambda self, meta: 0.0)
+    monkeypatch.setattr(manifest, "read_meta", lambda path: looked.append(path) or {})
+    seen = layout.Seen()
+    per_save = []
+    for step in range(1, 41):
+        put(tmp_path, step)
+        looked.clear()
+        layout.delete_old(tmp_path, step, (), retention, seen=seen)
+        per_save.append(len(looked))
+    assert len(layout.steps(tmp_path)) == 40
+    # Of each that is looked at, its files and, if scores count, its score.
+    assert set(per_save[5:]) == {looks * (2 if retention.best else 1)}

@@ -32,6 +32,12 @@ def row(length, truncation="keep_start", **info):
     return collate(example, {"tokens": CollateInfo(length=4, **info)}, truncation)
 
 
+@pytest.mark.parametrize(("transform", "weight"), [(lambda e: {"x": e["x"]}, 0.25), (lambda e: {"x": e["x"], "weight": 3}, 3.0)])
+def test_an_example_keeps_its_weight_if_the_transform_does_not_know_it(transform, weight):
+    examples = [{"x": np.zeros(2), "sample_id": np.int32(0), "weight": np.float32(0.25)}]
+    assert Collated(examples, transform, {}, "keep_start")[0]["weight"] == weight
+
+
 def test_what_is_short_is_filled_up_and_what_is_long_is_cut():
     assert row(2, pad_value=-1)["tokens"].tolist() == [1, 2, -1, -1]
     assert row(2, pad_value=-1, mask="seen")["seen"].tolist() == [1, 1, 0, 0]

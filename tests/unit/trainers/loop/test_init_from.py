@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +18,7 @@ from trainers.checkpoint import manifest, weights
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
 from trainers.export import to_safetensors
 from trainers.loop import init_from
+from trainers.storage import durable
 
 NO_SAVES = {"optimizer": FIXED, "checkpoint": {"save_at_end": False}}
 
@@ -256,10 +256,11 @@ def test_damage_is_an_error_of_the_storage(tmp_path, events, source, monkeypatch
 def test_without_a_record_of_it_a_run_does_not_begin(tmp_path, events, source, monkeypatch):
     """A start before the first checkpoint could not find the same parameters again."""
 
-    def full(path, payload):
+    def full(path, *content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(init_from, "durable", SimpleNamespace(write=full))
+    monkeypatch.setattr(durable, "write", full)
+    monkeypatch.setattr(durable, "write_shared", full)
     with pytest.raises(CheckpointUnavailableError, match=r"init_from: OSError: .*No space left on device"):
         begun(tmp_path, init_from=str(source[0]))
 

@@ -137,7 +137,7 @@ def test_a_rollback_leaves_out_the_batches_before_the_bad_one_too(tmp_path, left
         *("restore", "train"),
         *("evaluate", "save", "finish"),
     ]
-    assert json.loads((tmp_path / "run" / SKIPPED_FILE).read_text()) == {"skipped_batches": [4, 5, 6]}
+    assert json.loads((tmp_path / "run" / SKIPPED_FILE).read_text())["skipped_batches"] == [4, 5, 6]
     assert len(of(told, "first_step")) == 1
 
 

@@ -155,7 +155,7 @@ def test_what_is_gone_on_with_beside_a_loop_counts_once():
 
 def test_a_tpu_needs_its_compiler(monkeypatch):
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(program, "is_installed", lambda name: False)
     with pytest.raises(UsageError, match="pip install 'libtpu=="):
         program.devices_of("tpu", 16, "v5e:4x4")
 

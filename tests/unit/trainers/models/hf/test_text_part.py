@@ -65,10 +65,18 @@ def test_that_the_encoder_is_left_out_is_told():
     assert weights.look(FOLDER).about == "mistral of Hugging Face; its encoder of images is left out"
 
 
-@pytest.mark.parametrize(("changes", "tied"), [({}, False), ({"tie_word_embeddings": True}, True)])
-def test_the_table_of_the_logits_is_the_one_that_the_file_says(changes, tied):
-    about = {name: value for name, value in ABOUT.items() if name != "tie_word_embeddings"}
-    assert vision_config.read({**about, **changes}).tie_embeddings == tied
+@pytest.mark.parametrize(
+    ("beside", "in_section", "tied"), [(None, None, False), (True, None, True), (True, False, True), (None, True, True)]
+)
+def test_the_table_of_the_logits_is_the_one_that_the_file_says(beside, in_section, tied):
+    """Beside the sections, as in transformers. Without a word a file of the Hub has a table for the logits."""
+
+    def said(section, value):
+        section = {name: other for name, other in section.items() if name != "tie_word_embeddings"}
+        return section if value is None else section | {"tie_word_embeddings": value}
+
+    about = said(ABOUT, beside) | {"text_config": said(ABOUT["text_config"], in_section)}
+    assert vision_config.read(about).tie_embeddings == tied
 
 
 @pytest.mark.parametrize(
