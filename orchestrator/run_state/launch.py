@@ -476,7 +476,11 @@ class Launch:
             if state["seen"]["generation"] == self.gang["generation"]:
                 self.seen = dict(enumerate(state["seen"]["events"]))
         self._entries = entries[-KEPT_INCIDENTS:]
-        self.history = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
+        past = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
+        # By the clock as it is now: decisions ask how long ago a failure was.
+        self.history = [dataclasses.replace(one, at_s=one.at_s + step_s) if one.at_s is not None else one for one in past]
+        if (incident := self.open_incident()) is not None:
+            incident.failed_at_s += step_s
         there, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)
         self.num_incidents = max(there, stored)
         if there < stored and not problem:

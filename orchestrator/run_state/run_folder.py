@@ -38,7 +38,7 @@ class RunFolder:
     def append(self, name: str, text: str) -> None:
         """Appends lines to a file, and syncs it to the disk."""
         path = documents.join(self.path, name)
-        if os.path.isdir(path):
+        if durable.is_in_the_way(path):
             set_aside(path)
         elif os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
             os.replace(path, f"{path}.old")
@@ -57,7 +57,7 @@ class RunFolder:
     def last_lines(self, name: str) -> list[str]:
         """Returns the lines at the end of a file; none if there is no file."""
         try:
-            with open(documents.join(self.path, name), "rb") as file:
+            with durable.reading(documents.join(self.path, name)) as file:
                 begin = max(0, os.fstat(file.fileno()).st_size - READ_BYTES)
                 file.seek(begin)
                 lines = file.read().decode(errors="replace").splitlines()

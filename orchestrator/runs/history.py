@@ -7,7 +7,6 @@ Exit status: 0; 2 when there is no such run or metric.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,13 @@ from pathlib import Path
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of
 from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL
+from orchestrator.tracking.spool import SPOOL, entry
 from trainers.config.section import did_you_mean
 from trainers.console import curves
 from trainers.program import program
 from trainers.published import SYSTEM
 from trainers.storage import not_finite
+from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -60,13 +60,12 @@ def read(run: Path) -> Curves:
         lines = []
     for line in lines:
         try:
-            record = json.loads(line)
-            step, metrics = record["step"], record["metrics"]
-        except (ValueError, KeyError, TypeError):  # of another kind, or half written
+            record = entry(line.encode())
+        except DamagedDocument:  # half written
             continue
-        for name, value in metrics.items():
+        for name, value in record.get("metrics", {}).items():
             # Null: it was not finite.
-            by_name.setdefault(name, {})[step] = float("nan") if value is None else value
+            by_name.setdefault(name, {})[record["step"]] = float("nan") if value is None else value
     if not by_name:
         raise NoRunError(f"{run} has tracked no metrics yet: there is none in {path}")
     return {name: sorted(points.items()) for name, points in by_name.items()}

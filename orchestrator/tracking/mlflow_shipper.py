@@ -77,7 +77,7 @@ class Value(NamedTuple):
 def read_lines(path: str, offset: int, max_lines: int = MAX_LINES) -> list[Line]:
     """Returns complete lines from `offset`. A line that is still being written is left for later."""
     lines: list[Line] = []
-    with open(path, "rb") as file:
+    with durable.reading(path) as file:
         file.seek(offset)
         while len(lines) < max_lines and (text := file.readline()).endswith(b"\n"):
             offset += len(text)

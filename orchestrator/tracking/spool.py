@@ -87,7 +87,7 @@ class Spool:
 
     def __init__(self, path: str):
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        if os.path.isdir(path):
+        if durable.is_in_the_way(path):
             set_aside(path)
         # Unbuffered: what was appended is in the file even if this process is killed.
         self._file = durable.appending(path, buffering=0)

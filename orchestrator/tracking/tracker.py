@@ -23,7 +23,7 @@ from orchestrator.tracking.config import OWN_STORE, TrackingConfig, is_plain, ow
 from orchestrator.tracking.shipper_process import ShipperProcess
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, Spool, read_document, set_damaged_aside
 from trainers.config.section import require
-from trainers.storage import documents, identity
+from trainers.storage import documents, durable, identity
 
 ENDINGS = ("FINISHED", "FAILED", "KILLED")
 
@@ -141,7 +141,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def left_over(folder: str) -> str | None:
     """Returns a sentence about the lines that have not reached MLflow; None if all have."""
     state = read_document(folder, STATE)
-    with open(documents.join(folder, SPOOL), "rb") as file:
+    with durable.reading(documents.join(folder, SPOOL)) as file:
         file.seek(max(0, state.get("offset", 0)))
         num_lines = sum(1 for _ in file)
     if not num_lines:

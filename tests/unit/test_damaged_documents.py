@@ -7,6 +7,7 @@ the damage, or it says the name of the document.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import threading
@@ -234,6 +235,7 @@ DAMAGES: dict[str, Any] = {
     "zeros at the end": lambda data, rng: data[: len(data) // 2] + bytes(len(data) - len(data) // 2),
     "empty": lambda data, rng: b"",
     "folder": None,
+    "pipe": None,
     "other JSON": lambda data, rng: rng.choice(
         [b"[]", b"null", b"3", b'"a"', b"{}", b'{"format": 1}', b"[" * 100_000, b"9" * 5000]
     ),
@@ -245,9 +247,9 @@ OF_LINES = ("incidents.jsonl", "metrics.jsonl")
 
 
 def damage(path: Path, how: str, rng: random.Random) -> None:
-    if how == "folder":
+    if how in ("folder", "pipe"):
         path.unlink()
-        path.mkdir()
+        path.mkdir() if how == "folder" else os.mkfifo(path)
     else:
         path.write_bytes(DAMAGES[how](path.read_bytes(), rng))
 
@@ -305,6 +307,7 @@ def test_each_document_has_a_format_and_a_digest(whole):
             assert sealed.is_whole(document), place
 
 
+@pytest.mark.costs("starts once for each document")
 def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
     for place in places(whole):
         if place.name == "metrics.jsonl" or place.parts[0] == "previews":

@@ -11,6 +11,7 @@ from typing import Any, NotRequired, TypedDict
 
 from trainers.recorders.recorder import About, Distribution
 from trainers.storage import documents, durable, not_finite, shapes
+from trainers.storage.document_kind import set_aside
 
 FILE = "metrics.jsonl"
 LEFT = "metrics.left.jsonl"
@@ -72,6 +73,8 @@ class JsonLines:
         # Of each name by itself: evaluations come separately from the training of the same step.
         for line in read(self._path):
             self._last_step |= dict.fromkeys((*line["metrics"], *line.get("distributions", ())), line["step"])
+        if durable.is_in_the_way(self._path):
+            set_aside(self._path)
         # Unbuffered: a line is in the file when `record` returns, even if the process is killed then.
         self._file = durable.appending(self._path, buffering=0)
         self._torn = self._path.stat().st_size > 0 and not _ends_with_newline(self._path)
@@ -90,9 +93,9 @@ class JsonLines:
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of such a file; none if there is no file. What is no such line is left out."""
-    if not path.exists():
+    if not path.is_file():
         return
-    with path.open("rb") as file:
+    with durable.reading(path) as file:
         for text in file:
             try:
                 line = documents.parse(text, path)

@@ -111,7 +111,7 @@ def check_owner(path: Path, status: os.stat_result, remedy: str) -> None:
 
 def read(path: Path) -> bytes:
     """Returns the contents, and marks the file as in use. Raises UntrustedError and OSError."""
-    with open(path, "rb") as file:
+    with durable.reading(path) as file:
         # On the open file: between a check by name and the opening, the file could be replaced.
         check_owner(path, os.fstat(file.fileno()), "remove it")
         # Its time is that of its last use: `delete_old` goes by it.

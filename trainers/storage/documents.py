@@ -101,7 +101,8 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes | None:
     except FileNotFoundError:
         return None
     except IsADirectoryError as error:
-        raise DamagedDocument(f"{path}: damaged: expected a file, found a folder; delete or repair it and start again") from error
+        message = f"{path}: damaged: expected a file, found something else; delete or repair it and start again"
+        raise DamagedDocument(message) from error
 
 
 def parse(content: str | bytes, where: object) -> Any:
@@ -197,7 +198,7 @@ def _read_remote(path: str | os.PathLike[str]) -> bytes:
 
 
 def _read_local(path: str | os.PathLike[str]) -> bytes:
-    with open(path, "rb") as file:
+    with durable.reading(path) as file:
         return file.read()
 
 

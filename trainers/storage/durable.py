@@ -72,6 +72,25 @@ def appending(path: str | os.PathLike[str], mode: int = 0o666, *, buffering: int
         raise
 
 
+def reading(path: str | os.PathLike[str]) -> BinaryIO:
+    """Returns a file, open for reading. Never waits: a pipe in its place would never end. Raises OSError, IsADirectoryError for
+    anything that is no file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise IsADirectoryError(errno.EISDIR, "it is no file", os.fspath(path))
+    return open(descriptor, "rb")
+
+
+def is_in_the_way(path: str | os.PathLike[str]) -> bool:
+    """Whether there is something at `path` that is not written to: a folder, a pipe, a link that somebody may have planted."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISCHR(mode))
+
+
 def no_link(path: str, flags: int) -> int:
     """The `opener` of `open` for a file that is written: raises OSError if the path is a link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
