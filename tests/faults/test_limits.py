@@ -43,7 +43,7 @@ def test_the_time_limit_is_the_runs_and_not_that_of_a_process(tmp_path):
     assert summary["steps"] < LIMIT_S / STEP_S
     again = run_job(made)
     assert (again["status"], again["stop_reason"], again["steps"]) == ("stopped", "time_limit", summary["steps"])
-    assert again["generations"] == 0
+    assert again["launch"]["generations"] == 0
     used_before_s = used_s(tmp_path)
     further = run_job({**made, "time_limit": f"{used_before_s + 10.0}s"})
     assert further["stop_reason"] == "time_limit"

@@ -140,6 +140,7 @@ LIGHT_MODULES = tuple(
         "storage/documents",
         "storage/durable",
         "storage/identity",
+        "storage/not_finite",
         "storage/ours",
         "storage/refused",
         "storage/sealed",
