@@ -65,7 +65,7 @@ def measure_tokens(folder: Path, num_bytes: int, sequence_length: int) -> None:
     for name, tokenizer in tokenizers.items():
         for packing in (None, "fit"):
             arguments = arguments_of(source, tokenizer, sequence_length, packing)
-            kept.delete(kept.folder(kept.TOKENS))
+            kept.FOLDER = str(folder / f"kept-{name}-{packing}")  # nothing is there yet
             for what in ("on the fly", "prepared"):
                 begun_s = time.perf_counter()
                 num_tokens = read_all(arguments)
