@@ -75,7 +75,7 @@ def test_a_checkpoint_of_another_model_gives_up_at_once(tmp_path):
     wider = {**LANGUAGE_MODEL["model"], "width": 64}
     summary = run_job(settings(tmp_path, **{**LANGUAGE_MODEL, "model": wider}))
     assert summary["status"] == "failed"
-    assert summary["generations"] == 1
+    assert summary["launch"]["generations"] == 1
     assert "is a checkpoint of another model or optimizer" in summary["error"]
     assert "give the run another name" in summary["error"]
 

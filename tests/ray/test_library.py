@@ -29,10 +29,12 @@ def start(path, **env):
 def test_a_program_of_the_documents_trains_on_two_hosts_also_when_one_is_killed(tmp_path):
     (block,) = [block for block in blocks("python") if block.file_name == "on_hosts.py"]
     program = tmp_path / "on_hosts.py"
-    program.write_text(block.text)
     faults = Folder(tmp_path / "faults")
     faults.order(1, "kill", at=120)
-    process = start(program, GANGWAY_FAULTS=str(faults.path))
+    assert "hosts=2," in block.text
+    hosts = {"count": 2, "env": {"GANGWAY_FAULTS": str(faults.path)}}
+    program.write_text(block.text.replace("hosts=2,", f"hosts={hosts!r},"))
+    process = start(program)
     try:
         status = process.wait(240)
     finally:
