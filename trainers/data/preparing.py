@@ -32,7 +32,7 @@ from trainers.data.documents import Encoder, notes_of
 from trainers.data.encoders import encoder_of
 from trainers.data.parts import Part, is_finished, join, parts_of, write_part
 from trainers.data.prepared import AGAIN, PREPARED, PreparedDocuments, settings_of
-from trainers.data.sources.files import files_of, stamps
+from trainers.data.sources.files import Listing, files_of, listing, stamps
 from trainers.data.sources.records import FilesRecords, open_records, tell_left_out
 from trainers.errors import DataError, DataMissingError, TransientError
 from trainers.storage import durable, ours, sealed
@@ -53,12 +53,16 @@ class Source:
     encoder: Encoder
 
     @cached_property
+    def listing(self) -> Listing:
+        return listing(self.config)
+
+    @cached_property
     def records(self) -> FilesRecords:
-        return open_records(self.config)
+        return open_records(self.config, self.listing.files)
 
     @cached_property
     def files(self) -> list[dict[str, Any]]:
-        return stamps(files_of(self.config))
+        return stamps(self.listing.files)
 
     @cached_property
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -111,7 +115,7 @@ def documents_of(config: SourceConfig, arguments: TrainingArguments, encoder: En
     place = kept.folder(kept.TOKENS) / source.digest()
     found = _kept(place) or _make_and_keep(source, place, note)
     tell(found, note)
-    tell_left_out(config, found.about["num_malformed"], note)
+    tell_left_out(config, source.listing, found.about["num_malformed"], note)
     return found
 
 

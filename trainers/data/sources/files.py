@@ -58,14 +58,27 @@ class SourceFile(NamedTuple):
         return self.parts or (self.path,)
 
 
-def files_of(source: SourceConfig) -> list[SourceFile]:
-    """Returns the files of a source.
+class Listing(NamedTuple):
+    """The files of a source, by one look at its folders."""
 
-    They are in the order of a digest of their relative paths. So a held-out tail is a random choice of files, and the same on
-    every machine. Raises DataError, DataMissingError or DataUnavailableError.
-    """
-    files = [file for path in source.paths for file in _files(path, source)]
-    return sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
+    files: list[SourceFile]
+    """In the order of a digest of their relative paths. So a held-out tail is a random choice of files, and the same on every
+    machine."""
+    left_out: list[str]
+    """A line for each folder of which not all files are read."""
+
+
+def listing(source: SourceConfig) -> Listing:
+    """Returns the files of a source, and what of its folders is left out. Raises DataError, DataMissingError or
+    DataUnavailableError."""
+    left_out: list[str] = []
+    files = [file for path in source.paths for file in _files(path, source, left_out)]
+    return Listing(sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest()), left_out)
+
+
+def files_of(source: SourceConfig) -> list[SourceFile]:
+    """Returns the files of a source. Raises as `listing`."""
+    return listing(source).files
 
 
 def stamps(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
@@ -82,34 +95,14 @@ def stamps(files: Sequence[SourceFile]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def left_out(source: SourceConfig) -> list[str]:
-    """Returns a line for each folder of a source of which not all files are read. Raises as `files_of`."""
-    return [line for path in source.paths for line in _left_out(path, source.pattern)]
-
-
-def _left_out(path: str, pattern: str | None) -> Iterator[str]:
-    location = os.path.expanduser(path)
+def _files(path: str, source: SourceConfig, left_out: list[str]) -> list[SourceFile]:
     if is_url(path):
-        filesystem, root = remote(path)
-        with reading(path):
-            is_folder = not glob.has_magic(root) and filesystem.isdir(root)
-            names = [os.path.relpath(file, root) for file in filesystem.find(root)] if is_folder else []
-    else:
-        is_dataset = any(os.path.isfile(os.path.join(location, name)) for name in (SAVED_DATASET, SAVED_SPLITS, PREPARED))
-        names = _names(path, location) if os.path.isdir(location) and not is_dataset else []
-    if unread := [name for name in names if not _is_read(name, pattern)]:
-        why = "are hidden" if pattern is None else f"do not match data.pattern {pattern!r}"
-        yield f"data.paths {path}: {len(unread):,} of {len(names):,} files {why} and are left out"
-
-
-def _files(path: str, source: SourceConfig) -> list[SourceFile]:
-    if is_url(path):
-        return _remote_files(path, source)
+        return _remote_files(path, source, left_out)
     location = sysconfig.get_paths()["stdlib"] if path == PYTHON_STDLIB else os.path.expanduser(path)
     if os.path.isfile(location):
         return [_file(os.path.basename(location), location, source)]
     if os.path.isdir(location):
-        return _files_of_folder(path, location, source)
+        return _files_of_folder(path, location, source, left_out)
     if not glob.has_magic(location):
         raise DataMissingError(
             f"data.paths: {path!r} does not exist (looked for {os.path.abspath(location)}); expected a file or a folder"
@@ -127,7 +120,7 @@ def _fixed(location: str) -> str:
     return os.sep.join(parts[:number]) or (os.sep if location.startswith(os.sep) else os.curdir)
 
 
-def _files_of_folder(path: str, location: str, source: SourceConfig) -> list[SourceFile]:
+def _files_of_folder(path: str, location: str, source: SourceConfig, left_out: list[str]) -> list[SourceFile]:
     if os.path.isfile(os.path.join(location, PREPARED)):
         raise DataError(
             f"data.paths: {path} has prepared tokens, and no records: set data.prepared={path}, and leave data.paths as they were"
@@ -136,9 +129,10 @@ def _files_of_folder(path: str, location: str, source: SourceConfig) -> list[Sou
         raise DataError(f"data.paths: {path} has several splits: name one, such as {os.path.join(path, _splits(location)[0])}")
     if os.path.isfile(os.path.join(location, SAVED_DATASET)):
         return [_saved(location)]
-    names = [name for name in _names(path, location) if _is_read(name, source.pattern)]
+    there = _names(path, location)
+    names = _read_of(path, there, source.pattern, left_out)
     if not names:
-        raise DataMissingError(f"data.paths: no file in {path!r} {_fits(source)}{_endings(_names(path, location))}")
+        raise DataMissingError(f"data.paths: no file in {path!r} {_fits(source)}{_endings(there)}")
     return [_file(name, os.path.join(location, name), source) for name in names]
 
 
@@ -154,6 +148,15 @@ def _below(folder: str, left_out: frozenset[str]) -> Iterator[str]:
         # In place: `os.walk` goes only into the folders that are left in this list.
         folders[:] = [name for name in folders if name not in left_out]
         yield from (os.path.relpath(os.path.join(parent, name), folder) for name in files)
+
+
+def _read_of(path: str, names: Sequence[str], pattern: str | None, left_out: list[str]) -> list[str]:
+    """Returns which files of a folder are read, and adds a line to `left_out` if not all are."""
+    read = [name for name in names if _is_read(name, pattern)]
+    if num_unread := len(names) - len(read):
+        why = "are hidden" if pattern is None else f"do not match data.pattern {pattern!r}"
+        left_out.append(f"data.paths {path}: {num_unread:,} of {len(names):,} files {why} and are left out")
+    return read
 
 
 def _is_read(name: str, pattern: str | None) -> bool:
@@ -179,14 +182,14 @@ def _raise_unreadable(error: OSError) -> None:
     raise unreadable(error.filename, error) from error
 
 
-def _remote_files(url: str, source: SourceConfig) -> list[SourceFile]:
+def _remote_files(url: str, source: SourceConfig, left_out: list[str]) -> list[SourceFile]:
     filesystem, name = remote(url)
     with reading(url):
         if glob.has_magic(name):
             root, found = _fixed(name), filesystem.glob(name)
         elif filesystem.isdir(name):
-            root = name
-            found = [file for file in filesystem.find(name) if _is_read(os.path.relpath(file, root), source.pattern)]
+            root, there = name, {os.path.relpath(file, name): file for file in filesystem.find(name)}
+            found = [there[file] for file in _read_of(url, [*there], source.pattern, left_out)]
         else:
             filesystem.info(name)
             root, found = os.path.dirname(name), [name]

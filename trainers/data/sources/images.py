@@ -37,8 +37,8 @@ class ImageFiles:
     """The images in folders: `FOLDER/CLASS/...`. They come in the order of a digest of their relative paths, which is a random
     one, and the same on every machine."""
 
-    def __init__(self, folders: Sequence[Path]):
-        found = [(path.relative_to(folder), path) for folder in folders for path in sorted(folder.rglob("*")) if _is_image(path)]
+    def __init__(self, found: Sequence[tuple[Path, Path]]):
+        """`found`: the path of each image relative to its folder, and as it is."""
         for relative, path in found:
             if len(relative.parts) < 2:
                 raise DataError(f"data.paths: {path} is in no folder of a class: expected FOLDER/CLASS/{path.name}")
@@ -206,15 +206,16 @@ def _images(paths: Sequence[Path]) -> ImageFiles | ParquetImages:
     for path in paths:
         if not path.exists():
             raise DataMissingError(f"data.paths: {str(path)!r} does not exist (looked for {os.path.abspath(path)})")
-    parquet = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob(f"*{PARQUET}")))]
-    images: ImageFiles | ParquetImages
-    images = ParquetImages(parquet) if parquet else ImageFiles(paths)
-    read = {path for _, path in images.files} if isinstance(images, ImageFiles) else {*parquet}
-    kind = f"are no {PARQUET}" if parquet else "are no images"
-    for path in paths:
-        files = [file for file in path.rglob("*") if file.is_file()]
-        if unread := sum(file not in read for file in files):
-            runtime.current().note(f"data.paths {path}: {unread:,} of {len(files):,} files {kind} and are left out")
+    # Folders of images are large: one look at each.
+    listed = [(path, [path] if path.is_file() else sorted(path.rglob("*"))) for path in paths]
+    parquet = [file for path, files in listed for file in files if file == path or file.match(f"*{PARQUET}")]
+    found = [(file.relative_to(path), file) for path, files in listed for file in files if _is_image(file)]
+    images = ParquetImages(parquet) if parquet else ImageFiles(found)
+    read, kind = ({*parquet}, f"are no {PARQUET}") if parquet else ({file for _, file in found}, "are no images")
+    for path, files in listed:
+        if unread := sum(file not in read and file.is_file() for file in files):
+            of = unread + sum(file in read for file in files)
+            runtime.current().note(f"data.paths {path}: {unread:,} of {of:,} files {kind} and are left out")
     if len(images) == 0:
         raise DataMissingError(
             f"data.paths: no image in {', '.join(map(str, paths))}; expected FOLDER/CLASS/NAME with the endings "

@@ -13,7 +13,7 @@ from trainers.config import DataConfig
 from trainers.config.source import SourceConfig
 from trainers.data.documents import TEXT, Record
 from trainers.data.sources.encoded import read_text
-from trainers.data.sources.files import SourceFile, files_of, left_out
+from trainers.data.sources.files import Listing, SourceFile, files_of, listing
 from trainers.data.sources.json_records import JsonLines, json_file
 from trainers.data.sources.lines import Csv
 from trainers.data.sources.tables import ArrayRecord, Arrow, Parquet
@@ -96,10 +96,11 @@ class FilesRecords:
         return self.files[number], index - self._starts[number]
 
 
-def open_records(source: SourceConfig) -> FilesRecords:
-    """Returns the records of a source. Raises UsageError, DataError, DataUnavailableError, and DataMissingError if there are
-    none."""
-    records = FilesRecords([READERS[file.format](file, source) for file in files_of(source)], source.columns)
+def open_records(source: SourceConfig, files: list[SourceFile] | None = None) -> FilesRecords:
+    """Returns the records of a source, whose `files` may be given if they were looked for already. Raises UsageError, DataError,
+    DataUnavailableError, and DataMissingError if there are none."""
+    files = files_of(source) if files is None else files
+    records = FilesRecords([READERS[file.format](file, source) for file in files], source.columns)
     if len(records) == 0:
         malformed = f": all {records.num_malformed} lines are malformed" if records.num_malformed else ""
         raise DataMissingError(f"data.paths {', '.join(source.paths)}: there are no records in these files{malformed}")
@@ -108,14 +109,15 @@ def open_records(source: SourceConfig) -> FilesRecords:
 
 def open_told(source: SourceConfig, note: Callable[[str], None]) -> FilesRecords:
     """Returns the records as `open_records` does, and notes what is left out."""
-    records = open_records(source)
-    tell_left_out(source, records.num_malformed, note)
+    found = listing(source)
+    records = open_records(source, found.files)
+    tell_left_out(source, found, records.num_malformed, note)
     return records
 
 
-def tell_left_out(source: SourceConfig, num_malformed: int, note: Callable[[str], None]) -> None:
+def tell_left_out(source: SourceConfig, found: Listing, num_malformed: int, note: Callable[[str], None]) -> None:
     """Notes which files and lines of a source are not read."""
-    for line in left_out(source):
+    for line in found.left_out:
         note(line)
     if num_malformed:
         note(f"data.paths {', '.join(source.paths)}: {num_malformed} malformed lines are left out (data.on_malformed: skip)")

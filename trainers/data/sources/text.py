@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from trainers import runtime, tokenizers
-from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES
 from trainers.data import preparing
 from trainers.data.epoch_order import EpochOrder
 from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.sources.encoded import read_text
-from trainers.data.sources.files import files_of
+from trainers.data.sources.files import SourceFile, listing
 from trainers.data.sources.packed import packed
 from trainers.data.sources.records import tell_left_out
 from trainers.errors import DataMissingError, UsageError
@@ -61,10 +60,12 @@ def text_windows(arguments: TrainingArguments) -> tuple[EpochOrder | TrainingRow
 def _text(arguments: TrainingArguments) -> tuple[np.ndarray, str]:
     """Returns (all of the text, what each number of it is)."""
     config, tokenizer = arguments.data, tokenizers.of(arguments)
-    if tokenizer.source == BYTES and config.prepared is None and all(file.format == "text" for file in files_of(config)):
-        tokenizers.check(tokenizer, arguments)
-        tell_left_out(config, 0, runtime.current().note)
-        return read(config), "bytes"
+    if tokenizer.source == BYTES and config.prepared is None:
+        found = listing(config)
+        if all(file.format == "text" for file in found.files):
+            tokenizers.check(tokenizer, arguments)
+            tell_left_out(config, found, 0, runtime.current().note)
+            return read(found.files, config.encoding), "bytes"
     documents = preparing.of_source(config, arguments, runtime.current().note)
     tokenizers.check(tokenizer, arguments, documents.num_ids)
     if documents.weights is not None:
@@ -75,8 +76,8 @@ def _text(arguments: TrainingArguments) -> tuple[np.ndarray, str]:
     return documents.tokens, "bytes" if tokenizer.source == BYTES else "tokens"
 
 
-def read(config: DataConfig) -> np.ndarray:
+def read(files: Sequence[SourceFile], encoding: str) -> np.ndarray:
     """Returns all text files as the bytes of UTF-8, uint8, each with a newline behind it: as their documents would be."""
     # A view of the bytes, one for each token: only windows become int32.
-    texts = (read_text(file.path, config.encoding).encode() for file in files_of(config))
+    texts = (read_text(file.path, encoding).encode() for file in files)
     return np.frombuffer(b"".join(part for text in texts for part in (text, b"\n")), np.uint8)

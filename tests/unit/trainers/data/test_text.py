@@ -14,7 +14,7 @@ import pytest
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data.sources import access
-from trainers.data.sources.files import PYTHON_STDLIB
+from trainers.data.sources.files import PYTHON_STDLIB, files_of
 from trainers.data.sources.text import read, text_windows
 from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
@@ -43,7 +43,7 @@ FILES = {f"{name}/{number}.txt": bytes([65 + number]) * 100 for name in ("one", 
 
 
 def text_of(data):
-    return bytes(read(data))
+    return bytes(read(files_of(data), data.encoding))
 
 
 def test_files_come_in_the_order_of_a_digest_of_their_relative_paths(tmp_path):
