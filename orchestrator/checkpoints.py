@@ -6,7 +6,6 @@ Exit status: 0; 1 when a checkpoint is damaged; 2 when there is no such run, or 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -19,13 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from orchestrator.run_state.stored import STATE, STATE_KIND
 from trainers.checkpoint import committed, layout, manifest
 from trainers.checkpoint.committed import Committed
 from trainers.first_line import say
-from trainers.program import program
 from trainers.storage import documents
 from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
@@ -56,9 +54,7 @@ class Row:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.checkpoints"), description="The checkpoints of a run.")
-    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser = parser_of_run("orchestrator.checkpoints", "The checkpoints of a run.")
     parser.add_argument("--verify", action="store_true", help="compare the digest of every file: reads everything")
     parser.add_argument(
         "--accept-loss",

@@ -6,7 +6,6 @@ Exit status: 0; 1 when a host could not be profiled; 2 when there is no such run
 
 from __future__ import annotations
 
-import argparse
 import sys
 import uuid
 from collections.abc import Sequence
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
 from trainers.first_line import say
-from trainers.program import program
+from trainers.storage.documents import StorageError
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
@@ -33,9 +32,7 @@ Outcome = dict[str, Any]
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.profile"), description="Profiles a run while it goes on.")
-    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser = parser_of_run("orchestrator.profile", "Profiles a run while it goes on.")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"how many to record (default: {STEPS})")
     parser.add_argument("--hosts", type=int, nargs="+", default=[0], metavar="HOST", help="which hosts, from 0 (default: 0)")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
@@ -46,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run_dir = checkpoints_of(options.run, options.overrides).parent
         outcomes = profile(run_dir, options.steps, options.hosts, options.timeout)
-    except (ConfigError, NoRunError) as error:
+    except (ConfigError, NoRunError, StorageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     for outcome in outcomes:

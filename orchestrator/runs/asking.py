@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import STOP, Kind
 from orchestrator.runs import overview
 from orchestrator.runs.overview import ENDED, LIVE, Overview
-from trainers.program import program
 
 EXIT_FINE, EXIT_NOT_DONE, EXIT_REFUSED = 0, 1, 2
 TIMEOUT_S = 300.0
@@ -24,9 +22,7 @@ LOOK_EVERY_S = 0.5
 def main(kind: Kind, module: str, description: str, argv: Sequence[str] | None = None) -> int:
     """The command of a kind of request. Returns 0; 1 if it was not done in time; 2 if there is no such run, or it does not go
     on."""
-    parser = argparse.ArgumentParser(prog=program(module), description=description)
-    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser = parser_of_run(module, description)
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
     options = parser.parse_intermixed_args(argv)
     try:

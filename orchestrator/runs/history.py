@@ -55,12 +55,12 @@ def read(run: Path) -> Curves:
     by_name: dict[str, dict[int, float]] = {}
     path = run / TRACKING / SPOOL
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         lines = []
     for line in lines:
         try:
-            record = entry(line.encode())
+            record = entry(line)
         except DamagedDocument:  # half written
             continue
         for name, value in record.get("metrics", {}).items():

@@ -5,7 +5,6 @@ Exit status: 0; 2 when there is no such run or incident.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
 from orchestrator.reporting.text import action_of, recovery
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.runs import overview
 from trainers.console.text import printable, seconds, sentence
-from trainers.program import program
 from trainers.storage import not_finite
+from trainers.storage.documents import StorageError
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -33,9 +32,7 @@ EXIT_FINE, EXIT_REFUSED = 0, 2
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.incidents"), description="The incidents of a run.")
-    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser = parser_of_run("orchestrator.runs.incidents", "The incidents of a run.")
     parser.add_argument("--number", type=int, metavar="N", help="one of them, with its evidence")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_intermixed_args(argv)
@@ -43,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = of_run(checkpoints_of(options.run, options.overrides).parent)
         if options.number is not None and not 1 <= options.number <= len(found):
             raise NoRunError(f"--number {options.number}: the run has {len(found)} incidents")
-    except (ConfigError, NoRunError, OSError) as error:
+    except (ConfigError, NoRunError, StorageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     chosen = found if options.number is None else [found[options.number - 1]]
@@ -57,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def of_run(run_dir: Path) -> list[Incident]:
-    """Returns the incidents of all launches of a run, oldest first. Raises OSError."""
+    """Returns the incidents of all launches of a run, oldest first. Raises NewerDocument or OSError."""
     return [entry.incident for entry in incident_log.of_all_launches(RunFolder(str(run_dir)).last_lines(incident_log.NAME))]
 
 

@@ -5,7 +5,6 @@ Exit status: 0; 2 when there is no such run or host.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import time
@@ -13,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
 from trainers.console.text import printable
-from trainers.program import program
 from trainers.terminal import command, nobody_looks
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -28,9 +26,7 @@ TAIL_BYTES = 4 << 20
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     about = "What the processes of a run have printed."
-    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.logs"), description=about)
-    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
+    parser = parser_of_run("orchestrator.runs.logs", about)
     parser.add_argument("--host", type=int, metavar="N", help="of one host alone, from 0 (default: of all)")
     parser.add_argument(
         "--lines", type=int, default=LINES, metavar="N", help=f"the last N of each log; 0: all (default: {LINES})"

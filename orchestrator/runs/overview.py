@@ -16,10 +16,9 @@ from typing import Any
 
 from orchestrator.run_state import lease
 from orchestrator.run_state.goodput import CATEGORIES
-from orchestrator.run_state.stored import CHECKPOINTS, GANG_KIND, OUTCOME_KIND, STATE, STATE_KIND, SUMMARY_KIND
+from orchestrator.run_state.stored import GANG_KIND, OUTCOME_KIND, STATE_KIND, SUMMARY_KIND
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL, entry
-from trainers.checkpoint import committed
 from trainers.storage import documents
 from trainers.storage.document_kind import DocumentKind
 
@@ -83,16 +82,6 @@ class Overview:
         if self.kind != LIVE or self.max_steps is None or self.step is None or step_s is None:
             return None
         return max(0, self.max_steps - self.step) * step_s
-
-
-def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
-    return any((folder / name).exists() for name in (STATE, CHECKPOINTS, "lease.json", "driver_terms", committed.FILE))
-
-
-def runs_in(storage: Path) -> list[Path]:
-    """Returns the folders of the runs of a storage, by name. Raises OSError."""
-    return sorted(Path(entry.path) for entry in os.scandir(storage) if entry.is_dir() and is_run(Path(entry.path)))
 
 
 def read(folder: Path, now_s: float | None = None) -> Overview:

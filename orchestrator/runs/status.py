@@ -19,10 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.config.locate import NoRunError, checkpoints_of, is_run, runs_in
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
+from trainers.console.view import measures_of
 from trainers.program import program
 from trainers.published import counted, own, shown
 from trainers.storage import not_finite
@@ -55,12 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_intermixed_args(argv)
     try:
-        look(options.place, options.overrides)
+        found = look(options.place, options.overrides)
     except (ConfigError, NoRunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
-        found = look(options.place, options.overrides)
         print(not_finite.dumps([as_document(one) for one in found], indent=1))
         return EXIT_FINE
     screen = Console(highlight=False)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.watch and screen.is_terminal:
         watch(screen, options.place, options.overrides)
     else:
-        screen.print(page(look(options.place, options.overrides), options.place, time.time(), screen.width))
+        screen.print(page(found, options.place, time.time(), screen.width))
     return EXIT_FINE
 
 
@@ -88,8 +88,8 @@ def look(place: str, overrides: Sequence[str] = ()) -> list[Overview]:
     """Returns how the runs of a storage are, those that go on first; of a run's folder or a configuration, that of the run.
     Raises NoRunError, ConfigError or OSError."""
     folder = Path(place)
-    if folder.is_dir() and not overview.is_run(folder):
-        found = [overview.read(run) for run in overview.runs_in(folder)]
+    if folder.is_dir() and not is_run(folder):
+        found = [overview.read(run) for run in runs_in(folder)]
         if not found:
             raise NoRunError(f"{place} has no runs: expected folders of runs in it, or a run's own folder")
         return sorted(found, key=lambda one: (ORDER.index(one.kind), -(one.changed_s or 0.0)))
@@ -182,18 +182,10 @@ def _step(run: Overview) -> str:
 
 
 def _measures(run: Overview) -> list[str]:
-    metrics, parts = run.metrics, []
-    if "loss" in metrics:
-        parts.append(f"loss {metrics['loss']:.4f}")
-    if "learning_rate" in metrics:
-        parts.append(f"lr {metrics['learning_rate']:.1e}")
-    if rate := counted(metrics.get("tokens_per_s"), metrics.get("samples_per_s")):
-        parts.append(f"{count(rate[0])} {rate[1]}/s")
-    if "step_time_s" in metrics:
-        parts.append(f"{seconds(metrics['step_time_s'])} a step")
-    if "mfu" in metrics:
-        parts.append(f"MFU {metrics['mfu']:.0%}")
-    return [*parts, *(printable(part) for part in shown(own(metrics)))]
+    metrics = run.metrics
+    rate = counted(metrics.get("tokens_per_s"), metrics.get("samples_per_s"))
+    step = [f"{seconds(metrics['step_time_s'])} a step"] if "step_time_s" in metrics else []
+    return [*measures_of(metrics, rate, *step), *(printable(part) for part in shown(own(metrics)))]
 
 
 def style_of(run: Overview) -> str:

@@ -137,14 +137,21 @@ def own_metrics(view: View) -> list[str]:
 
 def measures(view: View) -> list[str]:
     """Returns how the training goes."""
-    metrics, parts = view.metrics, []
+    rate = view.metrics.get("samples_per_s" if view.unit == "examples" else "tokens_per_s")
+    return measures_of(view.metrics, None if rate is None else (rate, view.unit))
+
+
+def measures_of(metrics: Mapping[str, float], rate: tuple[float, str] | None, *more: str) -> list[str]:
+    """Returns the measures of a training that everybody looks at. `rate`: how many a second, and of what; `more` stands behind
+    it."""
+    parts = []
     if "loss" in metrics:
         parts.append(f"loss {metrics['loss']:.4f}")
     if "learning_rate" in metrics:
         parts.append(f"lr {metrics['learning_rate']:.1e}")
-    rate = metrics.get("samples_per_s" if view.unit == "examples" else "tokens_per_s")
     if rate is not None:
-        parts.append(f"{count(rate)} {view.unit}/s")
+        parts.append(f"{count(rate[0])} {rate[1]}/s")
+    parts += more
     if "mfu" in metrics:
         parts.append(f"MFU {metrics['mfu']:.0%}")
     return parts

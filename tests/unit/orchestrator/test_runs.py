@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import profile
 from orchestrator.config.locate import NoRunError
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state import outcome
@@ -18,7 +19,7 @@ from orchestrator.run_state.lease import LEASE_KIND
 from orchestrator.runs import asking, compare, incidents, logs, overview, status
 from orchestrator.tracking.config import TrackingConfig
 from tests.programs.processes import wait_until
-from trainers.storage import documents
+from trainers.storage import documents, sealed
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5, "mine": 3.0}
 
@@ -200,6 +201,24 @@ def test_the_incidents_of_all_launches_are_told_and_one_with_its_evidence(start,
     assert "    line 2" in told
     assert incidents.main([run, "--number", "3"]) == incidents.EXIT_REFUSED
     assert "the run has 2 incidents" in capsys.readouterr().err
+
+
+def test_an_incident_of_a_newer_program_is_refused_by_name(start, storage, capsys):
+    launch = start("a")
+    launch.record(an_incident())
+    assert launch.flush(30.0)
+    path = storage / "a" / "incidents.jsonl"
+    line = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
+    path.write_text(sealed.seal(line | {"format": 99}, None))
+    assert incidents.main([str(storage / "a")]) == incidents.EXIT_REFUSED
+    assert "was written by a newer gangway" in capsys.readouterr().err
+
+
+def test_a_damaged_record_of_the_gang_is_told_by_profile(start, storage, capsys):
+    end(start("a"), "finished")
+    (storage / "a" / "gang.json").write_text("{")
+    assert profile.main([str(storage / "a")]) == profile.EXIT_REFUSED
+    assert "gang.json: damaged" in capsys.readouterr().err
 
 
 def log(run_dir, host, text, name="process-1-0001.log"):
