@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -53,7 +54,7 @@ def tracker(run_dir, close_s=PATIENCE_S, **config):
 
 
 def query(store, text):
-    with contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as database:
+    with contextlib.closing(sqlite3.connect(f"file:{quote(str(store))}?mode=ro", uri=True)) as database:
         return database.execute(text).fetchall()
 
 

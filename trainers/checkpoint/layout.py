@@ -217,12 +217,12 @@ def is_whole(path: Path) -> bool:
 
 
 def put_in_place(work: Path, final: Path, *, replace: ours.Mark | None) -> None:
-    """Renames a finished checkpoint to `final`. With `replace`, what has that name is removed, if it carries that mark. Raises
-    NotOursError if it does not, and OSError."""
+    """Renames a finished checkpoint to `final`. With `replace`, what has that name is removed, if it carries that mark or is an
+    empty folder. Raises NotOursError if it does not, and OSError."""
     old = final.with_name(name_on_the_way(final.name, "replaced", uuid.uuid4().hex[:8]))
-    # A folder cannot be renamed over another. If the process dies between the two renames, `committed.check`
+    # A folder cannot be renamed over one that has files. If the process dies between the two renames, `committed.check`
     # still counts the old one.
-    if replace and final.exists():
+    if replace and final.exists() and not ours.is_empty(final):
         ours.check(final, replace)
         os.rename(final, old)
     os.rename(work, final)

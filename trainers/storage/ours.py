@@ -94,6 +94,11 @@ def check(path: Path, mark: Mark) -> None:
         raise NotOursError(f"{path} stays: Gangway has not made it (it is not {mark.what}); move it away, or give another name")
 
 
+def is_empty(path: Path) -> bool:
+    """Whether this is a folder without a file, whoever made it: nothing is lost if a folder takes its place."""
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
 def delete_empty(folder: Path) -> None:
     """Deletes a folder that Gangway has made, if nothing is in it. Raises OSError if something is."""
     folder.rmdir()

@@ -84,6 +84,17 @@ def test_a_users_folder_whose_name_is_a_number_is_no_old_checkpoint(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["7", "7.saving"]
 
 
+def test_an_empty_folder_may_be_replaced_and_a_link_to_one_may_not(tmp_path):
+    for name in ("7", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "8").symlink_to(tmp_path / "empty")
+    layout.put_in_place(made(tmp_path), tmp_path / "7", replace=layout.CHECKPOINT)
+    with pytest.raises(NotOursError, match="it is not a checkpoint"):
+        layout.put_in_place(made(tmp_path), tmp_path / "8", replace=layout.CHECKPOINT)
+    assert os.listdir(tmp_path / "7") == ["inside"]
+    assert os.listdir(tmp_path / "empty") == []
+
+
 def test_a_cache_forgets_what_it_has_made_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(kept, "KEPT_BYTES", 0)
     for number, name in enumerate((f"{0:064x}", f"{1:064x}.json", f"{2:064x}.npy", "recipe.txt")):
