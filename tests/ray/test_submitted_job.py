@@ -22,6 +22,8 @@ from tests import ROOT
 pytestmark = pytest.mark.slow("submits a job to a Ray with its dashboard")
 
 TIMEOUT_S = 240
+EXPORT_OFTEN = {"metrics_report_interval_ms": 1000}
+"""Ray's own default is 10 s: a job would have to train as long."""
 COMMAND = f"{sys.executable} -m orchestrator.run configs/tiny.yaml tracking.mlflow=false"
 
 
@@ -30,7 +32,7 @@ def dashboard():
     # Jobs go to the dashboard's agent, which `ray.init` would have listen on a port that is the same for every Ray of a machine.
     names = ("dashboard_port", "dashboard_agent_listen_port", "metrics_export_port")
     ports = {name: machine.free_port() for name in names}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, **ports})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, "_system_config": EXPORT_OFTEN, **ports})
     try:
         context = ray.init(cluster.address, log_to_driver=False)
         yield f"http://{context.dashboard_url}"
@@ -71,7 +73,7 @@ def submit(dashboard, gauges):
 
 
 def test_a_submitted_job_trains_and_is_seen(dashboard, submit, gauges, tmp_path):
-    status, log = submit(f"storage={tmp_path}", "max_num_steps=1500")  # long enough for Ray to export its metrics
+    status, log = submit(f"storage={tmp_path}", "max_num_steps=400")  # long enough for Ray to export its metrics
     assert status == JobStatus.SUCCEEDED, log
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
     assert summary["status"] == "finished"
