@@ -6,7 +6,6 @@ Exit status: 0; 1 when a checkpoint is damaged; 2 when there is no such run, or 
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from orchestrator.run_state.stored import STATE, STATE_KIND
 from trainers.checkpoint import committed, layout, manifest
 from trainers.checkpoint.committed import Committed
 from trainers.first_line import say
-from trainers.storage import documents
+from trainers.storage import documents, not_finite
 from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
 
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_REFUSED
     rows = list(inspect(folder, verify=arguments.verify))
     if arguments.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
+        print(not_finite.dumps([asdict(row) for row in rows], indent=1))
     else:
         show(folder, rows, Console())
     return EXIT_DAMAGED if any(row.state == "damaged" for row in rows) else EXIT_FINE

@@ -29,7 +29,7 @@ from orchestrator.reporting.console import Console, make_console, watch
 from orchestrator.run_state import fresh
 from orchestrator.run_state.finished import finished_at
 from orchestrator.run_state.lease import RunInUse, check_free
-from orchestrator.run_state.outcome import read_outcome
+from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, read_outcome
 from orchestrator.run_state.summary import SUMMARY
 from orchestrator.run_state.versions import check_versions
 from trainers.config.masking import masked
@@ -38,7 +38,6 @@ from trainers.storage import documents
 from trainers.storage.refused import no_folder_if_refused
 from trainers.terminal import outlives_terminal
 
-EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 JOB_STOP_GRACE_S = 3.0
 """How long after SIGTERM `ray job stop` sends SIGKILL."""
 LEAVE_TIMEOUT_S = 5.0

@@ -145,7 +145,7 @@ def code_missing(error: BaseException, host_name: str, search_path: Sequence[str
     if not isinstance(missing, ImportError):
         return None
     paths = ", ".join(repr(path) for path in search_path) or "nothing"
-    return CodeMissingError(f"on {host_name}: {missing}; searched: {paths}; {HOW_TO_SHIP}", name=missing.name)
+    return CodeMissingError(f"on {host_name}: {missing}; searched: {paths}; {HOW_TO_SHIP}{of_a_copy()}", name=missing.name)
 
 
 def unknown_name(field: str, name: str, known: Sequence[str]) -> UsageError:

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -33,6 +31,7 @@ from trainers.first_line import say
 from trainers.program import parser as command_parser
 from trainers.run import arguments_in, read
 from trainers.runtime.events import Event
+from trainers.storage import not_finite
 from trainers.terminal import command
 
 
@@ -266,13 +265,8 @@ def _of_folder(trainer: Any, path: Path) -> dict[str, Any]:
 
 
 def as_json(results: Sequence[Result]) -> str:
-    """Returns a list of objects. A number that is not finite is null, which JSON has no word for."""
-
-    def finite(numbers: dict[str, float]) -> dict[str, float | None]:
-        return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-
-    rows = [{**dataclasses.asdict(row), "metrics": finite(row.metrics), "rates": finite(row.rates)} for row in results]
-    return json.dumps(rows, indent=2)
+    """Returns a list of objects."""
+    return not_finite.dumps([dataclasses.asdict(row) for row in results], indent=2)
 
 
 def table(results: Sequence[Result]) -> str:

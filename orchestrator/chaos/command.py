@@ -179,6 +179,8 @@ def why_not(kind: str, config: JobConfig) -> str | None:
             return f"it needs a cluster of its own on this machine, and hosts of kind {kind_needed}, not {config.hosts.kind}"
         if os.environ.get("RAY_ADDRESS") or config.driver.address:
             return "it needs a cluster of its own, and the run is to use one that is there"
+    if "end" in needs and config.training.max_num_steps is None:
+        return "it comes as the run ends, and nobody knows where that is; set max_num_steps"
     if "network" in needs:
         return why_no_network()
     if "freezable" in needs:
@@ -223,7 +225,7 @@ def disturb(
         summary = unfinished(run) if trouble else run.summary()
         if testbed.cluster and summary["status"] != "finished":
             testbed.cluster.keep_logs(folder / "ray")
-        return Disturbed(injections, summary, left, not_shipped, trouble, began_s, time.time())
+        return Disturbed(injections, summary, left, not_shipped, trouble, began_s, time.time(), run.process.returncode)
 
 
 def unfinished(run: Run) -> dict[str, Any]:
@@ -260,7 +262,8 @@ def build_testbed(
         slices_of = config.hosts if config.hosts.kind == "tpu" else None
         cluster = resources.enter_context(local_cluster(net, slices_of))
         env = {"RAY_ADDRESS": cluster.address, **cluster.authentication}
-    run = Run(config_path, run_overrides, str(run_dir), folder, env)
+    surroundings = {what: faults.need(kinds, what) for what in ("terminal", "reader")}
+    run = Run(config_path, run_overrides, str(run_dir), folder, env, **surroundings)
     # If something fails below: the run must not outlive its resources.
     resources.callback(run.clean_up)
     run.start()
@@ -269,7 +272,8 @@ def build_testbed(
         run.wait((run_dir / "lease.json").exists, "the driver")
         for _ in range(num_hosts(config.hosts) // hosts_at_a_time(config.hosts) + config.hosts.spares + 1):
             cluster.add_machines()
-    return Testbed(run, cluster, disk, server, programs), run_dir
+    training = config.training
+    return Testbed(run, cluster, disk, server, programs, training.max_num_steps, training.checkpoint.save_steps), run_dir
 
 
 def disk_bytes(config: JobConfig) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from orchestrator.chaos import injectors
+from orchestrator.chaos import around_command, injectors
 from orchestrator.chaos.injectors import Details, Fault, Injection, Testbed
 from orchestrator.testbed.live_run import RunError
 
@@ -41,7 +41,10 @@ class Kind:
     heal: Callable[[Testbed, Injection], None] = nothing
     needs: str = ""
     """cluster, slices (a cluster of TPU slices), network, disk, freezable (a disk too), mlflow, supervisor, programs (a folder of
-    its own for executables); and `fresh`: a checkpoint that was completed just now, and one before it."""
+    its own for executables), terminal, reader (of what the command prints), end (of the run, at a known step); and `fresh`: a
+    checkpoint that was completed just now, and one before it."""
+    last: int = 0
+    """Kinds with a higher number come after all others: nothing of the run can be seen on its console any more, or it is over."""
     overrides: tuple[str, ...] = ()
 
 
@@ -216,6 +219,40 @@ KINDS: Mapping[str, Kind] = {
         heal=injectors.set_clock_right,
         needs="cluster",
     ),
+    "clock_step": Kind(
+        "the clocks of all machines step by an hour, and back",
+        injectors.step_clocks,
+        must_show=False,
+        until=injectors.time_is_up,
+        heal=injectors.set_clocks_right,
+        needs="cluster",
+    ),
+    "odd_event": Kind(
+        "a training process reports what is no event",
+        injectors.order_odd_events,
+        must_show=False,
+        until=injectors.an_odd_event_was_told,
+    ),
+    "terminal": Kind(
+        "the terminal of the command is closed (SIGHUP); then it is run again",
+        around_command.close_terminal,
+        must_show=False,
+        until=around_command.never,
+        heal=around_command.go_on,
+        needs="terminal",
+    ),
+    "stdout": Kind(
+        "nobody reads what the command prints any more", around_command.stop_reading, must_show=False, needs="reader", last=1
+    ),
+    "disk_full_at_end": Kind(
+        "the run's storage is full as it ends; then there is room, and the command is run again",
+        around_command.fill_disk_at_end,
+        must_show=False,
+        until=around_command.never,
+        heal=around_command.free_disk_and_go_on,
+        needs="disk end",
+        last=2,
+    ),
     "network": Kind(
         "a machine's cable is cut",
         injectors.cut_network,
@@ -250,10 +287,14 @@ def inject(testbed: Testbed, fault: Fault) -> Injection:
 
 
 def schedule(kinds: Sequence[str], count: int, hosts: int, seed: int, spread_s: float) -> list[Fault]:
-    """The same faults for the same seed: each kind equally often (as far as `count` divides), in a random order."""
+    """The same faults for the same seed: each kind equally often (as far as `count` divides), in a random order. One that ends
+    the run can come once."""
     rng = random.Random(seed)
-    dealt = [kinds[i % len(kinds)] for i in range(count)]
+    again = [kind for kind in kinds if not need([kind], "end")]
+    rounds = [*kinds, *(again * count)] if count > len(kinds) else kinds
+    dealt = [*rounds[:count]]
     rng.shuffle(dealt)
+    dealt.sort(key=lambda kind: KINDS[kind].last)
     return [Fault(kind, rng.randrange(hosts), rng.uniform(0, spread_s), rng.randrange(2**32)) for kind in dealt]
 
 

@@ -54,6 +54,9 @@ class Testbed:
     mlflow: MlflowServer | None = None
     programs: Path | None = None
     """Where its hosts keep executables."""
+    max_steps: int | None = None
+    """Where the run ends."""
+    save_steps: int | None = None
 
 
 Details = dict[str, Any]
@@ -318,6 +321,21 @@ def start_tracking(testbed: Testbed, injection: Injection) -> None:
     testbed.mlflow.wait_ready()
 
 
+def step_clocks(testbed: Testbed, fault: Fault) -> Details:
+    """Of all machines at once, an hour forward or back, as when a time server is put right. Nothing else happens."""
+    assert testbed.cluster is not None
+    ahead_s = random.Random(fault.salt).choice([-CLOCK_JUMP_S, CLOCK_JUMP_S])
+    for node in testbed.cluster.nodes:
+        node.set_clock(ahead_s)
+    return {"ahead_s": ahead_s, "until_s": time.time() + CLOCK_IS_WRONG_S}
+
+
+def set_clocks_right(testbed: Testbed, injection: Injection) -> None:
+    assert testbed.cluster is not None
+    for node in testbed.cluster.nodes:
+        node.set_clock(0.0)
+
+
 def send(process: psutil.Process, number: signal.Signals) -> Details:
     os.kill(process.pid, number)
     return {"pid": process.pid}
@@ -335,3 +353,15 @@ def ordered(kind: str, **settings: Any) -> Callable[[Testbed, Fault], Details]:
         return {name: taken[name] for name in ("pid", "batch_index", "at_s")}
 
     return inject
+
+
+def an_odd_event_was_told(testbed: Testbed, injection: Injection) -> bool:
+    """By the process that made one, and by the driver, which another one has reached past it."""
+    console, name = testbed.run.console(), injection.details["name"]
+    return f"not passed on: '{name}'" in console and f"is left out: {name}_sent" in console
+
+
+def order_odd_events(testbed: Testbed, fault: Fault) -> Details:
+    # One name for each fault: the same mistake is told once.
+    name = f"odd_{fault.salt:x}".translate(str.maketrans("0123456789", "ghijklmnop"))
+    return {**ordered("odd_event", name=name)(testbed, fault), "name": name}

@@ -42,6 +42,8 @@ class Disturbed:
     began_s: float
     ended_s: float
     """By a clock that no fault has set."""
+    exit_status: int = 0
+    """Of the command that finished it."""
 
 
 @dataclass
@@ -100,6 +102,9 @@ def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Distu
     ]
     checks = {
         "finished": summary["status"] == reference["status"] == "finished",
+        f"the exit status is {run.exit_status}, and the run {summary['status']}": (
+            (run.exit_status == 0) == (summary["status"] == "finished")
+        ),
         "final parameters equal to the reference run's, bit for bit": same(summary, reference, "params_digest"),
         "the same samples, each once": same(summary, reference, "samples_digest"),
         f"{len(injections)} of {len(planned)} faults injected": len(injections) == len(planned),

@@ -12,8 +12,8 @@ from trainers.storage.document_kind import set_aside
 from trainers.storage.documents import DamagedDocument
 
 FILE = OUTCOME_KIND.name
-
-FILE = OUTCOME_KIND.name
+EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
+"""The exit statuses of the command of a run: refused are a configuration, a cluster and a run that cannot be used."""
 
 
 def write_outcome(run_dir: str | os.PathLike[str], outcome: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ Exit status: 0; 2 when there is no such run or incident.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,7 +112,7 @@ def evidence(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     texts = []
     for name, value in found.items():
         if name != "summary" and value not in (None, "", [], {}):
-            texts.append((name.replace("_", " "), value if isinstance(value, str) else json.dumps(value, indent=1)))
+            texts.append((name.replace("_", " "), value if isinstance(value, str) else not_finite.dumps(value, indent=1)))
     return texts
 
 

@@ -20,6 +20,7 @@ from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import holder_of
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.summary import SUMMARY
+from orchestrator.testbed.screen import Screen
 from trainers.storage import documents, ours
 
 FAULTS_VARIABLE = "GANGWAY_FAULTS"
@@ -39,16 +40,25 @@ class RunError(Exception):
 class Run:
     """A job in processes of its own. `folder` holds its console, orders and logs; it must not be on the run's own storage.
 
-    Raises RunError if there is a run already. `env` is added to the environment.
+    Raises RunError if there is a run already. `env` is added to the environment. `terminal`, `reader`: as of a `Screen`.
     """
 
     def __init__(
-        self, config_path: str, overrides: Sequence[str], run_dir: str, folder: Path, env: Mapping[str, str] | None = None
+        self,
+        config_path: str,
+        overrides: Sequence[str],
+        run_dir: str,
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        terminal: bool = False,
+        reader: bool = False,
     ):
         if documents.exists(documents.join(run_dir, STATE)):
             raise RunError(f"{run_dir} holds a run already: names must be free here; remove it, or set name= or storage=")
         self.config_path, self.overrides, self.run_dir = config_path, [*overrides], Path(run_dir)
         self.output = folder / "console.log"
+        self.screen = Screen(self.output, terminal=terminal, reader=reader)
         self.orders = folder / "faults"
         self.orders.mkdir(parents=True, exist_ok=True)
         # By this path the training processes of the run are found (`_log_of`), whoever started them.
@@ -65,8 +75,7 @@ class Run:
         test_overrides = [f"hosts.env.{FAULTS_VARIABLE}={self.orders}", f"hosts.log_dir={self.logs}"]
         overrides = [*self.overrides, *test_overrides, *more_overrides]
         command = [sys.executable, "-m", "orchestrator.run", self.config_path, *overrides]
-        with self.output.open("a") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=self._env)
+        self._process = self.screen.start(command, self._env)
 
     @property
     def process(self) -> subprocess.Popen:
@@ -104,6 +113,7 @@ class Run:
             self.tree()
             self.process.kill()
             self.process.wait()
+        self.screen.close()
         processes = {**self.seen, **{process.pid: process for process in self.training_processes()}}
         # Some time to end by themselves: only what stays was left behind.
         _, alive = psutil.wait_procs(list(processes.values()), timeout=20)
@@ -119,9 +129,9 @@ class Run:
         return self._read(self.run_dir / STATE) or {}
 
     def incidents(self) -> list[dict[str, Any]]:
+        """Of all its launches, in their order."""
         lines = RunFolder(str(self.run_dir)).last_lines(incident_log.NAME)
-        entries, _ = incident_log.read(lines, self.state().get("launch_id", ""))
-        return [entry.incident.to_dict() for entry in entries]
+        return [entry.incident.to_dict() for _, entry in incident_log.with_launches(lines)[0]]
 
     def summary(self) -> dict[str, Any]:
         summary = self._read(self.run_dir / SUMMARY)

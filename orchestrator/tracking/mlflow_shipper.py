@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, STA
 from orchestrator.tracking.tracker import left_over
 from trainers.config.masking import MASK, masked
 from trainers.program import program
-from trainers.storage import documents, durable, identity
+from trainers.storage import documents, durable, identity, not_finite
 from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
 
@@ -338,7 +337,7 @@ class Shipper:
 
     def _set_aside(self, what: Any, why: str) -> None:
         with durable.appending(documents.join(self._folder, "rejected.jsonl")) as file:
-            file.write(json.dumps({"rejected": what, "why": masked(why)}).encode() + b"\n")
+            file.write(not_finite.dumps({"rejected": what, "why": masked(why)}).encode() + b"\n")
         self._state.rejected += 1
 
     def _note_problem(self, error: Exception) -> None:

@@ -8,10 +8,10 @@ import signal
 
 import psutil
 import pytest
-import ray
 
 from orchestrator.driver.driver import Driver
 from tests.ray.jobs import run_job, settings
+from tests.ray.machines import own_ray
 from tests.strikes import Folder, Striking, checkpoint, recovered, step
 
 pytestmark = pytest.mark.slow("trains while hosts come and go")
@@ -19,9 +19,8 @@ pytestmark = pytest.mark.slow("trains while hosts come and go")
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(4):
+        yield
 
 
 def job(tmp_path, folder, **changes):

@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import ray
 
 from orchestrator.driver.halt import AGENT_TIMEOUT_S
 from tests.ray.jobs import run_job, settings
+from tests.ray.machines import own_ray
 from tests.strikes import Folder, Striking, step
 
 pytestmark = pytest.mark.slow("waits for the limits of a hang")
@@ -25,9 +25,8 @@ STUCK_AT = {
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=5, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(5):
+        yield
 
 
 def job(tmp_path, folder):

@@ -6,9 +6,9 @@ import json
 import signal
 
 import pytest
-import ray
 
 from tests.ray.jobs import run_job, settings
+from tests.ray.machines import own_ray
 from tests.strikes import Folder, Striking, checkpoint
 
 pytestmark = pytest.mark.slow("waits for the limits of a run")
@@ -19,9 +19,8 @@ STEP_S = 0.2
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(4):
+        yield
 
 
 def test_the_time_limit_is_the_runs_and_not_that_of_a_process(tmp_path):

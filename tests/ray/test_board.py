@@ -4,13 +4,13 @@ import pytest
 import ray
 
 from orchestrator.board import RemoteBoard, start_remote_board
+from tests.ray.machines import own_ray
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(1):
+        yield
 
 
 @ray.remote

@@ -8,11 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-import ray
 
 from orchestrator.config.job import ConfigError, load, to_dict
 from tests import ROOT
 from tests.ray.jobs import run_job
+from tests.ray.machines import own_ray
 from tests.strikes import Folder
 from trainers.base import BaseTrainer
 from trainers.config.arguments import load_object
@@ -29,9 +29,8 @@ EXAMPLES = {path.stem: path for path in (ROOT / "examples").glob("*.yaml")}
 def local_ray():
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)  # the data of the examples is the folder `examples`
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
+        with own_ray(4):
+            yield
 
 
 def run(name, tmp_path, *overrides):

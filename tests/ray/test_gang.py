@@ -23,7 +23,7 @@ from cluster.placement.cleanup import is_group_of, removal_order
 from orchestrator.driver.membership import Membership
 from orchestrator.policies.quarantine import Quarantine
 from tests.programs.processes import is_gone, wait_until
-from tests.ray.machines import everything_is_free
+from tests.ray.machines import everything_is_free, own_ray
 from trainers.config.arguments import TrainingArguments
 
 CPUS = 4
@@ -32,9 +32,8 @@ MODULE = "tests.programs.echo_worker"
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(CPUS):
+        yield
 
 
 @pytest.fixture

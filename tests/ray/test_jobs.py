@@ -11,14 +11,14 @@ import ray
 from orchestrator.board import Board
 from tests.programs.recorder import OwnTrainer
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
+from tests.ray.machines import own_ray
 from trainers.protocol import TrainerProtocol
 
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(4):
+        yield
 
 
 @pytest.mark.costs("the job that is killed under Ray Train")

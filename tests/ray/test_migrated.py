@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import ray
 
 from orchestrator.config.job import load, to_dict
 from tests import ROOT
 from tests.ray.jobs import run_job
+from tests.ray.machines import own_ray
 from tests.strikes import Folder
 from trainers.checkpoint import manifest
 
@@ -19,9 +19,8 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 def local_ray():
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-        yield
-        ray.shutdown()
+        with own_ray(4):
+            yield
 
 
 def run(name, storage, **hosts):

@@ -14,15 +14,15 @@ from orchestrator.config.job import build
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.precompile import Precompilations
 from tests.programs.processes import wait_until
+from tests.ray.machines import own_ray
 
 LIMITS = {"import_s": 1.0, "join_s": 2.0, "compile_s": 3.0}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(1):
+        yield
 
 
 @ray.remote(num_cpus=0, max_concurrency=2)

@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-import ray
 
 from orchestrator.board import Board
 from tests.ray.jobs import LANGUAGE_MODEL, run_job, settings
+from tests.ray.machines import own_ray
 from trainers.recorders.jsonl import read
 
 pytestmark = pytest.mark.slow("traces a running job")
@@ -21,9 +21,8 @@ pytestmark = pytest.mark.slow("traces a running job")
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with own_ray(4):
+        yield
 
 
 def command(run_dir, *options):

@@ -32,7 +32,9 @@ def dashboard():
     # Jobs go to the dashboard's agent, which `ray.init` would have listen on a port that is the same for every Ray of a machine.
     names = ("dashboard_port", "dashboard_agent_listen_port", "metrics_export_port")
     ports = {name: machine.free_port() for name in names}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, "_system_config": EXPORT_OFTEN, **ports})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, "_system_config": EXPORT_OFTEN, **ports}
+    )
     try:
         context = ray.init(cluster.address, log_to_driver=False)
         yield f"http://{context.dashboard_url}"

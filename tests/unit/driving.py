@@ -63,12 +63,16 @@ class FakeWriter:
         if self._world.now_s < self._world.storage_free_s:
             self._world.at(self._world.storage_free_s - self._world.now_s + WRITE_S, self._write_next)
             return
-        self._problem = "no space left" if self._world.storage_fails else None
-        if self._problem is None:
+        key, job = self._jobs.popitem(last=False)
+        try:
             with self._world.driver_thread():
-                self._jobs.popitem(last=False)[1]()
-        else:
+                job()
+        except OSError as error:
+            self._problem = str(error)
+            self._jobs.setdefault(key, job)  # behind the others
             self._world.at(1.0, self._write_next)
+        else:
+            self._problem = None
 
     def problem(self) -> str | None:
         return self._problem
@@ -89,7 +93,7 @@ class FakeFolder:
     path = str(STORAGE / "fake")
 
     def __init__(self, world: World):
-        self._files = world.files
+        self._world, self._files = world, world.files
 
     def take_requests(self, launch_id: str) -> list[Request]:
         taken, self._files["requests"] = self._files.get("requests", []), []
@@ -99,9 +103,11 @@ class FakeFolder:
         return kind.parse(self._files[kind.name], kind.name) if kind.name in self._files else None
 
     def write(self, kind: DocumentKind, document: Any, name: str | None = None) -> None:
+        self._world.write()
         self._files[name or kind.name] = kind.text(document)
 
     def append(self, name: str, text: str) -> None:
+        self._world.write()
         self._files[name] = self._files.get(name, "") + text
 
     def last_lines(self, name: str) -> list[str]:
@@ -149,7 +155,7 @@ class Launched:
 
     def __init__(self, world: World, *, hosts: int = 2, spares: int = 0, launch_id: str = "launch", **settings: Any):
         self.world, self.board, self.config = world, CheckedBoard(), config(hosts, spares, **settings)
-        self.launch_id = launch_id
+        self.launch_id, self.started_at_s = launch_id, world.clock()
         self.gangs = FakeGangs(world, hosts + spares, hosts)
         self.launch: Launch
         self.num_drivers = 0
@@ -158,14 +164,17 @@ class Launched:
         world = self.world
         self.num_drivers += 1
         self.lost, self.writer = threading.Event(), FakeWriter(world)
+        # As `steady_clock` of the real one: it begins where the clock of the machine is, and makes no step.
+        ahead_s = world.driver_ahead_s
+        self.clock = lambda: world.clock() + ahead_s
         self.launch = Launch(
             FakeFolder(world),  # type: ignore[arg-type]
             self.launch_id,
-            world.clock(),
+            self.started_at_s,
             FakeLease(world),  # type: ignore[arg-type]
             self.lost,
             FakeTracker(world),  # type: ignore[arg-type]
-            world.clock,
+            self.clock,
             self.writer,  # type: ignore[arg-type]
             monotonic=lambda: world.now_s,
         )
@@ -178,7 +187,7 @@ class Launched:
             reporter,  # type: ignore[arg-type]
             recorders,  # type: ignore[arg-type]
             gangs=self.gangs,
-            clock=world.clock,
+            clock=self.clock,
             monotonic=lambda: world.now_s,
             sleep=world.sleep,
         )

@@ -70,6 +70,11 @@ class World:
         self.storage_free_s = 0.0
         """Until then the storage hangs."""
         self.storage_fails = False
+        self.num_writes = 0
+        self.fail_writes: set[int] = set()
+        """Numbers of writes (counted from 1) of which each fails once."""
+        self.driver_ahead_s = 0.0
+        """How far the wall clock of the driver's machine is ahead."""
         self.can_start_agents = True
         self.deaf = False
         """Whether processes do not do what they are asked."""
@@ -101,6 +106,12 @@ class World:
             self.advance(stall_s)
         if self.num_effects in self.die_at:
             raise DriverDied
+
+    def write(self) -> None:
+        """A document is about to be written. Raises OSError."""
+        self.num_writes += 1
+        if self.storage_fails or self.num_writes in self.fail_writes:
+            raise OSError(28, "No space left on device")
 
     def wrong(self, what: str) -> None:
         self.violations.append(f"at {self.now_s:.1f} s: {what}")

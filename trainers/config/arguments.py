@@ -43,6 +43,7 @@ from trainers.config.frozen import BASE
 from trainers.config.masking import masked
 from trainers.config.model import BATCH_AXES, num_replicas
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
+from trainers.surroundings import of_a_copy
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 
@@ -245,7 +246,7 @@ def load_object(path: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{path!r}: no module named {error.name!r} (searched from the working directory and PYTHONPATH)"
+            f"{path!r}: no module named {error.name!r} (searched from the working directory and PYTHONPATH){of_a_copy()}"
         ) from error
     if not hasattr(module, attribute):
         raise ValueError(f"{path!r}: module {module_name} has no {attribute!r}{did_you_mean(attribute, vars(module))}")

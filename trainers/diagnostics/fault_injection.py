@@ -150,6 +150,15 @@ def device_error(injector: Injector, order: Mapping[str, Any], state: RunInfo, b
     raise jax.errors.JaxRuntimeError(UNCORRECTABLE)
 
 
+def odd_event(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
+    """`name`: reports events that are none; one as a trainer's own code does, and one past all that looks at it on the way, as a
+    program of another version would."""
+    odd: Any = {"ev": order["name"], "step": np.int64(3)}
+    past: Any = {"ev": f"{order['name']}_sent", "step": {"not": "a number"}, "t": "now"}
+    runtime.current().emit(odd)
+    runtime.current().send(past)
+
+
 def kill(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: Any) -> None:
     """Ends the process as `kill -9` from outside would, but at a known batch."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -161,7 +170,8 @@ def stop(injector: Injector, order: Mapping[str, Any], state: RunInfo, batch: An
 
 
 FAULTS: dict[str, Callable[[Injector, Mapping[str, Any], RunInfo, Any], None]] = {
-    fault.__name__: fault for fault in (slow, hang, skip_collective, desync, nan, stuck_save, exception, device_error, kill, stop)
+    fault.__name__: fault
+    for fault in (slow, hang, skip_collective, desync, nan, stuck_save, exception, device_error, odd_event, kill, stop)
 }
 
 

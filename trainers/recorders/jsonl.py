@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -60,9 +59,9 @@ class JsonLines:
             return
         self._file.close()
         with durable.appending(self._path.parent / LEFT) as file:
-            file.writelines(json.dumps(line).encode() + b"\n" for line in lines if line["step"] > step)
+            file.writelines(not_finite.dumps(line).encode() + b"\n" for line in lines if line["step"] > step)
         # After those are elsewhere: a process that dies in between loses none.
-        durable.write(self._path, "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step))
+        durable.write(self._path, "".join(not_finite.dumps(line) + "\n" for line in lines if line["step"] <= step))
         self._open()
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from orchestrator import launching
 from orchestrator.board import Board
 from orchestrator.config.job import ConfigError, build
 from orchestrator.planning import report
+from orchestrator.run_state import outcome
 
 
 class Console:
@@ -75,7 +76,7 @@ def test_what_is_wrong_ends_ray_and_the_console_before_it_is_told(job, happened,
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
-    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == launching.EXIT_REFUSED
+    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_REFUSED
     assert happened == [*BESIDE, "Ray is ended", "the child is ended"]
     assert console.closed == 1
     assert "no such column" in capsys.readouterr().err
@@ -87,7 +88,7 @@ def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, hap
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
-    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == launching.EXIT_FAILED
+    assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_FAILED
     assert "Ray is ended" in happened
     assert capsys.readouterr().err == "error: interrupted before the run began; nothing is left of it\n"
 
@@ -150,7 +151,7 @@ def test_each_signal_interrupts_the_start_and_nothing_is_left_of_it(job, happene
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == launching.EXIT_FAILED
+        assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_FAILED
     finally:
         signal.signal(signal.SIGINT, before)
     assert "Ray is ended" in happened

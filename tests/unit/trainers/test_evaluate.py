@@ -202,7 +202,7 @@ def no_held_out(arguments):
 
 def test_numbers_that_are_not_finite_are_null_in_json():
     row = evaluate.Result("x", 1, "eval", {"loss": float("nan")}, {"seconds": 1.0})
-    assert json.loads(evaluate.as_json([row]))[0]["metrics"] == {"loss": None}
+    assert json.loads(evaluate.as_json([row]))[0]["metrics"] == {"loss": None, "loss_not_finite": "nan"}
 
 
 def test_overrides_reach_sections_that_the_file_does_not_have():

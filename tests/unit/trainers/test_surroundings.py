@@ -14,7 +14,8 @@ from orchestrator.driver.ray_cluster import without_hooks
 from tests import ROOT
 from tests.programs.processes import wait_until
 from trainers.config import recorders
-from trainers.errors import CheckpointMissingError, DataMissingError
+from trainers.config.arguments import load_object
+from trainers.errors import CheckpointMissingError, DataMissingError, code_missing
 from trainers.surroundings import ensure_home, is_installed, of_a_copy
 
 NOBODY = 2**31 - 7
@@ -76,6 +77,15 @@ def test_what_is_not_there_in_a_submitted_job_may_have_been_left_out():
         error = kind("there is no data")
         assert str(error).startswith(f"there is no data; {NOTE}")
         assert str(pickle.loads(pickle.dumps(error))) == str(error)  # as it comes from a worker process
+
+
+@pytest.mark.usefixtures("copy")
+def test_a_module_that_is_not_there_may_have_been_left_out_too():
+    with pytest.raises(ValueError, match=NOTE) as error:
+        load_object("my_trainer_that_git_ignores:Trainer")
+    missing = code_missing(error.value, "host-1", ["/code"])
+    assert missing is not None
+    assert NOTE in str(missing)
 
 
 def test_elsewhere_nothing_is_said_of_a_copy(tmp_path, monkeypatch):

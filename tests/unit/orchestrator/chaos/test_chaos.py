@@ -15,7 +15,7 @@ from orchestrator.chaos import command as chaos
 from orchestrator.chaos import faults as chaos_faults
 from orchestrator.chaos import injectors
 from orchestrator.chaos.faults import KINDS, overrides_for, schedule
-from orchestrator.chaos.injectors import Fault, Injection, Testbed, flipped, pick_file
+from orchestrator.chaos.injectors import Fault, Injection, flipped, pick_file
 from orchestrator.chaos.score import Disturbed, match, score, times_outside, unfinished_files, what_is_wrong
 from orchestrator.config.job import load
 from orchestrator.testbed import clock as chaos_clock
@@ -121,7 +121,7 @@ def test_no_run_may_start_again_from_before_its_checkpoints():
 def test_a_score_passes_only_if_everything_is_as_it_should_be():
     injected, shown = [injection("process")], [incident("process_crash")]
     assert scored(injected, shown).passed
-    assert failed(scored(injected, shown, status="failed")) == ["finished"]
+    assert failed(scored(injected, shown, status="failed")) == ["finished", "the exit status is 0, and the run failed"]
     assert failed(scored(injected, shown, params_digest="q")) == ["final parameters equal to the reference run's, bit for bit"]
     assert failed(scored(injected, shown, summary(samples_digest="t"))) == ["the same samples, each once"]
     assert failed(scored(injected, shown, wall_s=101.0)) == ["the ledger's categories sum to the wall clock"]
@@ -162,6 +162,11 @@ def test_a_clock_is_set_for_all_who_look_at_it(tmp_path, monkeypatch):
 
 def test_digests_that_are_missing_are_not_equal():
     assert "the same samples, each once" in failed(scored([], [], summary(samples_digest=None), samples_digest=None))
+
+
+def test_a_finished_run_whose_command_says_otherwise_is_told():
+    run = Disturbed([], summary(incidents=[]), [], None, None, 0.0, 110.0, exit_status=1)
+    assert failed(score([], {}, run, summary())) == ["the exit status is 1, and the run finished"]
 
 
 def test_faults_that_were_not_injected_are_missed():
@@ -317,7 +322,7 @@ def test_a_fault_that_was_dealt_to_a_host_that_is_no_more_comes_to_one_that_is(m
     monkeypatch.setitem(
         chaos_faults.KINDS, "process", chaos_faults.Kind("", lambda testbed, fault: injected.append(fault.host) or {})
     )
-    made = chaos_faults.inject(Testbed(Shrunk()), Fault("process", 3, 0.0, 0))
+    made = chaos_faults.inject(injectors.Testbed(Shrunk()), Fault("process", 3, 0.0, 0))
     assert (injected, made.host) == ([0], 0)
     assert (made.incidents_before, made.oldest_checkpoint) == (1, 20)
 
@@ -341,7 +346,7 @@ class Reported:
 def test_a_fault_is_overcome_when_it_has_shown_a_step_has_followed_and_then_a_checkpoint(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 100.0)
     run = Reported(incident("process_crash"))
-    overcome = chaos.Overcome(Testbed(run), injections := [])
+    overcome = chaos.Overcome(injectors.Testbed(run), injections := [])
     assert overcome()
     injections.append(injection("vanish", 1))
     run.saved_at_s = 200.0
@@ -370,7 +375,7 @@ class Disk:
 def test_a_run_whose_storage_hangs_must_take_a_step_meanwhile(taken, problem):
     disk = Disk()
     run = SimpleNamespace(order=lambda host, kind, **settings: "1-slow", taken=lambda order: taken if disk.frozen else {})
-    testbed = Testbed(run, disk=disk)
+    testbed = injectors.Testbed(run, disk=disk)
     made = Injection("storage_hang", 0, 0.0, 0.0, injectors.freeze_storage(testbed, Fault("storage_hang", 0, 0.0, 0)))
     assert disk.frozen
     injectors.thaw_storage(testbed, made)
@@ -384,7 +389,7 @@ def test_each_kept_train_step_is_damaged_and_the_injection_shows_when_that_is_to
     for name in names:
         (tmp_path / name).write_bytes(bytes(100))
     console = ["host 0: train_step-1.xla could not be loaded (OSError): compiling again"]
-    testbed = Testbed(SimpleNamespace(console=lambda: "\n".join(console)), programs=tmp_path)
+    testbed = injectors.Testbed(SimpleNamespace(console=lambda: "\n".join(console)), programs=tmp_path)
     made = Injection("program", 0, 0.0, 0.0, injectors.flip_programs(testbed, Fault("program", 0, 0.0, 0)))
     changed = [sum(byte != 0 for byte in (tmp_path / name).read_bytes()) for name in names]
     assert changed == [1, 1, 0, 0]
@@ -402,11 +407,11 @@ def test_checkpoints_that_were_taken_away_come_back_over_what_was_written_in_the
     run = SimpleNamespace(run_dir=tmp_path)
     (tmp_path / "checkpoints" / "20").mkdir(parents=True)
     for number, salt in enumerate((0, 1)):
-        details = injectors.take_checkpoints_away(Testbed(run), Fault("vanish", 0, 0.0, salt))
+        details = injectors.take_checkpoints_away(injectors.Testbed(run), Fault("vanish", 0, 0.0, salt))
         assert (tmp_path / "checkpoints").exists() == details["empty"] == bool(salt)
         (tmp_path / "checkpoints" / "0").mkdir(parents=True)
         made = Injection("vanish", 0, 0.0, 0.0, details, number)
-        injectors.bring_checkpoints_back(Testbed(run), made)
+        injectors.bring_checkpoints_back(injectors.Testbed(run), made)
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["20"]
         assert made.details["written_meanwhile"] == ["0"]
 

@@ -1,4 +1,5 @@
-"""A model check of the driver: random faults, driver deaths and stalls, storage that hangs or fails, answers lost and late.
+"""A model check of the driver: random faults, driver deaths and stalls of up to minutes, storage that hangs or fails at any
+write, clocks that step, answers lost and late.
 
 What must hold, whatever happens: one gang trains at a time and every step is committed once; no healthy host is given up and no
 healthy gang halted; every wait ends; the run comes to its end or says why not; each second is in one category of the ledger.
@@ -16,7 +17,8 @@ from tests.unit.fake_gang import Process, World
 
 HORIZON_S = 3600.0
 """A run of seconds that takes longer has a wait that does not end."""
-HARMLESS = ("driver", "stall", "storage_hangs", "storage_fails", "blip")
+CLOCK_STEP_S = 3600.0
+HARMLESS = ("driver", "stall", "storage_hangs", "storage_fails", "write_fails", "clock", "driver_clock", "blip")
 """What the gang itself does not notice."""
 
 
@@ -29,7 +31,12 @@ class Fault:
     seconds: float
 
 
-KINDS = ("process", "agent", "freeze", "blip", "cut_off", "driver", "stall", "storage_hangs", "storage_fails")
+KINDS = (
+    *("process", "agent", "freeze", "blip", "cut_off", "driver", "stall", "pause"),
+    *("storage_hangs", "storage_fails", "write_fails", "clock", "driver_clock"),
+)
+PAUSE_S = 300.0
+"""Longer than the lease of the agents: they have left."""
 
 
 def some_faults(rng: random.Random) -> list[Fault]:
@@ -51,6 +58,11 @@ def plan(world: World, fault: Fault) -> None:
         world.die_at.add(int(fault.at_s * 25))
     elif fault.kind == "stall":
         world.stall_at[int(fault.at_s * 25)] = fault.seconds
+    elif fault.kind == "pause":
+        world.stall_at[int(fault.at_s * 25)] = PAUSE_S
+    elif fault.kind == "write_fails":
+        first = int(fault.at_s * 5)
+        world.fail_writes |= {*range(first, first + int(fault.seconds) + 1)}
     else:
         world.at(fault.at_s, lambda: strike(world, fault))
 
@@ -63,8 +75,13 @@ def strike(world: World, fault: Fault) -> None:
         world.storage_fails = True
         world.storage_free_s = world.now_s  # it was away once
         world.at(fault.seconds, lambda: setattr(world, "storage_fails", False))
+    elif fault.kind == "driver_clock":
+        # The present driver does not see it, the next one does.
+        world.driver_ahead_s += CLOCK_STEP_S * (1 if fault.host else -1)
     elif process is None:
         return
+    elif fault.kind == "clock":
+        process.agent.ahead_s += CLOCK_STEP_S * (1 if fault.seconds > 10 else -1)
     elif fault.kind == "process":
         process.agent.end_process(told=True)
     elif fault.kind == "agent":
@@ -85,8 +102,9 @@ def check(world: World, launched: Launched, end: tuple[str, object]) -> None:
     assert [step for _, step in world.commits] == sorted({step for _, step in world.commits})
     assert world.commits[-1][1] == world.max_steps
     assert world.now_s < HORIZON_S
-    totals = launched.launch.goodput.totals(world.clock())
-    assert sum(totals.values()) == pytest.approx(launched.launch.goodput.wall_s(world.clock()))
+    totals = launched.launch.goodput.totals(launched.clock())
+    assert sum(totals.values()) == pytest.approx(launched.launch.goodput.wall_s(launched.clock()))
+    assert all(seconds >= 0 for seconds in totals.values())
     assert not any(agent.alive for agent in world.agents)
 
 
@@ -103,3 +121,20 @@ def test_whatever_happens_the_run_ends_as_if_nothing_had(seed):
         assert set(world.files["published"]) == {5 * n for n in range(1, world.max_steps // 5 + 1)}
     if all(fault.kind in HARMLESS for fault in planned):
         assert len(world.jobs) == 1 or any(fault.kind in ("driver", "stall") for fault in planned)
+
+
+@pytest.mark.slow("a run for each write of a run")
+def test_each_write_may_fail_once():
+    """Of a run with a killed process and a killed driver: as many runs as it writes documents."""
+
+    def run(*fail_writes: int) -> World:
+        world = World(max_steps=40)
+        launched = Launched(world, spares=1)
+        world.fail_writes |= {*fail_writes}
+        plan(world, Fault("process", 2.0, 1, 0.5))
+        plan(world, Fault("driver", 4.0, 0, 0.5))
+        check(world, launched, end_of(launched))
+        return world
+
+    for number in range(1, run().num_writes + 1):
+        run(number)

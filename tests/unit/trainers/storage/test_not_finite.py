@@ -92,6 +92,17 @@ def test_a_line_of_metrics_says_it(tmp_path):
     assert (line["metrics"], line["not_finite"]) == ({"loss": None, "lr": 0.1}, {"loss": "nan"})
 
 
+def test_a_course_that_is_left_says_it_too(tmp_path):
+    recorder = JsonLines(about(tmp_path))
+    for step in (1, 2):
+        recorder.record(step, {"loss": NAN}, {})
+    recorder.go_back(1)
+    recorder.close()
+    for path in tmp_path.glob("*.jsonl"):
+        assert strict(path.read_text())["metrics"]["loss"] is None
+    assert len(list(tmp_path.glob("*.jsonl"))) == 2
+
+
 def test_a_metric_that_is_nan_reaches_the_shipper_as_it_is(tmp_path):
     spool = Spool(str(tmp_path / "metrics.jsonl"))
     spool.append({"t": 1.0, "step": 1, "metrics": {"loss": NAN}})

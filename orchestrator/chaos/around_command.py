@@ -1,0 +1,85 @@
+"""Faults around the command of a run: its terminal is closed, nobody reads what it prints, the disk is full as it ends.
+
+After the first and the last of them the command has ended, and is run again as a user would. What it said last, and its exit
+status, must be what is on the disk.
+"""
+
+from __future__ import annotations
+
+import re
+
+from orchestrator.chaos.injectors import Details, Fault, Injection, Testbed
+from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from orchestrator.testbed.live_run import Run
+
+LAST_STRETCH_S = 600.0
+"""The most that a run may need from its last fault but one to its end."""
+STOPPED_AT = re.compile(r"^stopped at (\d+); (?:saved at (\d+)|nothing is saved)", re.MULTILINE)
+
+
+def close_terminal(testbed: Testbed, fault: Fault) -> Details:
+    said_before = len(testbed.run.console())
+    testbed.run.screen.close_terminal()
+    return {"said_before": said_before}
+
+
+def stop_reading(testbed: Testbed, fault: Fault) -> Details:
+    testbed.run.screen.stop_reading()
+    return {}
+
+
+def fill_disk_at_end(testbed: Testbed, fault: Fault) -> Details:
+    """Before the last save, or as soon as that is complete: then what is left to write is how the run has ended."""
+    run, disk, end = testbed.run, testbed.disk, testbed.max_steps
+    assert disk is not None
+    assert end is not None
+    before_last_save = bool(fault.salt % 2)
+    wanted = end - (testbed.save_steps or 0) if before_last_save else end
+    run.pace(None)
+    run.wait(lambda: newest_saved(run) >= wanted, f"its checkpoint of step {wanted}", LAST_STRETCH_S)
+    said_before = len(run.console())
+    disk.fill()
+    return {"before_last_save": before_last_save, "said_before": said_before}
+
+
+def never(testbed: Testbed, injection: Injection) -> bool:
+    """What is waited for is the end of the command."""
+    return False
+
+
+def go_on(testbed: Testbed, injection: Injection) -> None:
+    """Runs the command again, which was to stop with its last step saved."""
+    status, saved = testbed.run.process.wait(), newest_saved(testbed.run)
+    told = last_words(testbed.run, injection)
+    if (status, told) != (EXIT_STOPPED, (saved, saved)):
+        injection.problem = f"exit status {status}, {shown(told)}; saved at {saved}, expected to stop there with {EXIT_STOPPED}"
+    testbed.run.start()
+
+
+def free_disk_and_go_on(testbed: Testbed, injection: Injection) -> None:
+    """Runs the command again, when there is room. It must not have told of a whole training that is not saved, or the other
+    way about."""
+    assert testbed.disk is not None
+    status, saved = testbed.run.process.wait(), newest_saved(testbed.run)
+    told = last_words(testbed.run, injection)
+    finished = saved == testbed.max_steps
+    true = status == EXIT_FINISHED if finished else status == EXIT_FAILED and told is not None and told[1] == saved
+    if not true:
+        injection.problem = f"exit status {status}, {shown(told)}; saved at {saved} of {testbed.max_steps}"
+    injection.details |= {"status": status, "saved": saved}
+    testbed.disk.free()
+    testbed.run.start()
+
+
+def newest_saved(run: Run) -> int:
+    return int(run.checkpoints()[-1].name) if run.checkpoints() else 0
+
+
+def last_words(run: Run, injection: Injection) -> tuple[int, int] | None:
+    """Returns where the command said last that it stopped, and what it said is saved; None if it said neither since the fault."""
+    found = STOPPED_AT.findall(run.console()[injection.details["said_before"] :])
+    return (int(found[-1][0]), int(found[-1][1] or 0)) if found else None
+
+
+def shown(told: tuple[int, int] | None) -> str:
+    return "nothing told of where it stopped" if told is None else f"told: stopped at {told[0]}; saved at {told[1]}"

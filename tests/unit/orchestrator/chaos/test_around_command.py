@@ -1,0 +1,152 @@
+"""Faults around the command of a run: its terminal, its reader, and what it must have told when it is run again."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from orchestrator.chaos import around_command, injectors
+from orchestrator.chaos import command as chaos
+from orchestrator.chaos.faults import KINDS, schedule
+from orchestrator.chaos.injectors import Fault, Injection
+from orchestrator.chaos.score import what_is_wrong
+from orchestrator.config.job import load
+from orchestrator.testbed.screen import Screen
+from tests import ROOT
+from tests.programs.processes import wait_until
+
+IN_TERMINAL = "trap 'echo asked; exit 3' HUP; tty <&0 > /dev/null && echo in a terminal; while :; do sleep 0.02; done"
+TO_READER = "echo one; while :; do echo two; sleep 0.02; done"
+
+
+def start(screen, script):
+    return screen.start(["sh", "-c", script], {**os.environ})
+
+
+def test_a_terminal_that_is_closed_asks_its_command_to_end(tmp_path):
+    output = tmp_path / "console.log"
+    screen = Screen(output, terminal=True)
+    for number in (1, 2):  # a command that is run again has a new one
+        process = start(screen, IN_TERMINAL)
+        assert wait_until(lambda number=number: output.read_text().count("in a terminal") == number)
+        screen.close_terminal()
+        assert process.wait(10) == 3
+    assert output.read_text().split("\n") == ["in a terminal", "asked"] * 2 + [""]
+
+
+def test_a_reader_that_goes_away_leaves_the_command_with_a_broken_pipe(tmp_path):
+    output = tmp_path / "console.log"
+    screen = Screen(output, reader=True)
+    process = start(screen, TO_READER)
+    assert wait_until(lambda: output.read_text().count("two") > 2)
+    screen.stop_reading()
+    assert process.wait(10) == -signal.SIGPIPE
+    assert output.read_text().startswith("one\ntwo\n")
+
+
+def test_without_either_all_comes_into_the_file(tmp_path):
+    screen = Screen(tmp_path / "console.log")
+    assert start(screen, "echo out; echo err >&2").wait(10) == 0
+    assert (tmp_path / "console.log").read_text() == "out\nerr\n"
+
+
+class Ended:
+    """A run whose command has ended."""
+
+    def __init__(self, status: int, said: str, *saved: int):
+        self.process = SimpleNamespace(wait=lambda: status)
+        self.said, self.saved, self.started = said, saved, 0
+
+    def console(self) -> str:
+        return self.said
+
+    def checkpoints(self):
+        return [Path(str(step)) for step in self.saved]
+
+    def start(self) -> None:
+        self.started += 1
+
+
+def ended(kind, heal, run, **details):
+    made = Injection(kind, 0, 0.0, 0.0, {"said_before": 0, **details})
+    freed = []
+    heal(injectors.Testbed(run, disk=SimpleNamespace(free=lambda: freed.append(1)), max_steps=60), made)
+    assert run.started == 1
+    assert len(freed) == (kind == "disk_full_at_end")
+    return what_is_wrong(made, [])
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "saved", "right"),
+    [
+        (3, "stopped at 41; saved at 41; run the same command again", (20, 41), True),
+        (1, "stopped at 41; saved at 41", (20, 41), False),
+        (3, "stopped at 41; saved at 20; 21 steps lost", (20,), False),
+        (3, "stopped at 41; saved at 41", (20,), False),
+        (3, "", (20, 41), False),
+        (0, "", (20, 41), False),
+    ],
+)
+def test_a_command_whose_terminal_is_closed_saves_stops_and_says_so(status, said, saved, right):
+    assert (ended("terminal", around_command.go_on, Ended(status, said, *saved)) is None) == right
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "saved", "right"),
+    [
+        (0, "finished; could not be written: summary.json", (40, 60), True),
+        (1, "stopped at 60; saved at 40; 20 steps lost, because no space", (20, 40), True),
+        (1, "stopped at 60; nothing is saved; 60 steps lost", (), True),
+        (1, "finished", (40, 60), False),
+        (0, "", (20, 40), False),
+        (3, "stopped at 60; saved at 40", (20, 40), False),
+        (1, "stopped at 60; saved at 60", (20, 40), False),
+        (1, "", (20, 40), False),
+    ],
+)
+def test_a_command_whose_disk_is_full_as_it_ends_tells_what_is_saved(status, said, saved, right):
+    heal = around_command.free_disk_and_go_on
+    assert (ended("disk_full_at_end", heal, Ended(status, said, *saved)) is None) == right
+
+
+def test_what_was_said_before_the_fault_is_not_what_came_of_it():
+    said = "stopped at 41; saved at 41\n"
+    assert ended("terminal", around_command.go_on, Ended(3, said, 41), said_before=len(said)) is not None
+
+
+@pytest.mark.parametrize(("salt", "wanted"), [(1, 40), (2, 60)])
+def test_the_disk_is_filled_before_the_last_save_or_after_it(salt, wanted):
+    waited, filled = [], []
+
+    class Running(Ended):
+        def pace(self, seconds):
+            assert seconds is None
+
+        def wait(self, condition, what, patience_s):
+            self.saved = (wanted - 20,)
+            waited.append(condition())
+            self.saved = (wanted,)
+            waited.append(condition())
+
+    bed = injectors.Testbed(Running(0, "said"), disk=SimpleNamespace(fill=lambda: filled.append(1)), max_steps=60, save_steps=20)
+    details = around_command.fill_disk_at_end(bed, Fault("disk_full_at_end", 0, 0.0, salt))
+    assert (waited, filled, details["said_before"]) == ([False, True], [1], 4)
+
+
+def test_what_hides_the_console_comes_late_and_the_end_last_and_once():
+    kinds = ["disk_full_at_end", "stdout", "process", "terminal"]
+    made = [fault.kind for fault in schedule(kinds, 8, 2, 3, 1.0)]
+    assert Counter(made) == {"disk_full_at_end": 1, "stdout": 3, "process": 2, "terminal": 2}
+    assert made[-4:] == ["stdout", "stdout", "stdout", "disk_full_at_end"]
+    assert all(KINDS[kind].last == 0 for kind in made[:4])
+
+
+def test_a_run_that_ends_nobody_knows_where_has_no_fault_at_its_end():
+    overrides = ["max_num_steps=null", "max_num_data_epochs=1", "optimizer.schedule.name=constant"]
+    why = chaos.why_not("disk_full_at_end", load(str(ROOT / "configs" / "tiny.yaml"), overrides))
+    assert why == "it comes as the run ends, and nobody knows where that is; set max_num_steps"
