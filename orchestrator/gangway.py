@@ -49,8 +49,8 @@ COMMANDS = {
     "stop": Command("orchestrator.runs.stop", "let a run save and stop, from any machine that sees its storage"),
     "checkpoints": Command("orchestrator.checkpoints", "list and check the checkpoints of a run"),
     "profile": Command("orchestrator.profile", "profile a few steps of a run while it goes on"),
-    "verify": Command("orchestrator.verify.__main__", "prove that your program can be killed, resumed and resized"),
-    "chaos": Command("orchestrator.chaos.__main__", "inject faults into a real run, and score the result"),
+    "verify": Command("orchestrator.verify", "prove that your program can be killed, resumed and resized"),
+    "chaos": Command("orchestrator.chaos", "inject faults into a real run, and score the result"),
     "tracking": Command("orchestrator.tracking.__main__", "ship the metrics to MLflow that a run could not ship"),
 }
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from orchestrator.chaos import command as chaos
-from orchestrator.chaos.faults import KINDS
-from orchestrator.testbed import resources
+from orchestrator.faultlab.chaos import command as chaos
+from orchestrator.faultlab.chaos.faults import KINDS
+from orchestrator.faultlab.testbed import resources
 from tests import ROOT
 
 TINY = str(ROOT / "configs" / "tiny.yaml")

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from orchestrator.testbed.local_cluster import local_cluster
+from orchestrator.faultlab.testbed.local_cluster import local_cluster
 from tests import ROOT
 from tests.programs.processes import wait_until
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from orchestrator.verify import command as verify
+from orchestrator.faultlab.verify import command as verify
 from tests import ROOT
 
 pytestmark = pytest.mark.slow("trains each program several times")

@@ -54,11 +54,11 @@ FLOORS = {
         ("board", "failures"),
         ("policies", "tracking"),
         ("run_state",),
-        ("config", "reporting", "testbed"),
-        ("planning", "verify", "runs"),
-        ("driver", "chaos", "checkpoints"),
+        ("config", "reporting"),
+        ("planning", "runs"),
+        ("driver", "faultlab", "checkpoints"),
         ("launching",),
-        ("run", "compile", "profile", "init", "gangway"),
+        ("run", "compile", "profile", "init", "gangway", "chaos", "verify"),
         ("library", "launched"),
     ),
 }
@@ -298,7 +298,7 @@ def test_the_command_answers_without_waiting_for_anything():
 
 
 COMMANDS = (
-    *(f"orchestrator.{name}" for name in ("run", "verify.__main__", "chaos.__main__", "checkpoints", "profile")),
+    *(f"orchestrator.{name}" for name in ("run", "verify", "chaos", "checkpoints", "profile")),
     *(f"trainers.{name}" for name in ("run", "export", "evaluate", "generate", "data.__main__", "reference")),
 )
 SLOW_TO_IMPORT = {"ray", "jax", "jaxlib", "flax", "optax", "orbax", "mlflow", "grain", "tensorstore", "safetensors"}

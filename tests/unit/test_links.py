@@ -13,10 +13,10 @@ from trainers.storage import durable
 NEW_FOLDER = "it writes into a folder with a random name that it has just created"
 OWN_MACHINE = "it writes into a folder of a test bed, or of an injected fault, that this user has made"
 OTHERWISE = {
-    "orchestrator/chaos/injectors.py": OWN_MACHINE,
-    "orchestrator/testbed/live_run.py": OWN_MACHINE,
-    "orchestrator/testbed/local_cluster.py": OWN_MACHINE,
-    "orchestrator/testbed/resources.py": OWN_MACHINE,
+    "orchestrator/faultlab/chaos/injectors.py": OWN_MACHINE,
+    "orchestrator/faultlab/testbed/live_run.py": OWN_MACHINE,
+    "orchestrator/faultlab/testbed/local_cluster.py": OWN_MACHINE,
+    "orchestrator/faultlab/testbed/resources.py": OWN_MACHINE,
     "trainers/diagnostics/fault_injection.py": OWN_MACHINE,
     "trainers/callbacks/hugging_face.py": NEW_FOLDER,
     "trainers/checkpoint/assets.py": NEW_FOLDER,

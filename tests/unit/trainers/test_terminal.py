@@ -145,8 +145,8 @@ def test_without_standard_streams_a_command_ends_as_with_them(monkeypatch):
 
 def test_each_command_has_streams_that_cannot_fail():
     passes_on = {
-        "orchestrator.verify.__main__": "orchestrator.verify.command",
-        "orchestrator.chaos.__main__": "orchestrator.chaos.command",
+        "orchestrator.verify": "orchestrator.faultlab.verify.command",
+        "orchestrator.chaos": "orchestrator.faultlab.chaos.command",
     }
     passes_on["orchestrator.tracking.__main__"] = "orchestrator.tracking.mlflow_shipper"
     names = ["orchestrator.gangway", *(passes_on.get(command.module, command.module) for command in COMMANDS.values())]

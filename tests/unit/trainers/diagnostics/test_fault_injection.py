@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from orchestrator.testbed import live_run
+from orchestrator.faultlab.testbed import live_run
 from tests.unit import training
 from trainers import runtime
 from trainers.callbacks import Callback, RunInfo

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.verify.command import read_losses, shortened
-from orchestrator.verify.compare import (
+from orchestrator.faultlab.verify.command import read_losses, shortened
+from orchestrator.faultlab.verify.compare import (
     Evidence,
     Finding,
     different_batch,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 
-from orchestrator.chaos.injectors import Details, Fault, Injection, Testbed
+from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
+from orchestrator.faultlab.testbed.live_run import Run
 from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from orchestrator.testbed.live_run import Run
 
 LAST_STRETCH_S = 600.0
 """The most that a run may need from its last fault but one to its end."""

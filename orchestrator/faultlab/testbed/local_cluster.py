@@ -24,8 +24,8 @@ import psutil
 
 from cluster.hosts.config import HostsConfig
 from cluster.hosts.fake_slices import FakeNode, slice_nodes
-from orchestrator.testbed import clock as settable_clock
-from orchestrator.testbed.resources import ResourceError, can_connect, free_port, run, wait_for
+from orchestrator.faultlab.testbed import clock as settable_clock
+from orchestrator.faultlab.testbed.resources import ResourceError, can_connect, free_port, run, wait_for
 from trainers.storage import ours
 
 NET = "10.231.{octet}.{host}"

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.chaos import around_command, injectors
-from orchestrator.chaos import command as chaos
-from orchestrator.chaos.faults import KINDS, schedule
-from orchestrator.chaos.injectors import Fault, Injection
-from orchestrator.chaos.score import what_is_wrong
 from orchestrator.config.job import load
-from orchestrator.testbed.screen import Screen
+from orchestrator.faultlab.chaos import around_command, injectors
+from orchestrator.faultlab.chaos import command as chaos
+from orchestrator.faultlab.chaos.faults import KINDS, schedule
+from orchestrator.faultlab.chaos.injectors import Fault, Injection
+from orchestrator.faultlab.chaos.score import what_is_wrong
+from orchestrator.faultlab.testbed.screen import Screen
 from tests import ROOT
 from tests.programs.processes import wait_until
 

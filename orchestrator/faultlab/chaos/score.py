@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.chaos.faults import KINDS
-from orchestrator.chaos.injectors import Fault, Injection
+from orchestrator.faultlab.chaos.faults import KINDS
+from orchestrator.faultlab.chaos.injectors import Fault, Injection
 from orchestrator.run_state.goodput import check_sum
 
 LEDGER_TOLERANCE = 1e-3

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from orchestrator import run
-from orchestrator.chaos import command as chaos
-from orchestrator.chaos import faults as chaos_faults
-from orchestrator.chaos import injectors
-from orchestrator.chaos.faults import KINDS, overrides_for, schedule
-from orchestrator.chaos.injectors import Fault, Injection, flipped, pick_file
-from orchestrator.chaos.score import Disturbed, match, score, times_outside, unfinished_files, what_is_wrong
 from orchestrator.config.job import load
-from orchestrator.testbed import clock as chaos_clock
-from orchestrator.testbed.local_cluster import Cluster
-from orchestrator.verify import command as verify
+from orchestrator.faultlab.chaos import command as chaos
+from orchestrator.faultlab.chaos import faults as chaos_faults
+from orchestrator.faultlab.chaos import injectors
+from orchestrator.faultlab.chaos.faults import KINDS, overrides_for, schedule
+from orchestrator.faultlab.chaos.injectors import Fault, Injection, flipped, pick_file
+from orchestrator.faultlab.chaos.score import Disturbed, match, score, times_outside, unfinished_files, what_is_wrong
+from orchestrator.faultlab.testbed import clock as chaos_clock
+from orchestrator.faultlab.testbed.local_cluster import Cluster
+from orchestrator.faultlab.verify import command as verify
 from tests import ROOT
 
 

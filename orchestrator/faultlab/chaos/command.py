@@ -26,17 +26,17 @@ from typing import Any
 from rich.console import Console
 
 from cluster.hosts.config import HostsConfig, devices_per_host, hosts_at_a_time, num_hosts
-from orchestrator.chaos import faults
-from orchestrator.chaos.faults import KINDS
-from orchestrator.chaos.injectors import Fault, Injection, Testbed, noticed
-from orchestrator.chaos.score import Disturbed, Score, score, show, unfinished_files
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.config.yaml_source import shown_override
+from orchestrator.faultlab.chaos import faults
+from orchestrator.faultlab.chaos.faults import KINDS
+from orchestrator.faultlab.chaos.injectors import Fault, Injection, Testbed, noticed
+from orchestrator.faultlab.chaos.score import Disturbed, Score, score, show, unfinished_files
+from orchestrator.faultlab.testbed.live_run import Run, RunError
+from orchestrator.faultlab.testbed.local_cluster import local_cluster, network, why_no_network
+from orchestrator.faultlab.testbed.resources import ResourceError, mlflow_server, small_disk, why_no_small_disk
 from orchestrator.planning import report
 from orchestrator.run_state.launch import STATE
-from orchestrator.testbed.live_run import Run, RunError
-from orchestrator.testbed.local_cluster import local_cluster, network, why_no_network
-from orchestrator.testbed.resources import ResourceError, mlflow_server, small_disk, why_no_small_disk
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.tracker import left_over
 from trainers.first_line import say

@@ -15,12 +15,12 @@ from typing import Any
 
 import psutil
 
+from orchestrator.faultlab.testbed.screen import Screen
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import holder_of
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.summary import SUMMARY
-from orchestrator.testbed.screen import Screen
 from trainers.storage import documents, ours
 
 FAULTS_VARIABLE = "GANGWAY_FAULTS"

@@ -21,10 +21,18 @@ from rich.console import Console
 from cluster.hosts.config import devices_per_host, num_hosts
 from orchestrator.config.job import ConfigError, JobConfig, load
 from orchestrator.config.yaml_source import shown_override
-from orchestrator.testbed.live_run import Run, RunError
+from orchestrator.faultlab.testbed.live_run import Run, RunError
+from orchestrator.faultlab.verify.compare import (
+    Evidence,
+    Finding,
+    judge_replayed,
+    judge_resized,
+    judge_resumed,
+    judge_twice,
+    passed,
+)
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL
-from orchestrator.verify.compare import Evidence, Finding, judge_replayed, judge_resized, judge_resumed, judge_twice, passed
 from trainers.first_line import say
 from trainers.program import program
 from trainers.storage import documents, not_finite, ours

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from orchestrator.testbed.live_run import Run, RunError
-from orchestrator.testbed.local_cluster import Cluster
-from orchestrator.testbed.resources import MlflowServer, SmallDisk
+from orchestrator.faultlab.testbed.live_run import Run, RunError
+from orchestrator.faultlab.testbed.local_cluster import Cluster
+from orchestrator.faultlab.testbed.resources import MlflowServer, SmallDisk
 
 SLOW_S, SLOW_STEPS = 0.3, 25
 TRACKING_DOWN_S = 3.0

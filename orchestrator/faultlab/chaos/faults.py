@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from orchestrator.chaos import around_command, injectors
-from orchestrator.chaos.injectors import Details, Fault, Injection, Testbed
-from orchestrator.testbed.live_run import RunError
+from orchestrator.faultlab.chaos import around_command, injectors
+from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
+from orchestrator.faultlab.testbed.live_run import RunError
 
 
 def nothing(testbed: Testbed, injection: Injection) -> None: ...
