@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,7 +66,8 @@ class Screen:
         self._terminal, inside = pty.openpty()
         try:
             in_terminal = ["sh", "-c", IN_TERMINAL, "sh", os.ttyname(inside), *command]
-            return subprocess.Popen(in_terminal, **how, start_new_session=True)
+            with asked_by_hangup():
+                return subprocess.Popen(in_terminal, **how, start_new_session=True)
         finally:
             os.close(inside)
 
@@ -76,3 +79,18 @@ class Screen:
                 if not (data := os.read(pipe.fileno(), READ_BYTES)):
                     return
                 file.write(data)
+
+
+@contextmanager
+def asked_by_hangup() -> Iterator[None]:
+    """Lets what is started meanwhile have the default for SIGHUP. Under `nohup` this process ignores it, and so would what it
+    starts. Must be used in the main thread then."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before != signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)

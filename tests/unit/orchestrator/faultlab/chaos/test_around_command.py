@@ -28,7 +28,17 @@ def start(screen, script):
     return screen.start(["sh", "-c", script], {**os.environ})
 
 
-def test_a_terminal_that_is_closed_asks_its_command_to_end(tmp_path):
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN], ids=["", "under nohup"])
+def test_a_terminal_that_is_closed_asks_its_command_to_end(tmp_path, before):
+    own = signal.signal(signal.SIGHUP, before)
+    try:
+        close_terminal_twice(tmp_path)
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, own)
+
+
+def close_terminal_twice(tmp_path):
     output = tmp_path / "console.log"
     screen = Screen(output, terminal=True)
     for number in (1, 2):  # a command that is run again has a new one
