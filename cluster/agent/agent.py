@@ -15,16 +15,19 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from cluster.agent import log_growth, machine, preemption, stack_dump
+from cluster.agent import orders as orders_of
+from cluster.agent.answers import Description, HostState, LogPaths, Polled, Profiled, Started, TakenOver, Told
+from cluster.agent.answers import Halted as HaltedAnswer
 from cluster.agent.child_process import ExitStatus, child_env, import_path
 from cluster.agent.driver_lease import Lease
 from cluster.agent.event_log import EventLog
 from cluster.agent.events import Event, MachineNotice, MachineTakenAway, ProcessEvent, StartFailed, cut
 from cluster.agent.hang_monitor import HangMonitor
-from cluster.agent.limits import WatchdogConfig
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
+from cluster.agent.orders import Command, OrderError, ProfileCommand, StartOrders
 from cluster.agent.precompile import Precompilation
 from cluster.agent.printed import Printed
 from cluster.agent.process_record import ProcessRecord, note, post_mortem
@@ -75,7 +78,7 @@ class HostAgent:
         self._changed = threading.Condition()
         self._lease = Lease(lease_s)
         self._events = EventLog(MAX_EVENTS)
-        self._orders: dict[str, Any] | None = None
+        self._orders: StartOrders | None = None
         """The orders of the newest generation."""
         self._waiting = False
         """Whether a `start` waits for a process that can take the orders."""
@@ -102,7 +105,7 @@ class HostAgent:
             callbacks = (sources, self._on_notice, self._on_note)
             threading.Thread(target=preemption.poll_sources, args=callbacks, name="notices", daemon=True).start()
 
-    def describe(self, *, driver_term: int = 0) -> dict[str, Any]:
+    def describe(self, *, driver_term: int = 0) -> Description:
         """Returns where the agent runs, and a free port on its host for the coordinator of the next generation."""
         self._lease.renew(driver_term)
         return {
@@ -114,7 +117,7 @@ class HostAgent:
             "next_port": machine.free_port(),
         }
 
-    def take_over(self, driver_term: int) -> dict[str, Any]:
+    def take_over(self, driver_term: int) -> TakenOver:
         """Makes the driver with this term the agent's driver. Returns `describe` and the state of the agent.
 
         `generation` and `orders` are those of the newest `start`, None before the first. `alive`: it has a process, or waits for
@@ -143,21 +146,22 @@ class HostAgent:
         """Returns whether the agent has a driver: its lease has not ended."""
         return self._lease.left_s() > 0
 
-    def profile(self, order: dict[str, Any], hosts: Sequence[int] | None, timeout_s: float) -> dict[str, Any]:
-        """Passes the order ({"cmd": "profile", "id", ...}) to the training process if its host is one of `hosts` (None: any).
+    def profile(self, order: ProfileCommand, hosts: Sequence[int] | None, timeout_s: float) -> Profiled:
+        """Passes the order to the training process if its host is one of `hosts` (None: any), and waits for the result.
 
-        Waits for the result: `host` (None: it is none of `hosts`), `path`, `problem` (None: the profile is written). Anybody may
-        call this, not only the driver: it changes nothing that a driver relies on.
+        Anybody may call this, not only the driver: it changes nothing that a driver relies on. Raises OrderError.
         """
+        order = orders_of.read_profile(order)
         with self._changed:
             # The cursor is read before the order is sent: a quick answer must not be missed.
-            process, host, cursor = self._current, (self._orders or {}).get("host"), self._events.next
+            process, cursor = self._current, self._events.next
+            host = self._orders.get("host") if self._orders is not None else None
             can_profile = host is not None and process is not None and process.alive and not self._waiting
             if not can_profile or (hosts is not None and host not in hosts):
                 return {"host": None, "path": None, "problem": None}
         assert process is not None
         # Outside the lock: a write to a process that does not read its input may block.
-        process.child.send(order)
+        process.child.send(cast("dict[str, Any]", order))
         with self._changed:
             self._changed.wait_for(lambda: self._answer(order["id"], cursor) or process.done or not process.alive, timeout_s)
             answer = self._answer(order["id"], cursor)
@@ -180,24 +184,24 @@ class HostAgent:
         if old is not None:
             old.child.kill()  # outside the lock: its exit takes the lock in another thread
 
-    def start(self, orders: dict[str, Any], *, driver_term: int = 0) -> dict[str, Any]:
+    def start(self, orders: StartOrders, *, driver_term: int = 0) -> Started:
         """Makes the standby the current process as soon as it is warm, and gives it its orders.
 
-        `orders["limits"]` are the limits of the generation's watchdog (`WatchdogConfig` as a dict; default: its defaults). A
-        standby whose preparation failed becomes the current process too: its exception and its exit are then events of this
-        generation. Raises RuntimeError if a process still runs, if none can be started, or if `halt` comes first. Raises
-        TimeoutError if none is warm within `import_s`. All of these but the halt are reported as events of the generation too.
+        A standby whose preparation failed becomes the current process too: its exception and its exit are then events of this
+        generation. Raises OrderError for orders that this agent does not understand. Raises RuntimeError if a process still runs,
+        if none can be started, or if `halt` comes first. Raises TimeoutError if none is warm within `import_s`. All of these but
+        the halt are reported as events of the generation too.
         """
         # First: a driver that has lost the run must not start a second gang here.
         self._lease.renew(driver_term)
         self._precompilation.stop()  # it takes cores, and perhaps device memory, that the start needs
         try:
             process = self._take_standby(orders)
-        except RuntimeError as error:
+        except (RuntimeError, OrderError) as error:
             self._report_failed_start(orders, error)
             raise
         if process.alive:
-            process.child.send(orders)  # if it died just now, its exit event says so
+            process.child.send(cast("dict[str, Any]", orders))  # if it died just now, its exit event says so
         return {"pid": process.child.pid, **self._log_of(process), "next_port": machine.free_port()}
 
     def precompile(self, orders: dict[str, Any], timeout_s: float, *, driver_term: int = 0) -> str | None:
@@ -216,14 +220,15 @@ class HostAgent:
         except OSError as error:
             return f"cannot start a process: {error}"
 
-    def order(self, message: dict[str, Any], *, driver_term: int = 0) -> bool:
-        """Passes a line to the current process. Returns False if there is no process that can take it."""
+    def order(self, message: Command, *, driver_term: int = 0) -> bool:
+        """Passes a line to the current process. Returns False if there is no process that can take it. Raises OrderError."""
         self._lease.renew(driver_term)
+        message = orders_of.read_command(message)
         with self._changed:
             process = self._current
-        return process is not None and process.alive and process.child.send(message)
+        return process is not None and process.alive and process.child.send(cast("dict[str, Any]", message))
 
-    def poll(self, cursor: int = 0, wait_s: float = 0.0, *, driver_term: int = 0) -> dict[str, Any]:
+    def poll(self, cursor: int = 0, wait_s: float = 0.0, *, driver_term: int = 0) -> Polled:
         """Returns the events from `cursor` on, each with its number `n`; waits for one at most `wait_s`. If the log has dropped
         some of them, the answer has the `facts` of the generation, and how many are `missed` (`EventLog.answer`).
 
@@ -249,7 +254,7 @@ class HostAgent:
             if self._hang_monitor is not None:
                 self._hang_monitor.request_stacks(self._monitored(), timeout_s)
 
-    def halt(self, timeout_s: float = HALT_ANSWER_S, *, cursor: int | None = None, driver_term: int = 0) -> dict[str, Any]:
+    def halt(self, timeout_s: float = HALT_ANSWER_S, *, cursor: int | None = None, driver_term: int = 0) -> HaltedAnswer:
         """Kills the current process and its group, waits a little until it is gone, and returns its post-mortem. A `start` that
         still waits for its process gives up.
 
@@ -279,17 +284,13 @@ class HostAgent:
         gone = process is None or process.kill(timeout_s)
         with self._changed:
             generation = orders["generation"] if orders else None
-            about = {"generation": generation, "notice": self._notice, "gone": gone, "clock_s": asked_at_s}
+            about: dict[str, Any] = {"generation": generation, "notice": self._notice, "gone": gone, "clock_s": asked_at_s}
             if process is not None and not gone:
                 about |= {"dying_s": process.dying_s(), "dying_state": stack_dump.process_state(process.child.pid)}
             if cursor is not None:
                 about |= self._events_since(cursor)
-            return {
-                **post_mortem(process),
-                **self._log_of(process),
-                **about,
-                **(hang_monitor.findings() if hang_monitor else {"stacks": None, "overdue": None}),
-            }
+            findings = hang_monitor.findings() if hang_monitor else {"stacks": None, "overdue": None}
+            return cast(HaltedAnswer, {**post_mortem(process), **self._log_of(process), **about, **findings})
 
     def shutdown(self, *, driver_term: int = 0) -> None:
         """Kills the current process and the standby. Nothing is started any more."""
@@ -313,9 +314,9 @@ class HostAgent:
 
     # ------------------------------------------------------------------ a generation
 
-    def _take_standby(self, orders: dict[str, Any]) -> ProcessRecord:
+    def _take_standby(self, orders: StartOrders) -> ProcessRecord:
         """Waits until the standby is warm and makes it the current process of a new generation."""
-        config = WatchdogConfig(**orders.get("limits") or {})
+        orders, config = orders_of.read_start(orders)
         with self._changed:
             self._check_free(orders)
             self._orders, self._waiting = orders, True
@@ -342,7 +343,7 @@ class HostAgent:
             raise TimeoutError(f"generation {orders['generation']}: {slow}")
         return process
 
-    def _check_free(self, orders: dict[str, Any]) -> None:
+    def _check_free(self, orders: StartOrders) -> None:
         start = f"start of generation {orders['generation']}"
         if self._waiting:
             assert self._orders is not None
@@ -359,7 +360,7 @@ class HostAgent:
         """Returns the process of the previous generation if it was killed and still exists."""
         return self._current if self._current is not None and self._current.dying else None
 
-    def _begin(self, process: ProcessRecord, orders: dict[str, Any]) -> None:
+    def _begin(self, process: ProcessRecord, orders: StartOrders) -> None:
         self._current, process.generation = process, orders["generation"]
         for event in process.early_events:
             self._report(event)
@@ -367,7 +368,7 @@ class HostAgent:
             self._hang_monitor.end()
         self._changed.notify_all()
 
-    def _report_failed_start(self, orders: dict[str, Any], error: RuntimeError) -> None:
+    def _report_failed_start(self, orders: Any, error: RuntimeError | OrderError) -> None:
         # The driver asked for the halt: this is no failure of the host.
         if isinstance(error, Halted):
             return
@@ -380,9 +381,12 @@ class HostAgent:
             "traceback": "",
             "step": None,
         }
+        generation = orders.get("generation") if isinstance(orders, Mapping) else None
+        if type(generation) is int:  # else the driver takes it as one of the generation that it starts
+            event["generation"] = generation
         with self._changed:
             # Not by `_report`: a start that was refused has not made its generation the newest one.
-            self._events.append({**event, "generation": orders["generation"]})
+            self._events.append(event)
             self._changed.notify_all()
 
     def _report(self, event: Mapping[str, Any]) -> None:
@@ -498,15 +502,15 @@ class HostAgent:
 
     # ------------------------------------------------------------------ parts of answers
 
-    def _log_of(self, process: ProcessRecord | None) -> dict[str, Any]:
+    def _log_of(self, process: ProcessRecord | None) -> LogPaths:
         """Returns the paths of a process's log: on this machine, and of its copy."""
         path = process.child.log_path if process else None
         return {"log_path": path, "log_copy": self._logs.copy_of(path) if path else None}
 
-    def _events_since(self, cursor: int) -> dict[str, Any]:
+    def _events_since(self, cursor: int) -> Told:
         return self._events.answer(cursor)
 
-    def _host_state(self) -> dict[str, Any]:
+    def _host_state(self) -> HostState:
         current, standby = self._current, self._standby.process
         return {
             "t": time.time(),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from cluster.agent import stack_dump
+from cluster.agent.answers import Findings
 from cluster.agent.events import AgentEvent, Overdue, Position, ProcessEvent
 from cluster.agent.limits import WatchdogConfig
 from cluster.agent.phases import SILENCE
@@ -82,7 +82,7 @@ class HangMonitor:
             self._take_stacks(process)
         self._wait_for_stacks(timeout_s)
 
-    def findings(self) -> dict[str, Any]:
+    def findings(self) -> Findings:
         return {"stacks": self.stacks, "overdue": self.overdue}
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.agent import stack_dump
+from cluster.agent.answers import PostMortem
 from cluster.agent.child_process import ChildProcess, ExitStatus
 from cluster.agent.events import Exit, Heartbeat, Note, Position, ProcessEvent, Raised, cut
 
@@ -98,8 +99,8 @@ def note(message: str) -> Note:
     return {"t": time.time(), "ev": "note", "message": cut(message)}
 
 
-def post_mortem(process: ProcessRecord | None) -> dict[str, Any]:
-    """Returns what is known of a process after its end; all None if there was none. `exit` is None if the agent killed it."""
+def post_mortem(process: ProcessRecord | None) -> PostMortem:
+    """Returns what is known of a process after its end."""
     return {
         "pid": process.child.pid if process else None,
         "exit": process.exit if process and not process.halted else None,

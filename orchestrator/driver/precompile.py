@@ -15,6 +15,7 @@ from orchestrator.driver.halt import AGENT_TIMEOUT_S
 from orchestrator.driver.membership import Membership
 from orchestrator.policies import elasticity
 from orchestrator.run_state.launch import Launch
+from trainers.runtime.orders import Precompile
 
 
 class Precompilations:
@@ -83,8 +84,9 @@ class Precompilations:
         gang, limits = self.membership.gang, self.config.driver.watchdog
         host0 = slots[0].description
         assert host0 is not None
-        common = {
+        common: Precompile = {
             "cmd": "precompile",
+            "host": 0,
             "num_hosts": len(slots),
             "coordinator": with_port(host0["host_ip"], host0["next_port"]),
             "program_key": self.launch.launch_id,
@@ -93,7 +95,7 @@ class Precompilations:
         self._slots, self._deadline_s = list(slots), self.clock() + timeout_s + AGENT_TIMEOUT_S
         self._answers, self._mailbox = {}, gang.mailbox()
         for host, slot in enumerate(slots):
-            orders = {**common, "host": host, **gang.orders(host)}
+            orders: Precompile = {**common, "host": host, **gang.orders(host)}
             self._mailbox.expect(host, gang.ask(slot, "precompile", orders, timeout_s))
 
     def _collect(self, mailbox: Mailbox) -> None:

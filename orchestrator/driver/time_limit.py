@@ -12,6 +12,7 @@ from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.run_state.launch import Launch
 from trainers.config.section import parse_duration_s
+from trainers.runtime import orders
 from trainers.runtime.stop_reason import StopReason
 
 ASK_AGAIN_S = 10.0
@@ -61,7 +62,7 @@ class TimeLimit:
             self._asked_last_s = now_s
             for host in range(generation.num_hosts):
                 # Not awaited: the hosts report by events that they have stopped.
-                gang.call(host, "order", {"cmd": "stop", "reason": str(StopReason.TIME_LIMIT)})
+                gang.call(host, "order", orders.stop(StopReason.TIME_LIMIT))
 
     def check(self, activity: str) -> None:
         """Called where no gang trains. Raises TimeIsUp, or TrainingFailed, if the limit has passed."""

@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.agent import orders as agent_orders
 from cluster.agent.driver_lease import StaleDriver
 from cluster.agent.event_log import EventLog
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import AgentGone, Answer, NoAnswer
 from tests.event_schema import check_event
+from trainers.runtime import orders as orders_of
 
 EPOCH_S = 1_000_000.0
 """The wall clock when a world begins."""
@@ -247,6 +249,7 @@ class Agent:
         process = self.process
         if process is None or not process.alive:
             return False
+        message = orders_of.read_command(message)
         if message["cmd"] == "fence":
             process.fence = int(message["path"])
         elif message["cmd"] == "stop":
@@ -263,6 +266,7 @@ class Agent:
     def _start(self, orders: dict[str, Any]) -> dict[str, Any]:
         if self.process is not None and self.process.alive:
             self.world.wrong(f"slot {self.slot} got orders for generation {orders['generation']} while its process runs")
+        agent_orders.read_start(orders_of.read_orders(orders))
         self.orders = orders
         self.log.clear()
         self.process = Process(self, orders["host"], orders["generation"], int(orders["fence"]), orders=orders)

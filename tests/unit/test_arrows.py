@@ -133,6 +133,7 @@ LIGHT_MODULES = tuple(
         "runtime/__init__",
         "runtime/context",
         "runtime/events",
+        "runtime/orders",
         "runtime/plain",
         "runtime/stop_reason",
         "storage/__init__",
