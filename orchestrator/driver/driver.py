@@ -10,14 +10,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from cluster.agent.machine import with_port
 from cluster.gang import acquire
 from cluster.gang.acquire import AdoptError, GangTimeout, StaleDriver
 from cluster.gang.calls import AgentGone, AwakeClock, NoAnswer, gather
-from cluster.gang.gang import Gang
+from cluster.gang.gang_like import AnyGang, GangsLike
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.ask_hosts import ask_hosts
@@ -79,7 +78,7 @@ class Driver:
         reporter: Reporter,
         recorders: Recorders,
         *,
-        gangs: ModuleType | Any = acquire,
+        gangs: GangsLike = acquire,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -169,6 +168,7 @@ class Driver:
         # The agents may have it, but this gang object is new: it gives it to the agents that come later.
         gang.prepare(self._preparation())
         number = gang.leads[0]["generation"]
+        assert number is not None  # of agents without orders no gang is adopted
         if number != record["generation"]:  # the previous driver ended before it could record the newest generation
             self.launch.adopt_generation(number)
         generation = Generation(
@@ -220,7 +220,7 @@ class Driver:
         gang.prepare(self._preparation())
         return self._start_generation()
 
-    def _use(self, gang: Gang) -> None:
+    def _use(self, gang: AnyGang) -> None:
         self._membership = Membership(self.config, gang, self.monotonic)
         arguments = (self.config, self.launch, self.board, self.events, self._membership, self.clock, self.monotonic)
         self._stop_requests = StopRequests(*arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.gang.gang import Gang
+from cluster.gang.gang_like import Asked
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.errors import TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
@@ -48,7 +48,7 @@ class TimeLimit:
     def passed(self) -> bool:
         return self._limit_s is not None and self.launch.time_used.seconds(self.clock()) >= self._limit_s
 
-    def poll(self, generation: Generation, gang: Gang) -> None:
+    def poll(self, generation: Generation, gang: Asked) -> None:
         """Called in every round of the poller. Raises TimeIsUp, or TrainingFailed, if the hosts do not stop in time."""
         if not self.passed:
             return

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.agent import orders as agent_orders
+from cluster.agent.answers import Description, TakenOver
 from cluster.agent.driver_lease import StaleDriver
 from cluster.agent.event_log import EventLog
+from cluster.agent.orders import MachineOrders
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import AgentGone, Answer, NoAnswer
 from tests.event_schema import check_event
@@ -249,12 +251,12 @@ class Agent:
         process = self.process
         if process is None or not process.alive:
             return False
-        message = orders_of.read_command(message)
-        if message["cmd"] == "fence":
-            process.fence = int(message["path"])
-        elif message["cmd"] == "stop":
-            self.world.jobs[self.job_key].stop(message["reason"])
-        elif message["cmd"] == "save":
+        command = orders_of.read_command(message)
+        if command["cmd"] == "fence":
+            process.fence = int(command["path"] or 0)
+        elif command["cmd"] == "stop":
+            self.world.jobs[self.job_key].stop(command["reason"])
+        elif command["cmd"] == "save":
             self.world.save_orders.append((process.host, self.world.now_s))
         return True
 
@@ -475,7 +477,7 @@ class Job:
             self._end()
             return
         self.step += 1
-        first = self.step == self.resumed_step + 1
+        first = self.step == (self.resumed_step or 0) + 1
         for process in self.processes.values():
             process.step = self.step
         if first:
@@ -525,7 +527,7 @@ class FakeSlot:
     lost: bool = False
     avoid_nodes: tuple[str, ...] = ()
     asked: Call | None = None
-    description: dict[str, Any] | None = field(default=None)
+    description: Description | None = field(default=None)
 
     @property
     def node_id(self) -> str | None:
@@ -539,7 +541,7 @@ class FakeGang:
         self.world, self.driver_term = world, driver_term
         self.slots: list[FakeSlot] = []
         self.members: list[FakeSlot] = []
-        self.leads: list[dict[str, Any]] = []
+        self.leads: list[TakenOver] = []
         self.version = 0
 
     def add_slot(self, number: int) -> FakeSlot:
@@ -561,8 +563,8 @@ class FakeGang:
         for slot in self.slots:
             self.ask(slot, "prepare", preparation)
 
-    def orders(self, host: int) -> dict[str, Any]:
-        return {}
+    def orders(self, host: int) -> MachineOrders:
+        return {"local_device_ids": None, "slice": 0, "cache_dir": None}
 
     def cluster_address(self) -> str:
         return "10.0.0.1:6379"
@@ -647,7 +649,7 @@ class FakeGangs:
     def __init__(self, world: World, num_slots: int, num_members: int):
         self.world, self.num_slots, self.num_members = world, num_slots, num_members
 
-    def clear(self, run_name: str, check_stop: Callable[[], None] = lambda: None) -> None:
+    def clear(self, run_name: str, *, check_stop: Callable[[], None] = lambda: None) -> None:
         self.world.effect()
         for job in self.world.jobs.values():
             # Of agents that came while the storage was away, the next driver cannot know.
@@ -674,7 +676,14 @@ class FakeGangs:
         return gang
 
     def adopt(
-        self, hosts: Any, run_name: str, record: dict[str, Any], *, check_stop: Callable[[], None], driver_term: int, **about: Any
+        self,
+        hosts: Any,
+        run_name: str,
+        record: Mapping[str, Any],
+        *,
+        check_stop: Callable[[], None],
+        driver_term: int,
+        **about: Any,
     ) -> FakeGang:
         gang, by_name = FakeGang(self.world, driver_term), {agent.name: agent for agent in self.world.agents}
         for one in record["slots"]:

@@ -153,12 +153,14 @@ class SimulatedRay:
     """As the module `cluster.gang.acquire` for a driver (`reserve`, `adopt`, `clear`), within `patched`."""
 
     def __init__(self, world: MeteredWorld):
-        self.world, self.agents, self.groups = world, {}, {}
+        self.world = world
+        self.agents: dict[str, Agent] = {}
+        self.groups: dict[str, Group] = {}
         self._numbers = itertools.count()
 
     # ------------------------------------------------------------------ as the module cluster.gang.acquire
 
-    def clear(self, run_name: str, check_stop: Callable[[], None]) -> None:
+    def clear(self, run_name: str, *, check_stop: Callable[[], None]) -> None:
         for agent in self.agents.values():
             agent.die()
         self.groups.clear()
@@ -265,5 +267,5 @@ class SimulatedRay:
 def launched(world: MeteredWorld, hosts: int, **driver: Any) -> tuple[Launched, SimulatedRay]:
     """A launch of a run of so many hosts, in a simulated Ray; to be run within its `patched`."""
     made, simulated = Launched(world, hosts=hosts, **driver), SimulatedRay(world)
-    made.gangs = simulated  # type: ignore[assignment]
+    made.gangs = simulated
     return made, simulated
