@@ -56,7 +56,8 @@ class World:
         self._counter = itertools.count()
         self.violations: list[str] = []
         self.num_effects = 0
-        self.max_effects, self.max_events = MAX_EFFECTS, MAX_EVENTS
+        self.max_effects: float = MAX_EFFECTS
+        self.max_events: float = MAX_EVENTS
         self.die_at: set[int] = set()
         """Numbers of effects (counted from 1) at which the driver dies."""
         self.stall_at: dict[int, float] = {}

@@ -36,7 +36,7 @@ class MeteredWorld(World):
     def __init__(self, *, in_time: bool = False, **about: Any):
         super().__init__(**about)
         self.in_time = in_time
-        self.max_effects = self.max_events = math.inf  # type: ignore[assignment]
+        self.max_effects = self.max_events = math.inf
         self.driver_cpu_s = 0.0
         self._driver_since_s: float | None = None
         """Of the thread's CPU clock, while the driver has the word."""
