@@ -15,6 +15,7 @@ from cluster.agent import agent as agent_module
 from cluster.agent import precompile as precompile_module
 from cluster.agent import preemption
 from cluster.agent import standby as standby_module
+from cluster.agent import state as state_module
 from cluster.agent.agent import HostAgent
 from cluster.agent.driver_lease import StaleDriver
 from cluster.agent.orders import OrderError
@@ -128,7 +129,7 @@ def test_a_poll_waits_for_an_event_and_no_longer(start):
 
 
 def test_the_newest_events_are_kept_and_those_that_say_how_it_stands(start, monkeypatch):
-    monkeypatch.setattr(agent_module, "MAX_EVENTS", 8)
+    monkeypatch.setattr(state_module, "MAX_EVENTS", 8)
     agent = start({})
     agent.start({"generation": 0})
     for number in range(20):

@@ -278,6 +278,14 @@ def test_a_wrong_configuration_is_told_without_waiting_for_ray():
     assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
 
 
+def test_what_an_agent_decides_needs_no_threads_clocks_files_or_processes():
+    reached = imported_with("cluster.agent.state")
+    assert {"cluster.agent.event_log", "cluster.agent.standby", "cluster.agent.watchdog"} <= reached
+    assert {"threading", "time", "os", "subprocess", "socket", "queue", "ray"} & {
+        top(name) for name in reached
+    } == set()
+
+
 def imported_with(*modules: str) -> set[str]:
     """Returns the names of all modules that are imported with these."""
     reached: set[str] = set()
