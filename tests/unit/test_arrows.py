@@ -281,9 +281,7 @@ def test_a_wrong_configuration_is_told_without_waiting_for_ray():
 def test_what_an_agent_decides_needs_no_threads_clocks_files_or_processes():
     reached = imported_with("cluster.agent.state")
     assert {"cluster.agent.event_log", "cluster.agent.standby", "cluster.agent.watchdog"} <= reached
-    assert {"threading", "time", "os", "subprocess", "socket", "queue", "ray"} & {
-        top(name) for name in reached
-    } == set()
+    assert {"threading", "time", "os", "subprocess", "socket", "queue", "ray"} & {top(name) for name in reached} == set()
 
 
 def imported_with(*modules: str) -> set[str]:
