@@ -131,6 +131,7 @@ LIGHT_MODULES = tuple(
         "runtime/__init__",
         "runtime/context",
         "runtime/events",
+        "runtime/orders",
         "runtime/plain",
         "runtime/stop_reason",
         "storage/__init__",
@@ -273,6 +274,12 @@ def test_a_wrong_configuration_is_told_without_waiting_for_ray():
     )
     assert "cluster.hosts.config" in reached
     assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
+
+
+def test_what_an_agent_decides_needs_no_threads_clocks_files_or_processes():
+    reached = imported_with("cluster.agent.state")
+    assert {"cluster.agent.event_log", "cluster.agent.standby", "cluster.agent.watchdog"} <= reached
+    assert {"threading", "time", "os", "subprocess", "socket", "queue", "ray"} & {top(name) for name in reached} == set()
 
 
 def imported_with(*modules: str) -> set[str]:
