@@ -28,7 +28,17 @@ ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax"
 FLOORS = {
     "trainers": (
         ("surroundings",),
-        ("config", "storage", "foreign_errors", "first_line", "program", "terminal", "other_systems", "published"),
+        (
+            "config",
+            "storage",
+            "jax_internals",
+            "foreign_errors",
+            "first_line",
+            "program",
+            "terminal",
+            "other_systems",
+            "published",
+        ),
         ("errors", "parallel", "recorders", "console"),
         ("turns",),
         ("runtime", "models", "optim", "tokenizers", "overrides"),
@@ -46,7 +56,7 @@ FLOORS = {
         ("evaluate", "prepare"),
         ("reference",),
     ),
-    "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
+    "cluster": (("hosts", "ray_internals"), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
         ("events", "shipped"),
         ("board", "failures"),
