@@ -45,7 +45,7 @@ class RunStarted(TypedDict):
 class Status(TypedDict):
     ev: Literal["status"]
     state: str
-    """A label of `cluster.agent.phases.PHASES`, or a state of the driver."""
+    """A label of `trainers.runtime.phases.PHASES`, or a state of the driver."""
     message: NotRequired[str]
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from cluster.agent.events import Event
-from cluster.agent.phases import PHASES
 
 FIRST = ("joined", "first_step", "overdue", "exception")
 """Kinds of which the first event is the fact."""
 NEWEST = ("restored", "saving", "saved", "save_failed", "done", "exit")
 """Kinds of which the newest event is the fact."""
+
+MAX_PHASES = 32
+"""Of how many phases the first event is kept. A start has a handful; a process may report any names."""
 
 
 class Facts:
@@ -22,6 +24,8 @@ class Facts:
 
     def __init__(self) -> None:
         self._facts: dict[Hashable, Event] = {}
+        self._phases: dict[Hashable, Event] = {}
+        """The event with which each phase was entered first."""
 
     def observe(self, event: Event) -> None:
         """Takes an event with its number `n`."""
@@ -32,8 +36,8 @@ class Facts:
             self._facts[kind] = event
         elif kind == "phase":
             # When each was entered first, for the phases of a recovery; and the one that it is in.
-            if event.get("phase") in PHASES:
-                self._facts.setdefault((kind, event["phase"]), event)
+            if len(self._phases) < MAX_PHASES or event.get("phase") in self._phases:
+                self._phases.setdefault(event.get("phase"), event)
             self._facts[kind] = event
         elif kind == "notice":
             self._facts.setdefault((kind, bool(event.get("node"))), event)
@@ -42,8 +46,9 @@ class Facts:
 
     def in_order(self) -> list[Event]:
         """Returns the facts in the order in which they came."""
+        facts = (*self._facts.values(), *self._phases.values())
         # By number: one event may be two facts.
-        return [event for _, event in sorted({event["n"]: event for event in self._facts.values()}.items())]
+        return [event for _, event in sorted({event["n"]: event for event in facts}.items())]
 
 
 def _went_back(event: Mapping[str, object]) -> bool:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from cluster.agent.answers import Findings
 from cluster.agent.events import Overdue, ProcessEvent
 from cluster.agent.inputs import Now
-from cluster.agent.limits import WatchdogConfig
-from cluster.agent.phases import SILENCE
+from cluster.agent.limits import SILENCE, Limits
 from cluster.agent.process_record import ProcessRecord
 from cluster.agent.watchdog import Alarm, Watchdog
 
@@ -14,15 +13,15 @@ from cluster.agent.watchdog import Alarm, Watchdog
 class HangMonitor:
     """Monitors one process in one generation."""
 
-    def __init__(self, config: WatchdogConfig, now_s: float):
+    def __init__(self, limits: Limits, now_s: float):
         self.stacks: str | None = None
         """Stacks, taken when the process became suspicious; None again if it made progress after all."""
         self.overdue: Overdue | None = None
         """The first `overdue` event of the generation."""
         self.taking: ProcessRecord | None = None
         """The process whose stacks are being taken."""
-        self._watchdog = Watchdog(config, now_s)
-        self._silent_limit_s = config.silent_s
+        self._watchdog = Watchdog(limits, now_s)
+        self._silent_limit_s = limits.silent_s
         self._last_sign_s = now_s
         self._stacks_requested = self._ended = False
 

@@ -1,46 +1,55 @@
-"""The limits of a training process without progress: how long each phase, a step and a save may take."""
+"""The limits of a process without progress, as they come with its orders: how long each phase, a step and a save may take."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FIRST_PHASE = "import"
+"""The phase of a process until it reports another."""
+STEPS = "train"
+"""The phase whose progress are steps."""
+FIRST_STEP = "first_step"
+"""The watchdog's name for STEPS before the end of the first step."""
+SAVE = "save"
+"""The watchdog's name for a save in flight, whatever the process does beside it."""
+SILENCE = "silence"
+"""What a process is in that reports nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchdogConfig:
-    """How long a training process may stay without progress, in seconds (configuration section `driver.watchdog`)."""
+class Limits:
+    """How long a process may stay without progress, in seconds. None, or a phase without an entry: no limit."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    import_s: float = 300.0
-    """From the start order until imports, configuration and data are ready. A warm standby needs no time."""
-    join_s: float = 120.0
-    """For all hosts to find each other."""
-    restore_s: float = 900.0
-    compile_s: float = 1800.0
-    first_step_s: float = 900.0
-    step_floor_s: float = 60.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """By the name that the process reports. Beside STEPS, which has a limit of its own."""
+    first_step_s: float | None = None
+    step_floor_s: float | None = None
     """The limit of a step is never shorter than this."""
-    step_factor: float = 20.0
+    step_factor: float = 0.0
     """The limit of a step is this factor times the generation's median step, if that is more than `step_floor_s`."""
-    save_s: float = 900.0
-    """From the start of a checkpoint until it is complete or has failed, whatever the process does meanwhile."""
-    evaluate_s: float = 900.0
-    """Without another batch of the evaluation, and for what follows the last one."""
-    preview_s: float = 900.0
-    """For the model to generate its previews, including the first compilation."""
-    finish_s: float = 900.0
-    silent_s: float | None = 3600.0
-    """For a trainer of one's own that reports neither phases nor steps: how long no process of the gang may send an event or
-    print a line. null: no limit. One host is enough to break the silence, for often only host 0 prints."""
+    save_s: float | None = None
+    """From the start of a save until it is complete or has failed."""
+    silent_s: float | None = None
+    """Without an event or a printed line, where nothing else has a limit."""
     stacks_before_s: float = 3.0
-    """How long before a limit the stacks are taken (at half the limit, if that is shorter): so the alarm has them."""
+    """How long before a limit the stacks are taken; at half the limit, if that is shorter."""
 
-    def __post_init__(self):
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        problems = [
-            f"{name} = {value}: expected more than 0" for name, value in values.items() if value is not None and not value > 0
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+
+NAMES = tuple(item.name for item in dataclasses.fields(Limits))
+
+
+def read(limits: Mapping[str, Any]) -> Limits:
+    """Returns the limits that came with orders. Raises ValueError."""
+    if unknown := [str(name) for name in limits if name not in NAMES]:
+        raise ValueError(f"there is no limit {unknown[0]!r}; the limits are {', '.join(NAMES)}")
+    phases = limits.get("phases", {})
+    if not isinstance(phases, Mapping):
+        raise ValueError(f"phases = {phases!r:.50}: expected an object")
+    numbers = {**{name: value for name, value in limits.items() if name != "phases"}, **phases}
+    for name, value in numbers.items():
+        if value is not None and (type(value) not in (int, float) or value < 0):
+            raise ValueError(f"{name} = {value!r:.50}: expected a number, at least 0")
+    return Limits(**limits)

@@ -6,12 +6,12 @@ driver may be of another version of the code than the agent, for a driver adopts
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict, cast
 
+from cluster.agent import limits as limits_of
 from cluster.agent.fields import problem_in
-from cluster.agent.limits import WatchdogConfig
+from cluster.agent.limits import Limits
 
 
 class OrderError(ValueError):
@@ -34,8 +34,8 @@ class StartOrders(TypedDict):
     host: NotRequired[int]
     """Absent: the process belongs to no gang. No driver can adopt it, and it cannot be profiled."""
     num_hosts: NotRequired[int]
-    limits: NotRequired[Mapping[str, float | None]]
-    """Of the generation's watchdog, by the names of `WatchdogConfig`. Absent: its defaults."""
+    limits: NotRequired[Mapping[str, Any]]
+    """Of the process without progress, by the names of `cluster.agent.limits.Limits`. Absent: none."""
     shown_lines: NotRequired[int]
     """How many of the lines that the process prints are shown in a second. Absent: none."""
 
@@ -59,16 +59,12 @@ class ProfileCommand(Command):
     """The answer of the process has the same."""
 
 
-def read_start(orders: Any) -> tuple[StartOrders, WatchdogConfig]:
-    """Returns the orders, and the limits of the generation's watchdog. Raises OrderError."""
+def read_start(orders: Any) -> tuple[StartOrders, Limits]:
+    """Returns the orders, and the limits in them. Raises OrderError."""
     _refuse("start", problem_in(StartOrders, orders))
-    limits = orders.get("limits", {})
-    names = [field.name for field in dataclasses.fields(WatchdogConfig)]
-    if unknown := [str(name) for name in limits if name not in names]:
-        _refuse("start", f"there is no limit {unknown[0]!r}; the limits are {', '.join(names)}")
     try:
-        return cast(StartOrders, orders), WatchdogConfig(**limits)
-    except (TypeError, ValueError) as error:
+        return cast(StartOrders, orders), limits_of.read(orders.get("limits", {}))
+    except ValueError as error:
         raise OrderError(f"the order 'start': limits: {error}") from error
 
 

@@ -22,6 +22,7 @@ from cluster.agent.event_log import EventLog
 from cluster.agent.events import MachineNotice, Overdue, Position, StartFailed, cut
 from cluster.agent.hang_monitor import HangMonitor
 from cluster.agent.inputs import Input, Now
+from cluster.agent.limits import FIRST_PHASE
 from cluster.agent.orders import OrderError, StartOrders
 from cluster.agent.process_record import ProcessRecord, post_mortem
 from cluster.agent.standby import Standby
@@ -224,7 +225,7 @@ class AgentState:
         except (RuntimeError, OrderError) as error:
             self._report_failed_start(event.orders, error, now)
             raise
-        self.orders, self._start = orders, _WaitingStart(event.call, orders, limits.import_s)
+        self.orders, self._start = orders, _WaitingStart(event.call, orders, limits.phases.get(FIRST_PHASE, 0.0))
         # The numbers of events go on, so a cursor of the last generation hides no event of this one.
         self.events.clear()
         self.monitor, self._overdue = HangMonitor(limits, now.s), []

@@ -1,4 +1,4 @@
-"""The watchdog: limits for each phase of a training process, and a pure class that checks its events against them.
+"""The watchdog: a pure class that checks the events of a process against the limits that came with its orders.
 
 Progress is a change of phase, another step (also an earlier one, after a rollback), another batch of an evaluation, or a save
 that ends. A heartbeat alone is not progress. All times are from one monotonic clock that the caller reads, so a host whose wall
@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.agent.events import ProcessEvent
-from cluster.agent.limits import WatchdogConfig
-from cluster.agent.phases import FIRST_STEP, PHASES
+from cluster.agent.limits import FIRST_PHASE, FIRST_STEP, SAVE, STEPS, Limits
 
 NUM_STEP_TIMES = 256
 """How many of the last step times the median is taken of."""
@@ -42,10 +41,10 @@ class _Task:
 class Watchdog:
     """Checks one process in one generation. Not thread-safe: the owner locks."""
 
-    def __init__(self, config: WatchdogConfig, now_s: float):
-        """Begins with the start order: the process is in the phase `import` until it reports another."""
-        self.config = config
-        self._phase: str | None = "import"
+    def __init__(self, limits: Limits, now_s: float):
+        """Begins with the start order."""
+        self.limits = limits
+        self._phase: str | None = FIRST_PHASE
         self._progress_s = now_s
         self._stepped = False
         self._position = 0
@@ -67,7 +66,7 @@ class Watchdog:
                 self._enter(None, now_s)
             case "first_step":
                 self._stepped = True
-                self._enter("train", now_s)
+                self._enter(STEPS, now_s)
                 self._position = event["step"]
                 self._last_step_s = now_s
             case "heartbeat":
@@ -115,26 +114,30 @@ class Watchdog:
             yield task.since_s + task.limit_s
 
     def _suspicious_after_s(self, task: _Task) -> float:
-        return task.limit_s - min(self.config.stacks_before_s, task.limit_s / 2)
+        return task.limit_s - min(self.limits.stacks_before_s, task.limit_s / 2)
 
     def _tasks(self) -> Iterator[_Task]:
         """Yields what has a limit now: the phase, and the oldest save in flight."""
-        phase = PHASES.get(self._phase or "")
-        if self._phase == "train" and not self._stepped:
-            yield _Task(FIRST_STEP, self._progress_s, self.config.first_step_s)
-        elif self._phase == "train":
-            yield _Task("train", self._progress_s, self._train_limit_s())
-        elif phase is not None and phase.limit is not None:
-            yield _Task(str(self._phase), self._progress_s, getattr(self.config, phase.limit))
-        if self._saves:
-            yield _Task("save", min(self._saves.values()), self.config.save_s)
+        name, limit_s = self._phase_limit()
+        if limit_s is not None:
+            yield _Task(name, self._progress_s, limit_s)
+        if self._saves and self.limits.save_s is not None:
+            yield _Task(SAVE, min(self._saves.values()), self.limits.save_s)
 
-    def _train_limit_s(self) -> float:
+    def _phase_limit(self) -> tuple[str, float | None]:
+        """Returns the phase, by the watchdog's name for it, and its limit."""
+        if self._phase != STEPS:
+            return str(self._phase), self.limits.phases.get(self._phase or "")
+        return (STEPS, self._step_limit_s()) if self._stepped else (FIRST_STEP, self.limits.first_step_s)
+
+    def _step_limit_s(self) -> float | None:
         """Returns the limit of a step. While a save is in flight, it is at least `save_s`: a loop that starts the next save
         waits for the one before."""
+        if self.limits.step_floor_s is None:
+            return None
         median_s = statistics.median(self._step_times_s) if self._step_times_s else 0.0
-        limit_s = max(self.config.step_floor_s, self.config.step_factor * median_s)
-        return max(limit_s, self.config.save_s) if self._saves else limit_s
+        limit_s = max(self.limits.step_floor_s, self.limits.step_factor * median_s)
+        return max(limit_s, self.limits.save_s or 0.0) if self._saves else limit_s
 
     def _enter(self, phase: str | None, now_s: float) -> None:
         self._phase, self._progress_s = phase, now_s
@@ -144,7 +147,7 @@ class Watchdog:
         """Takes the position of a heartbeat. Any other position is progress, an earlier one after a rollback too."""
         if position == self._position:
             return
-        if self._phase == "train":
+        if self._phase == STEPS:
             if self._last_step_s is not None and position > self._position:
                 self._step_times_s.append((now_s - self._last_step_s) / (position - self._position))
             self._progress_s = self._last_step_s = now_s

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import yaml
 
-from cluster.agent.limits import WatchdogConfig
 from cluster.hosts import config as hosts_config
 from cluster.hosts.config import HostsConfig
 from orchestrator.config import validate, yaml_source
@@ -27,6 +26,7 @@ from orchestrator.policies.elasticity import ElasticityPolicy
 from orchestrator.policies.quarantine import QuarantinePolicy
 from orchestrator.policies.restart import RestartPolicy
 from orchestrator.policies.stragglers import StragglerPolicy
+from orchestrator.policies.watchdog import WatchdogConfig
 from orchestrator.tracking.config import TrackingConfig
 from trainers.config import attention, near_keys
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object

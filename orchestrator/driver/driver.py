@@ -315,7 +315,7 @@ class Driver:
             "committed_step": launch.committed.step,
             "driver_term": launch.lease.driver_term,
             "time_used_s": launch.time_used.seconds(self.clock()),
-            "limits": dataclasses.asdict(self.config.driver.watchdog),
+            "limits": self.config.driver.watchdog.orders(),
         }
         # Recorded before the orders are sent. If the write is lost with this driver, the agents' own orders are the record.
         launch.formed(self._record(generation))

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 from cluster.agent import events as agent_events
-from cluster.agent.phases import PHASES
 from orchestrator.board import BoardLike
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.host_times import HostTimes
@@ -40,6 +39,7 @@ from trainers.runtime.events import (
     SaveFailed,
     course_left_at,
 )
+from trainers.runtime.phases import PHASES
 
 KEPT_STEP_TIMES = 100
 SHOWN_HOSTS = 32

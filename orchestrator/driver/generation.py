@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.agent.events import MachineNotice, Overdue
-from cluster.agent.phases import PHASES
 from orchestrator.events import HostEvent
 from orchestrator.run_state.incidents import Action
 from trainers.runtime.events import AnomalyTreated, Done, FirstStep, Notice
+from trainers.runtime.phases import PHASES
 from trainers.runtime.stop_reason import StopReason
 
 START_PHASES = tuple(name for name, phase in PHASES.items() if phase.before_first_step)

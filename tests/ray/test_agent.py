@@ -249,7 +249,7 @@ def test_a_generation_does_not_wait_for_ever_for_a_process_that_will_not_die(sta
     (holder,) = event(agent, "joined")["workers"]
     agent.halt(0.05)
     with pytest.raises(TimeoutError, match=rf"generation 1: process {pid} of generation 0 is still there \d+ s after SIGKILL"):
-        agent.start({"generation": 1, "limits": {"import_s": 0.2}})
+        agent.start({"generation": 1, "limits": {"phases": {"import": 0.2}}})
     os.kill(holder, signal.SIGKILL)
     assert agent.halt(LONG_S)["gone"]
 
@@ -355,8 +355,11 @@ def test_standbys_that_are_killed_again_and_again_are_a_failure(start, tmp_path)
 @pytest.mark.parametrize(
     ("orders", "problem"),
     [
-        ({"generation": 0, "limits": {"step_flor_s": 1.0}}, "there is no limit 'step_flor_s'; the limits are import_s, join_s"),
-        ({"generation": 0, "limits": {"save_s": -1}}, "limits: save_s = -1: expected more than 0"),
+        (
+            {"generation": 0, "limits": {"step_flor_s": 1.0}},
+            "limits: there is no limit 'step_flor_s'; the limits are phases, ",
+        ),
+        ({"generation": 0, "limits": {"save_s": -1}}, "limits: save_s = -1: expected a number, at least 0"),
         ({"generation": 0, "shown_lines": "5"}, "shown_lines = '5': expected int"),
         ({"host": 0}, "generation is missing"),
     ],
@@ -422,7 +425,7 @@ def test_a_standby_that_is_not_ready_in_time(start):
     assert wait_until(lambda: state(agent)["standby_pid"])
     standby = state(agent)["standby_pid"]
     with pytest.raises(TimeoutError, match=r"generation 3: .* is not ready after 1 s; it printed:"):
-        agent.start({"generation": 3, "limits": {"import_s": 1}})
+        agent.start({"generation": 3, "limits": {"phases": {"import": 1}}})
     told = event(agent, "overdue")
     assert (told["generation"], told["phase"], told["limit_s"]) == (3, "import", 1)
     assert "prepare (" in told["stacks"]
@@ -435,7 +438,7 @@ def test_a_standby_that_is_not_ready_in_time(start):
 def test_go_without_a_preparation(start):
     agent = start()
     with pytest.raises(TimeoutError, match=r"no preparation has come within 0.1 s; call prepare"):
-        agent.start({"generation": 0, "limits": {"import_s": 0.1}})
+        agent.start({"generation": 0, "limits": {"phases": {"import": 0.1}}})
     assert event(agent, "overdue")["stacks"] is None
 
 

@@ -142,6 +142,7 @@ LIGHT_MODULES = tuple(
         "runtime/context",
         "runtime/events",
         "runtime/orders",
+        "runtime/phases",
         "runtime/plain",
         "runtime/stop_reason",
         "storage/__init__",

@@ -44,7 +44,7 @@ class Warm(Envelope):
 class PhaseEntered(Envelope):
     ev: Literal["phase"]
     phase: str
-    """A name from `cluster.agent.phases.PHASES`."""
+    """A name from `trainers.runtime.phases.PHASES`."""
 
 
 class Joined(Envelope):

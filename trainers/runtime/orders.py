@@ -74,8 +74,8 @@ class Start(Member):
     """Absent: 0, no driver."""
     time_used_s: NotRequired[float]
     """The seconds of the `time_limit` that the run has used. Absent: 0."""
-    limits: NotRequired[Mapping[str, float | None]]
-    """For the agent: the limits of its watchdog."""
+    limits: NotRequired[Mapping[str, Any]]
+    """For the agent: how long the process may stay without progress."""
     shown_lines: NotRequired[int]
     """For the agent: how many printed lines to show in a second."""
 

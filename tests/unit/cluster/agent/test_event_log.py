@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.agent.event_log import EventLog
+from cluster.agent.facts import MAX_PHASES
 
 
 def told(log, kind, **fields):
@@ -39,8 +40,18 @@ def test_facts_outlive_the_events_and_are_few():
     assert by_kind["first_step"]["step"] == 1
     assert (by_kind["saved"]["step"], by_kind["anomaly"]["restored_step"]) == (990, 990)
     assert {"joined", "notice", "saving"} <= by_kind.keys()
-    assert [fact["phase"] for fact in facts if fact["ev"] == "phase"] == ["join", "restore", "train", "evaluate", "train"]
+    phases = [fact["phase"] for fact in facts if fact["ev"] == "phase"]
+    assert phases == ["join", "restore", "train", "evaluate", "a phase of my own", "train"]
     assert len(facts) < 20
+
+
+def test_a_process_that_reports_ever_new_phases_has_few_facts():
+    log = filled()
+    for number in range(1000):
+        told(log, "phase", phase=f"phase {number}")
+    phases = [fact["phase"] for fact in log.answer(0)["facts"] if fact["ev"] == "phase"]
+    assert (phases[:4], phases[-1]) == (["join", "restore", "train", "evaluate"], "phase 999")
+    assert len(phases) == MAX_PHASES + 1
 
 
 def test_who_has_missed_nothing_gets_no_facts():

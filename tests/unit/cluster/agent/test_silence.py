@@ -9,7 +9,7 @@ import pytest
 from cluster.agent import log_growth
 from cluster.agent.hang_monitor import HangMonitor
 from cluster.agent.inputs import Now
-from cluster.agent.limits import WatchdogConfig
+from orchestrator.policies.watchdog import WatchdogConfig
 
 PROCESS = SimpleNamespace(position=lambda: {"step": None, "batch_index": None})
 JOINED = {"t": 0.0, "ev": "joined"}
@@ -17,7 +17,7 @@ JOINED = {"t": 0.0, "ev": "joined"}
 
 def monitor(**limits):
     """One that has observed a process join at second 1000."""
-    made = HangMonitor(WatchdogConfig(**limits), 1000.0)
+    made = HangMonitor(WatchdogConfig(**limits).limits(), 1000.0)
     made.observe(JOINED, 1000.0)
     return made
 

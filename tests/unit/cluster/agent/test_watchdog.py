@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from cluster.agent.limits import WatchdogConfig
 from cluster.agent.watchdog import Alarm, Watchdog
+from orchestrator.policies.watchdog import WatchdogConfig
 
 CONFIG = WatchdogConfig(
     import_s=10,
@@ -20,7 +20,7 @@ CONFIG = WatchdogConfig(
     preview_s=75,
     finish_s=80,
     stacks_before_s=2,
-)
+).limits()
 
 
 def phase(name):
@@ -185,7 +185,7 @@ def test_going_on_ends_the_suspicion():
 
 
 def test_stacks_of_a_short_limit_are_taken_at_its_half():
-    config = WatchdogConfig(import_s=2, stacks_before_s=30)
+    config = WatchdogConfig(import_s=2, stacks_before_s=30).limits()
     assert alarms([], 10, config) == [(1, "import", "suspicious"), (2, "import", "overdue")]
 
 

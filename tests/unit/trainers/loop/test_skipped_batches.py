@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from cluster.agent.limits import WatchdogConfig
+from cluster.agent.limits import Limits
 from cluster.agent.watchdog import Watchdog
 from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers import runtime
@@ -73,7 +73,7 @@ class Beats(Callback):
 
 def alarms(told):
     """What the watchdog finds in a run whose steps take 10 s, where one may take 25 s."""
-    dog, now_s, found = Watchdog(WatchdogConfig(step_floor_s=25.0, step_factor=0.1), 0.0), 0.0, []
+    dog, now_s, found = Watchdog(Limits(step_floor_s=25.0, step_factor=0.1), 0.0), 0.0, []
     for event in told:
         now_s += 10.0 * (event["ev"] == "heartbeat")
         found += dog.look(now_s)

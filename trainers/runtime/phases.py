@@ -1,4 +1,4 @@
-"""The phases of a training process, in one table: name, time limit, goodput category, label on the console."""
+"""The phases of a training process, in one table: name, label on the console, goodput category, setting of its time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Phase:
     label: str
     """The state that the console shows while the least advanced host is in it."""
     limit: str | None = None
-    """The field of `WatchdogConfig` with its limit; None: the limit follows from the step times."""
+    """The setting of `driver.watchdog` with its limit; None: the limit follows from the step times."""
     before_first_step: bool = False
 
 
@@ -32,9 +32,3 @@ PHASES: Mapping[str, Phase] = {
     "finish": Phase("finish", "finishing", "finish_s"),
 }
 """In the order of a start. A gang is in the phase of its least advanced host."""
-
-FIRST_STEP = "first_step"
-"""The watchdog's name for `train` before the end of the first step, with the limit `first_step_s`."""
-
-SILENCE = "silence"
-"""What a trainer is in that reports nothing, with the limit `silent_s`."""
