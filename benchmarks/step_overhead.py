@@ -22,7 +22,7 @@ from trainers.callbacks import Callback, RunInfo
 from trainers.config import CheckpointConfig, EvaluationConfig
 from trainers.config.arguments import load_object
 from trainers.loop.time_used import TimeUsed
-from trainers.run import read
+from trainers.settings import read
 
 WARM_UP_STEPS = 5
 

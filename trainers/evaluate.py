@@ -29,8 +29,8 @@ from trainers.config.model import OF_EXECUTION
 from trainers.errors import TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import parser as command_parser
-from trainers.run import arguments_in, read
 from trainers.runtime.events import Event
+from trainers.settings import read, recorded
 from trainers.storage import not_finite
 from trainers.terminal import command
 
@@ -137,7 +137,7 @@ def recorded_with(source: str, overrides: Sequence[str]) -> TrainingArguments:
     except manifest.DamagedError as error:
         raise UsageError(f"{path} cannot be evaluated: {error}") from error
     named = {"arguments": meta["arguments_class"]} if "arguments_class" in meta else {}
-    return arguments_in({**meta["arguments"], **named}, overrides)
+    return recorded(str(path), {**meta["arguments"], **named}, overrides)
 
 
 def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArguments:

@@ -71,7 +71,7 @@ def num_cpus() -> int:
 def prepare(options: argparse.Namespace) -> None:
     """Raises UsageError, TransientError, ValueError or OSError."""
     from trainers import tokenizers
-    from trainers.run import read
+    from trainers.settings import read
 
     arguments = read(options.config, options.overrides)
     output = output_of(options, arguments)

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_output(options.output)
         say(f"reading {options.config}", stream=sys.stderr)
-        from trainers.run import read
+        from trainers.settings import read
 
         num_records = run(read(options.config, options.overrides), options.output)
     except (UsageError, TransientError, ValueError, OSError) as error:

@@ -2,14 +2,14 @@
 
     python -m trainers.run CONFIG [key=value ...]
 
-CONFIG is a file as the orchestrator reads it; the sections that concern machines have no meaning here. Overrides are as there,
-such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops; a second one ends the command at once.
+CONFIG is a file as the orchestrator reads it. The sections that concern machines have no meaning here, but a wrong key in them
+is refused. Overrides are as there, such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops; a
+second one ends the command at once.
 Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong; 3 stopped on request, state saved.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import os
@@ -17,40 +17,31 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from trainers.checkpoint import going_on
 from trainers.config import without_effect
-from trainers.config.arguments import (
-    ORCHESTRATOR_SECTIONS,
-    TrainingArguments,
-    dataset_function,
-    from_dict,
-    load_object,
-    recorded_arguments,
-)
-from trainers.config.masking import masked, masked_keys
+from trainers.config.arguments import TrainingArguments, dataset_function, load_object, recorded_arguments
+from trainers.config.masking import masked
+from trainers.config.yaml_source import ConfigError
 from trainers.console.log_file import LoggedConsole
 from trainers.console.screens import CONSOLE_LOG, Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
 from trainers.first_line import say
-from trainers.models.hf.pretrained import resolved
 from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event, course_left_at
 from trainers.runtime.stop_reason import StopReason
+from trainers.settings import ARGUMENTS_CLASS, read
 from trainers.storage.documents import is_url, write_text
 from trainers.terminal import command
 
 if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
     from trainers.protocol import TrainerOutput
 
-DEFAULT_ARGUMENTS = "trainers.config.arguments:TrainingArguments"
 STATES = {
     "import": "importing",
     "join": "joining",
@@ -156,9 +147,11 @@ def with_files(arguments: TrainingArguments, console: Console, began_s: float) -
 
 def settings_yaml(arguments: TrainingArguments) -> str:
     """Returns all settings, as they were resolved, in a form that `read` takes. Secrets are masked."""
+    import yaml
+
     recorded = recorded_arguments(arguments)
     settings = json.loads(json.dumps(recorded["arguments"]))  # tuples become lists
-    if recorded["arguments_class"] != DEFAULT_ARGUMENTS:
+    if recorded["arguments_class"] != ARGUMENTS_CLASS:
         settings["arguments"] = recorded["arguments_class"]
     return "# All settings, as they were resolved:\n" + yaml.safe_dump(settings, sort_keys=False, width=120, allow_unicode=True)
 
@@ -183,53 +176,12 @@ def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
 def failed(error: Exception) -> int:
     """Tells an error. Returns the exit status: 2 for one that explains itself, 1 for one that needs its traceback."""
     frame = user_frame(error)
-    is_explained = isinstance(error, UsageError | TransientError) or (isinstance(error, ValueError) and not frame)
+    is_explained = isinstance(error, UsageError | TransientError | ConfigError) or (isinstance(error, ValueError) and not frame)
     if not is_explained:
         traceback.print_exc()
     what = f"error: {error}" if is_explained else f"error: {type(error).__name__}: {error}"
     print(what + (f"\nin your code: {frame}" if frame else ""), file=sys.stderr)
     return 2 if is_explained else 1
-
-
-def read(path: str, overrides: Sequence[str] = ()) -> TrainingArguments:
-    """Returns the arguments in a file, changed by `key=value`. Raises UsageError or ValueError."""
-    try:
-        settings = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise UsageError(f"{path}: expected keys and values, such as those of configs/tiny.yaml")
-    settings.setdefault("name", Path(path).stem)
-    return arguments_in(settings, overrides)
-
-
-def arguments_in(settings: dict[str, Any], overrides: Sequence[str] = ()) -> TrainingArguments:
-    """Returns the arguments that settings describe, changed by `key=value`. Raises UsageError or ValueError."""
-    settings = copy.deepcopy(settings)
-    for item in overrides:
-        override(settings, item)
-    if hidden := [*masked_keys(settings)]:
-        raise UsageError(f"{', '.join(hidden)}: masked, for it had a secret; give {hidden[0]}=VALUE")
-    cls = load_object(settings.pop("arguments", DEFAULT_ARGUMENTS))
-    return resolved(from_dict(cls, {key: value for key, value in settings.items() if key not in ORCHESTRATOR_SECTIONS}))
-
-
-def override(settings: dict[str, Any], item: str) -> None:
-    """Sets what `section.key=value` says; the value is YAML. Raises UsageError."""
-    key, equals, text = item.partition("=")
-    *sections, name = key.split(".")
-    if not equals or not all((*sections, name)):
-        raise UsageError(f"{item!r}: expected key=value, such as evaluation.max_batches=100")
-    within = settings
-    for section in sections:
-        within[section] = within.get(section) or {}
-        within = within[section]
-        if not isinstance(within, dict):
-            raise UsageError(f"{item!r}: {section} is no section, it is {within!r}")
-    try:
-        within[name] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{item!r}: the value is no YAML: {error}") from error
 
 
 def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) -> Recorders:

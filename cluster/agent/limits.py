@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
     """How long a training process may stay without progress, in seconds (configuration section `driver.watchdog`)."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     import_s: float = 300.0
     """From the start order until imports, configuration and data are ready. A warm standby needs no time."""

@@ -15,15 +15,15 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "chex"
 NEVER = {
     "trainers": {"ray", "mlflow", "pydantic"},
     "cluster": JAX | {"mlflow", "pydantic", "transformers", "tokenizers"},
-    "orchestrator": JAX | {"transformers", "tokenizers"},
+    "orchestrator": JAX | {"pydantic", "transformers", "tokenizers"},
 }
 ONLY_WHERE_USED = {
-    "trainers": {"grain", "fsspec", "psutil", "rich", "transformers", "tokenizers"},
+    "trainers": {"grain", "fsspec", "psutil", "rich", "transformers", "tokenizers", "yaml"},
     "orchestrator": {"mlflow"},
 }
 """Heavy, or absent where a package is used alone: imported inside the functions that need them."""
 
-ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
+ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "etils"}}
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
@@ -33,7 +33,7 @@ FLOORS = {
         ("turns",),
         ("runtime", "models", "optim", "tokenizers", "overrides"),
         ("protocol",),
-        ("metrics", "data", "tasks"),
+        ("metrics", "data", "tasks", "settings"),
         ("step",),
         ("checkpoint", "evaluation"),
         ("export",),
@@ -89,6 +89,7 @@ LIGHT_MODULES = tuple(
         "config/hf_files",
         "config/importable",
         "config/keywords",
+        "config/machines",
         "config/masking",
         "config/mixture",
         "config/model",
@@ -107,6 +108,7 @@ LIGHT_MODULES = tuple(
         "config/vision",
         "config/weights",
         "config/without_effect",
+        "config/yaml_source",
         "console/__init__",
         "console/curves",
         "console/progress",
@@ -135,6 +137,7 @@ LIGHT_MODULES = tuple(
         "runtime/events",
         "runtime/plain",
         "runtime/stop_reason",
+        "settings",
         "storage/__init__",
         "storage/document_kind",
         "storage/documents",

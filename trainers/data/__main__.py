@@ -62,7 +62,7 @@ def show(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from trainers.run import read
+    from trainers.settings import read
 
     arguments = read(options.config, options.overrides)
     trainer = build(arguments)

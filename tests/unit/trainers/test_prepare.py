@@ -19,7 +19,7 @@ from trainers import prepare, tokenizers
 from trainers.data import __main__ as look
 from trainers.data.prepared import PreparedDocuments
 from trainers.data.sources.text import text_windows
-from trainers.run import read
+from trainers.settings import read
 from trainers.tasks.causal_lm import CausalLMTask
 
 TEXTS = [f"the gang of host {number} trains and restarts, and trains again. " * 4 for number in range(600)]

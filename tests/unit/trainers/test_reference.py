@@ -24,7 +24,7 @@ from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.sources.preference import pairs
 from trainers.data.sources.records import open_records
-from trainers.run import read
+from trainers.settings import read
 from trainers.tokenizers import load
 
 MODEL = {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 48}

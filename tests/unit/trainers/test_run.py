@@ -90,7 +90,8 @@ def test_a_run_that_is_refused_leaves_no_folder(run, tmp_path):
 def test_settings_of_a_class_of_ones_own_are_kept_with_its_name(tmp_path):
     text = trainers.run.settings_yaml(More(name="mine", max_num_steps=1, extra=3))
     (tmp_path / "config.yaml").write_text(text)
-    assert trainers.run.read(str(tmp_path / "config.yaml")) == More(name="mine", max_num_steps=1, extra=3)
+    again = trainers.run.read(str(tmp_path / "config.yaml"))
+    assert again == More(name="mine", max_num_steps=1, extra=3, storage=os.path.abspath("runs"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from trainers.config.mixture import MixtureSource
 from trainers.data.sources.text import Windows, text_windows
 from trainers.errors import DataError
 from trainers.planning.estimate import plan
-from trainers.run import read
+from trainers.settings import read
 
 LENGTH = 16
 
