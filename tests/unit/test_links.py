@@ -17,6 +17,7 @@ OTHERWISE = {
     "orchestrator/faultlab/testbed/live_run.py": OWN_MACHINE,
     "orchestrator/faultlab/testbed/local_cluster.py": OWN_MACHINE,
     "orchestrator/faultlab/testbed/resources.py": OWN_MACHINE,
+    "orchestrator/faultlab/testbed/screen.py": OWN_MACHINE,
     "trainers/diagnostics/fault_injection.py": OWN_MACHINE,
     "trainers/callbacks/hugging_face.py": NEW_FOLDER,
     "trainers/checkpoint/assets.py": NEW_FOLDER,

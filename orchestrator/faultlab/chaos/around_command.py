@@ -1,17 +1,20 @@
 """Faults around the command of a run: its terminal is closed, nobody reads what it prints, the disk is full as it ends.
 
-After the first and the last of them the command has ended, and is run again as a user would. What it said last, and its exit
-status, must be what is on the disk.
+Where the command has ended because of it, it is run again as a user would. What it said last, and its exit status, must be what
+is on the disk.
 """
 
 from __future__ import annotations
 
 import re
+import time
 
 from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
 from orchestrator.faultlab.testbed.live_run import Run
 from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 
+FULL_S = 15.0
+"""How long the disk stays full. A run whose last save has failed tries again meanwhile."""
 LAST_STRETCH_S = 600.0
 """The most that a run may need from its last fault but one to its end."""
 STOPPED_AT = re.compile(r"^stopped at (\d+); (?:saved at (\d+)|nothing is saved)", re.MULTILINE)
@@ -39,7 +42,7 @@ def fill_disk_at_end(testbed: Testbed, fault: Fault) -> Details:
     run.wait(lambda: newest_saved(run) >= wanted, f"its checkpoint of step {wanted}", LAST_STRETCH_S)
     said_before = len(run.console())
     disk.fill()
-    return {"before_last_save": before_last_save, "said_before": said_before}
+    return {"before_last_save": before_last_save, "said_before": said_before, "until_s": time.time() + FULL_S}
 
 
 def never(testbed: Testbed, injection: Injection) -> bool:
@@ -57,9 +60,12 @@ def go_on(testbed: Testbed, injection: Injection) -> None:
 
 
 def free_disk_and_go_on(testbed: Testbed, injection: Injection) -> None:
-    """Runs the command again, when there is room. It must not have told of a whole training that is not saved, or the other
-    way about."""
+    """Makes room, and runs the command again if it has ended. Then it must not have told of a whole training that is not saved,
+    or the other way about."""
     assert testbed.disk is not None
+    if testbed.run.running():
+        testbed.disk.free()
+        return
     status, saved = testbed.run.process.wait(), newest_saved(testbed.run)
     told = last_words(testbed.run, injection)
     finished = saved == testbed.max_steps

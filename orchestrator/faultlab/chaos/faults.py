@@ -245,10 +245,11 @@ KINDS: Mapping[str, Kind] = {
         "nobody reads what the command prints any more", around_command.stop_reading, must_show=False, needs="reader", last=1
     ),
     "disk_full_at_end": Kind(
-        "the run's storage is full as it ends; then there is room, and the command is run again",
+        "the run's storage is full as it ends, and has room later; the command is run again if it has ended",
         around_command.fill_disk_at_end,
+        named=STORAGE,
         must_show=False,
-        until=around_command.never,
+        until=injectors.time_is_up,
         heal=around_command.free_disk_and_go_on,
         needs="disk end",
         last=2,

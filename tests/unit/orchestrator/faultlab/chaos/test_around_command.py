@@ -81,6 +81,9 @@ class Ended:
     def start(self) -> None:
         self.started += 1
 
+    def running(self) -> bool:
+        return False
+
 
 def ended(kind, heal, run, **details):
     made = Injection(kind, 0, 0.0, 0.0, {"said_before": 0, **details})
@@ -122,6 +125,14 @@ def test_a_command_whose_terminal_is_closed_saves_stops_and_says_so(status, said
 def test_a_command_whose_disk_is_full_as_it_ends_tells_what_is_saved(status, said, saved, right):
     heal = around_command.free_disk_and_go_on
     assert (ended("disk_full_at_end", heal, Ended(status, said, *saved)) is None) == right
+
+
+def test_a_command_that_still_tries_gets_room_and_goes_on():
+    run, freed = Ended(0, ""), []
+    run.running = lambda: True
+    made = Injection("disk_full_at_end", 0, 0.0, 0.0, {"said_before": 0})
+    around_command.free_disk_and_go_on(injectors.Testbed(run, disk=SimpleNamespace(free=lambda: freed.append(1))), made)
+    assert (freed, run.started, made.problem) == ([1], 0, None)
 
 
 def test_what_was_said_before_the_fault_is_not_what_came_of_it():
