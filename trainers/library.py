@@ -34,13 +34,13 @@ from trainers.config.keywords import NO_END, as_given, plain, put, unknown
 from trainers.config.masking import masked
 from trainers.config.pieces import PiecesArguments
 from trainers.config.section import PATH, did_you_mean
+from trainers.console.of_events import lines
 from trainers.data.sources import pieces
 from trainers.errors import NotConfiguredError, UsageError
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import FILE, read
 from trainers.recorders.progress import Progress
 from trainers.recorders.recorder import About
-from trainers.run import lines
 from trainers.runtime.events import Event
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.loss import in_mode

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.training import of
-from trainers import prepare
 from trainers.base import BaseTrainer
+from trainers.commands import prepare
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.config.mixture import MixtureSource

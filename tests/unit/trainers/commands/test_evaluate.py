@@ -14,13 +14,13 @@ import yaml
 
 from tests import ROOT
 from tests.unit.training import flip_a_byte, of, trainer
-from trainers import evaluate
 from trainers.base import BaseTrainer
+from trainers.commands import evaluate
 from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.config.yaml_source import ConfigError
 from trainers.export import to_safetensors
 
-HERE = "tests.unit.trainers.test_evaluate:"
+HERE = "tests.unit.trainers.commands.test_evaluate:"
 
 
 class Marked(BaseTrainer):

@@ -16,10 +16,10 @@ import yaml
 from tests import ROOT
 from tests.unit.records import ListRecords
 from tests.unit.training import of
-from trainers import reference
 from trainers.base import BaseTrainer
 from trainers.checkpoint import weights
 from trainers.checkpoint.standalone import load_model
+from trainers.commands import reference
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.sources.preference import pairs
