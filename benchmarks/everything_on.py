@@ -24,6 +24,7 @@ from trainers.config.arguments import TrainingArguments, load_object
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.settings import read
+from trainers.trainer.assembly import assemble
 
 PUBLISH_EVERY_STEPS = 10
 NEVER = 1_000_000
@@ -96,7 +97,7 @@ class Kind:
         self._install()
         self.state = self.trainer.train()
         self._install()  # anew: this one was asked to stop
-        self.trainer._configure()
+        assemble(self.trainer)
 
     def round(self, steps: int) -> float:
         """Tokens per second."""

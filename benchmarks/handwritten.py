@@ -24,6 +24,7 @@ from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.config import CheckpointConfig, DataConfig, EvaluationConfig, ModelConfig, OptimizerConfig
 from trainers.config.arguments import TrainingArguments, load_object
+from trainers.trainer.assembly import assemble
 
 MODEL = ModelConfig(vocab_size=8192, width=384, num_layers=6, num_heads=6, num_kv_heads=6, mlp_width=1024, tie_embeddings=False)
 BATCH, TIME = 8, 256
@@ -40,7 +41,7 @@ def main() -> None:
         trainer = build(storage)
         state = trainer.train()
         runtime.install(runtime.Runtime(lambda event: None))
-        trainer._configure()
+        assemble(trainer)
         params = jax.tree.map(jnp.copy, state.params)
         num_parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         batches = [trainer.dataloaders.dataloader_train.batch(k)["tokens"][0] for k in range(4)]

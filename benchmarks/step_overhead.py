@@ -21,8 +21,12 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, RunInfo
 from trainers.config import CheckpointConfig, EvaluationConfig
 from trainers.config.arguments import load_object
+from trainers.loop.inflight import Flags
 from trainers.loop.time_used import TimeUsed
 from trainers.settings import read
+from trainers.trainer.assembly import assemble
+from trainers.trainer.beginnings import beginning
+from trainers.trainer.training_run import TrainingRun
 
 WARM_UP_STEPS = 5
 
@@ -38,7 +42,7 @@ def main() -> None:
         trainer = build(options.config, storage)
         state = trainer.train()  # compiles; the rounds below go on from its state
         runtime.install(runtime.Runtime(lambda event: None))
-        trainer._configure()
+        assemble(trainer)
         ratios = []
         for number in range(options.rounds):
             state, bare = bare_loop(trainer, state, options.steps)
@@ -69,7 +73,8 @@ class StopAfterWarmUp(Callback):
 def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     """Everything the loop does: reading, requests, publishing every few steps."""
     first = int(state.batch_index)
-    loop = trainer._build_loop(trainer._build_resume(trainer._beginning(None, state)), trainer._build_saver(TimeUsed()), first)
+    run = TrainingRun(trainer, assemble(trainer), TimeUsed())
+    loop = run.build_loop(run.build_resume(beginning(trainer, state=state)), first)
     loop.host_requests.limits = dataclasses.replace(loop.host_requests.limits, max_steps=first + steps)
     loop.resumed_step = -1  # the first step of a generation is waited for; these are not the first
     start = time.perf_counter()
@@ -81,7 +86,8 @@ def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
 def bare_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     program = trainer.functions.train_step_fn.compiled
     batches = [trainer.dataloaders.dataloader_train.batch(k) for k in range(4)]
-    metric_sums, flags = trainer._no_sums(), trainer._no_requests()
+    parts = assemble(trainer)
+    metric_sums, flags = trainer.assembly.zeros(parts.steps.step_layout), Flags(parts.mesh).array()
     jax.block_until_ready(batches)
     start = time.perf_counter()
     for k in range(steps):

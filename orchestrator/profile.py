@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.agent.answers import Profiled
 from orchestrator.config.job import ConfigError
 from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
 from trainers.first_line import say
+from trainers.runtime.orders import Profile
 from trainers.storage.documents import StorageError
 from trainers.terminal import command
 
@@ -26,8 +28,8 @@ TIMEOUT_S = 120.0
 CALL_GRACE_S = 15.0
 """How long to wait for the agents beyond the time that they wait themselves."""
 
-Outcome = dict[str, Any]
-"""The result of one host: `host`, `path`, `problem`."""
+Outcome = Profiled
+"""The result of one host."""
 
 
 @command
@@ -63,9 +65,10 @@ def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = 
     if not agents:
         raise NoRunError(f"the run in {run_dir} does not go on now: none of its agents is in the Ray cluster {gang['address']}")
     # The answer is found by this id: profiles that nobody asked for here are events too.
-    order = {"cmd": "profile", "id": uuid.uuid4().hex[:12], "steps": steps}
+    order: Profile = {"cmd": "profile", "id": uuid.uuid4().hex[:12], "steps": steps}
     answers = ask(agents, order, hosts, timeout_s)
-    silent = [{"host": host, "path": None, "problem": "no training process of this host answers"} for host in hosts]
+    silence = "no training process of this host answers"
+    silent: list[Outcome] = [{"host": host, "path": None, "problem": silence} for host in hosts]
     answered = {answer["host"] for answer in answers}
     return sorted([*answers, *(outcome for outcome in silent if outcome["host"] not in answered)], key=_host)
 
@@ -84,7 +87,7 @@ def find_agents(slots: Sequence[dict[str, Any]]) -> list[Any]:
     return [agent for agent in (find_agent(slot["name"]) for slot in slots) if agent is not None]
 
 
-def ask(agents: Sequence[Any], order: dict[str, Any], hosts: Sequence[int], timeout_s: float) -> list[Outcome]:
+def ask(agents: Sequence[Any], order: Profile, hosts: Sequence[int], timeout_s: float) -> list[Outcome]:
     """Returns the answers of the agents of these hosts. An agent that dies gives no answer."""
     import ray
 
@@ -100,6 +103,7 @@ def ask(agents: Sequence[Any], order: dict[str, Any], hosts: Sequence[int], time
 
 
 def _host(outcome: Outcome) -> int:
+    assert outcome["host"] is not None
     return outcome["host"]
 
 

@@ -1,7 +1,8 @@
-"""Runs both parts of the tests at once: `python -m tests.parts WORKERS [pytest's options]`, as the targets of the Makefile do.
+"""Runs the parts of the tests at once: `python -m tests.parts WORKERS [pytest's options]`, as the targets of the Makefile do.
 
-The part without Ray takes WORKERS files at a time. The part with Ray runs beside it, one file after the other: it waits more
-than it computes. What it writes is shown when the first part has ended. With 0 workers, one part runs after the other."""
+The part without Ray takes WORKERS files at a time. The two parts with Ray run beside it, each one file after the other: they
+wait more than they compute. What they write is shown when the first part has ended. With 0 workers, one part runs after the
+other."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from pathlib import Path
 
 WITHOUT_RAY = ("tests/unit", "tests/multihost")
 WITH_RAY = ("tests/ray", "tests/faults")
-SHOWN_LATER = Path("build/tests/with_ray.log")
+"""Each a part of its own."""
+SHOWN_LATER = Path("build/tests")
 NO_TESTS = 5
 """Pytest's exit status where the options have chosen no test of a part."""
 
@@ -21,15 +23,17 @@ NO_TESTS = 5
 def main(workers: str, *options: str) -> int:
     """Returns the exit status of pytest: that of the last part that failed, else 0 if any test has run."""
     without_ray = ("--numprocesses", workers, "--dist", "loadfile", "--no-loadscope-reorder", *WITHOUT_RAY, *options)
-    with_ray = (*WITH_RAY, *options)
     if int(workers) == 0:
-        return status_of([wait_for(start(without_ray)), wait_for(start(with_ray))])
-    SHOWN_LATER.parent.mkdir(parents=True, exist_ok=True)
-    beside = start(with_ray, SHOWN_LATER)
-    status = wait_for(start(without_ray))
-    shown = subprocess.Popen(("tail", "-n", "+1", "-f", f"--pid={beside.pid}", str(SHOWN_LATER)))
-    statuses = [status, wait_for(beside)]
-    wait_for(shown)
+        parts = (without_ray, *((folder, *options) for folder in WITH_RAY))
+        return status_of([wait_for(start(part)) for part in parts])
+    SHOWN_LATER.mkdir(parents=True, exist_ok=True)
+    outputs = [SHOWN_LATER / f"{Path(folder).name}.log" for folder in WITH_RAY]
+    beside = [start((folder, *options), output) for folder, output in zip(WITH_RAY, outputs, strict=True)]
+    statuses = [wait_for(start(without_ray))]
+    for process, output in zip(beside, outputs, strict=True):
+        shown = subprocess.Popen(("tail", "-n", "+1", "-f", f"--pid={process.pid}", str(output)))
+        statuses.append(wait_for(process))
+        wait_for(shown)
     return status_of(statuses)
 
 

@@ -24,7 +24,6 @@ import optax
 from flax import nnx
 
 from trainers import runtime
-from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
@@ -46,6 +45,8 @@ from trainers.runtime.stop_reason import StopReason
 from trainers.step.loss import in_mode
 from trainers.step.state import TrainState
 from trainers.tasks.pieces import PiecesTask
+from trainers.trainer.base_trainer import BaseTrainer
+from trainers.trainer.model_design import evaluated_parameters
 
 ARGUMENTS, TASK = "trainers.config.pieces:PiecesArguments", "trainers.tasks.pieces:PiecesTask"
 DATASETS, JSONL = "trainers.data.sources.pieces:datasets", "jsonl"
@@ -407,7 +408,7 @@ def callback_of(value: Any) -> Callback:
 def module(trainer: BaseTrainer, state: TrainState) -> nnx.Module:
     """Returns the model with the parameters that are evaluated."""
     base = trainer.frozen.get(BASE) if trainer.arguments.lora else None
-    model = trainer.model.merge(trainer.parameters_to_evaluate(state), state.model_state, frozen=base)
+    model = trainer.model.merge(evaluated_parameters(state), state.model_state, frozen=base)
     return in_mode(model, training=False)
 
 

@@ -24,11 +24,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
+from trainers.runtime import orders as orders_of
 from trainers.terminal import shown
 
 if TYPE_CHECKING:
     from trainers.errors import FailureKind
+    from trainers.runtime import Runtime
     from trainers.runtime.events import Event, ExceptionRaised, Result
+    from trainers.runtime.orders import Command, Member, Precompile, Preparation, Start
 
 PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
@@ -73,11 +76,14 @@ def main() -> None:
     pipe = EventPipe(os.fdopen(int(os.environ["EVENT_FD"]), "w"))
     process = os.getpid()
     try:
-        prepared = prepare_or_explain(next_message())
+        prepared = prepare_or_explain(orders_of.read_preparation(next_message()))
         pipe.send({"t": time.time(), "ev": "warm"})
-        orders = next_message()
-        os.environ.update(orders.get("env") or {})  # before JAX looks for devices; only the orders say which slices there are
-        (precompile if orders["cmd"] == "precompile" else run)(prepared, orders, pipe)
+        orders = orders_of.read_orders(next_message())
+        os.environ.update(orders.get("env", {}))  # before JAX looks for devices; only the orders say which slices there are
+        if orders["cmd"] == "precompile":
+            precompile(prepared, orders, pipe)
+        else:
+            run(prepared, orders, pipe)
     except BaseException as error:  # the process's boundary: recorded for the driver, then it ends
         if os.getpid() != process:
             end_of_child(error)
@@ -93,7 +99,7 @@ def let_trace(agent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
 
 
-def next_message() -> dict[str, Any]:
+def next_message() -> Any:
     line = sys.stdin.readline()
     if not line:
         finish(0)
@@ -119,7 +125,7 @@ def end_of_child(error: BaseException) -> NoReturn:
     finish(error.code or 0)
 
 
-def prepare_or_explain(message: dict[str, Any]) -> Prepared:
+def prepare_or_explain(message: Preparation) -> Prepared:
     """Prepares. Of a module that is not on this machine it says what a user needs to know of this machine."""
     try:
         return prepare(message)
@@ -134,7 +140,7 @@ def prepare_or_explain(message: dict[str, Any]) -> Prepared:
         raise explained from error
 
 
-def prepare(message: dict[str, Any]) -> Prepared:
+def prepare(message: Preparation) -> Prepared:
     """Does everything that needs no device: imports, configuration, data, shapes."""
     from trainers.runtime import distributed
 
@@ -149,7 +155,7 @@ def prepare(message: dict[str, Any]) -> Prepared:
     return Prepared(trainer_class, arguments, datasets, trainer)
 
 
-def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
+def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:
     from trainers import runtime
 
     host = runtime.Runtime(
@@ -157,13 +163,13 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
         restore_from=orders.get("restore_from"),
         program_key=orders.get("program_key"),
         stop_at=orders.get("stop_at"),
-        skip_batches=orders.get("skip_batches") or (),
+        skip_batches=orders.get("skip_batches", ()),
         fence=orders.get("fence"),
         run=orders.get("run"),
         committed_step=orders.get("committed_step"),
-        driver_term=orders.get("driver_term") or 0,
-        generation=orders.get("generation") or 0,
-        time_used_s=orders.get("time_used_s") or 0.0,
+        driver_term=orders.get("driver_term", 0),
+        generation=orders["generation"],
+        time_used_s=orders.get("time_used_s", 0.0),
     )
     runtime.install(host)
     # Before `join`: a stop or a notice that comes while the hosts wait for each other is not lost.
@@ -182,7 +188,7 @@ def run(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
     leave()
 
 
-def precompile(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> None:
+def precompile(prepared: Prepared, orders: Precompile, pipe: EventPipe) -> None:
     """Compiles and keeps the programs of a gang of this size, if the trainer can. Creates no state and trains nothing."""
     from trainers import runtime
 
@@ -195,18 +201,19 @@ def precompile(prepared: Prepared, orders: dict[str, Any], pipe: EventPipe) -> N
     leave()
 
 
-def join(prepared: Prepared, orders: dict[str, Any]) -> Any:
+def join(prepared: Prepared, orders: Member) -> Any:
     """Joins the gang, and returns the trainer."""
     from trainers import runtime
     from trainers.runtime import distributed
 
     host = runtime.current()
     host.phase("join")
+    devices = orders.get("local_device_ids")
     member = distributed.JoinSpec(
         host=orders["host"],
         num_hosts=orders["num_hosts"],
         coordinator=orders["coordinator"],
-        local_device_ids=orders.get("local_device_ids"),
+        local_device_ids=None if devices is None else tuple(devices),
     )
     if folder := orders.get("cache_dir"):
         distributed.use_compile_cache(folder)
@@ -268,19 +275,26 @@ def listen(host: Any) -> None:
     threading.Thread(target=heartbeat_loop, args=(host,), name="heartbeat", daemon=True).start()
 
 
-def read_commands(host: Any) -> None:
+def read_commands(host: Runtime) -> None:
     """Reads later orders. When the input ends, the agent is gone, and nobody else would ever stop this process."""
     for line in sys.stdin:
-        message = json.loads(line)
-        if message["cmd"] == "stop":
-            host.request_stop(message["reason"])
-        elif message["cmd"] == "save":
-            host.request_save()
-        elif message["cmd"] == "profile":
-            host.request_profile(message)
-        elif message["cmd"] == "fence":
-            host.fence(message["path"])
+        try:
+            obey(host, orders_of.read_command(json.loads(line)))
+        except ValueError as error:  # this thread must not end: the next order may be to save and stop
+            host.note(f"an order is not followed: {error}")
     finish(FAILED_EXIT_CODE)
+
+
+def obey(host: Runtime, command: Command) -> None:
+    match command["cmd"]:
+        case "stop":
+            host.request_stop(command["reason"])
+        case "save":
+            host.request_save()
+        case "profile":
+            host.request_profile(command)
+        case "fence":
+            host.fence(command["path"])
 
 
 def heartbeat_loop(host: Any) -> None:

@@ -2,33 +2,38 @@
 
 It is a plain class without JAX, and `gang/slots.py` makes it a Ray actor. It knows nothing of training: it passes JSON lines
 between the driver and its process, and reports when the process ends or makes no progress. Without a driver it goes on until its
-lease ends. All public methods are thread-safe. All but `is_led` and `profile` take the `driver_term` of the calling driver, renew
-its lease, and raise StaleDriver if a driver with a newer term has called before.
+lease ends. What it decides is in `state.py`; here are the threads, processes, files and clocks around that.
+
+All public methods are thread-safe. All but `is_led` and `profile` take the `driver_term` of the calling driver, renew its lease,
+and raise StaleDriver if a driver with a newer term has called before.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, cast
 
-from cluster.agent import log_growth, machine, preemption, stack_dump
-from cluster.agent.child_process import ExitStatus, child_env, import_path
-from cluster.agent.driver_lease import Lease
-from cluster.agent.event_log import EventLog
-from cluster.agent.events import Event, MachineNotice, MachineTakenAway, ProcessEvent, StartFailed, cut
-from cluster.agent.hang_monitor import HangMonitor
-from cluster.agent.limits import WatchdogConfig
+from cluster.agent import effects, inputs, log_growth, machine, preemption, stack_dump
+from cluster.agent import orders as orders_of
+from cluster.agent.answers import Description, Halted, Polled, Profiled, Started, TakenOver
+from cluster.agent.child_process import ChildProcess, child_env, import_path, log_tail
+from cluster.agent.events import Event, MachineTakenAway, ProcessEvent
+from cluster.agent.inputs import Input, Now
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
+from cluster.agent.orders import Command, ProfileCommand, StartOrders
 from cluster.agent.precompile import Precompilation
 from cluster.agent.printed import Printed
-from cluster.agent.process_record import ProcessRecord, note, post_mortem
-from cluster.agent.standby import Standby
+from cluster.agent.process_record import ExitStatus, ProcessRecord, note
+from cluster.agent.spawner import Spawner
+from cluster.agent.standby import describe_slow
+from cluster.agent.state import AgentState
 from cluster.hosts.process_env import PRIVATE_UMASK
 
 HALT_ANSWER_S = 1.0
@@ -37,14 +42,16 @@ CLOSE_WAIT_S = 60.0
 """How long an agent that ends waits for its processes to be gone."""
 LEASE_S = 120.0
 LOOK_S = 0.25
-"""How often the hang monitor is asked when it names no earlier time: its limits may shrink meanwhile."""
+"""How often the limits are looked at when no earlier time is known: they may shrink meanwhile."""
 LEASE_LOOK_S = 1.0
 STACKS_TIMEOUT_S = 5.0
 """How long `take_stacks` waits. Taking stacks needs a tenth of a second on an idle machine."""
-# A bound on memory: events are kept until the next generation, for a driver that adopts the gang.
-MAX_EVENTS = 10_000
 
 _log = logging.getLogger(__name__)
+
+
+def now() -> Now:
+    return Now(time.monotonic(), time.time())
 
 
 class HostAgent:
@@ -70,21 +77,16 @@ class HostAgent:
         if private_files:
             os.umask(PRIVATE_UMASK)  # its processes inherit it
         self._run_name = run_name
-        # One lock for all state below: the calls of the driver, the readers of pipes and the watchdog are
-        # different threads.
+        # One lock for the state: the calls of the driver, the readers of pipes and the watchdog are different threads.
         self._changed = threading.Condition()
-        self._lease = Lease(lease_s)
-        self._events = EventLog(MAX_EVENTS)
-        self._orders: dict[str, Any] | None = None
-        """The orders of the newest generation."""
-        self._waiting = False
-        """Whether a `start` waits for a process that can take the orders."""
-        self._hang_monitor: HangMonitor | None = None
-        self._current: ProcessRecord | None = None
-        self._notice: MachineNotice | None = None
-        self._closed = False
+        self._state = AgentState(module, lease_s, now().s)
+        self._answers: dict[Hashable, effects.Answer | effects.Refuse | effects.RefuseSlow] = {}
+        """Answers to calls whose threads have not taken them yet."""
+        self._calls = itertools.count()
+        self._children: dict[ProcessRecord, ChildProcess] = {}
+        """The processes that exist."""
         self._ended = threading.Event()
-        self._printed = Printed(self._on_printed)
+        self._printed = Printed(self._report)
         machine.ensure_home(os.environ)
         variables = {name: os.path.expanduser(value) for name, value in env.items()}  # `~` is the home on this machine
         # Of `hosts.env` too: it is added to the paths that this process has, and does not replace them.
@@ -92,19 +94,19 @@ class HostAgent:
         full_env = child_env(os.environ, {**variables, "PYTHONPATH": os.pathsep.join(import_path(paths))})
         copies, host = log_dir.rstrip("/"), os.path.basename(log_dir.rstrip("/"))
         self._logs = Logs(local_log_dir, run_name or "agents", host, copies, self._on_note)
-        self._standby = Standby(module, full_env, self._logs, self._changed, self._on_event, self._on_exit)
+        self._spawner = Spawner(module, full_env, self._logs, self._children.__setitem__, self._feed, self._watch)
         self._precompilation = Precompilation(module, full_env, self._logs)
-        threading.Thread(target=self._monitor_loop, name="watchdog", daemon=True).start()
-        threading.Thread(target=self._keep_lease, name="lease", daemon=True).start()
-        arguments = (self._current_log, self._on_output, self._ended)
-        threading.Thread(target=log_growth.follow, args=arguments, name="growth of logs", daemon=True).start()
+        _in_background("watchdog", self._keep_looking)
+        _in_background("lease", self._keep_lease)
+        _in_background("growth of logs", log_growth.follow, self._current_log, self._on_output, self._ended)
         if sources := preemption.sources(notice_file, metadata):
-            callbacks = (sources, self._on_notice, self._on_note)
-            threading.Thread(target=preemption.poll_sources, args=callbacks, name="notices", daemon=True).start()
+            _in_background("notices", preemption.poll_sources, sources, self._on_notice, self._on_note)
 
-    def describe(self, *, driver_term: int = 0) -> dict[str, Any]:
+    # ------------------------------------------------------------------ calls
+
+    def describe(self, *, driver_term: int = 0) -> Description:
         """Returns where the agent runs, and a free port on its host for the coordinator of the next generation."""
-        self._lease.renew(driver_term)
+        self._call(inputs.Call, driver_term)
         return {
             **machine.ray_node(),
             "hostname": socket.gethostname(),
@@ -114,91 +116,71 @@ class HostAgent:
             "next_port": machine.free_port(),
         }
 
-    def take_over(self, driver_term: int) -> dict[str, Any]:
+    def take_over(self, driver_term: int) -> TakenOver:
         """Makes the driver with this term the agent's driver. Returns `describe` and the state of the agent.
 
-        `generation` and `orders` are those of the newest `start`, None before the first. `alive`: it has a process, or waits for
-        one. `poll(first_event)` returns all events of the generation.
+        `poll(first_event)` returns all events of the generation.
         """
         # First: from here on a call of the former driver is refused (StaleDriver).
-        about = self.describe(driver_term=driver_term)
-        with self._changed:
-            # While a `start` waits, the current process is still that of the generation before.
-            current = self._current if self._current and not self._waiting else None
-            return {
-                **about,
-                "generation": self._orders["generation"] if self._orders else None,
-                "orders": self._orders,
-                "alive": self._waiting or (current is not None and current.alive),
-                "done": current is not None and current.done,
-                "first_event": self._events.first,
-                "next_event": self._events.next,
-            }
+        taken_over = self._call(inputs.TakeOver, driver_term)
+        return cast(TakenOver, {**self.describe(driver_term=driver_term), **taken_over})
 
     def keep(self, *, driver_term: int = 0) -> None:
         """Renews the lease and does nothing else."""
-        self._lease.renew(driver_term)
+        self._call(inputs.Call, driver_term)
 
     def is_led(self) -> bool:
         """Returns whether the agent has a driver: its lease has not ended."""
-        return self._lease.left_s() > 0
+        return self._lease_left_s() > 0
 
-    def profile(self, order: dict[str, Any], hosts: Sequence[int] | None, timeout_s: float) -> dict[str, Any]:
-        """Passes the order ({"cmd": "profile", "id", ...}) to the training process if its host is one of `hosts` (None: any).
+    def profile(self, order: ProfileCommand, hosts: Sequence[int] | None, timeout_s: float) -> Profiled:
+        """Passes the order to the training process if its host is one of `hosts` (None: any), and waits for the result.
 
-        Waits for the result: `host` (None: it is none of `hosts`), `path`, `problem` (None: the profile is written). Anybody may
-        call this, not only the driver: it changes nothing that a driver relies on.
+        Anybody may call this, not only the driver: it changes nothing that a driver relies on. Raises OrderError.
         """
+        order = orders_of.read_profile(order)
         with self._changed:
+            state = self._state
             # The cursor is read before the order is sent: a quick answer must not be missed.
-            process, host, cursor = self._current, (self._orders or {}).get("host"), self._events.next
-            can_profile = host is not None and process is not None and process.alive and not self._waiting
+            process, cursor = state.current, state.events.next
+            host = state.orders.get("host") if state.orders is not None else None
+            can_profile = host is not None and process is not None and process.alive and not state.waiting
             if not can_profile or (hosts is not None and host not in hosts):
                 return {"host": None, "path": None, "problem": None}
         assert process is not None
         # Outside the lock: a write to a process that does not read its input may block.
-        process.child.send(order)
+        self._send(process, order)
         with self._changed:
-            self._changed.wait_for(lambda: self._answer(order["id"], cursor) or process.done or not process.alive, timeout_s)
-            answer = self._answer(order["id"], cursor)
+            self._changed.wait_for(lambda: self._profiled(order["id"], cursor) or process.done or not process.alive, timeout_s)
+            answer = self._profiled(order["id"], cursor)
         if answer is None:
             why = "the training process has ended" if process.done or not process.alive else f"no answer within {timeout_s:g} s"
             phase = f" (it is in the phase {process.phase!r})" if process.phase != "train" else ""
             answer = {"problem": f"{why}{phase}"}
         return {"host": host, "path": answer.get("path"), "problem": answer["problem"]}
 
-    def _answer(self, request: str, cursor: int) -> Event | None:
+    def _profiled(self, request: str, cursor: int) -> Event | None:
         """Returns the process's event for the profile request with this id; None if it has not come."""
-        events = self._events.since(cursor)
+        events = self._state.events.since(cursor)
         return next((event for event in events if event.get("ev") == "profile" and event.get("id") == request), None)
 
     def prepare(self, preparation: dict[str, Any], *, driver_term: int = 0) -> None:
         """Starts the standby with this preparation; one that was started with another is replaced."""
-        self._lease.renew(driver_term)
-        with self._changed:
-            old = self._standby.prepare(preparation)
-        if old is not None:
-            old.child.kill()  # outside the lock: its exit takes the lock in another thread
+        self._call(inputs.Prepare, driver_term, preparation)
 
-    def start(self, orders: dict[str, Any], *, driver_term: int = 0) -> dict[str, Any]:
+    def start(self, orders: StartOrders, *, driver_term: int = 0) -> Started:
         """Makes the standby the current process as soon as it is warm, and gives it its orders.
 
-        `orders["limits"]` are the limits of the generation's watchdog (`WatchdogConfig` as a dict; default: its defaults). A
-        standby whose preparation failed becomes the current process too: its exception and its exit are then events of this
-        generation. Raises RuntimeError if a process still runs, if none can be started, or if `halt` comes first. Raises
-        TimeoutError if none is warm within `import_s`. All of these but the halt are reported as events of the generation too.
+        A standby whose preparation failed becomes the current process too: its exception and its exit are then events of this
+        generation. Raises OrderError for orders that this agent does not understand. Raises RuntimeError if a process still runs,
+        if none can be started, or if `halt` comes first. Raises TimeoutError if none is warm within `import_s`. All of these but
+        the halt are reported as events of the generation too.
         """
         # First: a driver that has lost the run must not start a second gang here.
-        self._lease.renew(driver_term)
+        self._call(inputs.Call, driver_term)
         self._precompilation.stop()  # it takes cores, and perhaps device memory, that the start needs
-        try:
-            process = self._take_standby(orders)
-        except RuntimeError as error:
-            self._report_failed_start(orders, error)
-            raise
-        if process.alive:
-            process.child.send(orders)  # if it died just now, its exit event says so
-        return {"pid": process.child.pid, **self._log_of(process), "next_port": machine.free_port()}
+        started = self._call(inputs.Start, driver_term, orders)
+        return cast(Started, {**started, "next_port": machine.free_port()})
 
     def precompile(self, orders: dict[str, Any], timeout_s: float, *, driver_term: int = 0) -> str | None:
         """Compiles, in a separate process, the programs of one rank of another gang. Waits; returns what went wrong, or None.
@@ -206,9 +188,9 @@ class HostAgent:
         `orders` are like those of `start`, as far as they describe how to join, with "cmd": "precompile". The next `start`,
         `halt` or `shutdown` ends the process.
         """
-        self._lease.renew(driver_term)
+        self._call(inputs.Call, driver_term)
         with self._changed:
-            preparation = self._standby.preparation
+            preparation = self._state.standby.preparation
         if preparation is None:
             return "no preparation has come"
         try:
@@ -216,310 +198,214 @@ class HostAgent:
         except OSError as error:
             return f"cannot start a process: {error}"
 
-    def order(self, message: dict[str, Any], *, driver_term: int = 0) -> bool:
-        """Passes a line to the current process. Returns False if there is no process that can take it."""
-        self._lease.renew(driver_term)
-        with self._changed:
-            process = self._current
-        return process is not None and process.alive and process.child.send(message)
+    def order(self, message: Command, *, driver_term: int = 0) -> bool:
+        """Passes a line to the current process. Returns False if there is no process that can take it. Raises OrderError."""
+        return self._call(inputs.Order, driver_term, message)
 
-    def poll(self, cursor: int = 0, wait_s: float = 0.0, *, driver_term: int = 0) -> dict[str, Any]:
+    def poll(self, cursor: int = 0, wait_s: float = 0.0, *, driver_term: int = 0) -> Polled:
         """Returns the events from `cursor` on, each with its number `n`; waits for one at most `wait_s`. If the log has dropped
         some of them, the answer has the `facts` of the generation, and how many are `missed` (`EventLog.answer`).
 
         The `cursor` in the answer is for the next poll. Heartbeats are not events: the answer has the newest one separately.
         """
-        self._lease.renew(driver_term)
-        with self._changed:
-            # Heartbeats do not end this wait: with thousands of hosts each long poll would become a short one.
-            self._changed.wait_for(lambda: self._events.next > cursor, wait_s)
-            return {
-                **self._events_since(cursor),
-                "heartbeat": self._current.heartbeat if self._current else None,
-                "host_state": self._host_state(),
-            }
+        return self._call(inputs.Poll, driver_term, cursor, wait_s, timeout_s=wait_s)
 
     def take_stacks(self, timeout_s: float = STACKS_TIMEOUT_S, *, driver_term: int = 0) -> None:
         """Takes the stacks of the process. To be called on all hosts when one of them hangs, before any is halted.
 
         Then `halt` returns the stacks of this host too, even if its own limits are not near yet. Waits at most `timeout_s`.
         """
-        self._lease.renew(driver_term)
-        with self._changed:
-            if self._hang_monitor is not None:
-                self._hang_monitor.request_stacks(self._monitored(), timeout_s)
+        self._call(inputs.TakeStacks, driver_term, timeout_s, timeout_s=timeout_s)
 
-    def halt(self, timeout_s: float = HALT_ANSWER_S, *, cursor: int | None = None, driver_term: int = 0) -> dict[str, Any]:
+    def halt(self, timeout_s: float = HALT_ANSWER_S, *, cursor: int | None = None, driver_term: int = 0) -> Halted:
         """Kills the current process and its group, waits a little until it is gone, and returns its post-mortem. A `start` that
         still waits for its process gives up.
 
         A process with very much memory, or one that waits for a disk, may take longer to die than `timeout_s`. Then the answer
-        has `gone` = False, `dying_s` (seconds since the first halt) and `dying_state` (its state in the kernel now), and the
-        caller asks again. A `start` waits for its end.
+        has `gone` = False, and the caller asks again. A `start` waits for its end.
 
-        `exit` is None if the process was alive until this call; `pid` is None if there was none. `state` is its state in the
-        kernel before. The `stacks` were taken when it had been without progress for nearly too long, or by `take_stacks`.
-        `clock_s` is this machine's wall clock at the call. With a `cursor`, the answer has the `events` from there on, and the
-        next `cursor`, like that of `poll`.
+        The `stacks` were taken when it had been without progress for nearly too long, or by `take_stacks`. With a `cursor`, the
+        answer has the `events` from there on, and the next `cursor`, like that of `poll`.
         """
-        self._lease.renew(driver_term)
-        # Read before the kill, which may take long: the driver converts the times of this host's clock with it.
-        asked_at_s = time.time()
+        self._call(inputs.Call, driver_term)
         self._precompilation.stop()
-        with self._changed:
-            hang_monitor, orders = self._hang_monitor, self._orders
-            # A process that an earlier halt did not see die comes first: it may still hold the devices.
-            process = self._dying() or self._monitored()
-            if process is self._standby.process and self._waiting and hang_monitor is not None and hang_monitor.overdue is None:
-                process = None  # a standby that may still become warm: the next generation needs it
-            # Ends a `start` that still waits: it must not take the standby after this halt.
-            self._waiting = False
-            self._changed.notify_all()
-        # Outside the lock: the exit is recorded under it by another thread, and `kill` waits for that.
-        gone = process is None or process.kill(timeout_s)
-        with self._changed:
-            generation = orders["generation"] if orders else None
-            about = {"generation": generation, "notice": self._notice, "gone": gone, "clock_s": asked_at_s}
-            if process is not None and not gone:
-                about |= {"dying_s": process.dying_s(), "dying_state": stack_dump.process_state(process.child.pid)}
-            if cursor is not None:
-                about |= self._events_since(cursor)
-            return {
-                **post_mortem(process),
-                **self._log_of(process),
-                **about,
-                **(hang_monitor.findings() if hang_monitor else {"stacks": None, "overdue": None}),
-            }
+        answer: Halted = self._call(inputs.Halt, driver_term, timeout_s, cursor, timeout_s=timeout_s)
+        if not answer["gone"] and answer["pid"] is not None:
+            answer["dying_state"] = stack_dump.process_state(answer["pid"])
+        return answer
 
     def shutdown(self, *, driver_term: int = 0) -> None:
         """Kills the current process and the standby. Nothing is started any more."""
-        self._lease.renew(driver_term)
+        self._call(inputs.Shutdown, driver_term)
         self._close()
 
-    def _close(self) -> None:
+    def _call(self, kind: type[inputs.Call], driver_term: int, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Passes a call to the state, and waits for its answer. `timeout_s`: when the state answers in any case."""
+        call = next(self._calls)
+        self._feed(kind(call, driver_term, *arguments))
+        # After the state has read its clock: it does not answer later than this.
+        due_s = None if timeout_s is None else now().s + timeout_s
+        while (answer := self._wait_for_answer(call, due_s)) is None:
+            self._feed(inputs.TimePassed())
+        match answer:
+            case effects.Refuse():
+                raise answer.error
+            case effects.RefuseSlow():
+                raise TimeoutError(f"generation {answer.generation}: {self._why_slow(answer)}")
+        if answer.first is not None:
+            self._do(answer.first)
+        return answer.value
+
+    def _wait_for_answer(self, call: int, due_s: float | None) -> effects.Answer | effects.Refuse | effects.RefuseSlow | None:
         with self._changed:
-            self._closed, self._waiting = True, False
-            self._ended.set()
-            processes = [process for process in (self._current, self._standby.close()) if process is not None]
-            self._changed.notify_all()
-        # All are killed before any is waited for: one that dies slowly must not keep the others alive.
-        for process in processes:
-            process.child.kill()
+            self._changed.wait_for(lambda: call in self._answers, None if due_s is None else max(0.0, due_s - now().s))
+            return self._answers.pop(call, None)
+
+    def _why_slow(self, slow: effects.RefuseSlow) -> str:
+        process = slow.process
+        if slow.dying and process is not None:
+            name = f"process {process.pid} of generation {process.generation}"
+            return f"{name} is still there {slow.waited_s:.0f} s after SIGKILL ({stack_dump.process_state(process.pid)})"
+        with self._changed:
+            prepared = self._state.standby.preparation is not None
+        # Without the lock: a disk may hang.
+        return describe_slow(prepared, process, log_tail(process.log_path) if process is not None else (), slow.waited_s)
+
+    # ------------------------------------------------------------------ inputs and effects
+
+    def _feed(self, event: Input) -> None:
+        """Passes what has happened to the state, and does what it says. Not to be called with the lock held."""
+        with self._changed:
+            todo = self._state.handle(event, now())
+            if not isinstance(event, inputs.Look | inputs.TimePassed) and not _is_heartbeat(event):
+                self._changed.notify_all()
+        for effect in todo:
+            self._do(effect)
+
+    def _do(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Answer() | effects.Refuse() | effects.RefuseSlow():
+                with self._changed:
+                    self._answers[effect.call] = effect
+                    self._changed.notify_all()
+            case effects.Spawn():
+                self._spawner.request(effect.preparation)
+            case effects.Send():
+                sent = self._send(effect.process, effect.message)
+                if effect.call is not None:
+                    self._do(effects.Answer(effect.call, sent))
+            case effects.Kill():
+                self._kill(effect.process)
+            case effects.ReadStacks():
+                _in_background(f"stacks of {effect.process.pid}", self._read_stacks, effect.process)
+            case effects.ReadOverdue():
+                _in_background("log of what is overdue", self._read_overdue, effect)
+
+    def _send(self, process: ProcessRecord, message: Mapping[str, Any]) -> bool:
+        """Writes a line to a process. Returns False if it is gone."""
+        child = self._children.get(process)
+        return child is not None and child.send(message)  # if it died just now, its exit says so
+
+    def _kill(self, process: ProcessRecord) -> None:
+        child = self._children.get(process)
+        if child is not None:
+            # Before the kill: the state shows what it was doing.
+            self._feed(inputs.KernelState(process, stack_dump.process_state(process.pid)))
+            child.kill()
+
+    def _read_stacks(self, process: ProcessRecord) -> None:
+        # In a thread of its own: reading the stacks may take seconds.
+        child = self._children.get(process)
+        self._feed(inputs.StacksTaken(process, stack_dump.stacks(child) if child is not None else None))
+
+    def _read_overdue(self, what: effects.ReadOverdue) -> None:
+        # In a thread of its own: a disk may hang.
+        process = what.process
+        tail = log_tail(process.log_path) if process is not None else []
+        state = stack_dump.process_state(process.pid) if process is not None else None
+        self._feed(inputs.OverdueSeen(what.alarm, state, tail))
+
+    def _watch(self, process: ProcessRecord, child: ChildProcess) -> None:
+        child.watch(lambda event: self._on_event(process, event), lambda how: self._on_exit(process, how))
+
+    def _on_event(self, process: ProcessRecord, event: ProcessEvent) -> None:
+        if event["ev"] in ("done", "exception"):
+            self._show_printed(process)  # first: after these the driver may ask no more
+        self._feed(inputs.Said(process, event))
+
+    def _on_exit(self, process: ProcessRecord, how: ExitStatus) -> None:
+        tail = log_tail(process.log_path)
+        self._show_printed(process)
+        self._logs.copy()
+        self._feed(inputs.Exited(process, how, tail))
+        self._children.pop(process, None)
+
+    def _close(self) -> None:
+        """Waits until all processes are gone, and copies the last logs. The state is closed already."""
+        self._ended.set()
         self._precompilation.close()
-        for process in processes:
-            process.child.wait_gone(CLOSE_WAIT_S)
+        for child in list(self._children.values()):
+            child.wait_gone(CLOSE_WAIT_S)
+        self._spawner.close()
         # Last: until here the processes may have printed something.
         self._logs.close(CLOSE_TIMEOUT_S)
 
-    # ------------------------------------------------------------------ a generation
-
-    def _take_standby(self, orders: dict[str, Any]) -> ProcessRecord:
-        """Waits until the standby is warm and makes it the current process of a new generation."""
-        config = WatchdogConfig(**orders.get("limits") or {})
-        with self._changed:
-            self._check_free(orders)
-            self._orders, self._waiting = orders, True
-            # The numbers of events go on, so a cursor of the last generation hides no event of this one.
-            self._events.clear()
-            hang_monitor = self._hang_monitor = HangMonitor(config, self._changed, self._report)
-            if self._standby.process is None:
-                self._standby.request()
-            try:
-                # A standby that never gets warm ends this wait too: the monitor reports it as overdue after `import_s`.
-                self._changed.wait_for(lambda: not self._waiting or hang_monitor.overdue is not None or self._ready())
-                if not self._waiting:
-                    raise Halted(f"generation {orders['generation']} was halted before its process was ready")
-                if dying := self._dying():  # it still holds the devices: another process could not open them
-                    raise TimeoutError(f"generation {orders['generation']}: {dying.describe_dying()}")
-                settled, process = self._standby.settled(), self._standby.take()
-            finally:
-                # After an error too: else every later start would be refused because this one still waits.
-                self._waiting = False
-            if process is not None:
-                self._begin(process, orders)
-        if process is None or not settled:
-            slow = self._standby.describe_slow(process, config.import_s)
-            raise TimeoutError(f"generation {orders['generation']}: {slow}")
-        return process
-
-    def _check_free(self, orders: dict[str, Any]) -> None:
-        start = f"start of generation {orders['generation']}"
-        if self._waiting:
-            assert self._orders is not None
-            raise RuntimeError(f"{start}: generation {self._orders['generation']} waits for its process; call halt first")
-        if self._current is not None and self._current.alive and not self._dying():
-            running = f"process {self._current.child.pid} of generation {self._current.generation} still runs"
-            raise RuntimeError(f"{start}: {running}; call halt first")
-
-    def _ready(self) -> bool:
-        """Returns whether the standby can be taken, and no process of an earlier generation holds the devices."""
-        return self._standby.settled() and not self._dying()
-
-    def _dying(self) -> ProcessRecord | None:
-        """Returns the process of the previous generation if it was killed and still exists."""
-        return self._current if self._current is not None and self._current.dying else None
-
-    def _begin(self, process: ProcessRecord, orders: dict[str, Any]) -> None:
-        self._current, process.generation = process, orders["generation"]
-        for event in process.early_events:
-            self._report(event)
-        if not process.alive and self._hang_monitor is not None:
-            self._hang_monitor.end()
-        self._changed.notify_all()
-
-    def _report_failed_start(self, orders: dict[str, Any], error: RuntimeError) -> None:
-        # The driver asked for the halt: this is no failure of the host.
-        if isinstance(error, Halted):
-            return
-        event: StartFailed = {
-            "t": time.time(),
-            "ev": "exception",
-            "type": type(error).__name__,
-            "message": cut(str(error)),
-            "kind": "crash",
-            "traceback": "",
-            "step": None,
-        }
-        with self._changed:
-            # Not by `_report`: a start that was refused has not made its generation the newest one.
-            self._events.append({**event, "generation": orders["generation"]})
-            self._changed.notify_all()
-
-    def _report(self, event: Mapping[str, Any]) -> None:
-        self._events.append({**event, "generation": self._orders["generation"] if self._orders else None})
-        self._changed.notify_all()
-
-    def _on_event(self, process: ProcessRecord, event: ProcessEvent) -> None:
-        kind = event["ev"]
-        if kind in ("done", "exception"):
-            self._show_printed(process)  # first: after these the driver may ask no more
-        with self._changed:
-            process.observe(event)
-            if process is self._current and self._waiting:  # of the previous generation, whose end `start` waits for
-                return
-            if process is not self._current:
-                if kind != "heartbeat":  # kept for the generation that it will belong to
-                    process.early_events.append(event)
-                    self._changed.notify_all()
-                return
-            if self._hang_monitor is not None:
-                # Heartbeats too: the step in them is the progress that the watchdog looks at.
-                self._hang_monitor.observe(event)
-            if kind == "heartbeat":
-                return
-            self._report(event)
-            # Not before the first step: the start of a standby would slow the recovery down.
-            if kind == "first_step" and self._standby.process is None:
-                self._standby.request()
-
-    def _on_exit(self, process: ProcessRecord, how: ExitStatus) -> None:
-        log_tail = process.child.log_tail()  # before the lock is taken: a disk may hang
-        self._show_printed(process)
-        self._logs.copy()
-        with self._changed:
-            process.end(how, log_tail)
-            if process is self._current:
-                self._on_current_exit(process)
-            elif process is self._standby.process:
-                self._standby.ended(process)
-            self._changed.notify_all()
-
-    def _on_current_exit(self, process: ProcessRecord) -> None:
-        # While a `start` waits, the monitor is that of the next generation already.
-        if self._hang_monitor is not None and not self._waiting:
-            self._hang_monitor.end()
-        # A process that the agent killed did not fail.
-        if not process.halted and process.exit is not None:
-            self._report(process.exit)
-        # After a failure before the first step there is no standby yet. After `done`, none is needed.
-        if not process.done and self._standby.process is None:
-            self._standby.request()
-
     # ------------------------------------------------------------------ background threads
 
-    def _monitor_loop(self) -> None:
-        with self._changed:
-            while not self._closed:
-                due_s = self._hang_monitor.act(self._monitored()) if self._hang_monitor is not None else LOOK_S
-                self._changed.wait(min(due_s, LOOK_S))
-
-    def _monitored(self) -> ProcessRecord | None:
-        """Returns the process that is, or is about to become, that of the newest generation."""
-        return self._standby.process if self._waiting else self._current
+    def _keep_looking(self) -> None:
+        while not self._ended.is_set():
+            self._feed(inputs.Look())
+            with self._changed:
+                self._changed.wait(min(self._state.next_look_s(now().s), LOOK_S))
 
     def _keep_lease(self) -> None:
-        while (left_s := self._lease.left_s()) > 0:
-            with self._changed:
-                if self._closed:
-                    return
-                self._changed.wait(min(left_s, LEASE_LOOK_S))
-        _log.warning("no driver has called for %g s: ending the processes, giving the machine back", self._lease.lease_s)
+        while (left_s := self._lease_left_s()) > 0:
+            if self._ended.wait(min(left_s, LEASE_LOOK_S)):
+                return
+        _log.warning("no driver has called for %g s: ending the processes, giving the machine back", self._state.lease.lease_s)
         # First: removing the groups (below) ends this agent, and the last logs would not be copied.
+        self._feed(inputs.LeaseEnded())
         self._close()
         if self._run_name is not None:
             from cluster.placement import cleanup
 
-            cleanup.exit_agent(self._run_name, self._lease.driver_term)
+            cleanup.exit_agent(self._run_name, self._state.lease.driver_term)
+
+    def _lease_left_s(self) -> float:
+        with self._changed:
+            return self._state.lease.left_s(now().s)
 
     def _on_notice(self, notice: MachineTakenAway | None) -> None:
-        with self._changed:
-            if notice is None:
-                self._notice = None  # withdrawn: the next notice is reported again
-            elif self._notice is None:
-                self._notice = {"t": time.time(), "ev": "notice", **notice, "reason": cut(notice["reason"]), "node": True}
-                self._report(self._notice)
+        self._feed(inputs.Notice(notice))
 
     def _current_log(self) -> str | None:
         with self._changed:
-            return self._current.child.log_path if self._current else None
+            return self._state.current.log_path if self._state.current else None
 
     def _on_output(self) -> None:
+        self._feed(inputs.Printed())
         with self._changed:
-            if self._hang_monitor is not None:
-                self._hang_monitor.hear()
-            process = self._current
+            process = self._state.current
         if process is not None:
             self._show_printed(process)
 
     def _show_printed(self, process: ProcessRecord) -> None:
         with self._changed:
-            shown = process is self._current and not self._waiting
-            orders = self._orders
+            shown = process is self._state.current and not self._state.waiting
+            orders = self._state.orders
         if shown:
-            self._printed.show(process.child.log_path, orders)
-
-    def _on_printed(self, event: Mapping[str, Any]) -> None:
-        with self._changed:
-            self._report(event)
+            self._printed.show(process.log_path, orders)
 
     def _on_note(self, message: str) -> None:
-        with self._changed:
-            self._report(note(message))
+        self._report(note(message, now().wall_s))
 
-    # ------------------------------------------------------------------ parts of answers
-
-    def _log_of(self, process: ProcessRecord | None) -> dict[str, Any]:
-        """Returns the paths of a process's log: on this machine, and of its copy."""
-        path = process.child.log_path if process else None
-        return {"log_path": path, "log_copy": self._logs.copy_of(path) if path else None}
-
-    def _events_since(self, cursor: int) -> dict[str, Any]:
-        return self._events.answer(cursor)
-
-    def _host_state(self) -> dict[str, Any]:
-        current, standby = self._current, self._standby.process
-        return {
-            "t": time.time(),
-            "pid": current.child.pid if current else None,
-            "generation": current.generation if current else None,
-            "alive": current is not None and current.alive,
-            "silence": self._hang_monitor.silence(current) if self._hang_monitor and current and not self._waiting else None,
-            **self._log_of(current),
-            "standby": self._standby.state(),
-            "standby_pid": standby.child.pid if standby else None,
-            "notice": self._notice,
-        }
+    def _report(self, event: Mapping[str, Any]) -> None:
+        self._feed(inputs.Reported(event))
 
 
-class Halted(RuntimeError):
-    """`halt` came while a `start` waited for its process."""
+def _is_heartbeat(event: Input) -> bool:
+    return isinstance(event, inputs.Said) and event.event["ev"] == "heartbeat"
+
+
+def _in_background(name: str, work: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=work, args=arguments, name=name, daemon=True).start()

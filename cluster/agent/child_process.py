@@ -22,12 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import cluster
 from cluster.agent import log_mark
 from cluster.agent.events import ProcessEvent, problem_of
+from cluster.agent.process_record import ExitStatus
 from cluster.hosts import environment
 
 _log = logging.getLogger(__name__)
@@ -61,18 +61,6 @@ os.execv(sys.executable, [sys.executable, "-u", "-m", module])
 """
 """A small program that forks the guard and then becomes the child. Not done in `preexec_fn`: the parent has threads, and a fork
 copies the locks that they hold."""
-
-
-@dataclass(frozen=True)
-class ExitStatus:
-    """How a process ended."""
-
-    code: int | None
-    """None if a signal ended it."""
-    signal: int | None
-    at_s: float
-    by_parent: bool
-    """It was alive until `kill` was called: its end is not a failure."""
 
 
 def child_env(inherited: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
@@ -115,7 +103,7 @@ def log_tail(path: str, lines: int = LOG_TAIL_LINES) -> list[str]:
         return [f"(the log {path} cannot be read: {error})"]
 
 
-def spawn(module: str, *, env: Mapping[str, str], first_line: dict[str, Any], log_path: str) -> ChildProcess:
+def spawn(module: str, *, env: Mapping[str, str], first_line: Mapping[str, Any], log_path: str) -> ChildProcess:
     """Starts `python -m module` and sends it its first line. The calling thread must live as long as the child should."""
     # Pipe ends that stay here are not inheritable: if another child held the guard's pipe too, it would never break.
     events, events_child = os.pipe()
@@ -167,7 +155,7 @@ class ChildProcess:
         reader.start()
         threading.Thread(target=self._wait, args=(reader, on_exit), name=f"end of {self.pid}", daemon=True).start()
 
-    def send(self, message: dict[str, Any]) -> bool:
+    def send(self, message: Mapping[str, Any]) -> bool:
         """Writes one line to the child. Returns False if the child is gone."""
         assert self._popen.stdin is not None
         try:

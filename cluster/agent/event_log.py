@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.agent.answers import Told
 from cluster.agent.events import Event
 from cluster.agent.facts import Facts
 
@@ -36,11 +37,11 @@ class EventLog:
         """Returns the kept events from this number on. Their `n` may have gaps where events were dropped."""
         return self._events[bisect.bisect_left(self._events, number, key=_number) :]
 
-    def answer(self, number: int) -> dict[str, Any]:
+    def answer(self, number: int) -> Told:
         """Returns the `events` from this number on, and the `cursor` for the next question. If some of them were dropped: how
         many (`missed`), and the `facts` of the generation, of which some may be among the events too."""
         events = self.since(number)
-        answer = {"cursor": self.next, "events": events}
+        answer: Told = {"cursor": self.next, "events": events}
         missed = self.next - max(number, self.first) - len(events)
         return {**answer, "missed": missed, "facts": self._facts.in_order()} if missed > 0 else answer
 

@@ -10,6 +10,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NotRequired, TypedDict, get_args, get_type_hints
 
+from cluster.agent.fields import problem_in
+
 Event = dict[str, Any]
 """As it travels: any JSON object."""
 
@@ -164,24 +166,15 @@ ProcessEvent = Warm | Joined | PhaseEntered | FirstStep | Heartbeat | Save | Pro
 
 
 def problem_of(event: Any) -> str:
-    """Returns why the agent cannot go by an event of its process; "" if it can. It looks at the fields that are declared here
-    and must be there, as far as they are numbers or text."""
+    """Returns why the agent cannot go by an event of its process; "" if it can. It looks at the fields that are declared here, as
+    far as they are numbers or text."""
     if not isinstance(event, dict) or not isinstance(event.get("ev"), str):
         return "expected an object with `ev`"
-    for name, hint in _needed().get(event["ev"], {}).items():
-        # By the exact type: True is an int for Python.
-        if type(event.get(name)) is not hint:
-            return f"{name} = {event.get(name)!r:.50}: expected {hint.__name__}"
-    return ""
+    schema = _schemas().get(event["ev"])
+    return problem_in(schema, event) if schema is not None else ""
 
 
 @functools.cache
-def _needed() -> dict[str, dict[str, type]]:
-    """Returns the type of each field by its name, for each kind of event of a process."""
-    needed: dict[str, dict[str, type]] = {}
-    for schema in get_args(ProcessEvent):
-        hints = get_type_hints(schema, include_extras=True)
-        fields = {name: hint for name, hint in hints.items() if hint in (int, str)}
-        for kind in get_args(hints["ev"]):
-            needed[kind] = fields
-    return needed
+def _schemas() -> dict[str, type]:
+    """Returns the schema of each kind of event of a process that is declared here."""
+    return {kind: schema for schema in get_args(ProcessEvent) for kind in get_args(get_type_hints(schema)["ev"])}

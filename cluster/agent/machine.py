@@ -11,6 +11,8 @@ from typing import Any
 
 import ray
 
+from cluster.agent.answers import RayNode
+
 FIRST_PORT, LAST_PORT = 20_100, 32_700
 """Above the ports of Ray's workers, below those that Linux gives to outgoing connections. A port is chosen now and used minutes
 or days later, by the next generation: no outgoing connection may have taken it by then."""
@@ -49,9 +51,10 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def ray_node() -> dict[str, Any]:
+def ray_node() -> RayNode:
     """Returns the Ray node of this process: address, id and labels. Without Ray it is the loopback address."""
     if not ray.is_initialized():
         return {"host_ip": "127.0.0.1", "node_id": None, "labels": {}}
     context = ray.get_runtime_context()
-    return {"host_ip": ray.util.get_node_ip_address(), "node_id": context.get_node_id(), "labels": context.get_node_labels()}
+    labels: Any = context.get_node_labels()
+    return {"host_ip": ray.util.get_node_ip_address(), "node_id": context.get_node_id(), "labels": labels}

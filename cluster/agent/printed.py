@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.agent import events
+from cluster.agent.orders import StartOrders
 
 MAX_BYTES = 1 << 18
 """How much of a log is read at once: of more, only its end."""
 MAX_LINE = 500
 """Characters of a line; the log has all of it."""
-ASKED = "shown_lines"
-"""The key of the orders of a host: how many lines to show in a second. Without it none is shown."""
 
 
 class Printed:
@@ -27,9 +26,9 @@ class Printed:
         self._path: str | None = None
         self._offset = 0
 
-    def show(self, path: str | None, orders: Mapping[str, Any] | None) -> None:
+    def show(self, path: str | None, orders: StartOrders | None) -> None:
         """Reports the complete lines that are new, the last ones if there are more than `orders` ask for."""
-        asked = (orders or {}).get(ASKED) or 0
+        asked = orders.get("shown_lines", 0) if orders is not None else 0
         if not asked or path is None:
             return
         with self._lock:  # until they are reported: two threads must not change their order

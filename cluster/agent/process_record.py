@@ -1,21 +1,34 @@
-"""The agent's record of one training process, and the post-mortem that it makes of it."""
+"""What an agent knows of one training process, and the post-mortem that it makes of it. Pure."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from cluster.agent import stack_dump
-from cluster.agent.child_process import ChildProcess, ExitStatus
+from cluster.agent.answers import PostMortem
 from cluster.agent.events import Exit, Heartbeat, Note, Position, ProcessEvent, Raised, cut
 
 
-class ProcessRecord:
-    """One training process, from its start as a standby to its end. Guarded by the agent's lock."""
+@dataclass(frozen=True)
+class ExitStatus:
+    """How a process ended."""
 
-    def __init__(self, child: ChildProcess):
-        self.child = child
+    code: int | None
+    """None if a signal ended it."""
+    signal: int | None
+    at_s: float
+    by_parent: bool
+    """It was alive until its agent killed it: its end is not a failure."""
+
+
+class ProcessRecord:
+    """One training process, from its start as a standby to its end."""
+
+    def __init__(self, pid: int, log_path: str, log_copy: str | None = None):
+        self.pid = pid
+        self.log_path, self.log_copy = log_path, log_copy
+        """The paths of its log: on its machine, and of its copy."""
         self.early_events: list[Mapping[str, Any]] = []
         """Events from the time before it belonged to a generation."""
         self.generation: int | None = None
@@ -40,21 +53,14 @@ class ProcessRecord:
         """Whether it was killed and still exists: freeing very much memory takes minutes."""
         return self.alive and self._killed_at_s is not None
 
-    def dying_s(self) -> float:
+    def dying_s(self, now_s: float) -> float:
         """Returns the seconds since it was killed."""
-        return time.monotonic() - self._killed_at_s if self._killed_at_s is not None else 0.0
+        return now_s - self._killed_at_s if self._killed_at_s is not None else 0.0
 
-    def describe_dying(self) -> str:
-        name = f"process {self.child.pid} of generation {self.generation}"
-        return f"{name} is still there {self.dying_s():.0f} s after SIGKILL ({stack_dump.process_state(self.child.pid)})"
-
-    def kill(self, timeout_s: float) -> bool:
-        """Kills the process and waits; returns whether it is gone. To be called without the lock."""
-        if self.alive and self._killed_at_s is None:  # before the kill: the state shows what it was doing
-            self.state = stack_dump.process_state(self.child.pid)
-            self._killed_at_s = time.monotonic()
-        self.child.kill()
-        return self.child.wait_gone(timeout_s)
+    def kill(self, now_s: float) -> None:
+        """Records that it is killed now, the first time."""
+        if self._killed_at_s is None:
+            self._killed_at_s = now_s
 
     def observe(self, event: ProcessEvent) -> None:
         """Records the part of an event that the agent itself needs."""
@@ -79,7 +85,7 @@ class ProcessRecord:
             "code": how.code,
             "signal": how.signal,
             "log_tail": list(log_tail),
-            "pid": self.child.pid,
+            "pid": self.pid,
         }
 
     def excusable(self) -> bool:
@@ -93,15 +99,15 @@ class ProcessRecord:
         return {"step": heartbeat and heartbeat["step"], "batch_index": heartbeat and heartbeat["batch_index"]}
 
 
-def note(message: str) -> Note:
-    """Returns a `note` event: a message of the agent for people."""
-    return {"t": time.time(), "ev": "note", "message": cut(message)}
+def note(message: str, at_s: float) -> Note:
+    """Returns a `note` event: a message of the agent for people. `at_s`: seconds since 1970."""
+    return {"t": at_s, "ev": "note", "message": cut(message)}
 
 
-def post_mortem(process: ProcessRecord | None) -> dict[str, Any]:
-    """Returns what is known of a process after its end; all None if there was none. `exit` is None if the agent killed it."""
+def post_mortem(process: ProcessRecord | None) -> PostMortem:
+    """Returns what is known of a process after its end."""
     return {
-        "pid": process.child.pid if process else None,
+        "pid": process.pid if process else None,
         "exit": process.exit if process and not process.halted else None,
         "exception": process.exception if process else None,
         "last_heartbeat": process.heartbeat if process else None,

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.agent.fields import problem_in
+from cluster.agent.orders import GangOrders
+
 
 class AdoptError(Exception):
     """The agents of an earlier driver are not a complete gang; the message says why."""
@@ -16,9 +19,11 @@ class AdoptError(Exception):
 def newest_generation(leads: Mapping[int, Mapping[str, Any]]) -> list[int]:
     """Returns the slots of the newest generation's hosts, in host order. `leads`: the answers of `HostAgent.take_over`, by slot.
 
-    Raises AdoptError if the agent of one of its hosts is not among them.
+    Raises AdoptError if the agent of one of its hosts is not among them, or if an agent has orders of another kind.
     """
-    ordered = {slot: lead["orders"] for slot, lead in leads.items() if lead["orders"] is not None}
+    ordered = {slot: lead["orders"] for slot, lead in leads.items() if lead.get("orders") is not None}
+    if odd := [(slot, problem) for slot, orders in ordered.items() if (problem := problem_in(GangOrders, orders))]:
+        raise AdoptError(f"the agent of slot {odd[0][0]} has orders that belong to no gang: {odd[0][1]}")
     newest = max((orders["generation"] for orders in ordered.values()), default=None)
     if newest is None:
         raise AdoptError("no agent has orders for a generation" if leads else "no agent answers")

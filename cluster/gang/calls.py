@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -45,6 +45,14 @@ class Answer:
     value: Any = None
     error: Exception | None = None
     """AgentGone, NoAnswer, or what the agent's method raised."""
+
+
+class MailboxLike(Protocol):
+    """What whoever makes calls needs of a mailbox. See `Mailbox`."""
+
+    def expect(self, tag: Any, call: Any) -> None: ...
+
+    def collect(self, timeout_s: float) -> list[Answer]: ...
 
 
 class Mailbox:
@@ -85,7 +93,7 @@ class AwakeClock:
 
 
 def gather(
-    mailbox: Mailbox, ask: Callable[[Any], Any], timeouts_s: Mapping[Any, float], clock: Callable[[], float] = time.monotonic
+    mailbox: MailboxLike, ask: Callable[[Any], Any], timeouts_s: Mapping[Any, float], clock: Callable[[], float] = time.monotonic
 ) -> dict[Any, Answer]:
     """Makes the call `ask(tag)` for each tag of `timeouts_s`; returns one answer for each, NoAnswer where none came in time.
 

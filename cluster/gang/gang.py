@@ -14,14 +14,16 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from cluster.agent import preemption
+from cluster.agent.answers import TakenOver
 from cluster.agent.driver_lease import StaleDriver
 from cluster.agent.events import cut
+from cluster.agent.orders import MachineOrders
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import GONE_ERRORS, Mailbox
 from cluster.gang.lease_keeper import LeaseKeeper
@@ -68,7 +70,7 @@ class Gang:
         self.slots: list[Slot] = []
         self.members: list[Slot] = []
         """In host order: `members[i]` is JAX's process i."""
-        self.leads: list[dict[str, Any]] = []
+        self.leads: list[TakenOver] = []
         """After `adopt`: the answer of each member's agent to `HostAgent.take_over`."""
         self._maker, self._avoid_nodes = maker, tuple(avoid_nodes)
         self._bundles = Bundles(self.config, self.run_name, self.driver_term)
@@ -86,7 +88,7 @@ class Gang:
         return [slot.agent for slot in self.members]
 
     @property
-    def descriptions(self) -> list[dict[str, Any]]:
+    def descriptions(self) -> list[Mapping[str, Any]]:
         """Each member's last answer to `HostAgent.describe`, in host order: host_ip, node_id, pid, ..."""
         return [slot.description or {} for slot in self.members]
 
@@ -94,7 +96,7 @@ class Gang:
         """Returns the number of the TPU slice that a host belongs to; 0 for other kinds of hosts."""
         return 0
 
-    def orders(self, host: int) -> dict[str, Any]:
+    def orders(self, host: int) -> MachineOrders:
         """Returns the part of a host's start orders that depends on its machine."""
         config = self.config
         return {
@@ -515,7 +517,7 @@ class Gang:
             except AdoptError:
                 if candidates is self.slots:
                     raise
-        self.leads = [leads[slot.number] for slot in self.members]
+        self.leads = [cast(TakenOver, leads[slot.number]) for slot in self.members]
 
     def _take_over_slot(self, slot: Slot) -> None:
         if slot.probe is not None and ray.wait([slot.probe], timeout=0)[0]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cluster.agent.orders import MachineOrders
 from cluster.gang.gang import Gang
 from cluster.gang.slots import Slot
 from cluster.hosts.capacity import whole_slices
@@ -30,7 +31,7 @@ class SliceGang(Gang):
     def slice_of(self, host: int) -> int:
         return slice_of(self.config, host)
 
-    def orders(self, host: int) -> dict[str, Any]:
+    def orders(self, host: int) -> MachineOrders:
         """Adds the variables with which the processes of several slices find each other, at host 0."""
         address = self.descriptions[0].get("host_ip", "")
         num_slices = len(self.members) // hosts_per_slice(self.config)

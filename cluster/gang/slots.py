@@ -10,6 +10,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.agent.agent import HostAgent
+from cluster.agent.answers import Description
 from cluster.gang.steward import LEASE_GROUP, hire
 from cluster.hosts.config import HostsConfig, bundle_resources
 from cluster.hosts.process_env import process_env
@@ -31,7 +32,7 @@ class Slot:
     """Name of the agent; each new agent gets another one."""
     agent: Any
     """The handle of the Ray actor. Calls to one that has no machine yet wait."""
-    description: dict[str, Any] | None = None
+    description: Description | None = None
     """The agent's last answer to `HostAgent.describe`; None until it has answered."""
     probe: Any = field(default=None, repr=False)
     """The open call to the agent's `describe`, if any."""

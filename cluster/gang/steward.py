@@ -30,17 +30,23 @@ class Steward:
     older steward leaves the groups to a newer one."""
 
     def __init__(self, run_name: str, numbers: tuple[int, int], lease_s: float):
-        self._run_name, self._numbers, self._lease = run_name, numbers, Lease(lease_s)
+        self._run_name, self._numbers, self._lease = run_name, numbers, Lease(lease_s, time.monotonic())
+        self._lock = threading.Lock()
         threading.Thread(target=self._wait, name="lease", daemon=True).start()
 
     def keep(self, *, driver_term: int = 0) -> None:
         """Renews the lease."""
-        self._lease.renew(driver_term)
+        with self._lock:
+            self._lease.renew(driver_term, time.monotonic())
+
+    def _left_s(self) -> float:
+        with self._lock:
+            return self._lease.left_s(time.monotonic())
 
     def _wait(self) -> None:
         name = steward_name(self._run_name, *self._numbers)
         while True:
-            while (left_s := self._lease.left_s()) > 0:
+            while (left_s := self._left_s()) > 0:
                 time.sleep(min(left_s, LOOK_S))
             try:
                 if remove_orphaned(self._run_name, self._numbers):

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.gang.calls import AgentGone, NoAnswer, gather
-from cluster.gang.gang import Gang
+from cluster.gang.gang_like import Asked
 from orchestrator.driver.generation import Generation
 
 
 def ask_hosts(
-    gang: Gang,
+    gang: Asked,
     generation: Generation,
     ask: Callable[[int], Any],
     limits_s: Mapping[int, float],

@@ -10,15 +10,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from cluster.agent.machine import with_port
-from cluster.agent.printed import ASKED
 from cluster.gang import acquire
 from cluster.gang.acquire import AdoptError, GangTimeout, StaleDriver
 from cluster.gang.calls import AgentGone, AwakeClock, NoAnswer, gather
-from cluster.gang.gang import Gang
+from cluster.gang.gang_like import AnyGang, GangsLike
 from orchestrator.board import BoardLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.ask_hosts import ask_hosts
@@ -54,6 +52,8 @@ from orchestrator.run_state.replay import ReplayError, ReplayPlan, Segment
 from orchestrator.run_state.requests import STOP, Request
 from orchestrator.tracking.prometheus import Gauges
 from trainers.recorders.dispatch import Recorders
+from trainers.runtime import orders
+from trainers.runtime.orders import Preparation, Start
 from trainers.runtime.stop_reason import StopReason
 from trainers.storage import documents
 
@@ -78,7 +78,7 @@ class Driver:
         reporter: Reporter,
         recorders: Recorders,
         *,
-        gangs: ModuleType | Any = acquire,
+        gangs: GangsLike = acquire,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -168,6 +168,7 @@ class Driver:
         # The agents may have it, but this gang object is new: it gives it to the agents that come later.
         gang.prepare(self._preparation())
         number = gang.leads[0]["generation"]
+        assert number is not None  # of agents without orders no gang is adopted
         if number != record["generation"]:  # the previous driver ended before it could record the newest generation
             self.launch.adopt_generation(number)
         generation = Generation(
@@ -182,7 +183,7 @@ class Driver:
 
     def _catch_up(self, generation: Generation) -> None:
         """Gives the hosts this driver's fence, and handles the events that the agents have kept while no driver polled."""
-        order = {"cmd": "fence", "path": self.launch.lease.fence}
+        order = orders.fence(self.launch.lease.fence)
         # Before anything else: under the fence of the previous driver, no host can commit a checkpoint any more.
         self._ask_all(generation, "order", order)
         # From the first event on: this driver's `Generation` is rebuilt from all of them.
@@ -219,7 +220,7 @@ class Driver:
         gang.prepare(self._preparation())
         return self._start_generation()
 
-    def _use(self, gang: Gang) -> None:
+    def _use(self, gang: AnyGang) -> None:
         self._membership = Membership(self.config, gang, self.monotonic)
         arguments = (self.config, self.launch, self.board, self.events, self._membership, self.clock, self.monotonic)
         self._stop_requests = StopRequests(*arguments)
@@ -236,7 +237,7 @@ class Driver:
         """Returns the run's name with a part of its identity: two runs of one name in different storages may share a cluster."""
         return f"{self.config.training.name}-{self.launch.tracker.identity[:6]}"
 
-    def _preparation(self) -> dict[str, Any]:
+    def _preparation(self) -> Preparation:
         return {
             "cmd": "prepare",
             "arguments_class": self.config.arguments_class,
@@ -275,7 +276,7 @@ class Driver:
             self.board.request_stop(str(StopReason.REQUESTED), wait=False)
         elif self._membership is not None:
             for host in range(self.membership.size):
-                self.membership.gang.call(host, "order", {"cmd": "save"})
+                self.membership.gang.call(host, "order", orders.SAVE)
 
     def _check_stop(self, activity: str) -> None:
         """Called in every wait in which no gang trains. Raises StoppedOnRequest if there is a stop request."""
@@ -298,8 +299,9 @@ class Driver:
             launch.next_generation(), len(gang.members), high_water_step=launch.high_water_step, began_at_s=self.clock()
         )
         address, segment = self._coordinator(), self._segment()
-        common = {
+        common: Start = {
             "cmd": "start",
+            "host": 0,
             "generation": generation.number,
             "num_hosts": generation.num_hosts,
             "coordinator": address,
@@ -319,8 +321,9 @@ class Driver:
         launch.formed(self._record(generation))
         for host in range(generation.num_hosts):
             # Not awaited: the agents report the start, and a failed one, as events.
-            shown = {ASKED: self.config.driver.shown_lines(host, generation.num_hosts)}
-            gang.call(host, "start", {**common, "host": host, **shown, **gang.orders(host)})
+            shown_lines = self.config.driver.shown_lines(host, generation.num_hosts)
+            start: Start = {**common, "host": host, "shown_lines": shown_lines, **gang.orders(host)}
+            gang.call(host, "start", start)
         self.events.start(generation)
         self.board.post({"ev": "generation", "generation": generation.number, "hosts": generation.num_hosts})
         return generation

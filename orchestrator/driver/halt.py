@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.gang.gang import Gang
+from cluster.gang.gang_like import Asked
 from orchestrator.driver.ask_hosts import ask_hosts
 from orchestrator.driver.generation import Generation
 from orchestrator.failures import classify
@@ -41,7 +41,7 @@ class Findings:
 class Halt:
     """Halts all hosts of a generation at once, and collects their post-mortems."""
 
-    def __init__(self, gang: Gang, generation: Generation, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, gang: Asked, generation: Generation, clock: Callable[[], float] = time.monotonic):
         self._gang, self._generation, self._clock = gang, generation, clock
         self.began_s = clock()
         """When the hosts were asked to halt."""

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from cluster.gang.gang import Gang
-from cluster.gang.slots import Slot
+from cluster.gang.gang_like import AnyGang, SlotLike
 from cluster.hosts.config import devices_per_host, hosts_at_a_time, min_hosts, num_hosts, slots_of_slices, slots_of_whole_slices
 from cluster.placement.waits import CheckStop, do_nothing
 from orchestrator.config.job import JobConfig
@@ -38,7 +37,7 @@ class NoHosts(Exception):
 
 
 class Membership:
-    def __init__(self, config: JobConfig, gang: Gang, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, config: JobConfig, gang: AnyGang, clock: Callable[[], float] = time.monotonic):
         self.config, self.gang, self.clock = config, gang, clock
         self.leaving: dict[int, str] = {}
         """Slots whose machine is about to be taken away, with the reason."""
@@ -63,7 +62,7 @@ class Membership:
         members = self._members([slot.number for slot in self.gang.members], usable, set(avoid.slots), self.allowed())
         return len(members.slots) if members is not None else 0
 
-    def idle(self) -> list[Slot]:
+    def idle(self) -> list[SlotLike]:
         """Returns the slots whose agents could be members and are not."""
         members = set(self.gang.members)
         return [slot for slot in self.gang.slots if slot.available and slot not in members and slot.number not in self.leaving]
@@ -138,7 +137,7 @@ class Membership:
         return members
 
     def _members(
-        self, present: Sequence[int], available: Sequence[Slot], avoid: Collection[int], allowed: Sequence[int]
+        self, present: Sequence[int], available: Sequence[SlotLike], avoid: Collection[int], allowed: Sequence[int]
     ) -> Members | None:
         hosts = self.config.hosts
         whole = slots_of_whole_slices(hosts, [slot.number for slot in available])

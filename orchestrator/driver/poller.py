@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from cluster.gang.calls import ROUND_S, UNREACHABLE_RETRY_S, AgentGone, Answer, AwakeClock, Mailbox, NoAnswer
+from cluster.gang.calls import ROUND_S, UNREACHABLE_RETRY_S, AgentGone, Answer, AwakeClock, NoAnswer
+from cluster.gang.gang_like import Asked
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import End, Generation
 
@@ -20,14 +20,6 @@ ASK_AGAIN_S = 10.0
 """When an answer is so long overdue, the agent is asked once more: the call or its answer may have been lost."""
 SUSPICION_S = 1.5
 """An agent whose answer is so long overdue when the generation ends is suspected to be frozen or cut off."""
-
-
-class Asked(Protocol):
-    """The part of the gang (`cluster.gang.gang.Gang`) that the poller needs."""
-
-    def call(self, host: int, method: str, *args: Any) -> Any: ...
-
-    def mailbox(self) -> Mailbox: ...
 
 
 @dataclass

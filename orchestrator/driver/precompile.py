@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from cluster.agent.machine import with_port
-from cluster.gang.calls import Answer, Mailbox, NoAnswer
-from cluster.gang.slots import Slot
+from cluster.gang.calls import Answer, MailboxLike, NoAnswer
+from cluster.gang.gang_like import SlotLike
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
@@ -15,6 +15,7 @@ from orchestrator.driver.halt import AGENT_TIMEOUT_S
 from orchestrator.driver.membership import Membership
 from orchestrator.policies import elasticity
 from orchestrator.run_state.launch import Launch
+from trainers.runtime.orders import Precompile
 
 
 class Precompilations:
@@ -36,10 +37,10 @@ class Precompilations:
         """(number of hosts, machine): the machine has the programs of such a gang, as far as this driver knows."""
         self._given_up: set[int] = set()
         """Numbers of hosts that could not be precompiled in this generation."""
-        self._slots: list[Slot] = []
+        self._slots: list[SlotLike] = []
         """The slots that precompile now, in rank order."""
         self._answers: dict[int, Answer] = {}
-        self._mailbox: Mailbox | None = None
+        self._mailbox: MailboxLike | None = None
         self._deadline_s = 0.0
         """An agent that has not answered by then is frozen or cut off."""
         self._generation: int | None = None
@@ -79,12 +80,13 @@ class Precompilations:
         if gang_to_compile is not None:
             self._start([slots[number] for number in gang_to_compile])
 
-    def _start(self, slots: Sequence[Slot]) -> None:
+    def _start(self, slots: Sequence[SlotLike]) -> None:
         gang, limits = self.membership.gang, self.config.driver.watchdog
         host0 = slots[0].description
         assert host0 is not None
-        common = {
+        common: Precompile = {
             "cmd": "precompile",
+            "host": 0,
             "num_hosts": len(slots),
             "coordinator": with_port(host0["host_ip"], host0["next_port"]),
             "program_key": self.launch.launch_id,
@@ -93,10 +95,10 @@ class Precompilations:
         self._slots, self._deadline_s = list(slots), self.clock() + timeout_s + AGENT_TIMEOUT_S
         self._answers, self._mailbox = {}, gang.mailbox()
         for host, slot in enumerate(slots):
-            orders = {**common, "host": host, **gang.orders(host)}
+            orders: Precompile = {**common, "host": host, **gang.orders(host)}
             self._mailbox.expect(host, gang.ask(slot, "precompile", orders, timeout_s))
 
-    def _collect(self, mailbox: Mailbox) -> None:
+    def _collect(self, mailbox: MailboxLike) -> None:
         self._answers |= {answer.tag: answer for answer in mailbox.collect(0.0)}
         count = len(self._slots)
         if len(self._answers) < count and self.clock() < self._deadline_s:

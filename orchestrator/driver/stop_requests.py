@@ -13,6 +13,7 @@ from orchestrator.driver.membership import Membership
 from orchestrator.policies import elasticity
 from orchestrator.run_state.incidents import Action
 from orchestrator.run_state.launch import Launch
+from trainers.runtime import orders
 from trainers.runtime.stop_reason import StopReason
 
 STOP_TIMEOUT_S = 120.0
@@ -127,4 +128,4 @@ class StopRequests:
     def _order_stop(self, reason: str) -> None:
         # Not awaited: the hosts report by events that they have stopped.
         for host in range(self.membership.size):
-            self.membership.gang.call(host, "order", {"cmd": "stop", "reason": str(reason)})
+            self.membership.gang.call(host, "order", orders.stop(reason))

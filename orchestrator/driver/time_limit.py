@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.gang.gang import Gang
+from cluster.gang.gang_like import Asked
 from orchestrator.config.job import JobConfig
 from orchestrator.driver.errors import TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.run_state.launch import Launch
 from trainers.config.section import parse_duration_s
+from trainers.runtime import orders
 from trainers.runtime.stop_reason import StopReason
 
 ASK_AGAIN_S = 10.0
@@ -47,7 +48,7 @@ class TimeLimit:
     def passed(self) -> bool:
         return self._limit_s is not None and self.launch.time_used.seconds(self.clock()) >= self._limit_s
 
-    def poll(self, generation: Generation, gang: Gang) -> None:
+    def poll(self, generation: Generation, gang: Asked) -> None:
         """Called in every round of the poller. Raises TimeIsUp, or TrainingFailed, if the hosts do not stop in time."""
         if not self.passed:
             return
@@ -61,7 +62,7 @@ class TimeLimit:
             self._asked_last_s = now_s
             for host in range(generation.num_hosts):
                 # Not awaited: the hosts report by events that they have stopped.
-                gang.call(host, "order", {"cmd": "stop", "reason": str(StopReason.TIME_LIMIT)})
+                gang.call(host, "order", orders.stop(StopReason.TIME_LIMIT))
 
     def check(self, activity: str) -> None:
         """Called where no gang trains. Raises TimeIsUp, or TrainingFailed, if the limit has passed."""

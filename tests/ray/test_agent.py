@@ -15,8 +15,10 @@ from cluster.agent import agent as agent_module
 from cluster.agent import precompile as precompile_module
 from cluster.agent import preemption
 from cluster.agent import standby as standby_module
+from cluster.agent import state as state_module
 from cluster.agent.agent import HostAgent
 from cluster.agent.driver_lease import StaleDriver
+from cluster.agent.orders import OrderError
 from tests.programs.processes import is_gone, wait_until
 
 LONG_S = 60.0
@@ -127,7 +129,7 @@ def test_a_poll_waits_for_an_event_and_no_longer(start):
 
 
 def test_the_newest_events_are_kept_and_those_that_say_how_it_stands(start, monkeypatch):
-    monkeypatch.setattr(agent_module, "MAX_EVENTS", 8)
+    monkeypatch.setattr(state_module, "MAX_EVENTS", 8)
     agent = start({})
     agent.start({"generation": 0})
     for number in range(20):
@@ -348,6 +350,29 @@ def test_standbys_that_are_killed_again_and_again_are_a_failure(start, tmp_path)
     agent.start({"generation": 0})
     assert event(agent, "exit")["signal"] == signal.SIGKILL
     assert len(os.listdir(tmp_path / "deaths")) == standby_module.MAX_DEATHS + 1
+
+
+@pytest.mark.parametrize(
+    ("orders", "problem"),
+    [
+        ({"generation": 0, "limits": {"step_flor_s": 1.0}}, "there is no limit 'step_flor_s'; the limits are import_s, join_s"),
+        ({"generation": 0, "limits": {"save_s": -1}}, "limits: save_s = -1: expected more than 0"),
+        ({"generation": 0, "shown_lines": "5"}, "shown_lines = '5': expected int"),
+        ({"host": 0}, "generation is missing"),
+    ],
+)
+def test_orders_that_an_agent_does_not_understand_are_a_failure_of_the_generation(start, orders, problem):
+    """Nobody waits for the answer to a start: without the event, the driver had waited for this host for ever."""
+    agent = start({})
+    with pytest.raises(OrderError, match=f"the order 'start': {problem}"):
+        agent.start(orders)
+    told = event(agent, "exception")
+    assert (told["type"], told.get("generation")) == ("OrderError", orders.get("generation"))
+    assert agent.take_over(0)["orders"] is None
+    with pytest.raises(OrderError, match="cmd is missing"):
+        agent.order({"reason": "requested"})
+    with pytest.raises(OrderError, match="id is missing"):
+        agent.profile({"cmd": "profile"}, None, 1.0)
 
 
 def test_a_failed_preparation_comes_as_a_failure_of_the_generation(start):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
+from cluster.gang.gang_like import GangsLike
 from orchestrator.board import Board
 from orchestrator.config.job import build
 from orchestrator.driver.driver import Driver
@@ -18,6 +18,8 @@ from orchestrator.run_state.requests import Request
 from tests.environment import BUILD
 from tests.event_schema import check_event
 from tests.unit.fake_gang import DriverDied, FakeGangs, World
+from trainers.recorders.dispatch import Recorders
+from trainers.recorders.recorder import About
 from trainers.storage.document_kind import DocumentKind
 
 STORAGE = BUILD / "runs"
@@ -129,6 +131,14 @@ class FakeTracker:
     def close(self, timeout_s: float, status: str) -> None: ...
 
 
+class FakeReporter:
+    """As `orchestrator.driver.ray_train.Reporter`."""
+
+    def report(self, metrics: dict[str, Any], checkpoint_path: str | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def config(hosts: int = 2, spares: int = 0, time_limit: str | None = None, **driver: Any):
     return build(
         {
@@ -156,7 +166,7 @@ class Launched:
     def __init__(self, world: World, *, hosts: int = 2, spares: int = 0, launch_id: str = "launch", **settings: Any):
         self.world, self.board, self.config = world, CheckedBoard(), config(hosts, spares, **settings)
         self.launch_id, self.started_at_s = launch_id, world.clock()
-        self.gangs = FakeGangs(world, hosts + spares, hosts)
+        self.gangs: GangsLike = FakeGangs(world, hosts + spares, hosts)
         self.launch: Launch
         self.num_drivers = 0
 
@@ -178,14 +188,13 @@ class Launched:
             self.writer,  # type: ignore[arg-type]
             monotonic=lambda: world.now_s,
         )
-        reporter = SimpleNamespace(report=lambda *args, **kwargs: None)
-        recorders = SimpleNamespace(record=lambda *args: None)
+        recorders = Recorders((), About("fake", FakeFolder.path, {}), lambda note: None)
         self.driver = Driver(
             self.config,
             self.launch,
             self.board,
-            reporter,  # type: ignore[arg-type]
-            recorders,  # type: ignore[arg-type]
+            FakeReporter(),
+            recorders,
             gangs=self.gangs,
             clock=self.clock,
             monotonic=lambda: world.now_s,
@@ -207,7 +216,7 @@ class Launched:
     def kinds(self) -> list[str]:
         return [str(incident.kind) for incident in self.launch.incidents]
 
-    def told(self) -> list[dict[str, Any]]:
+    def told(self) -> list[ConsoleEvent]:
         return self.board.read(0, 0.0)[1]
 
 

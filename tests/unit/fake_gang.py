@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+from cluster.agent import effects, inputs
+from cluster.agent.agent import HALT_ANSWER_S, STACKS_TIMEOUT_S
+from cluster.agent.answers import Description, TakenOver
 from cluster.agent.driver_lease import StaleDriver
-from cluster.agent.event_log import EventLog
+from cluster.agent.events import ProcessEvent
+from cluster.agent.inputs import Now
+from cluster.agent.orders import MachineOrders
+from cluster.agent.process_record import ExitStatus, ProcessRecord
+from cluster.agent.state import AgentState
 from cluster.gang.adoption import AdoptError, newest_generation
 from cluster.gang.calls import AgentGone, Answer, NoAnswer
 from tests.event_schema import check_event
+from trainers.runtime import orders as orders_of
 
 EPOCH_S = 1_000_000.0
 """The wall clock when a world begins."""
@@ -52,7 +60,8 @@ class World:
         self._counter = itertools.count()
         self.violations: list[str] = []
         self.num_effects = 0
-        self.max_effects, self.max_events = MAX_EFFECTS, MAX_EVENTS
+        self.max_effects: float = MAX_EFFECTS
+        self.max_events: float = MAX_EVENTS
         self.die_at: set[int] = set()
         """Numbers of effects (counted from 1) at which the driver dies."""
         self.stall_at: dict[int, float] = {}
@@ -129,6 +138,8 @@ class Call:
 
     def __init__(self) -> None:
         self.answer: tuple[Any, Exception | None] | None = None
+        self.about: dict[str, Any] = {}
+        """The part of the answer that is of the machine."""
         self._heard: list[Callable[[], None]] = []
 
     def end(self, value: Any = None, error: Exception | None = None) -> None:
@@ -149,7 +160,7 @@ class FakeMailbox:
         self._answers: list[Answer] = []
 
     def expect(self, tag: Any, call: Call) -> None:
-        call.when_done(lambda: self._answers.append(Answer(tag, *call.answer)))  # type: ignore[misc]
+        call.when_done(lambda: self._answers.append(Answer(tag, *(call.answer or ()))))
 
     def collect(self, timeout_s: float) -> list[Answer]:
         self._world.effect()
@@ -162,19 +173,50 @@ class FakeMailbox:
 @dataclass
 class Process:
     agent: Agent
+    record: ProcessRecord
     host: int
     generation: int
     fence: int
     """The term of the driver whose checkpoints may be committed."""
+    orders: orders_of.Start
     alive: bool = True
     frozen: bool = False
     done: bool = False
     step: int = 0
-    orders: dict[str, Any] = field(default_factory=dict)
+    told_step: int = 0
+
+    def tell(self, event: dict[str, Any]) -> None:
+        told = {"t": self.agent.clock(), "generation": self.generation, **event}
+        check_event(told, "host")
+        self.agent.feed(inputs.Said(self.record, cast(ProcessEvent, told)))
+
+    def tell_progress(self) -> None:
+        """Sends a heartbeat, if there is something new: not at every step, for nobody reads them between two polls."""
+        if self.step != self.told_step:
+            self.told_step = self.step
+            self.tell({"ev": "heartbeat", "step": self.step, "batch_index": self.step, "busy_s": 0.01 * self.step})
+
+    def end(self) -> None:
+        """It ends by itself."""
+        self.done = True
+        self.agent._end(self.record, ExitStatus(0, None, self.agent.clock(), by_parent=False))
+
+
+CALLS: dict[str, type[inputs.Call]] = {
+    "describe": inputs.Call,
+    "keep": inputs.Call,
+    "take_over": inputs.TakeOver,
+    "prepare": inputs.Prepare,
+    "start": inputs.Start,
+    "order": inputs.Order,
+    "poll": inputs.Poll,
+    "shutdown": inputs.Shutdown,
+}
+"""The input of each method of `HostAgent` that has its arguments in the same order."""
 
 
 class Agent:
-    """As `cluster.agent.agent.HostAgent`, with a process that only counts steps."""
+    """As `cluster.agent.agent.HostAgent`: the same state, in a world of its own. Its processes only count steps."""
 
     def __init__(self, world: World, slot: int, number: int):
         self.world, self.slot, self.number = world, slot, number
@@ -184,17 +226,26 @@ class Agent:
         """How far its machine's wall clock is ahead."""
         self.lost = False
         """It died, or was given up, before its driver had released the gang."""
-        self.driver_term = 0
-        self.heard_at_s = world.now_s
         self.out_of_reach_s: tuple[float, float] = (-1.0, -1.0)
         """From when to when no call reaches it."""
         self.unavailable = False
         """What Ray says of it then: that it cannot be reached; else nothing at all."""
-        self.log = EventLog(10_000)
-        self.orders: dict[str, Any] | None = None
+        self.state = AgentState("a process of the world", world.lease_s, world.now_s)
         self.process: Process | None = None
-        self._waiting: list[tuple[int, Call]] = []
+        self._calls: set[Call] = set()
+        """Those that have no answer yet."""
+        self._asked: Call | None = None
+        """The call that is being answered."""
+        self._num_spawned = 0
         world.at(world.lease_s, self._look_at_lease)
+
+    @property
+    def driver_term(self) -> int:
+        return self.state.lease.driver_term
+
+    @property
+    def orders(self) -> orders_of.Start | None:
+        return cast("orders_of.Start | None", self.state.orders)
 
     def clock(self) -> float:
         return self.world.clock() + self.ahead_s
@@ -217,152 +268,180 @@ class Agent:
             if self.unavailable:
                 call.end(error=NoAnswer("the actor is unavailable"))
             else:
-                self.world.at(self.out_of_reach_s[1] - self.world.now_s, lambda: self._arrive(call, method, args, kwargs))
+                self._when_reachable(lambda: self._arrive(call, method, args, kwargs))
         else:
-            self._do(call, method, args, kwargs)
+            self._obey(call, method, args, **kwargs)
 
-    def _do(self, call: Call, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        driver_term = kwargs.pop("driver_term")
-        if driver_term < self.driver_term:
-            call.end(error=StaleDriver(f"{driver_term} < {self.driver_term}"))
-            return
-        self.driver_term, self.heard_at_s = driver_term, self.world.now_s
-        if method == "poll":
-            self._poll(call, *args)
+    def _when_reachable(self, work: Callable[[], None]) -> None:
+        self.world.at(self.out_of_reach_s[1] - self.world.now_s, work)
+
+    def _obey(self, call: Call, method: str, args: tuple[Any, ...], *, driver_term: int, cursor: int | None = None) -> None:
+        self._tell_progress()
+        self._calls.add(call)
+        self._asked = call
+        if method == "halt":
+            self._check_halt()
+            self.feed(inputs.Halt(call, driver_term, HALT_ANSWER_S, cursor))
+        elif method == "take_stacks":
+            self.feed(inputs.TakeStacks(call, driver_term, STACKS_TIMEOUT_S))
         else:
-            call.end(getattr(self, f"_{method}")(*args, **kwargs))
+            if method == "start":
+                self._check_start(*args)
+            elif method == "poll":
+                self.world.at(args[1], self._end_waits)
+            elif method in ("describe", "take_over"):
+                call.about = self._describe()
+            self.feed(CALLS[method](call, driver_term, *args))
+        self._asked = None
+
+    def _end_waits(self) -> None:
+        self._tell_progress()
+        self.feed(inputs.TimePassed())
+
+    def _check_start(self, orders: Any) -> None:
+        if self.process is not None and self.process.alive:
+            self.world.wrong(f"slot {self.slot} got orders for generation {orders['generation']} while its process runs")
+
+    def _check_halt(self) -> None:
+        process, job = self.process, self.world.jobs.get(self.job_key) if self.orders else None
+        if job is not None and process is not None and process.alive and job.healthy():
+            self.world.wrong(f"a healthy gang (generation {job.generation}) was halted")
 
     def _describe(self) -> dict[str, Any]:
         return {"host_ip": "10.0.0.1", "next_port": 1000 + next(self.world._counter), "node_id": self.node_id}
-
-    def _keep(self) -> None: ...
-
-    def _take_over(self) -> dict[str, Any]:
-        generation = self.orders["generation"] if self.orders else None
-        return {**self._describe(), "generation": generation, "orders": self.orders}
-
-    def _prepare(self, preparation: dict[str, Any]) -> None: ...
-
-    def _order(self, message: dict[str, Any]) -> bool:
-        process = self.process
-        if process is None or not process.alive:
-            return False
-        if message["cmd"] == "fence":
-            process.fence = int(message["path"])
-        elif message["cmd"] == "stop":
-            self.world.jobs[self.job_key].stop(message["reason"])
-        elif message["cmd"] == "save":
-            self.world.save_orders.append((process.host, self.world.now_s))
-        return True
 
     @property
     def job_key(self) -> str:
         assert self.orders is not None
         return f"{self.orders['generation']} at {self.orders['coordinator']}"
 
-    def _start(self, orders: dict[str, Any]) -> dict[str, Any]:
-        if self.process is not None and self.process.alive:
-            self.world.wrong(f"slot {self.slot} got orders for generation {orders['generation']} while its process runs")
-        self.orders = orders
-        self.log.clear()
-        self.process = Process(self, orders["host"], orders["generation"], int(orders["fence"]), orders=orders)
-        self.tell({"ev": "phase", "phase": "join"})
-        job = self.world.jobs.setdefault(self.job_key, Job(self.world, orders["generation"], orders["num_hosts"]))
-        job.join(self.process)
-        return {"pid": 1}
+    # ------------------------------------------------------------------ what its state says
 
-    def _poll(self, call: Call, cursor: int, wait_s: float) -> None:
-        if self.log.next > cursor or wait_s <= 0:
-            call.end(self._told(cursor))
+    def feed(self, event: inputs.Input) -> None:
+        """Passes on what has happened, and does what the state says."""
+        if not self.alive:
             return
-        self._waiting.append((cursor, call))
-        self.world.at(wait_s, lambda: self._end_poll(cursor, call))
+        for effect in self.state.handle(event, Now(self.world.now_s, self.clock())):
+            self._do(effect)
 
-    def _end_poll(self, cursor: int, call: Call) -> None:
+    def _do(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Answer():
+                if effect.first is not None:
+                    self._take_orders(effect.first)
+                self._answer(cast(Call, effect.call), effect.value)
+            case effects.Refuse():
+                self._answer(cast(Call, effect.call), error=effect.error)
+            case effects.RefuseSlow():
+                self._answer(cast(Call, effect.call), error=TimeoutError("no process was warm in time"))
+            case effects.Spawn():
+                self._spawn(effect)
+            case effects.Send():
+                self._answer(cast(Call, effect.call), self._command(orders_of.read_command(effect.message)))
+            case effects.Kill():
+                self._end(effect.process, ExitStatus(None, 9, self.clock(), by_parent=True))
+            case effects.ReadStacks():
+                self.feed(inputs.StacksTaken(effect.process, None))
+            case effects.ReadOverdue():
+                raise AssertionError("nobody looks at the limits here: the job says when it hangs")
+
+    def _answer(self, call: Call, value: Any = None, error: Exception | None = None) -> None:
+        if call.about:
+            value = {**call.about, **(value or {})}
+        # The answer to a call that waits is on its way for a moment.
+        if call is self._asked:
+            self._deliver(call, value, error)
+        else:
+            self.world.at(ANSWER_S, lambda: self._deliver(call, value, error))
+
+    def _deliver(self, call: Call, value: Any, error: Exception | None) -> None:
         if not self.alive:
             return
         if self.reachable():
-            call.end(self._told(cursor))
+            self._calls.discard(call)
+            call.end(value, error)
         else:
-            self.world.at(self.out_of_reach_s[1] - self.world.now_s, lambda: self._end_poll(cursor, call))
+            self._when_reachable(lambda: self._deliver(call, value, error))
 
-    def _told(self, cursor: int) -> dict[str, Any]:
+    def _spawn(self, effect: effects.Spawn) -> None:
+        self._num_spawned += 1
+        record = ProcessRecord(1000 * self.number + self._num_spawned, "/logs/process.log")
+        self.feed(inputs.Spawned(record, effect.preparation))
+        self.feed(inputs.Said(record, {"t": self.clock(), "ev": "warm"}))
+
+    def _take_orders(self, sent: effects.Send) -> None:
+        orders = orders_of.read_orders(sent.message)
+        assert orders["cmd"] == "start"
+        fence = int(orders.get("fence") or 0)
+        self.process = Process(self, sent.process, orders["host"], orders["generation"], fence, orders)
+        self.process.tell({"ev": "phase", "phase": "join"})
+        job = self.world.jobs.setdefault(self.job_key, Job(self.world, orders["generation"], orders["num_hosts"]))
+        job.join(self.process)
+
+    def _command(self, command: orders_of.Command) -> bool:
         process = self.process
-        return {
-            **self.log.answer(cursor),
-            "heartbeat": self._heartbeat(),
-            "host_state": {"alive": process is not None and process.alive},
-        }
-
-    def _heartbeat(self) -> dict[str, Any] | None:
-        process = self.process
-        if process is None or not process.step:
-            return None
-        about = {"step": process.step, "batch_index": process.step, "busy_s": 0.01 * process.step}
-        heartbeat = {"t": self.clock(), "ev": "heartbeat", "generation": process.generation, **about}
-        check_event(heartbeat, "host")
-        return heartbeat
-
-    def _take_stacks(self) -> None: ...
-
-    def _halt(self, cursor: int | None = None) -> dict[str, Any]:
-        process, job = self.process, self.world.jobs.get(self.job_key) if self.orders else None
-        if job is not None and process is not None and process.alive and job.healthy():
-            self.world.wrong(f"a healthy gang (generation {job.generation}) was halted")
-        exited = next((event for event in self.log.since(0) if event["ev"] == "exit"), None)
-        exception = next((event for event in self.log.since(0) if event["ev"] == "exception"), None)
-        overdue = next((event for event in self.log.since(0) if event["ev"] == "overdue"), None)
-        self.end_process(told=False)
-        return {
-            "gone": True,
-            "clock_s": self.clock(),
-            "exit": exited,
-            "exception": exception,
-            "overdue": overdue,
-            "last_heartbeat": self._heartbeat(),
-            "notice": None,
-            **self.log.answer(cursor or 0),
-        }
-
-    def _shutdown(self) -> None:
-        self.end_process(told=False)
+        if process is None or not process.alive:
+            return False
+        if command["cmd"] == "fence":
+            process.fence = int(command["path"] or 0)
+        elif command["cmd"] == "stop":
+            self.world.jobs[self.job_key].stop(command["reason"])
+        elif command["cmd"] == "save":
+            self.world.save_orders.append((process.host, self.world.now_s))
+        return True
 
     # ------------------------------------------------------------------ what happens to it
 
     def tell(self, event: dict[str, Any]) -> None:
-        if event["ev"] in ("exit", "overdue"):
-            self.world.trouble_told_s.append(self.world.now_s)
-        told = {"t": self.clock(), "generation": self.orders["generation"] if self.orders else None, **event}
-        check_event(told, "host")
-        self.log.append(told)
-        if not self.reachable():
-            return
-        waiting, self._waiting = self._waiting, []
-        for cursor, call in waiting:
-            self.world.at(ANSWER_S, lambda cursor=cursor, call=call: self._end_poll(cursor, call))  # type: ignore[misc]
+        """Its process sends an event, or it has something to say itself."""
+        if event["ev"] in ("overdue", "printed"):
+            told = {"t": self.clock(), **event}
+            check_event(told, "host")
+            if event["ev"] == "overdue":
+                self.world.trouble_told_s.append(self.world.now_s)
+            self.feed(inputs.Reported(told))
+        elif self.process is not None:
+            self.process.tell(event)
+
+    def _tell_progress(self) -> None:
+        if self.process is not None:
+            self.process.tell_progress()
 
     def end_process(self, *, told: bool) -> None:
-        process = self.process
-        if process is None or not process.alive:
-            return
+        """Its process is killed by somebody else. Not `told`: and the agent with it."""
+        if self.process is not None and self.process.alive:
+            if told:
+                self._end(self.process.record, ExitStatus(None, 9, self.clock(), by_parent=False))
+            else:
+                self._lose_process(self.process)
+
+    def _end(self, record: ProcessRecord, how: ExitStatus) -> None:
+        process = self.process if self.process is not None and self.process.record is record else None
+        if process is not None:
+            process.tell_progress()
+            process.alive = False
+        if not how.by_parent:
+            self.world.trouble_told_s.append(self.world.now_s)
+        self.feed(inputs.Exited(record, how, []))
+        if process is not None and not process.done:
+            self._lose_process(process)
+
+    def _lose_process(self, process: Process) -> None:
         process.alive = False
-        if told:
-            self.tell({"ev": "exit", "code": None, "signal": 9, "log_tail": [], "pid": 1})
-        if self.orders:
-            self.world.jobs[self.job_key].member_died()
+        self.world.jobs[self.job_key].member_died()
 
     def die(self, *, released: bool = False) -> None:
         """The machine is gone, or (`released`) is given back."""
         if not self.alive:
             return
         self.alive, self.lost = False, not released
-        waiting, self._waiting = self._waiting, []
-        for _, call in waiting:
+        calls, self._calls = self._calls, set()
+        for call in calls:
             call.end(error=AgentGone("the actor died"))
         self.end_process(told=False)
 
     def _look_at_lease(self) -> None:
-        left_s = self.heard_at_s + self.world.lease_s - self.world.now_s
+        left_s = self.state.lease.left_s(self.world.now_s)
         if not self.alive:
             return
         if left_s <= 0:
@@ -415,7 +494,7 @@ class Job:
                     "user_frame": None,
                 }
                 kind = {"kind": "collateral", "deterministic": False}
-                process.agent.tell({"ev": "exception", **exception, **kind, "step": process.step})
+                process.tell({"ev": "exception", **exception, **kind, "step": process.step})
 
     def _later(self, delay_s: float, work: Callable[[], None]) -> None:
         """If all are still there then."""
@@ -442,7 +521,7 @@ class Job:
 
     def _tell(self, event: dict[str, Any]) -> None:
         for process in self.processes.values():
-            process.agent.tell(dict(event))
+            process.tell(dict(event))
 
     def _restore(self) -> None:
         self._tell({"ev": "joined"})
@@ -471,13 +550,13 @@ class Job:
             self._end()
             return
         self.step += 1
-        first = self.step == self.resumed_step + 1
+        first = self.step == (self.resumed_step or 0) + 1
         for process in self.processes.values():
             process.step = self.step
         if first:
             self._tell({"ev": "first_step", "step": self.step, "resumed_step": self.resumed_step})
         if self.step % 5 == 0:
-            self.processes[0].agent.tell({"ev": "metrics", "step": self.step, "metrics": {"loss": 1.0}, "seconds": {}})
+            self.processes[0].tell({"ev": "metrics", "step": self.step, "metrics": {"loss": 1.0}, "seconds": {}})
         ending = self.step >= self.world.max_steps or self.stop_reason is not None
         if ending or self.step % self.world.save_steps == 0:
             self._save(self.step, ending)
@@ -506,10 +585,8 @@ class Job:
         reason = "max_steps" if self.step >= self.world.max_steps else str(self.stop_reason)
         result = {"steps": self.step, "samples_digest": f"1..{self.step}"}
         for process in self.processes.values():
-            process.done = True
-            process.agent.tell({"ev": "done", "step": self.step, "stop_reason": reason, "result": result})
-            process.alive = False
-            process.agent.tell({"ev": "exit", "code": 0, "signal": None, "log_tail": [], "pid": 1})
+            process.tell({"ev": "done", "step": self.step, "stop_reason": reason, "result": result})
+            process.end()
 
 
 @dataclass(eq=False)
@@ -521,7 +598,7 @@ class FakeSlot:
     lost: bool = False
     avoid_nodes: tuple[str, ...] = ()
     asked: Call | None = None
-    description: dict[str, Any] | None = field(default=None)
+    description: Description | None = field(default=None)
 
     @property
     def node_id(self) -> str | None:
@@ -535,14 +612,20 @@ class FakeGang:
         self.world, self.driver_term = world, driver_term
         self.slots: list[FakeSlot] = []
         self.members: list[FakeSlot] = []
-        self.leads: list[dict[str, Any]] = []
+        self.leads: list[TakenOver] = []
         self.version = 0
+        self._preparation: Any = None
 
     def add_slot(self, number: int) -> FakeSlot:
         slot = FakeSlot(number, start_agent(self.world, number))
-        slot.asked = self.ask(slot, "describe")
         self.slots.append(slot)
+        self._fill(slot)
         return slot
+
+    def _fill(self, slot: FakeSlot) -> None:
+        slot.asked = self.ask(slot, "describe")
+        if self._preparation is not None:
+            self.ask(slot, "prepare", self._preparation)
 
     def call(self, host: int, method: str, *args: Any, **kwargs: Any) -> Call:
         return self.ask(self.members[host], method, *args, **kwargs)
@@ -553,12 +636,14 @@ class FakeGang:
     def mailbox(self) -> FakeMailbox:
         return FakeMailbox(self.world)
 
-    def prepare(self, preparation: dict[str, Any]) -> None:
+    def prepare(self, preparation: Any) -> None:
+        self._preparation = preparation
         for slot in self.slots:
-            self.ask(slot, "prepare", preparation)
+            if not slot.unassigned:
+                self.ask(slot, "prepare", preparation)
 
-    def orders(self, host: int) -> dict[str, Any]:
-        return {}
+    def orders(self, host: int) -> MachineOrders:
+        return {"local_device_ids": None, "slice": 0, "cache_dir": None}
 
     def cluster_address(self) -> str:
         return "10.0.0.1:6379"
@@ -587,7 +672,7 @@ class FakeGang:
         for slot in self.slots:
             if slot.unassigned and self.world.can_start_agents:
                 slot.agent, slot.unassigned = start_agent(self.world, slot.number), False
-                slot.asked = self.ask(slot, "describe")
+                self._fill(slot)
                 self.version += 1
 
     def lose(self, *slots: FakeSlot, avoid_nodes: Any = (), fill: bool = True) -> None:
@@ -643,7 +728,7 @@ class FakeGangs:
     def __init__(self, world: World, num_slots: int, num_members: int):
         self.world, self.num_slots, self.num_members = world, num_slots, num_members
 
-    def clear(self, run_name: str, check_stop: Callable[[], None] = lambda: None) -> None:
+    def clear(self, run_name: str, *, check_stop: Callable[[], None] = lambda: None) -> None:
         self.world.effect()
         for job in self.world.jobs.values():
             # Of agents that came while the storage was away, the next driver cannot know.
@@ -670,7 +755,14 @@ class FakeGangs:
         return gang
 
     def adopt(
-        self, hosts: Any, run_name: str, record: dict[str, Any], *, check_stop: Callable[[], None], driver_term: int, **about: Any
+        self,
+        hosts: Any,
+        run_name: str,
+        record: Mapping[str, Any],
+        *,
+        check_stop: Callable[[], None],
+        driver_term: int,
+        **about: Any,
     ) -> FakeGang:
         gang, by_name = FakeGang(self.world, driver_term), {agent.name: agent for agent in self.world.agents}
         for one in record["slots"]:

@@ -36,7 +36,7 @@ class MeteredWorld(World):
     def __init__(self, *, in_time: bool = False, **about: Any):
         super().__init__(**about)
         self.in_time = in_time
-        self.max_effects = self.max_events = math.inf  # type: ignore[assignment]
+        self.max_effects = self.max_events = math.inf
         self.driver_cpu_s = 0.0
         self._driver_since_s: float | None = None
         """Of the thread's CPU clock, while the driver has the word."""
@@ -153,12 +153,14 @@ class SimulatedRay:
     """As the module `cluster.gang.acquire` for a driver (`reserve`, `adopt`, `clear`), within `patched`."""
 
     def __init__(self, world: MeteredWorld):
-        self.world, self.agents, self.groups = world, {}, {}
+        self.world = world
+        self.agents: dict[str, Agent] = {}
+        self.groups: dict[str, Group] = {}
         self._numbers = itertools.count()
 
     # ------------------------------------------------------------------ as the module cluster.gang.acquire
 
-    def clear(self, run_name: str, check_stop: Callable[[], None]) -> None:
+    def clear(self, run_name: str, *, check_stop: Callable[[], None]) -> None:
         for agent in self.agents.values():
             agent.die()
         self.groups.clear()
@@ -265,5 +267,5 @@ class SimulatedRay:
 def launched(world: MeteredWorld, hosts: int, **driver: Any) -> tuple[Launched, SimulatedRay]:
     """A launch of a run of so many hosts, in a simulated Ray; to be run within its `patched`."""
     made, simulated = Launched(world, hosts=hosts, **driver), SimulatedRay(world)
-    made.gangs = simulated  # type: ignore[assignment]
+    made.gangs = simulated
     return made, simulated

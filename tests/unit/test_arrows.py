@@ -38,12 +38,9 @@ FLOORS = {
         ("checkpoint", "evaluation"),
         ("callbacks",),
         ("loop", "diagnostics"),
-        ("batches",),
-        ("model_builder",),
-        ("builder",),
-        ("base",),
+        ("trainer",),
         ("planning", "commands", "worker", "library"),
-        ("run", "evaluate", "generate", "export", "prepare", "reference", "data.__main__"),
+        ("base", "run", "evaluate", "generate", "export", "prepare", "reference", "data.__main__"),
     ),
     "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
@@ -133,6 +130,7 @@ LIGHT_MODULES = tuple(
         "runtime/__init__",
         "runtime/context",
         "runtime/events",
+        "runtime/orders",
         "runtime/plain",
         "runtime/stop_reason",
         "settings",
@@ -276,6 +274,12 @@ def test_a_wrong_configuration_is_told_without_waiting_for_ray():
     )
     assert "cluster.hosts.config" in reached
     assert {"ray", "mlflow", "jax"} & {top(module) for module in reached} == set()
+
+
+def test_what_an_agent_decides_needs_no_threads_clocks_files_or_processes():
+    reached = imported_with("cluster.agent.state")
+    assert {"cluster.agent.event_log", "cluster.agent.standby", "cluster.agent.watchdog"} <= reached
+    assert {"threading", "time", "os", "subprocess", "socket", "queue", "ray"} & {top(name) for name in reached} == set()
 
 
 def imported_with(*modules: str) -> set[str]:

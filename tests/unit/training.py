@@ -10,6 +10,7 @@ from trainers import runtime
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.trainer.assembly import Assembly
 
 FIXED = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "cosine", "decay_steps": 12}}
 
@@ -48,11 +49,11 @@ def assert_equal(a, b):
 
 
 class OneDevice(BaseTrainer):
-    @property
-    def _mesh(self):
+    def __init__(self, *args, **kwargs):
         from trainers.parallel.mesh import make_mesh
 
-        return make_mesh(self.arguments.mesh, jax.devices()[:1])
+        super().__init__(*args, **kwargs)
+        self.assembly = Assembly(self, make_mesh(self.arguments.mesh, jax.devices()[:1]))
 
 
 class StopAt(Callback):

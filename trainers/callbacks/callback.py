@@ -64,7 +64,7 @@ class Callback:
     """An observer: override the methods of interest. Every method gets the RunInfo and, by keyword, the data of its event.
 
     A callback must not change a result, so the order of callbacks does not matter. To change the state or the metrics use a
-    hook of the trainer (`trainers.loop.hooks`). Callbacks are called on every host, at the same steps. An error in a callback
+    hook of the trainer (`trainers.base`). Callbacks are called on every host, at the same steps. An error in a callback
     ends training with that error.
     """
 

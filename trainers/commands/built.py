@@ -11,7 +11,7 @@ from trainers.errors import UsageError
 def base_trainer(arguments: TrainingArguments, wanted: str) -> Any:
     """Returns the trainer of a configuration, with its data, for a command that does not train. Raises UsageError if it is no
     `BaseTrainer`; `wanted` says what the command needs one for."""
-    from trainers.base import BaseTrainer
+    from trainers.trainer.base_trainer import BaseTrainer
 
     cls = load_object(arguments.trainer)
     if not (isinstance(cls, type) and issubclass(cls, BaseTrainer)):

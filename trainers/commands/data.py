@@ -22,9 +22,9 @@ from trainers.program import parser as command_parser
 from trainers.terminal import command
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
-    from trainers.base import BaseTrainer
     from trainers.data.view import Batch, Decode, Line
     from trainers.runtime.events import Event
+    from trainers.trainer.base_trainer import BaseTrainer
 
 INTERRUPTED = 130
 
@@ -135,7 +135,7 @@ def first_rows(trainer: BaseTrainer, num_rows: int) -> Batch:
     num_rows = getattr(data, "available", lambda stop: stop)(num_rows)
     if not num_rows:
         raise UsageError("the training data has no examples: give it some")
-    return trainer.rows_of(data, range(num_rows))
+    return trainer.assembly.batching.rows_of(data, range(num_rows))
 
 
 def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:

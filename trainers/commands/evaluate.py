@@ -196,15 +196,16 @@ def show(event: Event) -> None:
 def evaluate(trainer: Any, checkpoint: str, unit: str | None = None) -> Iterator[Result]:
     """Yields the results of one checkpoint: those of all units, or of one."""
     from trainers.evaluation.validation import DEFAULT_UNIT
+    from trainers.trainer.assembly import assemble
 
     path, state, step = load(trainer, checkpoint)
-    trainer._configure()
+    units = assemble(trainer).units
     # A trainer that overrides `evaluate` may have no units.
-    first, *others = tuple(trainer.validation_units) or (DEFAULT_UNIT,)
+    first, *others = tuple(units) or (DEFAULT_UNIT,)
     for name in (first, *others) if unit is None else (unit,):
         # The first unit without its name: a user's override `evaluate(self, state)` need not take a unit.
         metrics = trainer.evaluate(state) if name == first else trainer.evaluate(state, unit=name)
-        rates = dict(getattr(trainer.validation_units.get(name), "rates", {}))
+        rates = dict(getattr(units.get(name), "rates", {}))
         yield Result(path, step, name, metrics, rates)
 
 
@@ -215,16 +216,17 @@ def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     from trainers.checkpoint import hugging_face, manifest, model_only, weights
     from trainers.checkpoint.export import from_safetensors
     from trainers.checkpoint.standalone import load_model
+    from trainers.trainer.beginnings import beginning
 
     path = weights.find(source)
     trainer.prepare()
     if trainer.arguments.lora is not None and not has_adapters(weights.look(path)):
-        state, step = trainer._beginning(None, None).make(), step_of(path)
+        state, step = beginning(trainer, None, None).make(), step_of(path)
         return str(path), state if step is None else dataclasses.replace(state, batch_index=jnp.int32(step)), step
     if hugging_face.is_folder(path):
-        return str(path), trainer._beginning(_of_folder(trainer, path), None).make(), None
+        return str(path), beginning(trainer, _of_folder(trainer, path), None).make(), None
     if path.is_file():
-        return str(path), trainer._beginning(from_safetensors(path), None).make(), None
+        return str(path), beginning(trainer, from_safetensors(path), None).make(), None
     try:
         meta = manifest.read_meta(path)
     except manifest.DamagedError as error:
@@ -233,10 +235,10 @@ def load(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     if not all(map(model_only.part_of, meta["shapes"])):
         # With the state of the optimizer: it may hold the averages that are evaluated, and a hook may want it.
         return str(path), trainer.load_pretrained(str(path)), step
-    arrays, _ = load_model(str(path), trainer._model_arrays)
-    if trainer._frozen is not None:
-        trainer._frozen.check(meta)
-    state = trainer._beginning(arrays, None).make()
+    arrays, _ = load_model(str(path), trainer.assembly.model_arrays)
+    if trainer.assembly.frozen is not None:
+        trainer.assembly.frozen.check(meta)
+    state = beginning(trainer, arrays, None).make()
     updates = step - len(meta.get("skipped_batches") or ())
     counters = {"batch_index": jnp.int32(step), "step": jnp.int32(updates)}
     return str(path), dataclasses.replace(state, **counters), step
@@ -257,11 +259,11 @@ def _of_folder(trainer: Any, path: Path) -> dict[str, Any]:
     from trainers.config import InitConfig
     from trainers.optim.param_groups import parameter_path
 
-    wanted = {parameter_path(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(trainer._model_arrays)}
+    wanted = {parameter_path(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(trainer.assembly.model_arrays)}
     found = weights.look(path)
     pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, InitConfig(path=str(path)))
     arrays = weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()})
-    return jax.tree_util.tree_map_with_path(lambda key, _: arrays[parameter_path(key)], trainer._model_arrays)
+    return jax.tree_util.tree_map_with_path(lambda key, _: arrays[parameter_path(key)], trainer.assembly.model_arrays)
 
 
 def as_json(results: Sequence[Result]) -> str:

@@ -115,11 +115,11 @@ def log_probabilities(arguments: TrainingArguments, source: str, rows: Rows) -> 
     import numpy as np
 
     from trainers import runtime
-    from trainers.base import BaseTrainer
     from trainers.commands.evaluate import load
     from trainers.data.sources.preference import REFERENCE_COLUMNS
     from trainers.step.loss import in_mode
     from trainers.tasks.completions import completions_of_pairs
+    from trainers.trainer.base_trainer import BaseTrainer
 
     runtime.install(runtime.Runtime(lambda event: None))
     trainer = BaseTrainer(dataclasses.replace(arguments, task=TASK, global_batch_size=AT_ONCE, accumulation_steps=1), rows)

@@ -154,7 +154,7 @@ def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
 
         prepare()
         each = trainer.task.tokens_per_example
-        known["parameters"] = num_parameters(trainer._model_state.params)
+        known["parameters"] = num_parameters(trainer.assembly.design.state.params)
         known["tokens_per_step"] = arguments.global_batch_size * each
         known["unit"] = "examples" if each == 1 else "tokens"
     return about | known

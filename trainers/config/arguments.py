@@ -198,6 +198,11 @@ class TrainingArguments(Section):
         return attention.needs_of(self.model, self.data.sequence_length, self.dtype)
 
     @property
+    def run_folder(self) -> str:
+        """The folder of the run, in the storage."""
+        return f"{self.storage}/{self.name}"
+
+    @property
     def micro_batch_size(self) -> int:
         """Sequences of one micro-batch, over all hosts."""
         return self.global_batch_size // self.accumulation_steps

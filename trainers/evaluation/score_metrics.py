@@ -31,11 +31,12 @@ def check_when_built(trainer: Any) -> None:
     """Does what `check` does, if the names can be known now. Errors of the model or the data come where they are used."""
     if trainer.arguments.evaluation.score is None or _may_add(trainer) or not _is_ours(type(trainer).__init__):
         return
+    design = trainer.assembly.design
     try:
-        trainer._model = trainer.configure_model()
-        _ = trainer.loss_layout
+        design.configure()
+        _ = design.loss_layout
     except Exception:  # whatever the user's model raises, it raises again, and is told, when training begins
-        trainer._model = None
+        design.forget()
         return
     check(trainer)
 
@@ -43,7 +44,7 @@ def check_when_built(trainer: Any) -> None:
 def check(trainer: Any) -> None:
     """Raises UsageError for metrics of the score that no evaluation will have. After `configure_model`."""
     score = trainer.arguments.evaluation.score
-    if score is None or trainer._layout is None or _may_add(trainer):
+    if score is None or trainer.assembly.design.traced_layout is None or _may_add(trainer):
         return
     known: list[str] = []
     free: list[str] = []  # the beginnings of names: another task has metrics of its own
@@ -65,9 +66,9 @@ def units_of(trainer: Any) -> Mapping[str, UnitConfig]:
 
 def of_loss(trainer: Any, unit: UnitConfig) -> list[str]:
     """Returns the names of the metrics of a unit's loss; none if they are not known."""
-    if trainer._layout is None or unit.task is not None or unit.exact_match is not None:
+    if trainer.assembly.design.traced_layout is None or unit.task is not None or unit.exact_match is not None:
         return []
-    layout = trainer.loss_layout
+    layout = trainer.assembly.design.loss_layout
     return [*with_perplexity(dict.fromkeys(layout.names, 0.0), layout)]
 
 

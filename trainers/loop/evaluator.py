@@ -16,7 +16,7 @@ from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.errors import UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import DEFAULT_UNIT
-from trainers.loop.hooks import Hooks
+from trainers.loop.hooks import HAS_DEFAULTS, Hooks
 from trainers.step.state import TrainState
 
 IS_OBSERVED = "_is_observed"
@@ -69,21 +69,22 @@ class Observed:
             self.active = before
 
 
+def observe_own(cls: type) -> None:
+    """Makes a user's method `evaluate` call the hooks and callbacks of an evaluation."""
+    owner = next(base for base in cls.__mro__ if "evaluate" in vars(base))
+    if HAS_DEFAULTS not in vars(owner) and not hasattr(cls.evaluate, IS_OBSERVED):  # type: ignore[attr-defined]
+        cls.evaluate = observed(cls.evaluate)  # type: ignore[attr-defined]
+
+
 def observed(method: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
     """Returns a user's method `evaluate` that calls the hooks and callbacks of an evaluation outside of training too. Inside of
     one, where they are called already, it is the method itself."""
 
     @functools.wraps(method)
     def evaluate(self: Any, state: TrainState | None = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if self._observed.active:
+        if self.evaluations.observed.active:
             return method(self, state, *args, **kwargs)
-        self._configure()
-        name = kwargs.get("unit") or next(iter(self.validation_units), DEFAULT_UNIT)
-        given = self._current(state)
-        self._at(given)
-        returned, metrics = self._observed.evaluate(given, name, lambda state: method(self, state, *args, **kwargs))
-        self._keep(given, returned)
-        return metrics
+        return self.evaluations.around(state, kwargs.get("unit"), lambda state: method(self, state, *args, **kwargs))
 
     vars(evaluate)[IS_OBSERVED] = True
     return evaluate

@@ -94,8 +94,7 @@ def traced_shapes(trainer: Any, model: TrainerConfigureModelOutput, shapes: Shap
     # With axes of size 1: a standby, or a plan, does not know the devices, and no shape depends on their number.
     axes = tuple(field.name for field in dataclasses.fields(trainer.arguments.mesh))
     mesh = AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes))
-    vars(trial).update(_mesh=mesh, _model=model)
-    vars(trial).pop("_state_shardings", None)
+    trial.assembly = trainer.assembly.around(trial, mesh, model)
     touched_before = distributed.devices_touched()
 
     def traced(state: Any, batch: Any) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from trainers.loop import anomalies
 from trainers.loop.anomalies import Anomaly, Decision
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.garbage import GarbageCollection
-from trainers.loop.hooks import Hooks
+from trainers.loop.hooks import Hooks, overrides
 from trainers.loop.host_requests import HostRequests
 from trainers.loop.inflight import STOP_REASONS, Agreed, Flags, Window
 from trainers.loop.lineage import Lineage
@@ -202,7 +202,7 @@ class Loop:
     def _end_step(self, state: TrainState, batch: Any, step_metrics: MetricSums) -> TrainState:
         """Calls the hooks and callbacks that follow a step, without waiting for the device."""
         step, metrics = self.info.batch_index, scalars(self.layout, step_metrics)
-        if self.hooks.overrides("on_step_end"):
+        if overrides(self.hooks, "on_step_end"):
             state, returned = self.hooks.on_step_end(state, dict(metrics), step)
             self.replaced.add(metrics, returned)
             metrics = returned

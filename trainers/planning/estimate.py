@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from trainers import tokenizers
-from trainers.base import BaseTrainer
 from trainers.checkpoint import going_on, weights
 from trainers.checkpoint.validate import check_same_model
 from trainers.checkpoint.whole import META
@@ -33,9 +32,9 @@ from trainers.data.sources.iterable import num_examples
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
 from trainers.loop import start_from
 from trainers.loop.frozen import check_same
+from trainers.loop.hooks import overrides
 from trainers.optim.param_groups import parameter_paths
 from trainers.planning import evaluations, first_batch, padding
-from trainers.planning.overridden import overrides
 from trainers.planning.problems import attempt
 from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.frozen import FrozenModel, shapes_of
@@ -43,6 +42,7 @@ from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
 from trainers.surroundings import end_with_parent
 from trainers.tasks.causal_lm import CausalLMTask
+from trainers.trainer.base_trainer import BaseTrainer
 
 Facts = dict[str, Any]
 STAND_IN_STEPS = 1_000_000
@@ -168,12 +168,12 @@ def beginning_facts(problems: list[str], trainer: BaseTrainer, num_devices: int,
 def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | None:
     """Returns {"step", "told"} of the checkpoint that the run will go on from; None if none is to be seen. Raises UsageError if
     it is of another model or optimizer."""
-    found = going_on.newest(trainer._run_folder)
+    found = going_on.newest(trainer.arguments.run_folder)
     if found is None:
         return None
     path, meta = found
     try:
-        check_same_model(meta, trainer._model_state, str(path))
+        check_same_model(meta, trainer.assembly.design.state, str(path))
     except CheckpointError as error:
         raise UsageError(str(error)) from error
     changed = going_on.changes(meta, trainer.arguments, num_devices)
@@ -184,12 +184,12 @@ def whole_state(trainer: BaseTrainer, doubts: list[str]) -> None:
     """Raises UsageError if `checkpoint.start_from` names no whole state of this model. What cannot be seen from here is added to
     `doubts`."""
     source = trainer.arguments.checkpoint.start_from
-    if source is None or os.path.isdir(f"{trainer._run_folder}/checkpoints"):
+    if source is None or os.path.isdir(f"{trainer.arguments.run_folder}/checkpoints"):
         return
 
     def check() -> None:
         path, meta = start_from.found(source)
-        check_same_model(meta, trainer._model_state, str(path))
+        check_same_model(meta, trainer.assembly.design.state, str(path))
 
     seen_from_here(start_from.KEY, source, check, doubts)
 
@@ -197,11 +197,12 @@ def whole_state(trainer: BaseTrainer, doubts: list[str]) -> None:
 def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:
     """Returns what `init_from` gives, in one line; None if it is not used, or cannot be seen from here, which is added to
     `doubts`. Raises UsageError if it does not fit the model."""
-    config, state = trainer.arguments.init_from, trainer._model_state
+    config, state = trainer.arguments.init_from, trainer.assembly.design.state
     # A run that has a checkpoint goes on from that: what it began with may be gone by now.
-    if config is None or os.path.isdir(f"{trainer._run_folder}/checkpoints"):
+    if config is None or os.path.isdir(f"{trainer.arguments.run_folder}/checkpoints"):
         return None
-    return looked_at("init_from", config, arrays_of_model(state.params, state.model_state), doubts, trainer.adapted)
+    arrays = arrays_of_model(state.params, state.model_state)
+    return looked_at("init_from", config, arrays, doubts, trainer.assembly.design.adapted)
 
 
 def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
@@ -209,15 +210,15 @@ def frozen_weights(trainer: BaseTrainer, doubts: list[str]) -> dict[str, str]:
     all that do not fit their models, or are not those that the run has been trained with."""
     problems: list[str] = []
     read = {}
-    for name, model in trainer._frozen_models.items():
+    for name, model in trainer.assembly.design.frozen_models.items():
         config = InitConfig(path=model.path)
         read[name] = attempt(problems, model.asked_by, functools.partial(looked_at, model.asked_by, config, model.shapes, doubts))
-    found = going_on.newest(trainer._run_folder)
+    found = going_on.newest(trainer.arguments.run_folder)
     for name, before in ((found[1].get(META) or {}) if found else {}).items():
-        if read.get(name) and before["path"] != (path := trainer._frozen_models[name].path):
+        if read.get(name) and before["path"] != (path := trainer.assembly.design.frozen_models[name].path):
             there = weights.find(path)
             now = {"path": path, "checkpoint": str(there), "digest": weights.look(there).digest()}
-            asked_by = trainer._frozen_models[name].asked_by
+            asked_by = trainer.assembly.design.frozen_models[name].asked_by
             attempt(problems, asked_by, functools.partial(check_same, asked_by, before, now))
     if problems:
         raise UsageError("\n".join(problems))
@@ -259,8 +260,8 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     parts, state = trainer.configure_model()
     task, arguments = trainer.task, trainer.arguments
     if trainer.dataset_train is not None:
-        rows = trainer._batch_shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
-        check_loss(trainer._loss_function_of(parts), state, rows, shapes_of(trainer._frozen_models))
+        rows = trainer.assembly.batching.shapes((1, arguments.micro_batch_size), TrainerConfigureModelOutput(parts, state))
+        check_loss(trainer.assembly.design.loss_of(parts), state, rows, shapes_of(trainer.assembly.design.frozen_models))
         evaluations.check_metrics(trainer, problems)
     parameters = num_parameters(state.params)
     tokens_per_step = arguments.global_batch_size * task.tokens_per_example
@@ -268,19 +269,19 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
         "parameters": parameters,
         "tokens_per_step": tokens_per_step,
         "tokens_per_example": task.tokens_per_example,
-        "flops_per_step": trainer._flops_per_token(task, parameters) * tokens_per_step,
+        "flops_per_step": trainer.assembly.design.flops_per_token(task, parameters) * tokens_per_step,
         "checkpoint_bytes": sum(num_bytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)),
     }
     if isinstance(task, CausalLMTask) and type(task).build_model is CausalLMTask.build_model:
         facts["num_layers"] = arguments.model.num_layers
         facts |= expert_facts(arguments, parameters, num_devices)
-    if frozen := trainer._frozen_models:
+    if frozen := trainer.assembly.design.frozen_models:
         facts["frozen_parameters"] = {name: num_parameters(model.shapes) for name, model in frozen.items()}
     if padded := arguments.padded_rows_per_step(num_devices):
         facts["padded_rows_per_step"] = padded
     # A replaced one may have another state, for whose parameters there are no axes here.
     if not overrides(trainer, "configure_model"):
-        axes, sizes = (trainer._axes, trainer._state_axes), arguments.check_devices(num_devices)
+        axes, sizes = (trainer.assembly.design.axes, trainer.assembly.design.state_axes), arguments.check_devices(num_devices)
         facts["state_bytes_per_device"] = state_bytes_per_device(state, axes, sizes)
         if frozen:
             facts["frozen_bytes_per_device"] = frozen_bytes_per_device(frozen, sizes)

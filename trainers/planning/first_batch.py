@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from trainers.base import BaseTrainer
 from trainers.data.loader import RandomAccess
 from trainers.errors import DataError
-from trainers.planning.overridden import overrides
+from trainers.loop.hooks import overrides
+from trainers.trainer.base_trainer import BaseTrainer
 
 MAX_ROWS = 32
 """How many examples are read of each dataset, of those of the first micro-batch."""
@@ -32,7 +32,7 @@ def checks(trainer: BaseTrainer) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def unit_collated(trainer: BaseTrainer, name: str) -> Any:
     """Collates the first rows of a validation unit that has data of its own."""
-    dataset = trainer._unit_datasets.get(name)
+    dataset = trainer.assembly.validation.datasets.get(name)
     return None if dataset is None else collated(trainer, dataset, len(dataset))
 
 
@@ -43,8 +43,8 @@ def collated(trainer: BaseTrainer, dataset: RandomAccess, num_examples: int | No
         indices = range(available(len(indices)))
     if not indices:
         raise DataError(f"the data ({type(dataset).__name__}) has no examples: give it some")
-    batch = trainer.rows_of(dataset, indices)
-    rows, alone = forms(batch), forms(trainer.rows_of(dataset, indices[:1]))
+    batch = trainer.assembly.batching.rows_of(dataset, indices)
+    rows, alone = forms(batch), forms(trainer.assembly.batching.rows_of(dataset, indices[:1]))
     if wrong := [name for name in {**rows, **alone} if alone.get(name) != rows.get(name)]:
         told = "; ".join(f"{name} {alone.get(name)} for one, {rows.get(name)} for {len(indices)}" for name in wrong)
         raise DataError(

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainers.base import BaseTrainer
 from trainers.errors import UsageError
+from trainers.loop.hooks import overrides
 from trainers.metrics.accumulator import Kind, Layout
-from trainers.planning.overridden import overrides
 from trainers.step.loss import LossFunction
 from trainers.step.state import initial_model, num_parameters
 from trainers.tasks.causal_lm import CausalLMTask
+from trainers.trainer.base_trainer import BaseTrainer
 
 NUM_ROWS = 3
 """Rows that count. Few: one more then changes a count by a third."""
@@ -39,17 +39,17 @@ LEFT_OUT = "whether rows of weight 0 count was not tried"
 def check(trainer: BaseTrainer) -> str | None:
     """Returns what was tried, or why nothing was; None if there is nothing to try: the trainer adds up the rows. After
     `configure_model`. Raises UsageError if a row of weight 0 counts."""
-    loss = trainer.eval_loss_function
+    loss = trainer.assembly.design.eval_loss
     if is_own(loss.task) or overrides(trainer, "configure_functions") or overrides(trainer, "configure_dataloaders"):
         return None
     if why := out_of_reach(trainer):
         return f"{LEFT_OUT}: {why}"
     batches = list(batches_of(trainer))
     first = _on_device(batches[0])
-    state_shapes, shapes = trainer.model.state_shapes, trainer._model_state.params
+    state_shapes, shapes = trainer.model.state_shapes, trainer.assembly.design.state.params
     if not loss.adds_up_itself(shapes, first, np.int32(0), loss.rest(state_shapes, first)):
         return None
-    layout = trainer.loss_layout.with_others({TOKENS: Kind.SUM})
+    layout = trainer.assembly.design.loss_layout.with_others({TOKENS: Kind.SUM})
     try:
         found = sums(trainer, loss, layout, batches)
         # Read and compiled once more: what differs between two tries says nothing of the row.
@@ -75,9 +75,9 @@ def batches_of(trainer: BaseTrainer) -> Iterator[dict[str, np.ndarray]]:
     dataset, num_examples = trainer.dataset_train, NUM_ROWS + NUM_FILLERS
     available = getattr(dataset, "available", lambda stop: stop)(num_examples)
     rows, fillers = tuple(range(min(NUM_ROWS, available))), range(min(NUM_ROWS, available), available)
-    yield trainer.rows_of(dataset, rows)  # type: ignore[arg-type]
+    yield trainer.assembly.batching.rows_of(dataset, rows)  # type: ignore[arg-type]
     for filler in (0, *fillers):
-        yield trainer.rows_of(dataset, (*rows, filler), 1)  # type: ignore[arg-type]
+        yield trainer.assembly.batching.rows_of(dataset, (*rows, filler), 1)  # type: ignore[arg-type]
 
 
 def is_own(task: Any) -> bool:
@@ -87,16 +87,16 @@ def is_own(task: Any) -> bool:
 
 def out_of_reach(trainer: BaseTrainer) -> str:
     """Returns why the loss is not computed here; empty if it can be."""
-    parameters = num_parameters(trainer._model_state.params)
+    parameters = num_parameters(trainer.assembly.design.state.params)
     if parameters > MAX_PARAMETERS:
         return f"the model has {parameters:,} parameters, more than {MAX_PARAMETERS:,}"
     # Two thirds of a step's operations are backward.
     flops = trainer.task.flops_per_token(parameters) * trainer.task.tokens_per_example * NUM_ROWS * NUM_FILLERS / 3
     if flops > MAX_FLOPS:
         return f"it takes {flops:.1e} FLOP, more than {MAX_FLOPS:.0e}"
-    if trainer._frozen_models:
+    if trainer.assembly.design.frozen_models:
         return "frozen weights are read on the hosts"
-    if trainer.overrides("prepare_batch"):
+    if overrides(trainer, "prepare_batch"):
         return "prepare_batch needs the devices"
     return ""
 

@@ -22,18 +22,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.planning import collectives
 from trainers.planning.estimate import load_datasets, load_trainer, num_bytes
 from trainers.planning.stand_in import StandIn
-from trainers.protocol import TrainerConfigureModelOutput
 from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
-from trainers.step.state import with_shardings
 from trainers.surroundings import end_with_parent, is_installed
+from trainers.trainer.assembly import Assembly
+from trainers.trainer.base_trainer import BaseTrainer
 
 Facts = dict[str, Any]
 LIBTPU = "libtpu==0.0.42.*"
@@ -109,27 +108,26 @@ def trainer_for(arguments: TrainingArguments) -> tuple[BaseTrainer, Facts]:
 
 def lower(trainer: BaseTrainer, mesh: Mesh) -> jax.stages.Lowered:
     """Returns the train step for a mesh whose devices need not be there. Raises what tracing raises."""
-    vars(trainer)["_mesh"] = mesh
-    trainer.prepare()
-    replicated, model = meshes.replicated(mesh), TrainerConfigureModelOutput(trainer.model, trainer._model_state)
-    sums = trainer.step_layout.zeros()
+    # Before anything is made: hooks that are traced may look at the mesh.
+    trainer.assembly = made = Assembly(trainer, mesh)
+    made.prepare()
+    layout = made.design.step_layout
+    sums = layout.zeros()
     args = (
-        with_shardings(model.state, trainer._state_shardings),
-        jax.ShapeDtypeStruct(sums.shape, sums.dtype, sharding=replicated),
-        trainer._batch_shapes(trainer._micro_batches_shape, model, meshes.micro_batches(mesh)),
+        made.placed_state,
+        jax.ShapeDtypeStruct(sums.shape, sums.dtype, sharding=meshes.replicated(mesh)),
+        made.step_batch_shapes(),
         jax.ShapeDtypeStruct((mesh.size, len(FLAGS)), np.int32, sharding=meshes.one_per_device(mesh)),
-        *(() if trainer._frozen is None else trainer._frozen.shapes),
+        *made.frozen_shapes,
     )
-    return lowered(trainer._jit_train_step(trainer._traced_step()), args)
+    return lowered(made.jit_train_step(made.design.train_step(layout)), args)
 
 
 def whole_arrays(trainer: BaseTrainer) -> dict[str, int]:
     """Returns the bytes of the large arrays of the state, and of the frozen weights, that every device has whole, by name."""
-    state = with_shardings(trainer._model_state, trainer._state_shardings)
-    frozen = () if trainer._frozen is None else trainer._frozen.shapes
     return {
         jax.tree_util.keystr(path[1:], simple=True, separator="."): size
-        for path, leaf in jax.tree_util.tree_leaves_with_path((state, *frozen))
+        for path, leaf in jax.tree_util.tree_leaves_with_path((trainer.assembly.placed_state, *trainer.assembly.frozen_shapes))
         if leaf.sharding.is_fully_replicated and (size := num_bytes(leaf.shape, leaf.dtype)) >= LARGE_BYTES
     }
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from trainers.errors import cut
 from trainers.runtime.events import Event, MachineTakenAway, problem_of
+from trainers.runtime.orders import Profile
 from trainers.runtime.plain import number, plain, whole_number
 from trainers.runtime.stop_reason import StopReason
 
-Request = dict[str, Any]
 MAX_ODD, MAX_ODD_TEXT = 20, 300
 """How many mistakes in reports are told, and how many letters of each."""
 
@@ -79,7 +79,7 @@ class Runtime:
         self._save_requests = self._handled_saves = 0
         self.profiling = False
         """Whether the loop is recording a profile."""
-        self._profile_request: Request | None = None
+        self._profile_request: Profile | None = None
         self._fence = fence
         self._on_fence: Callable[[str | None], None] = lambda path: None
         self._notice: MachineTakenAway | None = None
@@ -150,8 +150,8 @@ class Runtime:
         new, self._handled_saves = requests > self._handled_saves, requests
         return new
 
-    def request_profile(self, request: Request) -> None:
-        """Asks to record the next steps of this host: {"id", "steps"}. The answer is an event, `profile`, with this id."""
+    def request_profile(self, request: Profile) -> None:
+        """Asks to record the next steps of this host. The answer is an event, `profile`, with this id."""
         with self._lock:
             busy = self.profiling or self._profile_request is not None
             if not busy:
@@ -160,7 +160,7 @@ class Runtime:
             problem = "another profile is under way: ask again when it is written"
             self.emit({"ev": "profile", "id": request["id"], "problem": problem})
 
-    def take_profile_request(self) -> Request | None:
+    def take_profile_request(self) -> Profile | None:
         """Returns a request that was not handled yet; each only once."""
         # First without the lock: this is asked at every step, and there is hardly ever a request.
         if self._profile_request is None:

@@ -21,6 +21,7 @@ import jax
 from jax._src import distributed
 
 from trainers.errors import CoordinatorError, cut
+from trainers.runtime.context import current
 
 _counter = itertools.count()
 """The number that makes the keys of each exchange unique. It is the same on all hosts, because all call in the same order."""
@@ -90,6 +91,12 @@ def every_host(topic: str, condition: bool, timeout_s: float = DEFAULT_TIMEOUT_S
     """Returns True if `condition` holds on all hosts."""
     # `bool`: JSON has no NumPy booleans.
     return all(all_hosts(topic, bool(condition), timeout_s))
+
+
+def note_from_host0(message: str) -> None:
+    """Sends a note that all hosts have, once."""
+    if jax.process_index() == 0:
+        current().note(message)
 
 
 def barrier(topic: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:

@@ -200,7 +200,7 @@ def test_save_pretrained_can_be_trained_on(tmp_path, events, what):
     other = trainer(tmp_path / "other", max_num_steps=5, optimizer=FIXED, mesh={"fsdp": 4})
     loaded = other.load_pretrained(str(tmp_path / what))
     assert_equal(loaded, state)
-    assert loaded.params["embed"].sharding.mesh == other._mesh
+    assert loaded.params["embed"].sharding.mesh == other.mesh
     assert int(other.train(state=loaded).step) == 5
 
 
@@ -254,3 +254,34 @@ def test_a_resumed_process_says_where_it_is_before_its_first_step(tmp_path, even
     runtime.install(runtime.Runtime(events.append))
     trainer(tmp_path, cls=Looks, max_num_steps=4, optimizer=FIXED).train()
     assert seen == [(3, 3, 3)]
+
+
+@pytest.mark.costs("trains")
+def test_what_a_subclass_configures_is_used_also_after_it_was_called_by_hand(tmp_path):
+    class Mine(BaseTrainer):
+        def configure_functions(self):
+            functions = super().configure_functions()
+            self.calls = self.calls + 1 if hasattr(self, "calls") else 1
+            return functions._replace(checkpoint_manager=Counting(functions.checkpoint_manager))
+
+        def configure_dataloaders(self):
+            loaders = super().configure_dataloaders()
+            return loaders._replace(dataloader_train=Counting(loaders.dataloader_train))
+
+    made = trainer(tmp_path, cls=Mine, max_num_steps=2)
+    made.configure_dataloaders()
+    made.configure_functions()
+    made.train()
+    assert made.training.manager.names >= {"save", "path"}
+    assert made.training.parts.loaders.dataloader_train.names >= {"batch", "close"}
+
+
+class Counting:
+    """Passes everything on, and knows what was asked for."""
+
+    def __init__(self, inner):
+        self.inner, self.names = inner, set()
+
+    def __getattr__(self, name):
+        self.names.add(name)
+        return getattr(self.inner, name)

@@ -24,6 +24,7 @@ from trainers.errors import CheckpointError, CheckpointMissingError, UsageError
 from trainers.models.decoder import Decoder
 from trainers.models.hf.weights import from_tensors
 from trainers.planning import estimate
+from trainers.trainer.beginnings import beginning
 
 LLAMA, QWEN = (str(ROOT / "tests" / "unit" / "data" / "parity" / name) for name in ("llama3", "qwen2"))
 SETTINGS = {
@@ -313,7 +314,7 @@ def test_a_run_begins_with_an_adapter_of_peft(tmp_path, events):
     export.to_hugging_face(checkpoint(made), tmp_path / "adapter", adapter=True)
     again = trainer(tmp_path / "again", **changes, init_from=str(tmp_path / "adapter"))
     again.prepare()
-    assert_equal(again._beginning(None, None).make().params, made.output.state.params)
+    assert_equal(beginning(again).make().params, made.output.state.params)
 
 
 def test_an_adapter_of_peft_that_does_not_fit_is_told_before_a_machine_is_taken(tmp_path):

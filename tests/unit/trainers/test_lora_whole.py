@@ -20,6 +20,7 @@ from trainers.config.arguments import from_dict
 from trainers.errors import UsageError
 from trainers.optim.param_groups import parameter_paths
 from trainers.planning import estimate
+from trainers.trainer.beginnings import beginning
 
 NEW = 3
 LORA = {"rank": 2, "alpha": 8, "targets": ["query"], "whole": ["embed|unembed"], "new_tokens": NEW}
@@ -57,7 +58,7 @@ def test_they_begin_as_those_of_the_base_and_new_tokens_as_the_mean(trained):
     np.testing.assert_array_equal(first["unembed"][:, :64], old)
     np.testing.assert_allclose(first["unembed"][:, 64:], np.repeat(old.mean(1, keepdims=True), NEW, 1), rtol=1e-5, atol=1e-6)
     # The first step begins with them too, and with no others.
-    assert_equal(trained._beginning(None, None).make().params, first)
+    assert_equal(beginning(trained).make().params, first)
 
 
 @pytest.mark.costs("compiles a step and trains")

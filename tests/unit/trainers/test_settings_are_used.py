@@ -18,9 +18,9 @@ from trainers.base import BaseTrainer
 from trainers.checkpoint.standalone import load_from
 from trainers.config.masking import masked
 from trainers.config.model import ModelConfig
+from trainers.errors import NotConfiguredError
 from trainers.loop.time_used import TimeUsed
 from trainers.runtime.stop_reason import StopReason
-from trainers.step.state import with_shardings
 from trainers.tasks.causal_lm import CausalLMTask
 
 ONE_STEP = {"max_num_steps": 1, "checkpoint": {"save_at_end": False}}
@@ -31,7 +31,7 @@ def norm_of_the_first_update(tmp_path, **optimizer):
     """The global norm of what one step adds to the parameters."""
     made = trainer(tmp_path, optimizer={**SGD, **optimizer}, **ONE_STEP)
     after = made.train().params
-    before = made._loop.resume.beginning.make().params
+    before = made.training.loop.resume.beginning.make().params
     return float(jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True))))
 
 
@@ -47,8 +47,9 @@ def test_save_pretrained_writes_the_trainers_own_arguments(tmp_path, events):
     made = trainer(tmp_path, max_num_steps=1)
     made.train()
     path = made.save_pretrained(str(tmp_path / "out"))
-    assert made._dataloaders is None  # after training nothing is built again to save
-    _, meta = load_from(path, with_shardings(made._model_state, made._state_shardings))
+    with pytest.raises(NotConfiguredError):  # after training nothing is built again to save
+        _ = made.dataloaders
+    _, meta = load_from(path, made.assembly.placed_state)
     expected = masked(dataclasses.asdict(made.arguments))
     assert {name: meta["arguments"][name] for name in ("name", "max_num_steps", "task", "seed")} == {
         name: expected[name] for name in ("name", "max_num_steps", "task", "seed")
@@ -74,7 +75,7 @@ def test_overrides_of_the_model_and_of_the_functions_are_what_is_used(tmp_path, 
     assert made.model is made.model_output.model
     for name in ("train_step_fn", "eval_step_fn", "mesh", "checkpoint_manager"):
         assert getattr(made.functions, name) is getattr(made.functions_output, name)
-    assert made._loop.train_step is made.functions_output.train_step_fn
+    assert made.training.loop.train_step is made.functions_output.train_step_fn
 
 
 def test_the_types_are_those_of_the_arguments(tmp_path):
@@ -99,17 +100,17 @@ LATE_S = 1e9
 
 
 def test_a_time_limit_counts_from_the_start_of_training_in_full(tmp_path, events, monkeypatch):
-    monkeypatch.setattr("trainers.base.TimeUsed", partial(TimeUsed, clock=lambda: LATE_S))
+    monkeypatch.setattr("trainers.trainer.base_trainer.TimeUsed", partial(TimeUsed, clock=lambda: LATE_S))
     made = trainer(tmp_path, time_limit="2h", **ONE_STEP)
     made.train()
-    assert made._loop.host_requests.limits.deadline_s == LATE_S + 2 * 3600
+    assert made.training.loop.host_requests.limits.deadline_s == LATE_S + 2 * 3600
 
 
 @pytest.mark.costs("compiles a step and trains")
 def test_a_time_limit_counts_what_earlier_processes_have_used(tmp_path, events, monkeypatch):
     """By the checkpoint, or by what the driver tells, whichever is more."""
     now_s = [LATE_S]
-    monkeypatch.setattr("trainers.base.TimeUsed", partial(TimeUsed, clock=lambda: now_s[0]))
+    monkeypatch.setattr("trainers.trainer.base_trainer.TimeUsed", partial(TimeUsed, clock=lambda: now_s[0]))
 
     class Slow(BaseTrainer):
         def on_step_start(self, state, step):
@@ -120,17 +121,17 @@ def test_a_time_limit_counts_what_earlier_processes_have_used(tmp_path, events, 
     now_s[0] = 2 * LATE_S
     resumed = trainer(tmp_path, time_limit="2h", max_num_steps=5, checkpoint={"save_at_end": False}, optimizer=FIXED)
     resumed.train()
-    assert resumed._loop.host_requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 4 * 300
+    assert resumed.training.loop.host_requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 4 * 300
     runtime.install(runtime.Runtime(lambda event: None, time_used_s=1500.0))
     told = trainer(tmp_path, time_limit="2h", max_num_steps=5, optimizer=FIXED)
     told.train()
-    assert told._loop.host_requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 1500
+    assert told.training.loop.host_requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 1500
 
 
 @pytest.mark.costs("compiles a step and trains")
 def test_a_run_whose_time_is_used_up_trains_no_further_step(tmp_path, events, monkeypatch):
     now_s = [LATE_S]
-    monkeypatch.setattr("trainers.base.TimeUsed", partial(TimeUsed, clock=lambda: now_s[0]))
+    monkeypatch.setattr("trainers.trainer.base_trainer.TimeUsed", partial(TimeUsed, clock=lambda: now_s[0]))
     trainer(tmp_path, StopAt(3, "requested"), time_limit="1h", checkpoint={}, optimizer=FIXED).train()
     steps = of(events, "saved")[-1]["step"]
     runtime.install(runtime.Runtime(events.append, time_used_s=3600.0))
@@ -180,7 +181,7 @@ def test_units_may_have_batches_of_different_sizes(tmp_path, events):
     units = {"small": {"batch_size": 3, "max_batches": 2}, "usual": {}}
     made = trainer(tmp_path, evaluation={"units": units}, **ONE_STEP)
     made.train()
-    state = made._state
+    state = made.state
     assert len(list(made.eval(state, unit="small"))) == 2
     first_six = next(iter(trainer(tmp_path / "six", evaluation={"batch_size": 6}, **ONE_STEP).eval(state)))
     assert made.evaluate(state, unit="small")["loss"] == pytest.approx(first_six["loss"], rel=1e-6)
@@ -191,7 +192,7 @@ def test_what_is_saved_of_a_given_state_says_where_that_state_is(tmp_path, event
     state = trainer(tmp_path / "first", max_num_steps=5, checkpoint={"save_at_end": False}).train()
     other = trainer(tmp_path / "other", max_num_steps=5)
     path = other.save_pretrained(str(tmp_path / "out"), state)
-    _, meta = load_from(path, with_shardings(other._model_state, other._state_shardings))
+    _, meta = load_from(path, other.assembly.placed_state)
     assert meta["batch_index"] == 5
 
 
@@ -218,7 +219,7 @@ def test_the_seed_makes_the_first_parameters(tmp_path, events):
     def first(folder, seed):
         made = trainer(tmp_path / folder, seed=seed, **ONE_STEP)
         made.train()
-        return np.asarray(made._loop.resume.beginning.make().params["embed"])
+        return np.asarray(made.training.loop.resume.beginning.make().params["embed"])
 
     np.testing.assert_array_equal(first("a", 1), first("b", 1))
     assert not np.array_equal(first("c", 1), first("d", 2))
@@ -247,13 +248,13 @@ def test_the_language_model_computes_and_keeps_in_the_types_of_the_settings(tmp_
 )
 def test_the_mesh_is_that_of_the_settings(tmp_path, mesh, expected):
     made = trainer(tmp_path, mesh=mesh)
-    assert dict(made._mesh.shape) == dict(zip(("data", "fsdp", "expert", "tensor"), expected, strict=True))
+    assert dict(made.mesh.shape) == dict(zip(("data", "fsdp", "expert", "tensor"), expected, strict=True))
 
 
 def test_a_step_has_the_examples_and_the_micro_batches_of_the_settings(tmp_path, events):
     made = trainer(tmp_path, global_batch_size=24, accumulation_steps=3, **ONE_STEP)
     made.train()
-    assert made._step_batch_shapes()["tokens"].shape[:2] == (3, 8)
+    assert made.assembly.step_batch_shapes()["tokens"].shape[:2] == (3, 8)
 
 
 @pytest.mark.costs("compiles a step and trains")

@@ -11,6 +11,8 @@ import pytest
 from tests.event_schema import check_event
 from trainers import runtime, worker
 
+START = {"cmd": "start", "generation": 0, "host": 0, "num_hosts": 1, "coordinator": "127.0.0.1:1"}
+
 
 class StopHere(Exception):
     """Instead of the preparation."""
@@ -48,12 +50,56 @@ def test_what_the_orders_say_reaches_the_trainer(monkeypatch):
     before = runtime.current()
     try:
         pipe = SimpleNamespace(send=sent.append)
-        orders = {"time_used_s": 12.5, "stop_at": 7, "skip_batches": [3], "committed_step": 4}
+        orders = {"generation": 0, "time_used_s": 12.5, "stop_at": 7, "skip_batches": [3], "committed_step": 4}
         worker.run(None, orders, pipe)
     finally:
         runtime.install(before)
     assert seen == {"time_used_s": 12.5, "stop_at": 7, "skip_batches": (3,), "committed_step": 4}
     assert (sent[-1]["ev"], sent[-1]["stop_reason"]) == ("done", "max_steps")
+
+
+def test_an_order_that_is_not_understood_is_told_and_the_next_one_is_obeyed(monkeypatch):
+    """The thread that reads orders had ended at the first odd one, and the process could be stopped no more."""
+    sent = []
+    host = runtime.Runtime(sent.append)
+    lines = ["no JSON", "[]", '{"cmd": "stpo"}', '{"cmd": "stop"}', '{"cmd": "stop", "reason": "requested"}']
+    monkeypatch.setattr(worker.sys, "stdin", io.StringIO("\n".join(lines)))
+
+    def finish(code):
+        raise StopHere
+
+    monkeypatch.setattr(worker, "finish", finish)
+    with pytest.raises(StopHere):
+        worker.read_commands(host)
+    assert host.stop_reason == "requested"
+    told = [event["message"] for event in sent]
+    assert len(told) == 4
+    assert told[2].startswith(
+        "an order is not followed: there is no order 'stpo' at this point: expected stop or save or profile"
+    )
+    assert "the order 'stop': reason is missing" in told[3]
+
+
+def test_orders_with_a_misspelled_field_end_the_process_with_its_name(monkeypatch):
+    sent, lines = [], iter([{"cmd": "prepare", "arguments_class": "a:B", "arguments": {}}, {**START, "stop_a": 7}])
+    monkeypatch.setattr(worker, "next_message", lambda: next(lines))
+    monkeypatch.setattr(worker, "prepare_or_explain", lambda message: None)
+    monkeypatch.setattr(worker, "EventPipe", lambda stream: SimpleNamespace(send=sent.append))
+    monkeypatch.setattr(worker, "let_trace", lambda agent: None)
+    monkeypatch.setattr(worker.faulthandler, "register", lambda *args, **kwargs: None)
+    monkeypatch.setattr(worker.os, "fdopen", lambda *args: None)
+    monkeypatch.setattr(worker, "shown", lambda stream, **how: stream)
+    monkeypatch.setenv("EVENT_FD", "1")
+
+    def finish(code):
+        raise StopHere(code)
+
+    monkeypatch.setattr(worker, "finish", finish)
+    with pytest.raises(StopHere, match="1"):
+        worker.main()
+    assert [event["ev"] for event in sent] == ["warm", "exception"]
+    assert sent[1]["type"] == "OrderError"
+    assert "the order 'start' has no field 'stop_a'; did you mean stop_at?" in sent[1]["message"]
 
 
 def test_a_trainer_without_an_output_ends_as_it_was_asked_to():

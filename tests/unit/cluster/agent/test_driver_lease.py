@@ -5,26 +5,21 @@ from cluster.agent.event_log import EventLog
 
 
 def test_a_lease_ends_when_nobody_calls():
-    now_s = 100.0
-    lease = Lease(30, clock=lambda: now_s)
-    now_s = 120.0
-    assert lease.left_s() == 10
-    lease.renew(0)
-    assert lease.left_s() == 30
-    now_s = 151.0
-    assert lease.left_s() == -1
+    lease = Lease(30, 100.0)
+    assert lease.left_s(120.0) == 10
+    lease.renew(0, 120.0)
+    assert lease.left_s(120.0) == 30
+    assert lease.left_s(151.0) == -1
 
 
 def test_the_newest_epoch_leads():
-    now_s = 0.0
-    lease = Lease(30, clock=lambda: now_s)
-    lease.renew(2)
-    lease.renew(2)
-    lease.renew(5)
-    now_s = 10.0
+    lease = Lease(30, 0.0)
+    lease.renew(2, 0.0)
+    lease.renew(2, 0.0)
+    lease.renew(5, 0.0)
     with pytest.raises(StaleDriver, match="this driver's term is 4, and a driver with term 5 leads this agent"):
-        lease.renew(4)
-    assert lease.left_s() == 20  # who has lost the run does not keep the agent alive
+        lease.renew(4, 10.0)
+    assert lease.left_s(10.0) == 20  # who has lost the run does not keep the agent alive
     assert lease.driver_term == 5
 
 

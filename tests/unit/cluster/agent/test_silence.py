@@ -2,58 +2,52 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 
 import pytest
 
-from cluster.agent import hang_monitor, log_growth
+from cluster.agent import log_growth
 from cluster.agent.hang_monitor import HangMonitor
+from cluster.agent.inputs import Now
 from cluster.agent.limits import WatchdogConfig
 
 PROCESS = SimpleNamespace(position=lambda: {"step": None, "batch_index": None})
 JOINED = {"t": 0.0, "ev": "joined"}
 
 
-@pytest.fixture
-def now_s(monkeypatch):
-    now_s = [1000.0]
-    clock = SimpleNamespace(monotonic=lambda: now_s[0], time=lambda: 5e9 + now_s[0])
-    monkeypatch.setattr(hang_monitor, "time", clock)
-    return now_s
-
-
 def monitor(**limits):
-    made = HangMonitor(WatchdogConfig(**limits), threading.Condition(), lambda event: None)
-    made.observe(JOINED)
+    """One that has observed a process join at second 1000."""
+    made = HangMonitor(WatchdogConfig(**limits), 1000.0)
+    made.observe(JOINED, 1000.0)
     return made
 
 
-def test_a_process_is_silent_after_its_limit(now_s):
-    watched = monitor(silent_s=60.0)
-    now_s[0] += 59.0
-    assert watched.silence(PROCESS) is None
-    now_s[0] += 2.0
-    silence = watched.silence(PROCESS)
-    assert (silence["ev"], silence["phase"], silence["limit_s"], silence["waited_s"]) == ("overdue", "silence", 60.0, 61.0)
+def silence(watched, at_s):
+    return watched.silence(PROCESS, Now(at_s, 5e9 + at_s))
 
 
-@pytest.mark.parametrize("sign", [lambda watched: watched.hear(), lambda watched: watched.observe({"t": 0.0, "ev": "metrics"})])
-def test_a_printed_line_or_an_event_breaks_the_silence(now_s, sign):
+def test_a_process_is_silent_after_its_limit():
     watched = monitor(silent_s=60.0)
-    now_s[0] += 61.0
+    assert silence(watched, 1059.0) is None
+    told = silence(watched, 1061.0)
+    assert (told["ev"], told["phase"], told["limit_s"], told["waited_s"]) == ("overdue", "silence", 60.0, 61.0)
+
+
+@pytest.mark.parametrize(
+    "sign", [lambda watched: watched.printed(1061.0), lambda watched: watched.observe({"t": 0.0, "ev": "metrics"}, 1061.0)]
+)
+def test_a_printed_line_or_an_event_breaks_the_silence(sign):
+    watched = monitor(silent_s=60.0)
     sign(watched)
-    assert watched.silence(PROCESS) is None
-    now_s[0] += 60.0
-    assert watched.silence(PROCESS) is not None
+    assert silence(watched, 1061.0) is None
+    assert silence(watched, 1121.0) is not None
 
 
-def test_who_has_other_limits_or_none_or_has_ended_is_not_silent(now_s):
+def test_who_has_other_limits_or_none_or_has_ended_is_not_silent():
     reporting, free, ended = monitor(silent_s=60.0), monitor(silent_s=None), monitor(silent_s=60.0)
-    reporting.observe({"t": 0.0, "ev": "phase", "phase": "evaluate"})
+    reporting.observe({"t": 0.0, "ev": "phase", "phase": "evaluate"}, 1000.0)
     ended.end()
-    now_s[0] += 1e6
-    assert [watched.silence(PROCESS) for watched in (reporting, free, ended)] == [None, None, None]
+    assert [silence(watched, 1e6) for watched in (reporting, free, ended)] == [None, None, None]
 
 
 def test_only_a_log_that_grows_is_a_sign(tmp_path):

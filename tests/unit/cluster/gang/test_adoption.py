@@ -40,8 +40,10 @@ def test_members_are_those_with_orders_for_the_newest_generation(leads, members)
         ({1: take_over(3, 1)}, "hosts 0 "),
         ({0: NO_ORDERS}, "no agent has orders"),
         ({}, "no agent answers"),
+        ({4: take_over("3")}, "the agent of slot 4 has orders that belong to no gang: generation = '3': expected int"),
+        ({4: {"orders": {"generation": 3, "num_hosts": 2}}}, "the agent of slot 4 has orders .*: host is missing"),
     ],
-    ids=["orders for one host alone", "a host is gone", "before the first orders", "nobody"],
+    ids=["orders for one host alone", "a host is gone", "before the first orders", "nobody", "of another type", "of no gang"],
 )
 def test_half_a_generation_is_not_adopted(leads, why):
     with pytest.raises(AdoptError, match=why):

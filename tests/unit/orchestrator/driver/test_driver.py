@@ -204,7 +204,7 @@ def test_budgets_outlive_a_driver(world):
             world.at(0.5, kill_again)
 
     world.at(1.5, kill_again)
-    world.die_at = {70}
+    world.die_at = {80}
     with pytest.raises(TrainingFailed, match="failures without a new checkpoint"):
         launched.run()
     assert launched.num_drivers == 2

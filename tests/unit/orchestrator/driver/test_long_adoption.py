@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.agent.event_log import EventLog
-from tests.unit import fake_gang
+from cluster.agent import state
 from tests.unit.driving import Launched
 from tests.unit.fake_gang import World
 
@@ -13,7 +12,7 @@ from tests.unit.fake_gang import World
 @pytest.fixture
 def world(monkeypatch):
     """Its agents keep a handful of events, as after days of evaluations."""
-    monkeypatch.setattr(fake_gang, "EventLog", lambda capacity: EventLog(8))
+    monkeypatch.setattr(state, "MAX_EVENTS", 8)
     world = World()
     world.max_steps = 300
 

@@ -28,6 +28,7 @@ from trainers.commands import export as command
 from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_hugging_face, to_safetensors
 from trainers.storage import ours
+from trainers.trainer.model_design import evaluated_parameters
 
 LLAMA = {
     "task": "trainers.tasks.causal_lm:CausalLMTask",
@@ -70,7 +71,7 @@ def test_of_a_schedule_free_run_the_averages_are_exported(tmp_path, groups):
     made = trainer(tmp_path, max_num_steps=4, optimizer=optimizer)
     state = made.train()
     to_safetensors(made.output.checkpoint_path, tmp_path / "model.safetensors")
-    exported, evaluated = from_safetensors(tmp_path / "model.safetensors"), made.parameters_to_evaluate(state)
+    exported, evaluated = from_safetensors(tmp_path / "model.safetensors"), evaluated_parameters(state)
     for name in ("embed", "out"):
         np.testing.assert_allclose(exported[name], evaluated[name], rtol=1e-5)
         assert not np.allclose(exported[name], state.params[name], rtol=1e-5)

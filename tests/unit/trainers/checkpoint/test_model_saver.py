@@ -18,6 +18,8 @@ from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.model_saver import ModelSaver
 from trainers.checkpoint.retention import MayGo, Retention
 from trainers.checkpoint.standalone import load_model
+from trainers.trainer.assembly import assemble
+from trainers.trainer.beginnings import beginning
 
 
 def models_in(tmp_path):
@@ -43,8 +45,8 @@ def test_a_run_saves_models_at_their_own_cadence_up_to_their_own_limit(tmp_path,
     assert layout.steps(tmp_path / "run" / "checkpoints") == [12]
     assert of(events, "note") == []
     whole = trainer(tmp_path / "other", optimizer=FIXED, init_from=str(tmp_path / "run" / "models" / "12"), max_num_steps=1)
-    whole._configure()
-    loaded = whole._beginning(None, None).make().params
+    assemble(whole)
+    loaded = beginning(whole).make().params
     for name in ("embed", "out"):
         np.testing.assert_array_equal(loaded[name], state.params[name])
 

@@ -14,6 +14,8 @@ from trainers.checkpoint import weights
 from trainers.commands import evaluate
 from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_safetensors
+from trainers.trainer import beginnings
+from trainers.trainer.assembly import assemble
 
 ONE_CHECKPOINT = {"checkpoint": {"save_steps": 3, "model_every_steps": 2, "save_total_limit": 1}}
 
@@ -32,8 +34,8 @@ def evaluation(made):
 
 
 def beginning(made, model_parameters=None):
-    made._configure()
-    return made._beginning(model_parameters, None).make()
+    assemble(made)
+    return beginnings.beginning(made, model_parameters).make()
 
 
 def run_folder(made):

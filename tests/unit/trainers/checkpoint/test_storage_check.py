@@ -8,6 +8,7 @@ from tests.programs import checkpointing
 from tests.unit.training import trainer
 from trainers.checkpoint import layout
 from trainers.checkpoint.storage_check import FRESH_S, StorageCheck
+from trainers.trainer.training_run import TrainingRun
 
 LONG_S = 60.0
 
@@ -99,14 +100,14 @@ def test_training_goes_on_while_the_storage_hangs_and_waits_for_it_at_its_end(tm
     made = trainer(tmp_path, max_num_steps=6, checkpoint={"save_steps": 2, "storage_patience_s": 0.05})
     hanging, taken = Hanging(), []
     monkeypatch.setattr(layout, "obstacle", hanging)
-    train_end = made._finish
+    train_end = TrainingRun.finish
 
-    def finish(loop, state, reason):
+    def finish(self, loop, state, reason):
         taken.append(int(state.step))
         threading.Timer(0.5, hanging.released.set).start()
-        return train_end(loop, state, reason)
+        return train_end(self, loop, state, reason)
 
-    monkeypatch.setattr(made, "_finish", finish)
+    monkeypatch.setattr(TrainingRun, "finish", finish)
     state = made.train()
     assert taken == [6]
     assert not made.functions.checkpoint_manager.failing

@@ -100,7 +100,7 @@ def test_the_command_writes_the_log_probabilities_of_the_reference_beside_the_re
 def model_of(run):
     made = BaseTrainer(from_dict(TrainingArguments, {"name": "x", "max_num_steps": 1, "model": MODEL}))
     made.configure_model()
-    return made.model.merge(load_model(str(weights.find(str(run))), made._model_arrays)[0])
+    return made.model.merge(load_model(str(weights.find(str(run))), made.assembly.model_arrays)[0])
 
 
 def log_p(model, row):

@@ -295,7 +295,7 @@ def test_a_stream_goes_on_by_counting_and_says_what_that_cost(tmp_path, events):
     assert not [event for event in of(events, "note") if "thrown away" in event["message"]]
     first = stream_trainer(tmp_path, StopAt(17, "requested"), **changes)
     first.train()
-    reached = int(first._state.batch_index)
+    reached = int(first.state.batch_index)
     events.clear()
     second = stream_trainer(tmp_path, **changes)
     runtime.install(runtime.Runtime(events.append))

@@ -343,7 +343,7 @@ def test_data_without_a_state_has_none_in_its_checkpoints(tmp_path, events):
     _, made = made_of(tmp_path, Plain, max_num_steps=4)
     made.train()
     assert DataState(trainer(tmp_path).configure_dataloaders().dataloader_train, 16, print).meta(4) == {}
-    assert made._saver.data_state.meta(4) == {}
+    assert made.training.saver.data_state.meta(4) == {}
 
 
 @pytest.mark.parametrize("state", [b"\x00\xff", {"a": [1, 2.5, None, "x"]}, 3, 2**100])

@@ -17,20 +17,21 @@ from trainers.diagnostics.nonfinite import find
 from trainers.errors import NonFiniteLossError
 from trainers.models import attention, decoder
 from trainers.parallel import mesh as meshes
+from trainers.trainer.assembly import assemble
 
 TINY = {"width": 32, "num_heads": 4, "num_kv_heads": 2, "mlp_width": 48}
 
 
 def found(made, params=None, batch=None):
-    made._configure()
-    state = jax.jit(made._initial_state, out_shardings=made._state_shardings)()
+    assemble(made)
+    state = jax.jit(made.assembly.design.initial_state, out_shardings=made.state_shardings)()
     params = state.params if params is None else params(state.params)
     batch = made.dataloaders.dataloader_train.batch(0) if batch is None else batch
 
     def objective(params, batch, number, step):
-        return made.loss_function(params, batch, step).loss_sum
+        return made.assembly.design.loss(params, batch, step).loss_sum
 
-    return find(objective, made._mesh, params, batch, state.step)
+    return find(objective, made.mesh, params, batch, state.step)
 
 
 def language_model(tmp_path, mesh=None, **model):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.training import OneDevice, arguments
 from trainers.data.sources.text import text_windows
+from trainers.trainer.beginnings import beginning
 
 MODEL = {"vocab_size": 256, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
 
@@ -33,7 +34,7 @@ def test_the_loss_of_an_evaluation_is_the_mean_of_the_sources_by_their_weights(t
 
     trainer = OneDevice(made, *text_windows(made))
     trainer.prepare()
-    metrics = trainer.evaluate(trainer._beginning(None, None).make())
+    metrics = trainer.evaluate(beginning(trainer).make())
     by_source = {name: metrics[f"loss/{name}"] for name in weights}
     assert by_source["large"] != pytest.approx(by_source["small"], rel=1e-3)
     # All rows of a source have about as many targets as those of the other.

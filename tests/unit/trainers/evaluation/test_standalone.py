@@ -51,7 +51,7 @@ def test_the_same_state_gives_the_numbers_that_training_published(tmp_path, even
         assert {f"{unit}_{name}": value for name, value in made.evaluate(state, unit=unit).items()}.items() <= expected.items()
     assert heard.heard == told * 2
     assert made.evaluate()["step"] == 3.0
-    assert made._state is made.kept  # as `on_evaluation_end` left it
+    assert made.state is made.kept  # as `on_evaluation_end` left it
 
 
 def test_a_state_of_another_step_is_told_as_such(tmp_path, events):

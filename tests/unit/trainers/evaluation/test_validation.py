@@ -86,7 +86,7 @@ def test_each_unit_has_its_own_data_and_its_own_loss(tmp_path, events):
 class OwnUnits(BaseTrainer):
     def build_validation_units(self):
         own = Reader(self.dataloaders.dataloader_eval)
-        return {**super().build_validation_units(), "last": self.validation_unit("last", own)}
+        return {**super().build_validation_units(), "last": self.assembly.validation.unit("last", own)}
 
 
 class Reader:

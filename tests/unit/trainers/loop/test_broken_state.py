@@ -94,7 +94,7 @@ def test_with_raise_the_run_ends_and_names_the_array(tmp_path, events, optimizer
     made = trainer(tmp_path, **settings(optimizer, "raise", checkpoint={"save_steps": 1}))
     with pytest.raises(NonFiniteLossError, match=message):
         made.train()
-    made._saver.manager.close()
+    made.training.saver.manager.close()
     assert saved_and_finite(tmp_path / "run" / "checkpoints")[-1] == 6
 
 
@@ -115,7 +115,7 @@ def test_what_a_hook_has_broken_is_not_saved_and_not_repeated_for_ever(tmp_path,
     made = trainer(tmp_path, cls=Breaks, checkpoint={"save_steps": save_steps})
     with pytest.raises(NonFiniteLossError, match="though the batch was left out"):
         made.train()
-    made._saver.manager.close()
+    made.training.saver.manager.close()
     assert saved_and_finite(tmp_path / "run" / "checkpoints")[-1] == 4
     # Each `saving` is answered, or the watchdog would wait for ever.
     assert len(of(events, "saving")) == len(of(events, "saved")) + len(of(events, "save_failed"))

@@ -14,8 +14,7 @@ from tests.unit.training import FIXED, assert_equal, losses, of, trainer
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint.standalone import load_from
-from trainers.loop.hooks import Hooks
-from trainers.step.state import with_shardings
+from trainers.loop.hooks import overrides
 
 pytestmark = pytest.mark.usefixtures("events")
 
@@ -168,12 +167,12 @@ def test_a_state_that_a_hook_returns_is_used_and_checkpointed(tmp_path, hook):
         evaluation={"max_batches": 1},
     )
     state = made.train()
-    start = jax.jit(made._initial_state)().params
+    start = jax.jit(made.assembly.design.initial_state)().params
     expected = jax.tree.map(lambda leaf: leaf / 2 ** CALLS[hook], start)
     assert_equal(state.params, expected)
-    saved, _ = load_from(made.save_pretrained(str(tmp_path / "copy")), with_shardings(made._model_state, made._state_shardings))
+    saved, _ = load_from(made.save_pretrained(str(tmp_path / "copy")), made.assembly.placed_state)
     assert_equal(saved.params, expected)
-    newest, _ = load_from(made.output.checkpoint_path, with_shardings(made._model_state, made._state_shardings))
+    newest, _ = load_from(made.output.checkpoint_path, made.assembly.placed_state)
     assert_equal(newest.params, expected)
 
 
@@ -252,7 +251,7 @@ def test_metrics_replaced_in_a_hook_are_not_dropped(tmp_path, events):
     assert losses(events) == {4: 2.5, 8: 6.5, 12: 10.5}
     assert [loss for loss, _ in seen.steps] == list(range(1, 13))
     assert all(parts["number"] == 10 * loss and "accuracy" not in parts for loss, parts in seen.steps)
-    _, meta = load_from(made.output.checkpoint_path, with_shardings(made._model_state, made._state_shardings))
+    _, meta = load_from(made.output.checkpoint_path, made.assembly.placed_state)
     assert (meta["metrics"]["loss"], meta["metrics"]["number"]) == (10.5, 105.0)
     assert made.output.metrics["train_loss"] == 10.5
 
@@ -315,15 +314,16 @@ def test_the_micro_step_hook_sees_the_gradients_of_each_micro_batch(tmp_path):
 
 
 def test_a_hook_that_is_not_overridden_costs_nothing():
-    assert not BaseTrainer.overrides("on_step_end")
-    assert Changing.overrides("on_step_end")
-    assert not Changing.overrides("on_micro_step")
+    plain, changing = (cls.__new__(cls) for cls in (BaseTrainer, Changing))
+    assert not overrides(plain, "on_step_end")
+    assert overrides(changing, "on_step_end")
+    assert not overrides(changing, "on_micro_step")
 
 
 # ---------------------------------------------------------------------- errors
 
 
-HOST_HOOKS = [name for name in vars(Hooks) if name.startswith("on_") and name != "on_micro_step"]
+HOST_HOOKS = [name for name in vars(BaseTrainer) if name.startswith("on_") and name != "on_micro_step"]
 TRACED_HOOKS = ["preforward", "postforward", "forward_backward", "on_micro_step"]
 
 

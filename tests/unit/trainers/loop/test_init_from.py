@@ -19,6 +19,7 @@ from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointU
 from trainers.export import to_safetensors
 from trainers.loop import init_from
 from trainers.storage import durable
+from trainers.trainer.model_design import evaluated_parameters
 
 NO_SAVES = {"optimizer": FIXED, "checkpoint": {"save_at_end": False}}
 
@@ -298,4 +299,4 @@ def test_averages_that_lie_in_the_optimizers_state_are_not_missed(tmp_path, even
         begun(tmp_path, init_from=str(tmp_path / "source" / "run"))
     to_safetensors(made.output.checkpoint_path, tmp_path / "model.safetensors")
     first = begun(tmp_path / "again", init_from=str(tmp_path / "model.safetensors")).first
-    np.testing.assert_allclose(first["out"], made.parameters_to_evaluate(made.output.state)["out"], rtol=1e-5)
+    np.testing.assert_allclose(first["out"], evaluated_parameters(made.output.state)["out"], rtol=1e-5)

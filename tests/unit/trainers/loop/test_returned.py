@@ -11,13 +11,21 @@ from tests.unit.training import trainer
 from trainers.base import BaseTrainer
 from trainers.errors import UsageError
 from trainers.loop import returned
+from trainers.loop.evaluator import IS_OBSERVED, observe_own
 from trainers.protocol import Loss
 
 LOSS = Loss(jnp.zeros(()), jnp.zeros(()))
 
 
 def with_method(name, value):
-    return type("Own", (BaseTrainer,), {name: lambda self, *args, **kwargs: value})
+    return adopted(type("Own", (BaseTrainer,), {name: lambda self, *args, **kwargs: value}))
+
+
+def adopted(cls):
+    """The class as it is once a trainer of it was made."""
+    returned.check_returns(cls, BaseTrainer)
+    observe_own(cls)
+    return cls
 
 
 @pytest.mark.parametrize("name", [name for name in returned.EXPECTED if name not in ("task", "optimizer", "scheduler")])
@@ -83,7 +91,7 @@ def test_static_methods_and_mixins_are_checked():
         def freeze_module(self):
             return [*super().freeze_module(), "head"]
 
-    for cls in (Own, More):
+    for cls in (adopted(Own), adopted(More)):
         with pytest.raises(UsageError, match=r"^freeze_module returned None"):
             cls.freeze_module() if cls is Own else cls.freeze_module(object.__new__(cls))
 
@@ -91,7 +99,7 @@ def test_static_methods_and_mixins_are_checked():
 def test_one_pattern_may_be_a_text_and_a_wrong_one_is_named(tmp_path):
     made = trainer(tmp_path, cls=with_method("freeze_module", "embed"))
     made.prepare()
-    assert [(group.pattern, group.frozen) for group in made.param_groups] == [("embed", True)]
+    assert [(group.pattern, group.frozen) for group in made.assembly.design.groups] == [("embed", True)]
     with pytest.raises(UsageError, match=r"^freeze_module: pattern = '\(': expected a regular expression"):
         trainer(tmp_path, cls=with_method("freeze_module", ["("])).prepare()
 
@@ -100,5 +108,6 @@ def test_nothing_is_checked_that_is_not_overridden():
     class Own(BaseTrainer):
         pass
 
+    adopted(Own)
     assert not any(hasattr(getattr(Own, name), returned.IS_CHECKED) for name in returned.EXPECTED)
-    assert not Own.overrides("on_step_end")
+    assert not hasattr(Own.evaluate, IS_OBSERVED)

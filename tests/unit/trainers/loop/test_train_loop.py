@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from trainers import runtime
+from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
 from trainers.config import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig, ProfileConfig
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
-from trainers.loop.hooks import Hooks
 from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, HostRequests, Limits, Retry
 from trainers.loop.inflight import LOOK_AHEAD_STEPS, STOP_REASONS, Agreed, Window
 from trainers.loop.lineage import Lineage
@@ -107,7 +107,7 @@ class World:
             resume=SimpleNamespace(go_back=self.go_back, meta="meta"),
             diagnose=lambda state, batch, step: "",
             callbacks=CallbackList(),
-            hooks=Hooks(),
+            hooks=BaseTrainer.__new__(BaseTrainer),
             seconds=Seconds(),
             info=self.info,
             resumed_step=0,

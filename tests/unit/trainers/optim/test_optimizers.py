@@ -16,6 +16,7 @@ from trainers.errors import UsageError
 from trainers.optim.optimizers import NAMES, SCHEDULE_FREE, build_optimizer, parameters_to_evaluate
 from trainers.optim.parameter_kinds import ParameterKind, matrices
 from trainers.step.clip import clip
+from trainers.trainer.model_design import evaluated_parameters
 
 RATE = 0.1
 B1, B2 = 0.8, 0.9
@@ -218,12 +219,12 @@ def test_what_is_evaluated_is_the_average_in_a_whole_run_with_groups(tmp_path):
     settings = {"name": "schedule_free_adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}, "groups": groups}
     made = trainer(tmp_path, optimizer=settings, checkpoint={"save_at_end": False})
     state = made.train()
-    averages = made.parameters_to_evaluate(state)
+    averages = evaluated_parameters(state)
     assert_equal(averages["embed"], state.params["embed"])
     assert not np.array_equal(averages["out"], state.params["out"])
     other = trainer(tmp_path / "other", max_num_steps=1, checkpoint={"save_at_end": False})
     other.train()
-    expected = other.evaluate(dataclasses.replace(other._model_state, params=averages))
+    expected = other.evaluate(dataclasses.replace(other.state, params=averages))
     assert made.evaluate(state)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 

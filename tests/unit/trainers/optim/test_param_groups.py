@@ -88,7 +88,7 @@ def test_what_is_frozen_has_no_state_no_part_in_the_norm_and_keeps_every_bit(tmp
     norm = of(events, "metrics")[0]["metrics"]["grad_norm"]
     events.clear()
     made = trainer(tmp_path, optimizer=FROZEN_EMBED)
-    start = jax.tree.map(np.array, free._loop.resume.beginning.make().params)
+    start = jax.tree.map(np.array, free.training.loop.resume.beginning.make().params)
     start["embed"][0] = -0.0  # + 0 would make it 0
     state = made.train(model_parameters=start)
     assert start["embed"].tobytes() == np.asarray(state.params["embed"]).tobytes()
@@ -135,9 +135,9 @@ def test_moments_lie_where_their_parameters_do(tmp_path, events):
     }
     made = trainer(tmp_path, **sharded)
     made.prepare()
-    places = made._state_shardings
-    parameters = dict(zip(parameter_paths(made._model_state.params), jax.tree.leaves(places.params), strict=True))
-    found = dict(zip(parameter_paths(made._model_state.opt_state), jax.tree.leaves(places.opt_state), strict=True))
+    places = made.state_shardings
+    parameters = dict(zip(parameter_paths(made.assembly.design.state.params), jax.tree.leaves(places.params), strict=True))
+    found = dict(zip(parameter_paths(made.assembly.design.state.opt_state), jax.tree.leaves(places.opt_state), strict=True))
     moments = {path: place for path, place in found.items() if ".mu." in path or ".nu." in path}
     assert len(moments) == 2 * (len(parameters) - 1)
     for path, place in moments.items():
@@ -184,7 +184,10 @@ class GroupsAsDicts(BaseTrainer):
 
 def test_groups_may_be_dicts(tmp_path):
     made = trainer(tmp_path, cls=GroupsAsDicts)
-    assert made.param_groups == (ParameterGroup(pattern="embed", frozen=True), ParameterGroup(pattern="out", learning_rate=0.5))
+    assert made.assembly.design.groups == (
+        ParameterGroup(pattern="embed", frozen=True),
+        ParameterGroup(pattern="out", learning_rate=0.5),
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_groups_may_be_dicts(tmp_path):
 )
 def test_a_dict_that_is_no_group_is_an_error(tmp_path, group, error):
     with pytest.raises(UsageError, match=error):
-        _ = trainer(tmp_path, cls=type("Mine", (GroupsAsDicts,), {"groups": (group,)})).param_groups
+        _ = trainer(tmp_path, cls=type("Mine", (GroupsAsDicts,), {"groups": (group,)})).assembly.design.groups
 
 
 @pytest.mark.costs("compiles a step and trains")
@@ -219,7 +222,7 @@ def test_the_rates_of_groups_are_published_as_they_are_applied(tmp_path, events)
         assert {name: value for name, value in values.items() if "rate" in name} == pytest.approx(rates, rel=1e-6)
     # As they are applied: the size of a first step of gradient descent over the size of its gradient.
     made = trainer(tmp_path / "one", max_num_steps=1, **settings)
-    after, before = made.train().params, made._loop.resume.beginning.make().params
+    after, before = made.train().params, made.training.loop.resume.beginning.make().params
     moved = float(np.linalg.norm(np.asarray(after["embed"]) - np.asarray(before["embed"])))
     first = published[0]
     assert moved / first["grad_norm/embed"] == pytest.approx(first["learning_rate/_embed_nothing"], rel=1e-3)

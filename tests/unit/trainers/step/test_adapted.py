@@ -21,6 +21,7 @@ from trainers.errors import DataError, UsageError
 from trainers.parallel.mesh import make_mesh
 from trainers.protocol import CheckpointManagerProtocol, TrainerConfigureDataloaderOutput, TrainerConfigureFunctionOutput
 from trainers.runtime.executables import Program
+from trainers.trainer.assembly import assemble
 
 pytestmark = pytest.mark.usefixtures("events")
 SGD = {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0, "max_grad_norm": None, "schedule": {"name": "constant"}}
@@ -141,7 +142,7 @@ class OnlyTheStep(OwnSteps):
 
 def test_what_is_left_out_of_the_functions_is_what_there_would_be(tmp_path):
     made = trainer(tmp_path, cls=OnlyTheStep, **PLAIN)
-    made._configure()
+    assemble(made)
     functions = made.functions
     assert functions.mesh == made.mesh
     assert isinstance(functions.checkpoint_manager, CheckpointManagerProtocol)
@@ -159,7 +160,7 @@ def test_what_is_left_out_of_the_functions_is_what_there_would_be(tmp_path):
 def test_what_are_no_functions_is_refused(tmp_path, returned, problem):
     made = trainer(tmp_path, cls=type("Returns", (OnlyTheStep,), {"returned": returned}), **PLAIN)
     with pytest.raises(UsageError, match=problem):
-        made._configure()
+        assemble(made)
 
 
 # ---------------------------------------------------------------------- loaders that are iterated over
@@ -206,7 +207,7 @@ def test_any_iterable_of_batches_will_do(tmp_path, events, cls):
     resumed = trainer(tmp_path / "cut", cls=cls, optimizer=FIXED)
     assert_equal(resumed.train(), state)
     (note,) = [event["message"] for event in of(events, "note") if "cannot be positioned" in event["message"]]
-    reached = int(first._state.batch_index)
+    reached = int(first.state.batch_index)
     assert f"{reached} batches were drawn and dropped to find batch {reached}," in note
 
 
@@ -337,8 +338,8 @@ def test_a_gradient_uphill_is_another_one(tmp_path, events):
     first = trainer(tmp_path, cls=Sharpness, optimizer=SGD, max_num_steps=3)
     state = first.train()
     made = trainer(tmp_path / "direct", optimizer=SGD, max_num_steps=3)
-    made._configure()
-    params = jax.jit(made._initial_state)().params
+    assemble(made)
+    params = jax.jit(made.assembly.design.initial_state)().params
     rows = {name: leaf.reshape(-1, *leaf.shape[2:]) for name, leaf in made.dataloaders.dataloader_train.batch(0).items()}
 
     def mean(params):

@@ -91,9 +91,10 @@ def test_the_step_of_a_model_without_modes_is_as_it_was(tmp_path, monkeypatch):
     def gradients():
         made = trainer(tmp_path, optimizer=FIXED)
         made.prepare()
-        objective = jax.grad(lambda *given: made.loss_function(*given).loss_sum)
+        objective = jax.grad(lambda *given: made.assembly.design.loss(*given).loss_sum)
         step = jax.ShapeDtypeStruct((), jnp.int32)
-        return jax.jit(objective).trace(made._model_state.params, made._rows(made._model), step).jaxpr
+        design = made.assembly.design
+        return jax.jit(objective).trace(design.state.params, design.rows(design.output), step).jaxpr
 
     with_modes = str(gradients())
     monkeypatch.setattr(loss_module, "in_mode", lambda model, *, training: model)

@@ -1,0 +1,153 @@
+"""How the examples of a trainer's data become the batches of its steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from trainers import runtime
+from trainers.data.collate import Collated, CollateInfo, Collator, Preprocess, preprocessed, stack
+from trainers.data.iterated_loader import IteratedLoader, as_loader, first_rows
+from trainers.data.loader import RandomAccess, StepAddressedLoader
+from trainers.data.reading import Reader
+from trainers.errors import UsageError
+from trainers.loop.hooks import overrides
+from trainers.loop.prepared_batch import PreparedBatches, Shapes, traced_shapes
+from trainers.protocol import Batch, TrainerConfigureDataloaderOutput, TrainerConfigureModelOutput
+from trainers.runtime.multihost import note_from_host0
+from trainers.step.state import TrainState
+
+
+class Batching:
+    """Makes batches of examples, with the hooks and the `build_*` of `trainer`, a BaseTrainer. `mesh_of` returns the devices."""
+
+    def __init__(self, trainer: Any, mesh_of: Callable[[], Mesh]):
+        self._trainer, self._mesh_of = trainer, mesh_of
+        self._given_loaders: TrainerConfigureDataloaderOutput | None = None
+
+    # ------------------------------------------------------------------ examples
+
+    def collated(self, dataset: Any) -> RandomAccess:
+        """Returns `dataset` with `build_data_transform` and `build_data_collate_info` applied to each example."""
+        transform = self._trainer.build_data_transform()
+        info = {name: CollateInfo.of(name, value) for name, value in self._trainer.build_data_collate_info().items()}
+        if transform is None and not info:
+            return dataset
+        return Collated(dataset, transform, info, self._trainer.arguments.data.truncation)
+
+    def rows_of(self, dataset: RandomAccess, indices: Sequence[int], num_padded: int = 0) -> dict[str, np.ndarray]:
+        """Returns the examples at these indices as the rows of a batch [rows, ...], before `prepare_batch`; the last `num_padded`
+        of them only fill it up (weight 0). Raises what reading and collating raise."""
+        read, counts = self.reader(dataset), [True] * (len(indices) - num_padded) + [False] * num_padded
+        rows = stack([read(index) for index in indices], counts, self._collator)
+        return rows if self._preprocess is None else preprocessed(rows, 0, self._preprocess)
+
+    # ------------------------------------------------------------------ shapes
+
+    def shapes(self, rows: tuple[int, int], model: TrainerConfigureModelOutput, sharding: Any = None) -> Shapes:
+        """Returns the shapes of a batch as the step gets it."""
+        dataset = self._trainer.dataset_train
+        # One row is enough: all rows have the same shapes and types.
+        row = self._rows_of_loader() if dataset is None else self.rows_of(dataset, [0])
+        shapes = {name: jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in row.items()}
+        shapes = self.prepared_shapes(shapes, model)
+        return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for name, leaf in shapes.items()}
+
+    def prepared_shapes(self, shapes: Shapes, model: TrainerConfigureModelOutput) -> Shapes:
+        """Returns the shapes of what `prepare_batch` makes of a batch of these shapes."""
+        if not overrides(self._trainer, "prepare_batch"):
+            return shapes
+        if overrides(self._trainer, "prepared_shapes"):
+            return self._trainer.prepared_shapes(shapes)
+        return traced_shapes(self._trainer, model, shapes)
+
+    # ------------------------------------------------------------------ loaders
+
+    def train_loader(self) -> StepAddressedLoader:
+        """Returns the loader of the training data. Raises UsageError if there is none."""
+        dataset, arguments = self._trainer.dataset_train, self._trainer.arguments
+        if dataset is None:
+            raise UsageError("there is no training data: give dataset_train, or override configure_dataloaders")
+        return StepAddressedLoader(
+            dataset,
+            arguments.global_batch_size,
+            self._mesh_of(),
+            accumulation_steps=arguments.accumulation_steps,
+            preprocess=self._preprocess,
+            read=self.reader(dataset),
+            collator=self._collator,
+        )
+
+    def held_out_loader(self, dataset: RandomAccess, batch_size: int | None = None) -> StepAddressedLoader:
+        """Returns the loader of held-out data, which reads each example once."""
+        arguments = self._trainer.arguments
+        # By default as many rows as a micro-batch of the training, so that whatever fits in memory there fits here.
+        rows = batch_size or arguments.evaluation.batch_size or arguments.micro_batch_size
+        size, read = len(dataset), self.reader(dataset)
+        return StepAddressedLoader(
+            dataset, rows, self._mesh_of(), num_examples=size, preprocess=self._preprocess, read=read, collator=self._collator
+        )
+
+    def loaders(self) -> TrainerConfigureDataloaderOutput:
+        """Returns what the loop and the evaluations read, made of what `configure_dataloaders` returns."""
+        given = self._given_loaders or self._trainer.configure_dataloaders()
+        arguments, held_out = self._trainer.arguments, given.dataloader_eval
+        make = self._iterated(arguments.global_batch_size, arguments.accumulation_steps, arguments.max_num_data_epochs or 1)
+        train = as_loader(given.dataloader_train, make, ("batch",))
+        if held_out is not None:
+            rows = arguments.evaluation.batch_size or arguments.micro_batch_size
+            held_out = as_loader(held_out, self._iterated(rows, 1, 1), ("epoch",))
+        return TrainerConfigureDataloaderOutput(train, held_out)
+
+    def forget_loaders(self) -> None:
+        """Lets the next training ask `configure_dataloaders` again."""
+        self._given_loaders = None
+
+    def _iterated(self, rows: int, steps: int, passes: int) -> Callable[[Any], IteratedLoader]:
+        return functools.partial(
+            IteratedLoader,
+            global_batch_size=rows,
+            mesh=self._mesh_of(),
+            accumulation_steps=steps,
+            note=note_from_host0,
+            passes=passes,
+        )
+
+    # ------------------------------------------------------------------ hooks
+
+    @cached_property
+    def prepare(self) -> PreparedBatches | None:
+        """The hook on batches that are on the devices; None: batches stay as they are."""
+        return PreparedBatches(self._trainer, self._mesh_of()) if overrides(self._trainer, "prepare_batch") else None
+
+    @property
+    def prepare_held_out(self) -> Callable[[TrainState, Batch], Batch] | None:
+        return None if self.prepare is None else functools.partial(self.prepare, training=False)
+
+    @property
+    def prepare_trained(self) -> Callable[[TrainState, Batch], Batch] | None:
+        return None if self.prepare is None else functools.partial(self.prepare, training=True)
+
+    @cached_property
+    def _collator(self) -> Collator | None:
+        return self._trainer.build_collator()
+
+    @property
+    def _preprocess(self) -> Preprocess | None:
+        return self._trainer.preprocess_batch if overrides(self._trainer, "preprocess_batch") else None
+
+    def reader(self, dataset: RandomAccess) -> Reader:
+        """Returns what reads the examples of a dataset."""
+        return Reader(dataset, self._trainer.arguments.data, runtime.current().note)
+
+    def _rows_of_loader(self) -> dict[str, np.ndarray]:
+        """Returns the first rows of a user's own loader."""
+        # Kept for the loop: a second one might go on where this one is.
+        self._given_loaders = self._given_loaders or self._trainer.configure_dataloaders()
+        return first_rows(self._given_loaders.dataloader_train)

@@ -1,0 +1,79 @@
+"""Where a run that has no checkpoint begins."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from trainers.errors import UsageError
+from trainers.loop.beginning import Beginning, FromSettings, Given, arrays_in, given_arrays, placed_like, with_arrays
+from trainers.loop.start_from import FromCheckpoint
+from trainers.optim.param_groups import parameter_paths
+from trainers.runtime.multihost import note_from_host0
+from trainers.step.state import TrainState
+
+
+def beginning(trainer: Any, model_parameters: Any = None, state: TrainState | None = None) -> Beginning:
+    """Returns where a run without a checkpoint begins. In this order: 1. the given state; 2. the given parameters, with a new
+    optimizer state; 3. the arrays in the state of `configure_model`, with the rest from the seed; 4. the state that
+    `checkpoint.start_from` names; 5. the parameters that `init_from` names; 6. the seed. Raises UsageError for 3 together with 4
+    or 5."""
+    arguments, made = trainer.arguments, trainer.assembly
+    shardings, shapes, new = made.state_shardings, made.model_arrays, made.design.initial_state
+    # Only a rollback comes back to the beginning within this process.
+    keep = "rollback" in (arguments.anomalies.non_finite, arguments.anomalies.loss_spike)
+    given = state is not None or model_parameters is not None
+    named = {"init_from": arguments.init_from, "checkpoint.start_from": arguments.checkpoint.start_from}
+    for name in (name for name, value in named.items() if given and value is not None):
+        note_from_host0(f"{name} is not used: train was given a state or parameters")
+    if state is not None:
+        # To this trainer's shardings: the given state may lie on other devices.
+        return Given("the given state", lambda: jax.device_put(state, shardings), lambda placed: placed, keep=keep)
+    # Jitted with the shardings of the state: every device makes its own part only. Nothing is compiled here: a run that finds a
+    # checkpoint never calls it.
+    if model_parameters is not None:
+        first = jax.jit(new, out_shardings=shardings)
+        return Given("model_parameters", lambda: _placed(trainer, model_parameters, shapes), first, keep=keep)
+    if arrays := arrays_in(made.design.state):
+        if others := [name for name, value in named.items() if value is not None]:
+            raise UsageError(
+                f"{others[0]}: configure_model has returned a state with arrays ({next(iter(arrays))} ...), which begins the "
+                "run: leave one of them out"
+            )
+        return _from_arrays(trainer, arrays, keep)
+    if arguments.checkpoint.start_from is not None:
+        return FromCheckpoint(arguments, arguments.run_folder, made.placed_state)
+    # What was loaded becomes part of the state: there are no two of it in memory.
+    first = jax.jit(new, out_shardings=shardings, donate_argnums=0)
+
+    def fresh(loaded: dict[str, jax.Array], others: dict[str, jax.Array]) -> TrainState:
+        base = {name: value for name, value in made.values_of_base().items() if name not in loaded}
+        return first(loaded, {**base, **others})
+
+    return FromSettings(arguments.init_from, arguments.run_folder, shapes, fresh, made.design.adapted)
+
+
+def _from_arrays(trainer: Any, arrays: dict[str, Any], keep: bool) -> Beginning:
+    """Returns the beginning with these arrays of the state, by path, and the rest from the seed."""
+    abstract, lora = trainer.assembly.placed_state, trainer.arguments.lora
+    named = [f".params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(abstract.params)]
+    if lora is not None and lora.whole and any(name not in arrays for name in named):
+        raise UsageError(
+            "configure_model has returned a state in which some parameters are shapes alone, and lora.whole says that they "
+            "begin as those of the base: return initial_state() with your arrays in it"
+        )
+    finish = functools.partial(with_arrays, abstract=abstract, fresh=trainer.assembly.design.initial_state)
+    first = jax.jit(finish, out_shardings=trainer.assembly.state_shardings)
+    return Given("", lambda: placed_like(arrays, abstract), first, keep=keep)
+
+
+def _placed(trainer: Any, model_parameters: Any, shapes: Any) -> dict[str, jax.Array]:
+    """Returns the given arrays of the model, on the devices, by name. State beside the parameters may be missing."""
+    optional = parameter_paths(trainer.assembly.design.state.model_state)
+    placed = given_arrays(model_parameters, shapes, optional)
+    if missing := [name for name in optional if name not in placed]:
+        about = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+        note_from_host0(f"model_parameters: {about} are not among them, and begin as in a new run")
+    return placed

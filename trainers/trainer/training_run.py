@@ -1,0 +1,337 @@
+"""One training of a trainer: it restores or begins, compiles, runs the loop, and finishes."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from trainers import runtime
+from trainers.callbacks import Callback
+from trainers.checkpoint import assets
+from trainers.config.section import parse_duration_s
+from trainers.data.iterated_loader import IteratedLoader
+from trainers.data.loader import Tells, TellsNumbers
+from trainers.diagnostics import memory, nonfinite
+from trainers.errors import OutOfMemoryError, UsageError
+from trainers.evaluation.score import ScoreKeeper
+from trainers.evaluation.validation import lacks_data
+from trainers.loop.beginning import Beginning
+from trainers.loop.data_state import DataState
+from trainers.loop.evaluator import Evaluator
+from trainers.loop.garbage import GarbageCollection
+from trainers.loop.host_requests import HostRequests, Limits
+from trainers.loop.inflight import Flags
+from trainers.loop.metrics_reporter import MetricsReporter
+from trainers.loop.previewer import Previewer
+from trainers.loop.restore import Resume, initial_lineage
+from trainers.loop.results import describe
+from trainers.loop.saver import Saver
+from trainers.loop.time_used import TimeUsed
+from trainers.loop.train_loop import Loop
+from trainers.loop.triggers import Due, EndOfData
+from trainers.metrics import histograms
+from trainers.metrics.accumulator import MetricSums
+from trainers.metrics.peak_flops import peak_flops_per_s
+from trainers.metrics.publisher import THROUGHPUT, Publisher, Seconds, Throughput
+from trainers.protocol import CheckpointManagerProtocol, TrainerOutput
+from trainers.published import of_task
+from trainers.runtime import multihost
+from trainers.runtime.multihost import StageError, note_from_host0
+from trainers.runtime.stop_reason import StopReason
+from trainers.step.state import TrainState
+from trainers.step.train_step import parameters_seen
+from trainers.trainer.assembly import Parts
+from trainers.trainer.beginnings import beginning
+from trainers.trainer.model_design import evaluated_parameters
+
+
+class TrainingRun:
+    """Trains with the parts of a trainer. All hosts must call its methods alike."""
+
+    def __init__(self, trainer: Any, parts: Parts, time_used: TimeUsed):
+        self.trainer, self.parts = trainer, parts
+        self.arguments, self.info, self.callbacks = trainer.arguments, trainer.info, trainer.callbacks
+        self._time_used = time_used
+        self.loop: Loop | None = None
+        """None until the run is restored and compiled."""
+
+    @property
+    def manager(self) -> CheckpointManagerProtocol:
+        return self.parts.steps.functions.checkpoint_manager
+
+    def train(self, model_parameters: Any, state: TrainState | None) -> TrainState:
+        """Does what `BaseTrainer.train` does."""
+        host, trainer, frozen = runtime.current(), self.trainer, self.parts.frozen
+        no_units = not self.parts.units and not trainer.evaluations.are_own
+        if no_units and (problem := lacks_data(self.arguments.evaluation)):
+            note_from_host0(problem)
+        host.phase("restore")
+        # Before the restore: a checkpoint that was trained on a skipped batch must be refused.
+        trainer.lineage = initial_lineage(self.arguments.run_folder, host.skip_batches)
+        resume = self.build_resume(beginning(trainer, model_parameters, state))
+        # Loads kept programs on another thread while this one reads the checkpoint; first those that restoring itself needs.
+        self.manager.load_ahead(resume.abstract)
+        self._train_step.load_ahead(*self._step_arguments(resume.abstract))
+        if frozen is not None:
+            frozen.begin()  # on a thread too
+        state = resume.newest()
+        self._finish_frozen(resume.meta)
+        self._keep_assets()
+        if isinstance(trainer.dataset_train, Tells) and not resume.meta:
+            for line in trainer.dataset_train.told():
+                note_from_host0(line)
+        self.saver.restore(resume.meta)
+        self._time_used.resume(resume.meta)
+        # Only of a new run: what was restored could be saved. Beside the compilation, which takes longer.
+        tried = self.saver.begin_trial(resume.abstract) if not resume.meta else None
+        host.phase("compile")
+        # After the restore: the kept executables were loaded meanwhile.
+        self.compile(state)
+        if tried is not None:
+            tried()
+        self.loop = loop = self.build_loop(resume, int(state.batch_index))
+        self.callbacks.call(Callback.on_train_begin, self.info)
+        state = trainer.on_training_start(state)
+        host.phase("train")
+        with loop.garbage:
+            state, reason = loop.run(state)
+        state = self.finish(loop, trainer.on_training_end(state), reason)
+        self.callbacks.call(Callback.on_train_end, self.info)
+        self.manager.close()  # only now: a callback may have read an old checkpoint until here
+        return state
+
+    def compile(self, state: TrainState) -> None:
+        """Compiles (or loads) the train step and the programs for saving, so that no step has to wait for them. `state` may be
+        shapes with shardings."""
+        self.manager.prepare(state)
+        self._train_step.prepare(*self._step_arguments(state))
+
+    def out_of_memory(self, error: BaseException) -> BaseException:
+        """Returns an error that says what to do."""
+        made, frozen = self.trainer.assembly, self.parts.frozen
+        program = getattr(self._train_step, "compiled", None)
+        shapes = () if frozen is None else frozen.shapes
+        used = memory.usage(made.placed_state, made.step_batch_shapes(), program, shapes)
+        message = memory.advice(error, used, self.arguments, dict(self.parts.mesh.shape))
+        return OutOfMemoryError(message, deterministic=self.loop is None or not self.loop.first_step_reported)
+
+    # ------------------------------------------------------------------ its objects
+
+    def build_resume(self, first: Beginning) -> Resume:
+        """Builds what finds the state to go on from; `first` is where a new run begins."""
+        mesh = self.parts.mesh
+        gang = {"num_hosts": jax.process_count(), "num_devices": mesh.devices.size, "mesh": dict(mesh.shape)}
+        folder, abstract = self.arguments.run_folder, self.trainer.assembly.placed_state
+        return Resume(folder, self.manager, abstract, first, gang, self.trainer.lineage)
+
+    def build_loop(self, resume: Resume, step: int) -> Loop:
+        """Builds the loop that goes on from `step`."""
+        arguments, parts, saver = self.arguments, self.parts, self.saver
+        loader, manager, epochs = parts.loaders.dataloader_train, self.manager, self.trainer.assembly.epochs
+        self.info.global_step = step
+        publisher = Publisher(self._throughput(), parts.steps.step_layout, saver.reporter.report)
+        due = Due(
+            arguments.checkpoint,
+            arguments.evaluation,
+            arguments.previews,
+            epochs,
+            arguments.publish_every_steps,
+            arguments.publish_every_epochs,
+        )
+        return Loop(
+            train_step=self._train_step,
+            layout=parts.steps.step_layout,
+            loader=loader,
+            # A user's own loader need not know where its data ends.
+            end_of_data=EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader)),
+            empty_sums=self._no_sums,
+            publisher=publisher,
+            flags=Flags(parts.mesh),
+            host_requests=HostRequests(self._limits(), arguments.checkpoint.save_minutes, lambda: manager.failing),
+            due=due,
+            anomalies=arguments.anomalies,
+            distributions=arguments.distributions,
+            lineage=self.trainer.lineage,
+            saver=saver,
+            evaluator=saver.evaluator,
+            previewer=Previewer(parts.previews, evaluated_parameters, self.info),
+            resume=resume,
+            diagnose=self._diagnose,
+            prepare_batch=parts.batching.prepare_trained,
+            callbacks=self.callbacks,
+            hooks=self.trainer,
+            seconds=Seconds(),
+            info=self.info,
+            resumed_step=step,
+            garbage=GarbageCollection(arguments.gc_every_steps),
+            # A user's own manager need not know.
+            broken=getattr(manager, "broken", lambda state: ()),
+            infinite_parameters=lambda: getattr(manager, "infinite_parameters", None),
+        )
+
+    @cached_property
+    def saver(self) -> Saver:
+        """Saves the state, with what a checkpoint records beside it: the published metrics, and the evaluations."""
+        trainer, parts, frozen = self.trainer, self.parts, self.parts.frozen
+        evaluator = Evaluator(
+            trainer.evaluate,
+            tuple(parts.units),
+            trainer.evaluations.observed,
+            ScoreKeeper(self.arguments.evaluation.score, trainer.build_early_stopper()),
+            lambda name: getattr(parts.units.get(name), "rates", {}),
+        )
+        return Saver(
+            self.manager,
+            self.arguments,
+            self.info,
+            trainer.lineage,
+            self._build_reporter(),
+            evaluator,
+            self.callbacks,
+            trainer.assembly.saved,
+            self._time_used,
+            DataState(parts.loaders.dataloader_train, self.arguments.global_batch_size, note_from_host0),
+            lambda: {} if frozen is None else frozen.origins,
+        )
+
+    def _build_reporter(self) -> MetricsReporter:
+        data, size = self.trainer.dataset_train, self.arguments.global_batch_size
+        epochs, devices = self.trainer.assembly.epochs, self.parts.mesh.local_devices
+        names = histograms.chosen(self.parts.design.state.params, self.arguments.distributions)
+        made = MetricsReporter(self.callbacks, self.info, epochs, devices, names)
+        if isinstance(data, TellsNumbers):
+            made.once, made.data_numbers = data.numbers(), lambda step: data.numbers_at(step * size)
+        return made
+
+    def _limits(self) -> Limits:
+        arguments, time_used = self.arguments, self._time_used
+        limit_s = None if arguments.time_limit is None else parse_duration_s(arguments.time_limit)
+        return Limits(
+            max_steps=arguments.max_num_steps,
+            max_batches=self._batches_of_data(),
+            stop_at=runtime.current().stop_at,
+            time_is_up=limit_s is not None and time_used.before_s >= limit_s,
+            deadline_s=None if limit_s is None else time_used.deadline_s(limit_s),
+        )
+
+    def _batches_of_data(self) -> int | None:
+        """Returns the number of batches in `max_num_data_epochs`; None without it, or if only the loader finds its end."""
+        loader = self.parts.loaders.dataloader_train
+        if self.arguments.max_num_data_epochs is None or isinstance(loader, IteratedLoader):
+            return None
+        return self.trainer.assembly.design.batches_of_epochs or 0
+
+    def _reason_of_end(self, loader: Any) -> StopReason:
+        """Returns why training ends when the loader has no batch."""
+        counts = isinstance(loader, IteratedLoader) and loader.can_begin_anew and self.arguments.max_num_data_epochs is not None
+        return StopReason.MAX_EPOCHS if counts else StopReason.END_OF_DATA
+
+    def _throughput(self) -> Throughput:
+        design, mesh = self.parts.design, self.parts.mesh
+        flops = design.flops_per_token(self.trainer.task, design.num_parameters)
+        peak = self.arguments.metrics.peak_flops_per_s
+        kinds = {device.device_kind for device in mesh.devices.flat}
+        # A mesh of several kinds of devices has no single peak, and so no MFU.
+        if peak is None and len(kinds) == 1:
+            peak = peak_flops_per_s(kinds.pop(), self.arguments.dtype)
+        return Throughput(flops, mesh.devices.size, peak)
+
+    @property
+    def _train_step(self) -> Any:
+        return self.parts.steps.functions.train_step_fn
+
+    def _no_sums(self) -> MetricSums:
+        return self.trainer.assembly.zeros(self.parts.steps.step_layout)
+
+    def _step_arguments(self, state: TrainState) -> tuple[Any, ...]:
+        return self.trainer.assembly.step_arguments(state, self.parts.steps.step_layout)
+
+    # ------------------------------------------------------------------ beginning, trouble and end
+
+    def _finish_frozen(self, meta: dict[str, Any]) -> None:
+        """Waits for the frozen weights. `meta` is that of the restored checkpoint, which must have been trained with them."""
+        frozen = self.parts.frozen
+        if frozen is None:
+            return
+        frozen.check(meta)
+        frozen.finish(record=True)
+        for line in frozen.said() if not meta else ():
+            note_from_host0(line)
+
+    def _keep_assets(self) -> None:
+        """Writes the model's assets to the run's folder. Raises UsageError, on all hosts, if one of them cannot be written."""
+        problem = ""
+        if jax.process_index() == 0:
+            try:
+                assets.keep(self.arguments.run_folder, self.trainer.model_assets)
+            except UsageError as error:
+                problem = str(error)
+            except OSError as error:  # training is worth more, and the next start tries again
+                runtime.current().note(f"the model's assets could not be written: {error}; the next start tries again")
+        if problem := multihost.from_host0("assets", problem):
+            raise UsageError(problem)
+
+    def _diagnose(self, state: TrainState, batch: Any, step: int) -> str:
+        """Returns where the loss or gradient of a batch stopped being finite, or why that was not found."""
+        if self.parts.steps.is_own:
+            return "where it began was not looked for: the train step is the user's own"
+        design, loss = self.parts.design, self.parts.design.loss
+
+        def objective(params: Any, micro_batch: Any, number: Any, others: tuple[TrainState, Any]) -> jax.Array:
+            state, frozen = others
+            rest = loss.rest(state.model_state, micro_batch, state.batch_index, number, frozen)
+            seen = parameters_seen(design.pruner, design.groups, dataclasses.replace(state, params=params))
+            return loss(seen, micro_batch, state.step, rest=rest).loss_sum
+
+        try:
+            counters = dataclasses.replace(state, params=None, opt_state=None)
+            origin = nonfinite.find(objective, self.parts.mesh, state.params, batch, (counters, self.trainer.frozen))
+        except StageError as error:
+            return f"where it began was not found: {error}"
+        return f"{origin}, with the parameters of step {step}"
+
+    def finish(self, loop: Loop, state: TrainState, reason: StopReason) -> TrainState:
+        """Evaluates if training is complete, saves, and sets the trainer's `output`."""
+        host, saver, evaluator = runtime.current(), self.saver, self.saver.evaluator
+        # A run that is stopped continues later: without this checkpoint the steps since the last one would be lost.
+        must_save = self.arguments.checkpoint.save_at_end or not reason.finished
+        # Not twice: the loop may have evaluated at this very step.
+        if reason.finished and evaluator.evaluated_step != self.info.global_step:
+            host.phase("evaluate")
+            state = evaluator.evaluate(state)
+        if must_save:
+            host.phase("save")
+            saver.save(state, patient=True)  # after the evaluation, whose record keeps a later start from repeating it
+        if loop.due.save_model(self.info.global_step):
+            host.phase("save")
+            saver.save_model(state, patient=True)
+        host.phase("finish")
+        with self.info.showing(state):
+            saved = saver.finish(must_have_last=must_save)
+        metrics = self._final_metrics(state)
+        if reason.finished:
+            metrics["sample"] = next((preview["prompt"] + preview["text"] for preview in loop.previewer.generate(state)), None)
+        # The state is saved by now: an error below costs no training.
+        path = None if saved is None else saver.manager.path(saved)
+        name = None if saved is None else str(saved)
+        # Kept: `evaluate` and `save_pretrained` then need no state from the caller.
+        self.trainer.state = state
+        self.trainer.output = TrainerOutput(state, self.parts.mesh, path, name, reason, metrics)
+        self.parts.loaders.dataloader_train.close()
+        self.trainer.assembly.forget_loaders()
+        return state
+
+    def _final_metrics(self, state: TrainState) -> dict[str, Any]:
+        latest, evaluation = self.saver.reporter.latest, self.saver.evaluator.final_metrics()
+        return {
+            **describe(state, self.manager.fingerprint(state)),
+            "train_loss": latest.get("loss"),
+            "train_metrics": of_task(latest),
+            "throughput": {name: latest[name] for name in THROUGHPUT if name in latest},
+            "evaluation": dict(evaluation),
+            **self.trainer.lineage.meta(self.info.batch_index),
+            **evaluation,
+        }
