@@ -182,7 +182,9 @@ class _Conversion:
         hints, values = hints_of(cls), {}
         for key, item in data.items():
             if key not in fields:
-                self._add((*path, key), f"unknown key ({_found(item, (*path, key))}); {self._suggestion(fields, key, path)}")
+                inner = (*path, key)
+                suggestion = self._suggestion(fields, key, path)
+                self._add_line(inner, f"{shown(inner)}: unknown key ({_found(item, inner)}); {suggestion}")
                 continue
             with suppress(_WrongError):
                 values[key] = self.value(hints[key], item, (*path, key))
