@@ -88,7 +88,7 @@ def ask_gce(base_url: str) -> MachineTakenAway | None:
 
 def draining_nodes() -> dict[str, float | None]:
     """Returns the nodes that Ray is draining, by node id, with the seconds that are left (None: not known). Takes about 1 ms."""
-    from ray._private.state import state  # as in Ray Train: there is no public way to ask
+    from cluster.ray_internals import state
 
     now_s = time.time()
     return {node: max(0.0, at_ms / 1000 - now_s) if at_ms else None for node, at_ms in state.get_draining_nodes().items()}

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node  # as in ray.util.tpu: there is no public way to ask
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from cluster.hosts.capacity import Node
@@ -18,6 +17,7 @@ from cluster.hosts.config import NODE_ID_LABEL, HostsConfig, bundle_resources, m
 from cluster.placement import placement_groups
 from cluster.placement.cleanup import group_name
 from cluster.placement.waits import CheckStop, do_nothing
+from cluster.ray_internals import available_resources_per_node
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def connect(config: JobConfig) -> bool:
 @contextlib.contextmanager
 def without_helpers(names: Sequence[str]) -> Iterator[None]:
     """Lets `ray.init` leave out these processes, which are named by the methods of Ray's own class that start them."""
-    from ray._private.node import Node
+    from cluster.ray_internals import Node
 
     # Private, and there is no setting for it: a method that is not there any more is not missed.
     before = {name: getattr(Node, name) for name in names if hasattr(Node, name)}
@@ -98,7 +98,7 @@ def without_helpers(names: Sequence[str]) -> Iterator[None]:
 def in_a_session() -> Iterator[None]:
     """Lets the processes that `ray.init` starts be in a session of their own. A signal to the process group of the command, as
     from `timeout`, a batch system or a terminal, is for the command: it still needs Ray to save the state."""
-    from ray._private import services
+    from cluster.ray_internals import services
 
     # Private, and there is no setting for it. Of `Popen`, the one that Ray uses for its own processes.
     before = services.ConsolePopen

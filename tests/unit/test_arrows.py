@@ -28,7 +28,17 @@ ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax"
 FLOORS = {
     "trainers": (
         ("surroundings",),
-        ("config", "storage", "foreign_errors", "first_line", "program", "terminal", "other_systems", "published"),
+        (
+            "config",
+            "storage",
+            "jax_internals",
+            "foreign_errors",
+            "first_line",
+            "program",
+            "terminal",
+            "other_systems",
+            "published",
+        ),
         ("errors", "parallel", "recorders"),
         ("turns",),
         ("runtime", "models", "optim", "tokenizers", "overrides"),
@@ -42,7 +52,7 @@ FLOORS = {
         ("planning", "commands", "worker", "library"),
         ("base", "run", "evaluate", "generate", "export", "prepare", "reference", "data.__main__"),
     ),
-    "cluster": (("hosts",), ("placement",), ("agent",), ("gang",)),
+    "cluster": (("hosts", "ray_internals"), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
         ("events", "shipped"),
         ("board", "failures"),

@@ -9,6 +9,7 @@ from packaging.utils import canonicalize_name
 
 from orchestrator import gangway
 from tests import ROOT
+from tests.unit.test_arrows import PACKAGES, sources
 from trainers.config.arguments import load_object
 
 
@@ -46,3 +47,15 @@ def test_pip_is_told_of_no_index_anywhere():
     files = ["Makefile", "pyproject.toml", "requirements.lock", ".ci/run", ".pre-commit-config.yaml"]
     found = [name for name in files if re.search(r"index-url|find-links|trusted-host|https?://", (ROOT / name).read_text())]
     assert found == []
+
+
+CALLED = {"orbax-checkpoint": "orbax", "pillow": "PIL", "PyYAML": "yaml", "py-spy": "py-spy"}
+"""How a dependency is named where it is used, if not by its own name."""
+
+
+def test_each_dependency_is_used_and_leaves_room_for_other_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [Requirement(text) for text in project["dependencies"]]
+    text = "\n".join(path.read_text() for package in PACKAGES for path in sources(package))
+    assert [need.name for need in needs if CALLED.get(need.name, need.name) not in text] == []
+    assert [str(need) for need in needs if any(limit.operator == "==" for limit in need.specifier)] == []

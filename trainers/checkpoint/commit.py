@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import distributed
 
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.checkpoint.trial import UnsavableError, seal_meta
+from trainers.jax_internals import distributed
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, one_line
 from trainers.storage import durable, ours

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import source_info_util
 from jax.extend import core
 from jax.sharding import Mesh
 
+from trainers.jax_internals import source_info_util
 from trainers.parallel import mesh as meshes
 from trainers.runtime.device import wait_for_device
 from trainers.runtime.multihost import in_stages

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-from jax._src import xla_bridge
 
+from trainers.jax_internals import xla_bridge
 from trainers.parallel import mesh as meshes
 
 

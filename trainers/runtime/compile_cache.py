@@ -12,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jax._src import compilation_cache
-from jax._src.lru_cache import LRUCache
-
+from trainers.jax_internals import LRUCache, compilation_cache
 from trainers.storage import durable, ours
 
 _damaged: set[str] = set()

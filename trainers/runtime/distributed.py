@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from jax._src import compiler, distributed, xla_bridge
-from jax._src.lib import _jax
 
 from trainers.errors import CoordinatorError
+from trainers.jax_internals import compiler, distributed, jaxlib, xla_bridge
 from trainers.runtime import compile_cache
 
 HEARTBEAT_TIMEOUT_S = 30
 """A backstop only: the agent watches exits and progress, and notices both much sooner."""
 # Kept before any patch: `let_collectives_listen_at` may run twice in a process.
-_make_gloo_tcp_collectives = _jax.make_gloo_tcp_collectives
+_make_gloo_tcp_collectives = jaxlib.make_gloo_tcp_collectives
 
 FIRST_WAIT_S = 0.002
 QUESTIONS_PER_S = 10_000
@@ -161,7 +160,7 @@ def let_collectives_listen_at(address: str) -> None:
     """CPU only. Makes the collectives listen at `address`. By default they listen at the address of the machine's name, which
     may be one that the others cannot reach."""
     # A private hook of jaxlib: gloo's factory has no setting in JAX's configuration.
-    _jax.make_gloo_tcp_collectives = functools.partial(_make_gloo_tcp_collectives, hostname=address)
+    jaxlib.make_gloo_tcp_collectives = functools.partial(_make_gloo_tcp_collectives, hostname=address)
 
 
 def let_every_process_write_the_compile_cache() -> None:

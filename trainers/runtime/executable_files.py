@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import jax
-from jax._src import tree_util
 from jax.experimental import serialize_executable
 
+from trainers.jax_internals import NAMES_IN_EXECUTABLES, tree_util
 from trainers.storage import durable, ours
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import StorageError
@@ -35,26 +35,7 @@ IN_USE_S = 2 * 3600.0
 EXACT = frozenset(
     {
         ("jax", "P"),
-        ("jax._src.core", "ManualAxisType"),
-        ("jax._src.core", "MemorySpace"),
-        ("jax._src.core", "ShapedArray"),
-        ("jax._src.interpreters.pxla", "AllArgsInfo"),
-        ("jax._src.interpreters.pxla", "UnloadedMeshExecutable"),
-        ("jax._src.layout", "Format"),
-        ("jax._src.layout", "Layout"),
-        ("jax._src.linear_util", "DebugInfo"),
-        ("jax._src.mesh", "AbstractDevice"),
-        ("jax._src.mesh", "AbstractMesh"),
-        ("jax._src.mesh", "AxisType"),
-        ("jax._src.mesh", "Mesh"),
-        ("jax._src.named_sharding", "_unpickle_named_sharding"),
-        ("jax._src.partition_spec", "PartitionSpec"),
-        ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
-        ("jax._src.stages", "ArgInfo"),
-        ("jax._src.tree_util", "default_registry"),
-        ("jax._src.tree_util", "tracing_registry"),
-        ("jaxlib._jax", "DeviceList"),
-        ("jaxlib._jax.pytree", "PyTreeDef"),
+        *NAMES_IN_EXECUTABLES,
         ("ml_dtypes", "bfloat16"),
         ("numpy", "dtype"),
         ("numpy", "ndarray"),

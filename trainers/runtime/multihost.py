@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
-from jax._src import distributed
 
 from trainers.errors import CoordinatorError, cut
+from trainers.jax_internals import distributed
 from trainers.runtime.context import current
 
 _counter = itertools.count()

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal, Var
+
+from trainers.jax_internals import source_info_util
 
 
 def kept_update(

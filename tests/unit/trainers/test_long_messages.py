@@ -40,4 +40,4 @@ def test_an_exception_is_an_event_of_a_few_pages(events):
 def test_a_note_is_cut_on_both_sides_of_the_pipe(events):
     runtime.current().note(LONG)
     assert len(events[-1]["message"]) < 4100
-    assert len(note(LONG)["message"]) < 4100
+    assert len(note(LONG, 0.0)["message"]) < 4100
