@@ -23,7 +23,7 @@ from trainers.config import CheckpointConfig, DistributionConfig, EvaluationConf
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
-from trainers.run import read
+from trainers.settings import read
 from trainers.trainer.assembly import assemble
 
 PUBLISH_EVERY_STEPS = 10

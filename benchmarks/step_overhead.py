@@ -23,7 +23,7 @@ from trainers.config import CheckpointConfig, EvaluationConfig
 from trainers.config.arguments import load_object
 from trainers.loop.inflight import Flags
 from trainers.loop.time_used import TimeUsed
-from trainers.run import read
+from trainers.settings import read
 from trainers.trainer.assembly import assemble
 from trainers.trainer.beginnings import beginning
 from trainers.trainer.training_run import TrainingRun

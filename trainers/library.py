@@ -24,7 +24,6 @@ import optax
 from flax import nnx
 
 from trainers import runtime
-from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.checkpoint import going_on
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
@@ -34,18 +33,19 @@ from trainers.config.keywords import NO_END, as_given, plain, put, unknown
 from trainers.config.masking import masked
 from trainers.config.pieces import PiecesArguments
 from trainers.config.section import PATH, did_you_mean
+from trainers.console.of_events import lines
 from trainers.data.sources import pieces
 from trainers.errors import NotConfiguredError, UsageError
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import FILE, read
 from trainers.recorders.progress import Progress
 from trainers.recorders.recorder import About
-from trainers.run import lines
 from trainers.runtime.events import Event
 from trainers.runtime.stop_reason import StopReason
 from trainers.step.loss import in_mode
 from trainers.step.state import TrainState
 from trainers.tasks.pieces import PiecesTask
+from trainers.trainer.base_trainer import BaseTrainer
 from trainers.trainer.model_design import evaluated_parameters
 
 ARGUMENTS, TASK = "trainers.config.pieces:PiecesArguments", "trainers.tasks.pieces:PiecesTask"

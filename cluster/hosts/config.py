@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from cluster.hosts import environment
 from cluster.hosts.tpu import CHIPS_PER_HOST, CORES_PER_CHIP, DEVICES_PER_CHIP, EIGHT_CHIP_GENERATIONS, generation, topology_dims
@@ -25,8 +25,6 @@ NODE_ID_LABEL = "ray.io/node-id"
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
     """The hosts of a run and how to get them (configuration section `hosts`)."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     kind: Literal["cpu", "gpu", "tpu"] = "cpu"
     count: int | None = None

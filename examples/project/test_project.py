@@ -6,7 +6,7 @@ import numpy as np
 from data import points, spirals
 
 from trainers.base import BaseTrainer
-from trainers.run import read
+from trainers.settings import read
 
 CONFIG = Path(__file__).with_name("config.yaml")
 

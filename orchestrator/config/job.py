@@ -1,8 +1,7 @@
-"""The configuration of a job: a YAML file and overrides in, checked dataclasses out, or every error at once.
+"""The configuration of a job: what `trainers.settings` reads, with the classes of the sections that concern machines, and what
+these and the others together get wrong.
 
-Top-level keys of the file are the fields of `trainers.config.arguments.TrainingArguments`, or of the subclass that
-`arguments` names; beside them lie the sections `hosts` (cluster/hosts/config.py), `driver` (here) and `tracking`
-(orchestrator/tracking).
+The sections are `hosts` (cluster/hosts/config.py), `driver` (here) and `tracking` (orchestrator/tracking).
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,29 +18,25 @@ import yaml
 
 from cluster.hosts import config as hosts_config
 from cluster.hosts.config import HostsConfig
-from orchestrator.config import validate, yaml_source
-from orchestrator.config.yaml_source import ConfigError, Origin, Source
 from orchestrator.policies.elasticity import ElasticityPolicy
 from orchestrator.policies.quarantine import QuarantinePolicy
 from orchestrator.policies.restart import RestartPolicy
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.policies.watchdog import WatchdogConfig
 from orchestrator.tracking.config import TrackingConfig
+from trainers import settings
 from trainers.config import attention, near_keys
-from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
 from trainers.config.conversion import convert_sections
-from trainers.config.hf_files import BYTES
-from trainers.config.masking import MASK, masked, masked_keys
+from trainers.config.masking import MASK, masked
 from trainers.config.section import Section, require_none
-from trainers.models.hf import pretrained
+from trainers.config.yaml_source import ConfigError, Source
+from trainers.settings import ARGUMENTS_CLASS, Settings
 from trainers.storage import documents
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]
 
-ARGUMENTS_CLASS = "trainers.config.arguments:TrainingArguments"
 SHOWN_LINES_PER_S = 100
-UNPACKED_BY_RAY = "/runtime_resources/working_dir_files/"
-"""In the path of the working folder of a job that was submitted with `--working-dir`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +81,10 @@ class DriverConfig(Section):
         return max(1, SHOWN_LINES_PER_S // len(shown)) if host in shown else 0
 
 
+SECTIONS = {"hosts": HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig}
+"""The sections beside the arguments, by their names."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class JobConfig:
     """Everything a job was asked to do. Made by `load` or `build`."""
@@ -112,16 +110,12 @@ def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> JobConf
 
     Raises ConfigError with every problem, in the order of the file.
     """
-    source = yaml_source.read(path)
-    yaml_source.override(source, overrides)
-    # After the overrides, which may give the name.
-    source.data.setdefault("name", Path(path).stem)
-    return _build(source)
+    return _job(settings.load(path, overrides, SECTIONS, _cross_check))
 
 
 def build(data: Mapping[str, Any], name: str = "configuration") -> JobConfig:
     """Makes a configuration from data in the form of the file, such as `to_dict` returns. Raises ConfigError."""
-    return _build(Source(name, dict(data)))
+    return _job(settings.build(Source(name, dict(data)), SECTIONS, _cross_check))
 
 
 def to_dict(config: JobConfig) -> dict[str, Any]:
@@ -190,7 +184,7 @@ def _among(data: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_settings(options: str) -> str:
     """Returns how options that a command does not know, such as `--learning_rate=1e-3`, are given to it: as settings."""
-    schema = _schema(TrainingArguments)  # type: ignore[arg-type]  # mypy: a class is not hashable
+    schema: Any = settings.schema_of(TrainingArguments, SECTIONS)
     known, told = {".".join(key) for key in near_keys.all_keys(schema)}, []
     for name, value in re.findall(r"--([\w.-]+)(?:[= ](?!-)(\S+))?", options):
         key = name.replace("-", "_")
@@ -201,99 +195,14 @@ def as_settings(options: str) -> str:
     return f"settings are given as key=value{f': {chr(32).join(told)}' if told else ', such as optimizer.learning_rate=1e-3'}"
 
 
-def _build(source: Source) -> JobConfig:
-    problems = [*source.problems, *_masked(source)]
-    arguments_class = source.data.get("arguments") or ARGUMENTS_CLASS
-    try:
-        cls, class_error = _arguments_class(arguments_class), None
-    except ValueError as error:  # the rest of the file is checked against the default class
-        cls, class_error = TrainingArguments, error
-        problems.append((source.origin(("arguments",)), str(error)))
-    schema = _schema(cls)  # type: ignore[arg-type]  # mypy: a class is not hashable
-    value, by_path = validate.check(schema, source)
-    if class_error:
-        # Keys of the class that could not be loaded would all look unknown.
-        keys = {item.name for item in dataclasses.fields(schema)}
-        by_path = {path: texts for path, texts in by_path.items() if not path or path[0] in keys}
-    problems += [(source.origin(path), text) for path, texts in by_path.items() for text in texts]
-    try:
-        config = None if value is None else _split(cls, value)
-    except ValueError as error:  # of `model.pretrained`, which has been read only now
-        config, problems = None, [*problems, (source.origin(("model", "pretrained")), str(error))]
-    if config is not None:
-        problems += [(None, text) for text in _cross_check(config, wrong={str(path[0]) for path in by_path})]
-    if config is None or problems:
-        raise _error(source, problems)
-    return config
+def _job(made: Settings) -> JobConfig:
+    return JobConfig(training=made.training, arguments_class=made.arguments_class, **made.machines)
 
 
-def _masked(source: Source) -> Iterator[tuple[Origin | None, str]]:
-    """Yields the values that were masked when they were stored (`resolved_yaml`)."""
-    hosts = source.data.get("hosts")
-    env = hosts.get("env") if isinstance(hosts, Mapping) else None
-    hidden = [f"hosts.env.{name}" for name, value in (env.items() if isinstance(env, Mapping) else ()) if value == MASK]
-    for key in (*hidden, *masked_keys(source.data)):
-        yield source.origin(tuple(key.split("."))), f"{key}: masked, for it had a secret; give {key}=VALUE"
-
-
-def _split(cls: type[TrainingArguments], value: Any) -> JobConfig:
-    """Splits a value of `_schema(cls)` into the parts of a JobConfig. Raises ValueError if the folder `model.pretrained` has no
-    model that is understood."""
-    training = cls(**{item.name: getattr(value, item.name) for item in dataclasses.fields(cls) if item.init})
-    if not documents.is_url(training.storage):
-        # Made absolute here: the driver and the training processes have other working directories.
-        training = dataclasses.replace(training, storage=_absolute(training.storage))
-    if training.model.pretrained is not None:
-        model = dataclasses.replace(training.model, pretrained=_absolute(training.model.pretrained))
-        training = pretrained.resolved(dataclasses.replace(training, model=model))
-    if training.data.tokenizer not in (None, BYTES):
-        data = dataclasses.replace(training.data, tokenizer=_absolute(training.data.tokenizer))
-        training = dataclasses.replace(training, data=data)
-    if training.init_from is not None:
-        init_from = dataclasses.replace(training.init_from, path=_absolute(training.init_from.path))
-        training = dataclasses.replace(training, init_from=init_from)
-    sections = {name: getattr(value, name) for name in ORCHESTRATOR_SECTIONS}
-    return JobConfig(training=training, arguments_class=value.arguments, **sections)
-
-
-def _absolute(path: str) -> str:
-    return os.path.abspath(os.path.join(_base_folder(os.getcwd()), os.path.expanduser(path)))
-
-
-def _base_folder(working_dir: str) -> str:
-    """Returns the base of relative storage paths: the working folder; in a submitted job the home folder.
-
-    The working folder of a submitted job is a temporary copy that Ray deletes. The next job would not find its checkpoints there.
-    """
-    return os.path.expanduser("~") if UNPACKED_BY_RAY in working_dir else working_dir
-
-
-def _arguments_class(path: Any) -> type[TrainingArguments]:
-    """Returns the class that `arguments` names. Raises ValueError."""
-    try:
-        cls = load_object(path if isinstance(path, str) else str(path))
-    except ValueError as error:
-        raise ValueError(f"arguments: {error}") from error
-    if not (isinstance(cls, type) and issubclass(cls, TrainingArguments) and dataclasses.is_dataclass(cls)):
-        raise ValueError(f"arguments: {path!r} is {cls!r}: expected a dataclass that extends TrainingArguments")
-    taken = [item.name for item in dataclasses.fields(cls) if item.name in (*ORCHESTRATOR_SECTIONS, "arguments")]
-    if taken:
-        raise ValueError(f"arguments: {path!r} has a field {taken[0]!r}: that key has a meaning already")
-    return cls
-
-
-@cache
-def _schema(cls: type[TrainingArguments]) -> type:
-    """Returns one dataclass with all keys that a file may have, so that everything is checked together."""
-    sections = {"hosts": HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig}
-    extra: list[tuple[str, Any, Any]] = [(name, kind, field(default_factory=kind)) for name, kind in sections.items()]
-    extra.append(("arguments", str, field(default=ARGUMENTS_CLASS)))
-    return dataclasses.make_dataclass("Configuration", extra, bases=(cls,), frozen=True, kw_only=True)
-
-
-def _cross_check(config: JobConfig, wrong: set[str]) -> Iterator[str]:
+def _cross_check(made: Settings, wrong: set[str]) -> Iterator[str]:
     """Yields problems between sections. Keys in `wrong` have been reported already and hold defaults here: they are not
     checked."""
+    config = _job(made)
     if not wrong & {"mesh", "global_batch_size", "accumulation_steps", "hosts"}:
         hosts, per_host = config.hosts, hosts_config.devices_per_host(config.hosts)
         for count in sorted({hosts_config.min_hosts(hosts), hosts_config.num_hosts(hosts)}):
@@ -324,16 +233,6 @@ def _storage_problem(folder: Path) -> str | None:
     if not nearest.is_dir():
         return f"{folder} cannot be made: {nearest} is a file"
     return None if os.access(nearest, os.W_OK | os.X_OK) else f"{folder} cannot be written: no permission to write to {nearest}"
-
-
-def _error(source: Source, problems: list[tuple[Origin | None, str]]) -> ConfigError:
-    """Problems in the order of the file, then those of overrides and of the whole."""
-
-    def line(problem: tuple[Origin | None, str]) -> float:
-        origin = problem[0]
-        return origin.line if origin is not None and origin.line is not None else float("inf")
-
-    return ConfigError(source.name, (f"{origin}: {text}" if origin else text for origin, text in sorted(problems, key=line)))
 
 
 def _plain(value: Any) -> Any:

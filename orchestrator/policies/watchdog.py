@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from cluster.agent.limits import Limits
 from trainers.runtime.phases import PHASES
@@ -13,8 +13,6 @@ from trainers.runtime.phases import PHASES
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig:
     """How long a training process may stay without progress, in seconds (configuration section `driver.watchdog`)."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     import_s: float = 300.0
     """From the start order until imports, configuration and data are ready. A warm standby needs no time."""

@@ -47,7 +47,7 @@ class Key:
             before_init(section, *args, **kwargs)
             reset(section)
 
-        # Of a subclass, and of pydantic, which calls no `__init__`.
+        # Of a subclass, which has an `__init__` of its own.
         def check(section: Any) -> None:
             if before_check:
                 before_check(section)

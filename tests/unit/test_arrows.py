@@ -15,15 +15,15 @@ JAX = {"jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorstore", "chex"
 NEVER = {
     "trainers": {"ray", "mlflow", "pydantic"},
     "cluster": JAX | {"mlflow", "pydantic", "transformers", "tokenizers"},
-    "orchestrator": JAX | {"transformers", "tokenizers"},
+    "orchestrator": JAX | {"pydantic", "transformers", "tokenizers"},
 }
 ONLY_WHERE_USED = {
-    "trainers": {"grain", "fsspec", "psutil", "rich", "transformers", "tokenizers"},
+    "trainers": {"grain", "fsspec", "psutil", "rich", "transformers", "tokenizers", "yaml"},
     "orchestrator": {"mlflow"},
 }
 """Heavy, or absent where a package is used alone: imported inside the functions that need them."""
 
-ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "yaml", "etils"}}
+ASSUMED_OF_THE_MACHINE = {"trainers": {"jax", "jaxlib", "flax", "optax", "orbax", "numpy", "etils"}}
 """What `trainers` alone may ask of a machine: JAX and its companions, and what those bring along."""
 FLOORS = {
     "trainers": (
@@ -39,22 +39,18 @@ FLOORS = {
             "other_systems",
             "published",
         ),
-        ("errors", "parallel", "recorders", "console"),
+        ("errors", "parallel", "recorders"),
         ("turns",),
         ("runtime", "models", "optim", "tokenizers", "overrides"),
-        ("protocol",),
+        ("protocol", "console", "settings"),
         ("metrics", "data", "tasks"),
         ("step",),
         ("checkpoint", "evaluation"),
-        ("export",),
         ("callbacks",),
         ("loop", "diagnostics"),
         ("trainer",),
-        ("base",),
-        ("planning", "run", "worker"),
-        ("generate", "library", "data.__main__"),
-        ("evaluate", "prepare"),
-        ("reference",),
+        ("planning", "commands", "worker", "library"),
+        ("base", "run", "evaluate", "generate", "export", "prepare", "reference", "data.__main__"),
     ),
     "cluster": (("hosts", "ray_internals"), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
@@ -97,6 +93,7 @@ LIGHT_MODULES = tuple(
         "config/hf_files",
         "config/importable",
         "config/keywords",
+        "config/machines",
         "config/masking",
         "config/mixture",
         "config/model",
@@ -115,8 +112,10 @@ LIGHT_MODULES = tuple(
         "config/vision",
         "config/weights",
         "config/without_effect",
+        "config/yaml_source",
         "console/__init__",
         "console/curves",
+        "console/of_events",
         "console/progress",
         "console/screens",
         "console/text",
@@ -145,6 +144,7 @@ LIGHT_MODULES = tuple(
         "runtime/phases",
         "runtime/plain",
         "runtime/stop_reason",
+        "settings",
         "storage/__init__",
         "storage/document_kind",
         "storage/documents",

@@ -29,7 +29,7 @@ import numpy as np
 import pytest
 import yaml
 
-import trainers.run
+import trainers.commands.run
 from orchestrator.config.job import ConfigError, build, load
 from tests import ROOT
 from tests.unit.documents import DOCUMENTS, Block, blocks, inline_code
@@ -108,12 +108,12 @@ class Folder:
     def _run(self, name: str) -> Run:
         events, made = [], []
         with pytest.MonkeyPatch.context() as patch, signals_kept():
-            show, make = trainers.run.show, trainers.run.build
-            patch.setattr(trainers.run, "show", lambda event, *to: (events.append(event), show(event, *to)))
-            patch.setattr(trainers.run, "build", lambda *given: made.append(make(*given)) or made[0])
+            show, make = trainers.commands.run.show, trainers.commands.run.build
+            patch.setattr(trainers.commands.run, "show", lambda event, *to: (events.append(event), show(event, *to)))
+            patch.setattr(trainers.commands.run, "build", lambda *given: made.append(make(*given)) or made[0])
             patch.setattr(sys, "argv", ["trainers/run.py", name])
             with redirect_stdout(io.StringIO()) as printed:
-                assert trainers.run.main() == 0
+                assert trainers.commands.run.main() == 0
         return Run(made[0], events, printed.getvalue(), self.path / "runs" / Path(name).stem)
 
     @contextmanager

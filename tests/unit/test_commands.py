@@ -17,7 +17,7 @@ from typing import Any
 import click
 import pytest
 
-import trainers.run
+import trainers.commands.run
 from orchestrator.config.job import ConfigError, load
 from orchestrator.gangway import COMMANDS as COMMANDS_OF_GANGWAY
 from tests import ROOT
@@ -211,7 +211,7 @@ def test_a_wrong_command_is_found_out(command, tmp_path):
 def test_trainers_run_has_no_options(monkeypatch, capsys):
     for arguments in ([], ["CONFIG", "--dry-run"]):
         monkeypatch.setattr(sys, "argv", ["trainers.run", *arguments])
-        assert trainers.run.main() == 2
+        assert trainers.commands.run.main() == 2
     assert "python -m trainers.run CONFIG" in capsys.readouterr().err
 
 
@@ -248,6 +248,6 @@ def test_the_pictures_that_the_text_shows_exist():
 )
 def test_trainers_run_says_how_it_is_used(monkeypatch, capsys, arguments, status):
     monkeypatch.setattr(sys, "argv", ["trainers/run.py", *arguments])
-    assert trainers.run.main() == status
+    assert trainers.commands.run.main() == status
     printed = capsys.readouterr()
     assert "python -m trainers.run CONFIG" in (printed.err if status else printed.out)

@@ -9,9 +9,9 @@ import dataclasses
 
 import pytest
 
-from orchestrator.config import job
 from tests import ROOT
 from tests.unit.config_keys import TABLE, Key, declared, every_key, read_tests, sets
+from trainers.config.arguments import from_dict
 
 WHAT_TO_ADD = (
     "Write a test that sets the key and fails if the program ignores it, and add the line `{key}: PATH::TEST` to "
@@ -65,4 +65,4 @@ def test_a_section_without_checks_that_a_file_gives_is_ignored_too(monkeypatch):
 
     (rate,) = dataclasses.fields(Section)
     Key("section.rate", Section, rate).ignore()
-    assert job.validate._adapter(Section).validate_python({"rate": 2.0}).rate == 1.0
+    assert from_dict(Section, {"rate": 2.0}).rate == 1.0

@@ -25,7 +25,7 @@ OTHERWISE = {
     "trainers/data/bpe.py": NEW_FOLDER,
     "trainers/data/parts.py": "each file has a random name, or lies in a folder that has one",
     "trainers/data/sources/pieces.py": NEW_FOLDER,
-    "trainers/export.py": NEW_FOLDER,
+    "trainers/checkpoint/export.py": NEW_FOLDER,
     "trainers/terminal.py": "the null device",
 }
 

@@ -13,8 +13,8 @@ import jax
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
 from trainers.checkpoint import readers
+from trainers.checkpoint.export import on_the_way, to_hugging_face
 from trainers.errors import CheckpointError
-from trainers.export import on_the_way, to_hugging_face
 from trainers.storage import ours
 
 FAILED = "failed"

@@ -22,10 +22,10 @@ def masked(data: Any) -> Any:
     return type(data)(masked(item) for item in data) if type(data) in (list, tuple) else data
 
 
-def masked_keys(data: Any, key: str = "") -> Iterator[str]:
-    """Yields the keys of the URLs in plain data, such as `data.paths.0`, from which `masked` has taken something."""
+def masked_keys(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yields the paths of the URLs in plain data, such as `("data", "paths", 0)`, from which `masked` has taken something."""
     if isinstance(data, Mapping | list | tuple):
         for name, value in data.items() if isinstance(data, Mapping) else enumerate(data):
-            yield from masked_keys(value, f"{key}.{name}" if key else str(name))
+            yield from masked_keys(value, (*path, name))
     elif isinstance(data, str) and (f"://{MASK}@" in data or ("://" in data and f"={MASK}" in data)):
-        yield key
+        yield path

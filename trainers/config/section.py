@@ -13,9 +13,8 @@ PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Section:
-    """A part of the configuration: unknown keys are errors (read by pydantic, which `trainers` does not import)."""
+    """A part of the configuration. Its fields are its keys; `trainers.config.conversion` makes it of plain data."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "allow_inf_nan": False}
     shorthand: ClassVar[str | None] = None
     """The key that a text in the place of the section stands for. None: there must be a section."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 
-from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.evaluation import score_metrics
 from trainers.evaluation.exact_match import questions
 from trainers.evaluation.validation import lacks_data
 from trainers.planning.problems import attempt
+from trainers.trainer.base_trainer import BaseTrainer
 
 
 def check(problems: list[str], arguments: TrainingArguments, *, has_held_out: bool) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from trainers.base import BaseTrainer
 from trainers.data.loader import RandomAccess
 from trainers.errors import DataError
 from trainers.loop.hooks import overrides
+from trainers.trainer.base_trainer import BaseTrainer
 
 MAX_ROWS = 32
 """How many examples are read of each dataset, of those of the first micro-batch."""

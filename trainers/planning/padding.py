@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainers.base import BaseTrainer
 from trainers.errors import UsageError
 from trainers.loop.hooks import overrides
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.step.loss import LossFunction
 from trainers.step.state import initial_model, num_parameters
 from trainers.tasks.causal_lm import CausalLMTask
+from trainers.trainer.base_trainer import BaseTrainer
 
 NUM_ROWS = 3
 """Rows that count. Few: one more then changes a count by a third."""

@@ -22,7 +22,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
 from trainers.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
 from trainers.parallel import mesh as meshes
@@ -33,6 +32,7 @@ from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
 from trainers.surroundings import end_with_parent, is_installed
 from trainers.trainer.assembly import Assembly
+from trainers.trainer.base_trainer import BaseTrainer
 
 Facts = dict[str, Any]
 LIBTPU = "libtpu==0.0.42.*"

@@ -27,7 +27,6 @@ from rich.console import Console
 
 from cluster.hosts.config import HostsConfig, devices_per_host, hosts_at_a_time, num_hosts
 from orchestrator.config.job import ConfigError, JobConfig, load
-from orchestrator.config.yaml_source import shown_override
 from orchestrator.faultlab.chaos import faults
 from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection, Testbed, noticed
@@ -39,6 +38,7 @@ from orchestrator.planning import report
 from orchestrator.run_state.launch import STATE
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.tracker import left_over
+from trainers.config.yaml_source import shown_override
 from trainers.first_line import say
 from trainers.program import program
 from trainers.storage import documents

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from cluster.hosts.config import devices_per_host, num_hosts
 from orchestrator.config.job import ConfigError, JobConfig, load
-from orchestrator.config.yaml_source import shown_override
 from orchestrator.faultlab.testbed.live_run import Run, RunError
 from orchestrator.faultlab.verify.compare import (
     Evidence,
@@ -33,6 +32,7 @@ from orchestrator.faultlab.verify.compare import (
 )
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL
+from trainers.config.yaml_source import shown_override
 from trainers.first_line import say
 from trainers.program import program
 from trainers.storage import documents, not_finite, ours

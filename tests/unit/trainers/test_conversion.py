@@ -34,9 +34,9 @@ def test_each_section_may_be_a_dict_and_its_wrong_key_is_told(cls, name, section
     first = dataclasses.fields(section)[0].name
     given = {first: getattr(section(), first)}
     assert cls(**NEEDED.get(cls, {}), **{name: given}) == cls(**NEEDED.get(cls, {}))
-    with pytest.raises(ValueError, match=rf"{name}: unknown keys of {section.__name__}: frist"):
+    with pytest.raises(ValueError, match=rf"{name}.frist: unknown key \(found 1\); "):
         cls(**NEEDED.get(cls, {}), **{name: {"frist": 1}})
-    with pytest.raises(ValueError, match=f"{name} = 3: expected a section"):
+    with pytest.raises(ValueError, match=rf"{name}: expected a section with keys among .* \(found 3\)"):
         cls(**NEEDED.get(cls, {}), **{name: 3})
 
 
@@ -73,25 +73,21 @@ def test_all_problems_are_told_at_once(make):
         make({"name": "run", "seed": -1, **wrong})
     assert sorted(str(raised.value).splitlines()) == [
         "data.retries = -1: expected at least 0",
-        "data: unknown keys of DataConfig: sequence_lenght; known: " + ", ".join(names(config.DataConfig)) + DID_YOU_MEAN,
+        "data.sequence_lenght: unknown key (found 8); did you mean data.sequence_length?",
         "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit",
         "optimizer.eps = -1.0: expected at least 0",
-        "optimizer.schedule.warmup_steps = 'many': expected int",
+        'optimizer.schedule.warmup_steps: expected an integer (found "many")',
         "seed = -1: expected at least 0",
     ]
-
-
-DID_YOU_MEAN = "; did you mean data.sequence_length?"
-
-
-def names(cls):
-    return sorted(item.name for item in dataclasses.fields(cls))
 
 
 def test_what_mentions_a_key_that_was_left_out_is_no_problem_of_its_own():
     with pytest.raises(ValueError, match="seed") as raised:
         from_dict(TrainingArguments, {"name": "run", "max_num_steps": "many", "seed": -1})
-    assert str(raised.value).splitlines() == ["max_num_steps = 'many': expected int", "seed = -1: expected at least 0"]
+    assert str(raised.value).splitlines() == [
+        'max_num_steps: expected an integer (found "many")',
+        "seed = -1: expected at least 0",
+    ]
 
 
 def test_what_is_needed_is_told():
@@ -100,7 +96,7 @@ def test_what_is_needed_is_told():
 
 
 def test_a_choice_that_may_be_null_is_checked():
-    with pytest.raises(ValueError, match="moment_dtype = 'half': expected one of 'float32', 'bfloat16'"):
+    with pytest.raises(ValueError, match=r'moment_dtype: expected one of float32, bfloat16 \(found "half"\)'):
         from_dict(config.OptimizerConfig, {"moment_dtype": "half"})
     assert from_dict(config.OptimizerConfig, {"moment_dtype": None}).moment_dtype is None
 

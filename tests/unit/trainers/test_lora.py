@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 from tests import ROOT
 from tests.programs.small_tokens import datasets, log_probabilities
 from tests.unit.training import arguments, assert_equal, of
-from trainers import evaluate, export
 from trainers.base import BaseTrainer
-from trainers.checkpoint import manifest
+from trainers.checkpoint import export, manifest
+from trainers.commands import evaluate
+from trainers.commands import export as command
 from trainers.errors import CheckpointError, CheckpointMissingError, UsageError
 from trainers.models.decoder import Decoder
 from trainers.models.hf.weights import from_tensors
@@ -127,20 +128,20 @@ def test_merged_it_computes_the_same(trained, tmp_path):
 
 
 def test_the_adapter_alone_is_exported_too(trained, tmp_path, capsys):
-    assert export.main([str(checkpoint(trained)), str(tmp_path / "adapter"), "--format", "huggingface", "--adapter"]) == 0
+    assert command.main([str(checkpoint(trained)), str(tmp_path / "adapter"), "--format", "huggingface", "--adapter"]) == 0
     about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (about["base_model_name_or_path"], about["r"], about["lora_alpha"]) == (LLAMA, 4, 6.0)
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     b = trained.output.state.params["layers"]["value_lora_b"]
     np.testing.assert_array_equal(written["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"], np.asarray(b)[1].T)
-    assert export.main([str(checkpoint(trained)), str(tmp_path / "own.safetensors"), "--adapter"]) == 0
+    assert command.main([str(checkpoint(trained)), str(tmp_path / "own.safetensors"), "--adapter"]) == 0
     assert_equal(trained.output.state.params, export.from_safetensors(tmp_path / "own.safetensors"))
 
 
 def test_an_export_finds_a_base_that_was_moved_and_no_other_one(trained, tmp_path, capsys):
     moved = shutil.copytree(LLAMA, tmp_path / "moved")
-    assert export.main([str(checkpoint(trained)), str(tmp_path / "a"), "--format", "huggingface", "--base", str(moved)]) == 0
-    assert export.main([str(checkpoint(trained)), str(tmp_path / "b"), "--format", "huggingface", "--base", QWEN]) == 2
+    assert command.main([str(checkpoint(trained)), str(tmp_path / "a"), "--format", "huggingface", "--base", str(moved)]) == 0
+    assert command.main([str(checkpoint(trained)), str(tmp_path / "b"), "--format", "huggingface", "--base", QWEN]) == 2
     assert f"the adapters were trained on {LLAMA} (digest " in capsys.readouterr().err
 
 
@@ -227,8 +228,8 @@ def test_a_base_that_has_moved_is_that_of_the_configuration(tmp_path, monkeypatc
     def with_base(path):
         return arguments(tmp_path, **{**SETTINGS, "lora": {"rank": 4, "base": str(path)}})
 
-    monkeypatch.setattr("trainers.generate.look", lambda source: source)
-    monkeypatch.setattr("trainers.generate.arguments_of", lambda found: with_base(tmp_path / found))
+    monkeypatch.setattr("trainers.commands.generate.look", lambda source: source)
+    monkeypatch.setattr("trainers.commands.generate.arguments_of", lambda found: with_base(tmp_path / found))
     assert evaluate.with_model_of("gone", with_base(LLAMA)).lora.base == LLAMA
     (tmp_path / "there").mkdir()
     assert evaluate.with_model_of("there", with_base(LLAMA)).lora.base == str(tmp_path / "there")

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 
 from tests.unit.trainers.test_lora import LLAMA, SETTINGS, arguments, checkpoint, logits, plain_logits, trainer
 from tests.unit.training import assert_equal
-from trainers import evaluate, export
+from trainers.checkpoint import export
+from trainers.commands import evaluate
 from trainers.config import ModelConfig
 from trainers.config.arguments import from_dict
 from trainers.errors import UsageError

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import trainers.run
+import trainers.commands.run
 from tests.unit.training import FIXED, StopAt, arguments, losses, of, trainer
 from trainers import runtime
 from trainers.base import BaseTrainer
@@ -149,7 +149,7 @@ def test_saves_come_by_the_minute(tmp_path, events):
 def test_without_ray_a_signal_asks_training_to_stop(tmp_path, number):
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        trainers.run.build(arguments(tmp_path), lambda event: None)
+        trainers.commands.run.build(arguments(tmp_path), lambda event: None)
         signal.raise_signal(number)
         assert runtime.current().stop_reason == {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
     finally:

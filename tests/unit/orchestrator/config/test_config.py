@@ -1,6 +1,7 @@
 """Configuration files: what they may say, and the exact words of what is wrong with them."""
 
 import json
+import re
 import textwrap
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,11 +15,10 @@ from hypothesis import strategies as st
 from cluster.hosts.config import HostsConfig
 from orchestrator import run
 from orchestrator.config import job as config
-from orchestrator.config import yaml_source
 from orchestrator.config.job import ConfigError, DriverConfig, build, load, to_dict, to_yaml
 from orchestrator.policies.restart import RestartPolicy
 from tests import ROOT
-from trainers.config import InitConfig
+from trainers.config import InitConfig, yaml_source
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.config.section import Section, parse_duration_s
 
@@ -243,8 +243,8 @@ def test_all_errors_are_told_at_once_in_the_order_of_the_file(write):
         'line 9: hosts.knd: unknown key (found "cpu"); did you mean hosts.kind?',
         "line 10: global_batch_size = 0: expected at least 1",
         "line 11: trakcing: unknown key (found {}); did you mean tracking?",
-        'override: dtype: expected one of float32, bfloat16, float16 (found "bf16"); did you mean bfloat16?',
         "override: driver.restart.max_failures = -1: expected 0 or more",
+        'override: dtype: expected one of float32, bfloat16, float16 (found "bf16"); did you mean bfloat16?',
     ]
 
 
@@ -436,16 +436,16 @@ def to_dict_of(training: TrainingArguments) -> dict:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"optimizer": {"lr": 1}}, "optimizer: unknown keys of OptimizerConfig: lr; known: arguments, betas, eps"),
-        ({"seed": "x"}, "seed = 'x': expected int"),
-        ({"seed": True}, "seed = True: expected int"),
-        ({"dtype": "half"}, "dtype = 'half': expected one of 'float32', 'bfloat16', 'float16'"),
-        ({"data": {"paths": "here"}}, "data.paths = 'here': expected a list"),
-        ({"model": 3}, "model = 3: expected a section"),
+        ({"optimizer": {"lr": 1}}, "optimizer.lr: unknown key (found 1); did you mean optimizer.learning_rate?"),
+        ({"seed": "x"}, 'seed: expected an integer (found "x")'),
+        ({"seed": True}, 'seed: expected an integer (found "true")'),
+        ({"dtype": "half"}, 'dtype: expected one of float32, bfloat16, float16 (found "half")'),
+        ({"data": {"paths": "here"}}, 'data.paths: expected a list, such as [a, b] (found "here")'),
+        ({"model": 3}, "model: expected a section with keys among pretrained, family, "),
     ],
 )
 def test_from_dict_refuses(data, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         from_dict(TrainingArguments, {"name": "x", "max_num_steps": 1} | data)
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from cluster.gang import slots
 from cluster.hosts.config import HostsConfig
 from orchestrator.config.job import ConfigError, build, load, shown, to_dict, to_yaml
-from orchestrator.config.yaml_source import shown_override
 from orchestrator.driver import main
 from orchestrator.planning import report
 from trainers.config.masking import masked
+from trainers.config.yaml_source import shown_override
 from trainers.storage import documents
 
 SECRET = "c4n4ry"

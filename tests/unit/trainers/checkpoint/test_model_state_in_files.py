@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.trainers.step.test_model_state import trainer
 from tests.unit.training import assert_equal, of
-from trainers import evaluate
 from trainers.checkpoint import weights
+from trainers.commands import evaluate
 from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_safetensors
 from trainers.trainer import beginnings

@@ -13,9 +13,9 @@ from tests import ROOT
 from tests.unit.training import arguments
 from trainers.base import BaseTrainer
 from trainers.checkpoint import hugging_face
+from trainers.commands.generate import open_model
 from trainers.errors import UsageError
 from trainers.export import to_hugging_face
-from trainers.generate import open_model
 from trainers.models.hf import vision_config
 
 VIT = ROOT / "tests" / "unit" / "data" / "parity_vision" / "vit"

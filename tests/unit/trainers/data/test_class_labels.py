@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 from tests.unit.training import arguments as of_training
-from trainers import export
 from trainers.base import BaseTrainer
-from trainers.checkpoint import assets, carried
+from trainers.checkpoint import assets, carried, export
 from trainers.config import ClassificationConfig, DataConfig, VisionConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import LABELS_FILE

@@ -10,15 +10,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.training import of
-from trainers import prepare
 from trainers.base import BaseTrainer
+from trainers.commands import prepare
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.config.mixture import MixtureSource
 from trainers.data.sources.text import Windows, text_windows
 from trainers.errors import DataError
 from trainers.planning.estimate import plan
-from trainers.run import read
+from trainers.settings import read
 
 LENGTH = 16
 

@@ -71,7 +71,7 @@ class Plain:
 
 @pytest.mark.costs("compiles a step and trains, twice")
 def test_a_run_that_goes_on_with_another_learning_rate_keeps_the_losses_that_count(tmp_path, monkeypatch):
-    from trainers import run
+    from trainers.commands import run
 
     def trained(learning_rate):
         config = tmp_path / "own.yaml"

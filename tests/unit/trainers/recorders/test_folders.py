@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.unit.training import arguments, trainer
-from trainers import run
 from trainers.callbacks.profiler import Profiler
+from trainers.commands import run
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import read
 from trainers.recorders.recorder import About

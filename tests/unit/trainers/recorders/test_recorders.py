@@ -202,7 +202,7 @@ def test_a_recorder_whose_package_is_missing_is_refused_before_anything_starts(m
 
 @pytest.mark.costs("compiles a step and trains")
 def test_alone_the_same_recorders_are_fed(tmp_path, capfd, monkeypatch):
-    from trainers import run
+    from trainers.commands import run
 
     config = tmp_path / "own.yaml"
     config.write_text(

@@ -9,8 +9,9 @@ import threading
 import pytest
 
 from tests.unit.training import FIXED, arguments, of, trainer
-from trainers import run, runtime
+from trainers import runtime
 from trainers.callbacks import Callback
+from trainers.commands import run
 from trainers.runtime import signals
 from trainers.runtime.stop_reason import StopReason
 

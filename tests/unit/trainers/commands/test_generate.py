@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from tests import ROOT
 from tests.unit.trainers.test_tokenizers import SIZE, TEXT, cache, folder  # noqa: F401  fixtures
 from tests.unit.training import arguments, trainer
-from trainers import evaluate, generate
 from trainers.base import BaseTrainer
+from trainers.commands import evaluate, generate
 from trainers.data.sources.text import text_windows
 from trainers.evaluation.generation import Generator
 from trainers.export import to_hugging_face
@@ -220,7 +220,7 @@ def test_learned_positions_have_an_end(capsys, tmp_path):
 def test_the_first_line_comes_before_the_libraries(tmp_path):
     program = """
 import sys
-from trainers import generate
+from trainers.commands import generate
 def told(line):
     print(line, sorted({"jax", "numpy", "transformers"} & sys.modules.keys()))
     sys.exit(0)

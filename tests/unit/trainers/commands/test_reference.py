@@ -16,15 +16,15 @@ import yaml
 from tests import ROOT
 from tests.unit.records import ListRecords
 from tests.unit.training import of
-from trainers import reference
 from trainers.base import BaseTrainer
 from trainers.checkpoint import weights
 from trainers.checkpoint.standalone import load_model
+from trainers.commands import reference
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict
 from trainers.data.sources.preference import pairs
 from trainers.data.sources.records import open_records
-from trainers.run import read
+from trainers.settings import read
 from trainers.tokenizers import load
 
 MODEL = {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 48}

@@ -19,12 +19,12 @@ from safetensors.numpy import load_file
 
 from tests.unit.trainers.checkpoint.test_assets import Tokenizer
 from tests.unit.training import assert_equal, of, trainer
-from trainers import export
 from trainers.base import BaseTrainer
 from trainers.callbacks import Callback, hugging_face
 from trainers.callbacks.hugging_face import HuggingFaceExport
 from trainers.checkpoint import weights
 from trainers.checkpoint.array_io import ArrayFiles
+from trainers.commands import export as command
 from trainers.errors import CheckpointError, UsageError
 from trainers.export import from_safetensors, to_hugging_face, to_safetensors
 from trainers.storage import ours
@@ -221,17 +221,17 @@ def test_one_parameter_is_read_at_a_time(trained, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("5GB", 5 * 10**9), ("500 mb", 500 * 10**6), ("1.5K", 1500), ("7", 7)])
 def test_sizes_of_files_are_given_with_their_units(text, num_bytes):
-    assert export.size(text) == num_bytes
+    assert command.size(text) == num_bytes
 
 
 def test_the_size_of_the_files_is_an_option(trained, tmp_path, capsys):
     given = [str(run_folder(trained)), str(tmp_path / "hf"), "--max-shard-size", "40KB"]
-    assert export.main([*given, "--format", "huggingface"]) == 0
+    assert command.main([*given, "--format", "huggingface"]) == 0
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
-    assert export.main(given) == 2
+    assert command.main(given) == 2
     assert "--max-shard-size: safetensors is one file" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        export.main([*given[:-1], "0GB"])
+        command.main([*given[:-1], "0GB"])
     assert "invalid size value: '0GB'" in capsys.readouterr().err
 
 
@@ -249,18 +249,24 @@ def test_the_assets_of_the_model_go_with_every_export(tmp_path, events):
     assert sorted(path.name for path in (tmp_path / "callback" / "2").iterdir()) == files
     for number, source in enumerate((run_folder(made), made.save_pretrained(str(tmp_path / "saved")))):
         out = tmp_path / f"out-{number}"
-        assert export.main([str(source), str(out), "--format", "huggingface"]) == 0
+        assert command.main([str(source), str(out), "--format", "huggingface"]) == 0
         assert sorted(path.name for path in out.iterdir()) == files
-        assert export.main([str(source), str(tmp_path / f"{number}.safetensors")]) == 0
+        assert command.main([str(source), str(tmp_path / f"{number}.safetensors")]) == 0
         beside = tmp_path / f"{number}.assets"
         assert sorted(path.name for path in beside.iterdir()) == ["assets.json", "note", "tokenizer"]
         assert (beside / "note").read_text() == "text"
 
 
+def test_the_command_leaves_accelerators_alone_however_it_is_called(monkeypatch, capsys):
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    assert command.main(["nowhere", "out"]) == 2
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
 @pytest.mark.costs("compiles a model and generates")
 def test_from_the_command_line_without_the_devices_of_the_training(trained, tmp_path):
-    command = [sys.executable, "-m", "trainers.export", str(run_folder(trained)), str(tmp_path / "hf"), "--format", "huggingface"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    words = [sys.executable, "-m", "trainers.export", str(run_folder(trained)), str(tmp_path / "hf"), "--format", "huggingface"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'hf'}: huggingface of {trained.output.checkpoint_path}\n"
     np.testing.assert_allclose(hugging_face_logits(tmp_path / "hf", TOKENS), own_logits(trained), atol=2e-5)
@@ -273,7 +279,7 @@ def test_damage_is_named_and_nothing_is_written(trained, tmp_path, capsys):
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    assert export.main([str(copy), str(tmp_path / "out")]) == 2
+    assert command.main([str(copy), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert f"{copy} cannot be exported: the contents of {victim.relative_to(copy)} are not those that were saved" in error
     assert not (tmp_path / "out").exists()

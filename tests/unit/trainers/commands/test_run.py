@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import trainers.run
+import trainers.commands.run
 from tests.programs.mistaken import mistake
 from trainers.config.arguments import TrainingArguments
 from trainers.protocol import StopReason, TrainerOutput
 from trainers.runtime import executables
-from trainers.runtime.events import Event
 
 CONFIG = """
 name: alone
@@ -38,7 +37,7 @@ def run(tmp_path, monkeypatch, capsys):
     def run(*overrides):
         arguments = [str(tmp_path / "alone.yaml"), f"storage={tmp_path}", *overrides]
         monkeypatch.setattr(sys, "argv", ["trainers/run.py", *arguments])
-        status = trainers.run.main()
+        status = trainers.commands.run.main()
         return status, capsys.readouterr()
 
     return run
@@ -71,8 +70,8 @@ def test_overrides_change_the_run_and_a_later_run_says_what_has_changed(run, tmp
     log = (folder / "console.log").read_text()
     assert log.count("a launch begins") == 2
     assert [line for line in printed.out.splitlines()[1:-1] if line not in log] == []
-    again = trainers.run.read(str(folder / "config.yaml"))
-    assert again == trainers.run.read(str(tmp_path / "alone.yaml"), [f"storage={tmp_path}", *second_run])
+    again = trainers.commands.run.read(str(folder / "config.yaml"))
+    assert again == trainers.commands.run.read(str(tmp_path / "alone.yaml"), [f"storage={tmp_path}", *second_run])
 
 
 def test_a_run_that_is_refused_leaves_no_folder(run, tmp_path):
@@ -88,9 +87,10 @@ def test_a_run_that_is_refused_leaves_no_folder(run, tmp_path):
 
 
 def test_settings_of_a_class_of_ones_own_are_kept_with_its_name(tmp_path):
-    text = trainers.run.settings_yaml(More(name="mine", max_num_steps=1, extra=3))
+    text = trainers.commands.run.settings_yaml(More(name="mine", max_num_steps=1, extra=3))
     (tmp_path / "config.yaml").write_text(text)
-    assert trainers.run.read(str(tmp_path / "config.yaml")) == More(name="mine", max_num_steps=1, extra=3)
+    again = trainers.commands.run.read(str(tmp_path / "config.yaml"))
+    assert again == More(name="mine", max_num_steps=1, extra=3, storage=os.path.abspath("runs"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,9 @@ def test_a_console_log_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_pa
     console = SimpleNamespace(show=shown.append, close=lambda: None)
     (tmp_path / "mine").write_text("a file")
     arguments = More(name="mine", max_num_steps=1, storage=str(tmp_path))
-    assert trainers.run.with_files(arguments, console, 0.0) is console
+    assert trainers.commands.run.with_files(arguments, console, 0.0) is console
     assert "has no config.yaml and console.log" in shown[0]["message"]
-    full = trainers.run.LoggedConsole(console, Path("/dev/full"), 0.0)
+    full = trainers.commands.run.LoggedConsole(console, Path("/dev/full"), 0.0)
     full.show({"ev": "note", "message": "shown"})
     full.close()
     assert shown[1]["message"] == "shown"
@@ -133,7 +133,7 @@ def test_programs_are_kept_on_this_machine_unless_the_environment_says_where(mon
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
     for name in ("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"):
         monkeypatch.setenv(name, "")
-    trainers.run.keep_programs()
+    trainers.commands.run.keep_programs()
     assert os.environ["GANGWAY_PROGRAMS"] == os.path.expanduser("~/.cache/gangway/single/programs")
     assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "elsewhere"
 
@@ -153,34 +153,6 @@ def test_an_error_in_a_users_data_is_told_with_its_line(run):
 
 
 @pytest.mark.parametrize(
-    ("event", "expected"),
-    [
-        ({"ev": "note", "message": "for people"}, ["for people"]),
-        ({"ev": "preview", "step": 3, "previews": [{"prompt": "a", "text": "b\n"}]}, ["step 3  'a' -> 'b\\n'"]),
-        (
-            {"ev": "save_failed", "step": 3, "error": "no room"},
-            ["the checkpoint of step 3 failed, training goes on and tries again: no room"],
-        ),
-        (
-            {"ev": "restored", "step": 3, "skipped": [{"step": 5, "why": "it is damaged"}]},
-            ["checkpoint 5 was not used: it is damaged", "the state of step 3 is restored"],
-        ),
-        (
-            {"ev": "anomaly", "kind": "loss_spike", "batch_index": 7, "loss": 9.0, "action": "rollback", "restored_step": 4},
-            ["loss_spike in batch 7 (loss 9.0): rollback, back to step 4"],
-        ),
-        ({"ev": "profile", "id": None, "problem": "no room"}, ["no profile: no room"]),
-        ({"ev": "profile", "id": None, "problem": None, "path": "/p"}, ["a profile is in /p"]),
-        ({"ev": "evaluating", "unit": "eval", "done": 1, "total": 4}, []),
-        ({"ev": "evaluating", "unit": "eval", "done": 4, "total": 4}, ["evaluated eval: 4 batches"]),
-        ({"ev": "warm"}, []),
-    ],
-)
-def test_the_lines_of_an_event(event: Event, expected):
-    assert trainers.run.lines(event) == expected
-
-
-@pytest.mark.parametrize(
     ("metrics", "expected"),
     [
         (
@@ -195,11 +167,11 @@ def test_the_line_at_the_end(metrics, expected):
     output = TrainerOutput(
         state=None, mesh=None, checkpoint_path=None, last_save_file_name=None, stop_reason=StopReason.MAX_STEPS, metrics=metrics
     )
-    assert trainers.run.result(output) == expected
+    assert trainers.commands.run.result(output) == expected
 
 
 @pytest.mark.parametrize(("reason", "status"), [("max_steps", 0), ("early_stopped", 0), ("interrupted", 3), ("time_limit", 3)])
 def test_the_exit_status_says_whether_the_training_is_over(run, monkeypatch, reason, status):
     output = TrainerOutput(None, None, None, None, StopReason(reason), {})
-    monkeypatch.setattr(trainers.run, "train", lambda arguments, began_s: output)
+    monkeypatch.setattr(trainers.commands.run, "train", lambda arguments, began_s: output)
     assert run()[0] == status

@@ -15,15 +15,15 @@ from flax import nnx
 from PIL import Image
 
 from tests.programs.tiny_images import MODEL, VISION
-from tests.unit.trainers.test_generate import asked, rows
+from tests.unit.trainers.commands.test_generate import asked, rows
 from tests.unit.trainers.test_tokenizers import SIZE, folder  # noqa: F401  a fixture
 from tests.unit.training import arguments
 from trainers import tokenizers
 from trainers.base import BaseTrainer
 from trainers.checkpoint.hugging_face_out import files_of, plan, write
-from trainers.evaluate import with_model_of
+from trainers.commands.evaluate import with_model_of
+from trainers.commands.generate import encoded, open_model
 from trainers.export import to_hugging_face
-from trainers.generate import encoded, open_model
 from trainers.models.hf import vision_config
 from trainers.models.hf.vision_config import ImageTextConfig
 from trainers.models.vlm import ImageTextModel

@@ -15,11 +15,12 @@ import pytest
 import yaml
 
 from tests import ROOT
-from trainers import prepare, tokenizers
+from trainers import tokenizers
+from trainers.commands import prepare
 from trainers.data import __main__ as look
 from trainers.data.prepared import PreparedDocuments
 from trainers.data.sources.text import text_windows
-from trainers.run import read
+from trainers.settings import read
 from trainers.tasks.causal_lm import CausalLMTask
 
 TEXTS = [f"the gang of host {number} trains and restarts, and trains again. " * 4 for number in range(600)]
@@ -105,7 +106,7 @@ def test_a_model_gets_the_tokens_of_a_tokenizer_that_is_trained_for_it(config, t
 
 def test_a_task_that_decodes_by_itself_has_no_special_tokens_to_show(config, capsys, monkeypatch):
     monkeypatch.setattr("trainers.runtime.install", lambda made: None)
-    assert look.main([str(config), "task=tests.unit.trainers.test_prepare:Decoding", "--specials"]) == 2
+    assert look.main([str(config), "task=tests.unit.trainers.commands.test_prepare:Decoding", "--specials"]) == 2
     assert "--specials: Decoding decodes tokens by itself; leave it out" in capsys.readouterr().err
 
 
@@ -153,7 +154,7 @@ def slowly(*given):
 
 preparing.write_part = slowly
 if __name__ == "__main__":
-    from trainers import prepare
+    from trainers.commands import prepare
     sys.exit(prepare.main())
 """
 

@@ -1,0 +1,273 @@
+"""A model in the files of other programs: one file of safetensors, or a folder of Hugging Face or of PEFT."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.checkpoint import assets, layout, manifest
+from trainers.config import LoraConfig, ModelConfig, VisionConfig
+from trainers.config.arguments import from_dict
+from trainers.config.frozen import BASE
+from trainers.config.hf_files import CONFIG_FILE, LABELS_FILE, PREPROCESSOR_FILE
+from trainers.errors import CheckpointError, UsageError
+from trainers.models.hf import text_part
+from trainers.models.hf import vision_config as hf_config
+from trainers.models.hf.vision_config import Config, ImageTextConfig
+from trainers.models.hf.weights import flat
+from trainers.storage import ours
+
+MAX_FILE_BYTES = 5 * 10**9
+"""The largest size of one file in the Hugging Face format: a larger model gets several files, with an index."""
+
+Tensors = Mapping[str, np.ndarray]
+
+
+def to_safetensors(checkpoint: Path | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
+    """Writes the file `out`, atomically, and before it the model's assets to the folder beside it whose name ends in `.assets`.
+    Of a run with LoRA it has the adapters merged with their base (`base`: where that is now), or with `adapter` the adapters
+    alone. Raises CheckpointError if the checkpoint is damaged, or `out` exists."""
+    from trainers.checkpoint.whole import read, read_merged
+
+    params, meta = read(Path(checkpoint)) if adapter else read_merged(Path(checkpoint), base)
+    if adapter:
+        _adapters(meta, checkpoint)
+    about = {"batch_index": str(meta["batch_index"]), "arguments": json.dumps(meta["arguments"])}
+    _check_new(Path(out))
+    if folder := assets.folder_of(Path(checkpoint)):
+        _write_atomically(Path(out).with_suffix(".assets"), lambda work: shutil.copytree(folder, work))
+    _write_atomically(Path(out), lambda work: _save_file(flat(params), work, about))
+
+
+def from_safetensors(path: Path | str) -> dict[str, Any]:
+    """Returns the parameters in a file of `to_safetensors`, for `train(model_parameters=...)`."""
+    from safetensors.numpy import load_file
+
+    params: dict[str, Any] = {}
+    for name, value in load_file(path).items():
+        *folders, last = name.split(".")
+        within = params
+        for folder in folders:
+            within = within.setdefault(folder, {})
+        within[last] = value
+    return params
+
+
+def to_hugging_face(
+    checkpoint: Path | str,
+    out: Path | str,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    replace: bool = False,
+    adapter: bool = False,
+    base: str | None = None,
+    host: int = 0,
+    num_hosts: int = 1,
+) -> None:
+    """Writes the folder `out`, atomically; with `replace`, an existing one is replaced. Of a run with LoRA it has the adapters
+    merged with their base (`base`: where that is now), or with `adapter` the adapters alone, in the form of PEFT.
+
+    Several hosts that call this with their number write it together, to storage that all of them see: file i is written by host
+    i mod `num_hosts`. They do not wait for each other: the folder is there when the last of them is done, or when all have been
+    called again after a failure. Raises CheckpointError if the checkpoint is damaged or `out` exists, and UsageError if the
+    model is of no family that `transformers` has."""
+    from trainers.checkpoint import hugging_face_out
+    from trainers.checkpoint.whole import open_parameters
+
+    checkpoint, out = Path(checkpoint), Path(out)
+    if adapter:
+        _to_peft(checkpoint, out, base, replace=replace)
+        return
+    parameters, read_one, meta = open_parameters(checkpoint, base, host, num_hosts)
+    config = _config_of(meta["arguments"])
+    tensors = hugging_face_out.plan(config, parameters)
+    about = hf_config.write(config, max_length=_context_of(checkpoint, meta), dtype=tensors[0].dtype)
+    files = hugging_face_out.files_of(tensors, max_file_bytes)
+
+    def write_others(work: Path) -> None:
+        assets.copy_into(work, checkpoint)
+        # After the assets: none of their files takes the place of the model's own.
+        found = (_original(work, config, about) or about | _ends(work, about)) | _class_names(work)
+        if isinstance(config, ModelConfig):
+            # It belongs to a model with images, of which this is the decoder.
+            copied = work / PREPROCESSOR_FILE
+            ours.delete(copied, ours.among("a copy that was just made", [copied]))
+        (work / CONFIG_FILE).write_text(json.dumps(found, indent=2) + "\n")
+        hugging_face_out.write_index(work, files)
+
+    def write(work: Path) -> None:
+        work.mkdir()
+        hugging_face_out.write(work, files, read_one)
+        write_others(work)
+
+    if num_hosts == 1:
+        _write_atomically(out, write, replace=replace)
+        return
+    if host >= len(files):
+        return  # it has no share
+    if not replace:
+        _check_new(out)
+    work = on_the_way(checkpoint, out)
+    work.mkdir(parents=True, exist_ok=True)
+    hugging_face_out.write(work, files, read_one, lambda number: number % num_hosts == host)
+    if all(hugging_face_out.is_whole(work, file) for file in files):
+        _publish(work, out, write_others, replace=replace)
+
+
+def _config_of(arguments: Mapping[str, Any]) -> Config:
+    """Returns what the sections of a run's arguments say of its model."""
+    if arguments.get("vision") is None:
+        return from_dict(ModelConfig, arguments["model"])
+    vision = from_dict(VisionConfig, arguments["vision"])
+    # An encoder whose tokens no decoder reads is the whole model.
+    return vision if vision.tokens_per_image is None else ImageTextConfig(vision, from_dict(ModelConfig, arguments["model"]))
+
+
+def on_the_way(checkpoint: Path, out: Path) -> Path:
+    """Returns the folder that several hosts write together: the same on all of them, for this checkpoint alone. It is there until
+    all files of weights are."""
+    return out.with_name(f"{out.name}.saving-{manifest.digest(checkpoint / manifest.MANIFEST_FILE).sha256[:8]}")
+
+
+def _publish(work: Path, out: Path, write_others: Callable[[Path], None], *, replace: bool) -> None:
+    """Gives a folder whose files of weights are whole its other files and its name. Two hosts may find that at once."""
+    mine = work.with_name(f"{work.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        # Whoever renames it first goes on; the other has nothing to do.
+        os.rename(work, mine)
+    except FileNotFoundError:
+        return
+    write_others(mine)
+    layout.put_in_place(mine, out, replace=EXPORT if replace else None)
+
+
+def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the `config.json` that the run began with, with the type of the weights now; None if there is none, or it is of
+    another model."""
+    try:
+        original = json.loads((folder / CONFIG_FILE).read_text())
+        if text_part.is_one(original) or hf_config.meaning(hf_config.read(original)) != hf_config.meaning(config):
+            return None
+    except (OSError, ValueError, UsageError):
+        return None
+    name = "dtype" if "dtype" in original else "torch_dtype"
+    return original | {name: about["torch_dtype"]}
+
+
+def _context_of(checkpoint: Path, meta: Mapping[str, Any]) -> int:
+    """Returns the length of the texts that a model is for: that of the folder of Hugging Face that the run began with, if its
+    rows were not longer."""
+    rows = meta["arguments"]["data"]["sequence_length"]
+    from trainers.checkpoint import carried
+
+    begun = carried.folder_of(checkpoint)
+    return max(rows, (begun and hf_config.context(begun)) or 0)
+
+
+def _ends(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns which tokens of the tokenizer in the folder begin and end a text, for a `config.json` that does not say it; {} if
+    there is no tokenizer."""
+    alone, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if about.get("eos_token_id", -1) is not None or not (alone.is_file() or described.is_file()):
+        return {}
+    from trainers import tokenizers
+
+    # Not `tokenizers.load`, which keeps what it has read: the folder gets another name.
+    read = tokenizers.FolderTokenizer(str(folder)) if described.is_file() else tokenizers.FileTokenizer(str(alone))
+    begin, ends = read.begin, read.stop_ids()
+    return {
+        "bos_token_id": begin[0] if len(begin) == 1 else None,
+        "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else list(ends),
+    }
+
+
+def _class_names(folder: Path) -> dict[str, Any]:
+    """Returns what `config.json` says of the classes that the run had, in place of those that it began with; {} if the run had
+    none with names."""
+    if not (folder / LABELS_FILE).is_file():
+        return {}
+    names = json.loads((folder / LABELS_FILE).read_text())
+    return {"id2label": {str(number): name for number, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
+
+
+def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) -> None:
+    from trainers.checkpoint.whole import META, base_path, read
+    from trainers.models.hf.peft import to_adapter
+
+    params, meta = read(checkpoint)
+    lora = _adapters(meta, checkpoint)
+    # As the run names it, also where this machine does not see it: `base` alone must be found.
+    path = str(base_path(meta, base)) if base else meta[META][BASE]["checkpoint"]
+    about, tensors = to_adapter(from_dict(ModelConfig, meta["arguments"]["model"]), lora, flat(params), path)
+
+    def write(work: Path) -> None:
+        work.mkdir()
+        assets.copy_into(work, checkpoint)
+        (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
+        _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt", **ours.MADE_BY})
+
+    _write_atomically(out, write, replace=replace)
+
+
+def _adapters(meta: Mapping[str, Any], checkpoint: Path | str) -> LoraConfig:
+    """Returns the settings of the adapters. Raises UsageError if there are none."""
+    from trainers.checkpoint.whole import adapters_of
+
+    config = adapters_of(meta)
+    if config is None:
+        raise UsageError(f"{checkpoint} has no adapters: it was trained without lora; leave out --adapter")
+    return config
+
+
+FORMATS: dict[str, Callable[..., None]] = {"safetensors": to_safetensors, "huggingface": to_hugging_face}
+
+
+def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
+    """Writes a file of safetensors with the permissions that any new file of the user has. The library's own are 0600."""
+    from safetensors.numpy import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode)
+
+
+def _has_our_weights(folder: Path) -> bool:
+    from safetensors import safe_open
+
+    path = next(folder.glob("*.safetensors"), None)
+    try:
+        with safe_open(path, "np") as file:
+            return (file.metadata() or {}).items() >= ours.MADE_BY.items()
+    except Exception:  # there is none, or it is damaged: the library has errors of its own
+        return False
+
+
+EXPORT = ours.Mark("an export that Gangway wrote", _has_our_weights)
+
+
+def _check_new(out: Path) -> None:
+    if out.exists():
+        raise CheckpointError(f"{out} exists already: give a new name")
+
+
+def _write_atomically(out: Path, write: Callable[[Path], Any], *, replace: bool = False) -> None:
+    """Writes atomically: `write` creates a file or folder beside `out`, which is renamed to `out` when it is whole."""
+    if not replace:
+        _check_new(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.with_name(f"{out.name}.saving-{uuid.uuid4().hex[:8]}")
+    try:
+        write(work)
+        layout.put_in_place(work, out, replace=EXPORT if replace else None)
+    finally:
+        with suppress(OSError):  # the error that led here is the one to tell
+            ours.delete(work, ours.ON_THE_WAY)

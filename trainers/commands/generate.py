@@ -1,0 +1,361 @@
+"""Continues texts with a trained model, in this one process, on its devices.
+
+    python -m trainers.generate RUN_OR_FOLDER --prompt "Once upon" [--prompt ...] [--max-new-tokens N] [--temperature T] ...
+    python -m trainers.generate RUN_OR_FOLDER --image FILE [--image ...] --prompt "What is this?" [...]
+
+RUN_OR_FOLDER is a run's folder (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, or a folder of Hugging
+Face. One prompt is shown as a stream. Without a temperature the likeliest token is taken each time. Standard output has the texts
+alone. A text ends at a token that `generation_config.json` or the tokenizer says, at a `--stop`, or when it is long enough.
+Images are for a model that reads them: one for each prompt, one for all of them, or several for one prompt. They come where the
+prompt has the model's text for an image, such as `<start_of_image>`, or else at its beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.errors import TransientError, UsageError
+from trainers.first_line import say
+from trainers.program import parser as command_parser
+from trainers.terminal import command
+
+if TYPE_CHECKING:  # they import JAX: the first line is there before that
+    import numpy as np
+
+    from trainers.checkpoint.weights import Weights
+    from trainers.config.arguments import TrainingArguments
+    from trainers.data.image_prompts import ImagePrompts
+    from trainers.evaluation.generation import Continuation, Generator
+    from trainers.tokenizers import Tokenizer
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model on storage, and how to speak with it."""
+
+    found: Weights
+    arguments: TrainingArguments
+    task: Any
+    texts: Any
+    """What encodes and decodes texts: the task, if it can."""
+    tokenizer: Tokenizer
+    window: int
+    """The longest text that the model was made for, in tokens."""
+    images: ImagePrompts | None
+    """None: the model reads texts alone."""
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    try:
+        texts = prompts_of(options)
+        tell(f"reading {options.source}")
+        # Whoever made the run or the folder has written what it names.
+        from trainers.config import importable
+
+        with importable.named_by_data(options.source, options.trust_code):
+            return run(options, texts)
+    except (UsageError, TransientError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = command_parser("trainers.generate", __doc__)
+    parser.add_argument("source", metavar="RUN_OR_FOLDER")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step; default: the newest")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
+    parser.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; -: standard input")
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help="may be given several times")
+    parser.add_argument("--chat", action="store_true", help="each prompt is a message to the model, by its chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: 128")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0, the likeliest token")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens")
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest that together have this probability")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be given several times")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: 0")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="N", help="prompts at once; default: 16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the computation; default: the run's")
+    parser.add_argument(
+        "--trust-code",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="code of your own that the run names, such as mine.tasks:Task; may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="one list of JSON, in place of the texts")
+    return parser.parse_args(argv)
+
+
+def prompts_of(options: argparse.Namespace) -> list[str]:
+    """Returns the prompts. Raises UsageError for options that contradict each other."""
+    texts = list(options.prompt)
+    if options.prompts_file is not None:
+        lines = sys.stdin if options.prompts_file == "-" else Path(options.prompts_file).read_text().splitlines()
+        texts += [line.rstrip("\n") for line in lines if line.strip()]
+    problems = []
+    if not texts:
+        problems.append("there is no prompt: give --prompt TEXT, or --prompts-file FILE with one a line")
+    if options.system is not None and not options.chat:
+        problems.append("--system is a part of a chat: add --chat")
+    if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
+        problems.append("--top-k and --top-p draw tokens, and --temperature 0 draws none: give a --temperature, such as 0.7")
+    problems += [f"--{name.replace('_', '-')} {getattr(options, name)}: expected 1 or more" for name in _too_small(options)]
+    if "" in options.stop:
+        problems.append("--stop '': expected at least one character")
+    if problems:
+        raise UsageError("\n".join(problems))
+    return texts
+
+
+def images_of(options: argparse.Namespace, num_prompts: int) -> list[list[str]]:
+    """Returns the files of the images of each prompt. Raises UsageError if it is not clear which are whose."""
+    paths = options.image
+    if num_prompts == 1 or len(paths) <= 1:
+        return [paths] * num_prompts
+    if len(paths) != num_prompts:
+        raise UsageError(
+            f"--image is given {len(paths)} times, and there are {num_prompts} prompts: expected one image for each prompt, one "
+            "for all of them, or several for one prompt"
+        )
+    return [[path] for path in paths]
+
+
+def _too_small(options: argparse.Namespace) -> list[str]:
+    return [name for name in ("max_new_tokens", "batch_size") if getattr(options, name) < 1]
+
+
+def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
+    from trainers.config import PreviewConfig
+
+    begun_s = time.perf_counter()
+    sampling = PreviewConfig(
+        prompts=(),
+        num_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+    )
+    opened = open_model(options.source, options.step, options.dtype)
+    # Before the weights are read, which may take minutes: a prompt may be wrong.
+    files = images_of(options, len(texts))
+    prompts = [encoded(opened, text, options, len(paths)) for text, paths in zip(texts, files, strict=True)]
+    images = [opened.images.read(paths) for paths in files] if opened.images is not None and options.image else []
+    generator = load(opened, sampling, options, rows=min(options.batch_size, len(prompts)))
+    tell(f"{opened.found.path}: read in {time.perf_counter() - begun_s:.1f} s; the first token comes after compiling")
+    begun_s = time.perf_counter()
+    if len(prompts) == 1 and not options.json:
+        results = [stream(generator, prompts[0], images)]
+    else:
+        results = list(generator.all(prompts, images))
+        print(as_json(texts, results) if options.json else as_text(texts, results))
+    total, seconds = sum(len(result.tokens) for result in results), time.perf_counter() - begun_s
+    tell(f"{total} tokens in {seconds:.1f} s, compiling included")
+    return 0
+
+
+def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opened:
+    """Returns what is at `source`, without its weights. Raises UsageError, CheckpointError or CheckpointUnavailableError."""
+    from trainers import tokenizers
+    from trainers.config.arguments import load_object
+    from trainers.data import image_prompts
+    from trainers.evaluation.previews import can_generate
+    from trainers.models.hf import vision_config
+    from trainers.tasks.causal_lm import CausalLMTask
+    from trainers.tasks.image_text import ImageTextTask
+
+    found = look(source, step)
+    arguments = arguments_of(found)
+    arguments = dataclasses.replace(arguments, dtype=dtype or _dtype(found, arguments))
+    task = load_object(arguments.task)(arguments)
+    reads_images = isinstance(task, ImageTextTask)
+    texts = CausalLMTask(arguments) if reads_images and not can_generate(task) else task
+    if not can_generate(texts):
+        raise UsageError(f"the task {arguments.task} has no encode and decode: it cannot generate")
+    folders = (found.path, Path(arguments.data.tokenizer or ""))
+    window = next(filter(None, map(vision_config.context, folders)), arguments.data.sequence_length)
+    tokenizer, vision = tokenizers.of(arguments), arguments.vision if reads_images else None
+    images = None if vision is None else image_prompts.of(vision, tokenizer, files_of(found))
+    return Opened(found, arguments, task, texts, tokenizer, window, images)
+
+
+def look(source: str, step: int | None = None) -> Weights:
+    """Returns what is at `source`, or in the checkpoint of a step of this run."""
+    from trainers.checkpoint import weights
+
+    return weights.look(weights.find(source if step is None else str(Path(source, "checkpoints", str(step)))))
+
+
+def arguments_of(found: Weights) -> TrainingArguments:
+    """Returns the arguments that say the model and the tokenizer of a run or a folder. Raises UsageError for a file."""
+    if found.is_file:
+        raise UsageError(
+            f"{found.path} is a file of weights alone: give the run, or what `python -m trainers.export RUN OUT --format "
+            "huggingface` writes"
+        )
+    return _of_folder(found) if found.folder is not None else _of_run(found)
+
+
+def _of_folder(found: Weights) -> TrainingArguments:
+    from trainers.config import DataConfig, ModelConfig
+    from trainers.config.arguments import TrainingArguments
+    from trainers.config.hf_files import BYTES, has_tokenizer
+    from trainers.models.hf.pretrained import OF_IMAGES
+    from trainers.models.hf.vision_config import ImageTextConfig
+
+    assert found.folder is not None
+    config = found.folder.config
+    with_images: dict[str, Any] = {}
+    if isinstance(config, ImageTextConfig):
+        with_images = {"task": OF_IMAGES, "vision": config.vision}
+        config = config.model
+    if not isinstance(config, ModelConfig):
+        raise UsageError(f"{found.path} is a model of the family {config.family}: expected a decoder of texts")
+    tokenizer = str(found.path) if has_tokenizer(found.path) else BYTES
+    if tokenizer == BYTES:
+        tell(f"{found.path} has no tokenizer: a token is a byte")
+    return TrainingArguments(name="generate", max_num_steps=1, model=config, data=DataConfig(tokenizer=tokenizer), **with_images)
+
+
+def _of_run(found: Weights) -> TrainingArguments:
+    """Returns the arguments of a checkpoint, with the tokenizer that the run has kept."""
+    from trainers.checkpoint import manifest
+    from trainers.config.arguments import TrainingArguments, from_dict
+    from trainers.config.hf_files import has_tokenizer
+
+    known = {item.name for item in dataclasses.fields(TrainingArguments)}
+    recorded = manifest.read_meta(found.path)["arguments"]
+    arguments = from_dict(TrainingArguments, {name: value for name, value in recorded.items() if name in known})
+    folder = files_of(found)
+    if folder is not None and has_tokenizer(folder):
+        return dataclasses.replace(arguments, data=dataclasses.replace(arguments.data, tokenizer=str(folder)))
+    return arguments
+
+
+def files_of(found: Weights) -> Path | None:
+    """Returns the folder with the files of Hugging Face that belong to a model; None if it has none."""
+    from trainers.checkpoint import carried
+
+    return found.path if found.folder is not None else carried.folder_of(found.path)
+
+
+def _dtype(found: Weights, arguments: TrainingArguments) -> Any:
+    import jax
+
+    if found.folder is None or jax.default_backend() == "cpu":  # where bfloat16 is slow
+        return arguments.dtype
+    return next(iter(found.parameters.values())).dtype
+
+
+def encoded(opened: Opened, text: str, options: argparse.Namespace, num_images: int = 0) -> list[int]:
+    """Returns the tokens of a prompt with so many images. Raises UsageError if it has none, or more than there is room for, or if
+    the model reads no images."""
+    images = opened.images
+    if num_images and images is None:
+        raise UsageError(f"--image: {opened.found.path} is a model of texts alone: expected one that reads images; leave it out")
+    marked, mark = (text, None) if images is None else (images.marked(text, num_images), images.mark)
+    if options.chat:
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        tokens = opened.tokenizer.chat([*system, {"role": "user", "content": marked}], mark)
+    else:
+        tokens = list(opened.texts.encode(marked if mark is None else marked.replace(*mark)))
+    tokens = tokens if images is None else images.with_images(tokens, num_images)
+    if not tokens:
+        raise UsageError(f"the prompt {text!r} has no tokens: expected at least one to continue from")
+    room, total = opened.arguments.model.num_positions, len(tokens) + options.max_new_tokens
+    if room is not None and total > room:
+        raise UsageError(
+            f"the prompt has {len(tokens)} tokens, and --max-new-tokens is {options.max_new_tokens}: expected at most {room} "
+            "together, for the model has no more positions"
+        )
+    if total > opened.window:
+        tell(f"past {opened.window} tokens, which the model was made for, each token sees the last {opened.window} alone")
+    return tokens
+
+
+def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) -> Generator:
+    """Reads the weights. Raises CheckpointError if they do not fit the model."""
+    import jax
+
+    from trainers.checkpoint import weights, whole
+    from trainers.config import InitConfig, MeshConfig
+    from trainers.evaluation.generation import Generator
+    from trainers.models.hf.weights import flat
+    from trainers.optim.param_groups import parameter_path
+    from trainers.parallel import mesh as meshes
+    from trainers.step.loss import in_mode
+    from trainers.step.state import abstract_model
+
+    arguments, task = opened.arguments, opened.task
+    parts, shapes, axes = abstract_model(task, arguments.seed)
+    mesh = meshes.make_mesh(MeshConfig(data=1, tensor=-1))
+    places = jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), shapes, axes)
+    wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
+    shardings = {parameter_path(path): place for path, place in jax.tree_util.tree_leaves_with_path(places)}
+    if arguments.lora is not None:
+        # The adapters are merged: a cache computes each of its products once for each token.
+        merged, _ = whole.read_merged(opened.found.path)
+        arrays = {name: jax.device_put(value, shardings[name]) for name, value in flat(merged).items()}
+    else:
+        found = opened.found
+        pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, InitConfig(path=str(found.path)))
+        arrays = weights.read(found, pairs, shardings)
+        weights.check(found, pairs, arrays, meshes.replicated(mesh))
+    for name in arrays:
+        if not name.endswith("router"):  # it computes in float32
+            arrays[name] = arrays[name].astype(arguments.dtype)
+    return Generator(
+        merge=lambda params: in_mode(parts.merge(params), training=False),
+        params=jax.tree_util.tree_map_with_path(lambda path, _: arrays[parameter_path(path)], shapes),
+        mesh=mesh,
+        decode=opened.texts.decode,
+        sampling=sampling,
+        window=opened.window,
+        stop_ids=opened.tokenizer.stop_ids(),
+        stop=(*options.stop, *(opened.tokenizer.stop_texts() if options.chat else ())),
+        seed=options.seed,
+        rows=rows,
+    )
+
+
+def stream(generator: Generator, prompt: Sequence[int], images: Sequence[np.ndarray]) -> Continuation:
+    """Shows the text as it comes."""
+    parts: Iterator[Any] = generator.stream(prompt, images)
+    for part in parts:
+        if not isinstance(part, str):
+            print(flush=True)
+            return part
+        print(part, end="", flush=True)
+    raise AssertionError("a stream ends with its continuation")
+
+
+def as_text(prompts: Sequence[str], results: Sequence[Continuation]) -> str:
+    return "\n\n".join(f"> {prompt}\n{result.text}" for prompt, result in zip(prompts, results, strict=True))
+
+
+def as_json(prompts: Sequence[str], results: Sequence[Continuation]) -> str:
+    rows = [
+        {"prompt": prompt, "text": result.text, "finish": result.finish, "num_tokens": len(result.tokens)}
+        for prompt, result in zip(prompts, results, strict=True)
+    ]
+    return json.dumps(rows, indent=2, ensure_ascii=False)
+
+
+def tell(line: str) -> None:
+    """Standard output carries the texts alone."""
+    say(line, stream=sys.stderr)

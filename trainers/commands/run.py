@@ -1,0 +1,217 @@
+"""Trains in this one process, without Ray.
+
+    python -m trainers.run CONFIG [key=value ...]
+
+CONFIG is a file as the orchestrator reads it. The sections that concern machines have no meaning here, but a wrong key in them
+is refused. Overrides are as there, such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops; a
+second one ends the command at once.
+Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong; 3 stopped on request, state saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainers.checkpoint import going_on
+from trainers.config import without_effect
+from trainers.config.arguments import TrainingArguments, dataset_function, load_object, recorded_arguments
+from trainers.config.masking import masked
+from trainers.config.yaml_source import ConfigError
+from trainers.console.log_file import LoggedConsole
+from trainers.console.of_events import for_console
+from trainers.console.screens import CONSOLE_LOG, Console, make_console
+from trainers.errors import TransientError, UsageError, user_frame
+from trainers.first_line import say
+from trainers.program import program
+from trainers.recorders.dispatch import Recorders
+from trainers.recorders.recorder import About
+from trainers.runtime.events import Event, course_left_at
+from trainers.runtime.stop_reason import StopReason
+from trainers.settings import ARGUMENTS_CLASS, read
+from trainers.storage.documents import is_url, write_text
+from trainers.terminal import command
+
+if TYPE_CHECKING:  # it imports JAX, which the checks of a configuration do without
+    from trainers.protocol import TrainerOutput
+
+EXIT_STOPPED = 3
+CONFIG = "config.yaml"
+CACHE = "~/.cache/gangway/single"
+"""Where compiled programs are kept for the next launch."""
+
+
+@command
+def main() -> int:
+    given = sys.argv[1:]
+    if given in (["-h"], ["--help"]):
+        print(usage())
+        return 0
+    if not given or given[0].startswith("-") or "=" in given[0] or not all("=" in item for item in given[1:]):
+        print(usage(), file=sys.stderr)
+        return 2
+    began_s = time.monotonic()
+    say(f"reading {given[0]}", clock=True)
+    keep_programs()
+    try:
+        output = train(read(given[0], given[1:]), began_s)
+    except Exception as error:  # the command's boundary: told, with where it arose in the user's code
+        return failed(error)
+    print(result(output))
+    # All that was trained is saved then: a last save that fails raises.
+    return 0 if StopReason(output.stop_reason).finished else EXIT_STOPPED
+
+
+def keep_programs() -> None:
+    """Lets the next launch load what this one compiles, as the processes of a job do. Must be called before JAX is imported. What
+    the environment says comes first."""
+    cache = os.path.expanduser(CACHE)
+    os.environ.setdefault("GANGWAY_PROGRAMS", f"{cache}/programs")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+    # Without these two JAX keeps only what is large or slow to compile.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def usage() -> str:
+    return str(__doc__).replace("python -m trainers.run", program("trainers.run"))
+
+
+def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
+    """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
+    log = os.path.join(arguments.storage, arguments.name, CONSOLE_LOG)
+    console: Console = make_console(sys.stdout, began_s, log=log, logged=True)
+    recorders: Recorders | None = None
+
+    def on_event(event: Event) -> None:
+        # Of a trainer that is only being built there are notes alone, and perhaps no run.
+        show(event, recorders, console)
+
+    def note(message: str, level: str = "info") -> None:
+        console.show({"ev": "note", "message": message, "level": level})
+
+    try:
+        trainer = build(arguments, on_event)
+        first = header(arguments, trainer)
+        console = with_files(arguments, console, began_s)
+        recorders = open_recorders(arguments, note)
+        console.show(first)
+        for line in going_on.of_run(os.path.join(arguments.storage, arguments.name), arguments):
+            note(line)
+        for line in (*without_effect.by_rules(arguments), *without_effect.of_previews(arguments, getattr(trainer, "task", None))):
+            note(line, "warning")
+        trainer.train()
+    finally:
+        # After an error too: what was published before it is recorded.
+        if recorders is not None:
+            recorders.close()
+        # What follows must not be drawn into the live lines.
+        console.close()
+    return trainer.output
+
+
+def with_files(arguments: TrainingArguments, console: Console, began_s: float) -> Console:
+    """Writes `config.yaml` to the run's folder, and returns the console with `console.log` there. Called when the trainer is
+    built: a run that is refused leaves no folder."""
+    if is_url(arguments.storage):
+        return console
+    folder = Path(arguments.storage, arguments.name)
+    try:
+        write_text(folder / CONFIG, settings_yaml(arguments))
+        return LoggedConsole(console, folder / CONSOLE_LOG, began_s)
+    except OSError as error:
+        console.show({"ev": "note", "message": f"{folder} has no {CONFIG} and {CONSOLE_LOG}: {error}", "level": "warning"})
+        return console
+
+
+def settings_yaml(arguments: TrainingArguments) -> str:
+    """Returns all settings, as they were resolved, in a form that `read` takes. Secrets are masked."""
+    import yaml
+
+    recorded = recorded_arguments(arguments)
+    settings = json.loads(json.dumps(recorded["arguments"]))  # tuples become lists
+    if recorded["arguments_class"] != ARGUMENTS_CLASS:
+        settings["arguments"] = recorded["arguments_class"]
+    return "# All settings, as they were resolved:\n" + yaml.safe_dump(settings, sort_keys=False, width=120, allow_unicode=True)
+
+
+def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
+    """Returns the event of what will run. Of a trainer that only implements the protocol little is known."""
+    import jax
+
+    about: dict[str, Any] = {"ev": "run", "name": arguments.name, "hosts": jax.process_count(), "devices": jax.device_count()}
+    known: dict[str, Any] = {"parameters": None, "tokens_per_step": None, "max_steps": arguments.max_num_steps}
+    if (prepare := getattr(trainer, "prepare", None)) is not None:
+        from trainers.step.state import num_parameters
+
+        prepare()
+        each = trainer.task.tokens_per_example
+        known["parameters"] = num_parameters(trainer.assembly.design.state.params)
+        known["tokens_per_step"] = arguments.global_batch_size * each
+        known["unit"] = "examples" if each == 1 else "tokens"
+    return about | known
+
+
+def failed(error: Exception) -> int:
+    """Tells an error. Returns the exit status: 2 for one that explains itself, 1 for one that needs its traceback."""
+    frame = user_frame(error)
+    is_explained = isinstance(error, UsageError | TransientError | ConfigError) or (isinstance(error, ValueError) and not frame)
+    if not is_explained:
+        traceback.print_exc()
+    what = f"error: {error}" if is_explained else f"error: {type(error).__name__}: {error}"
+    print(what + (f"\nin your code: {frame}" if frame else ""), file=sys.stderr)
+    return 2 if is_explained else 1
+
+
+def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) -> Recorders:
+    folder = str(Path(arguments.storage, arguments.name).absolute())
+    about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
+    return Recorders(arguments.recorders, about, note, folders=arguments.recorder_folders)
+
+
+def build(arguments: TrainingArguments, on_event: Callable[[Event], None]) -> Any:
+    from trainers import runtime
+    from trainers.runtime import signals
+
+    # A key of this launch alone: a later one may have other code, and finds a program by what it is traced to.
+    host = runtime.Runtime(on_event, program_key=uuid.uuid4().hex)
+    runtime.install(host)
+    # The loop then stops between two steps, with the state saved.
+    signals.handle(host)
+    return load_object(arguments.trainer)(arguments, *dataset_function(arguments)(arguments))
+
+
+def record(event: Event, recorders: Recorders) -> None:
+    match event["ev"]:
+        case "metrics":
+            recorders.record(event["step"], event["metrics"], event.get("distributions"))
+        case "first_step":  # of a new start: it may have other settings than the one before
+            recorders.go_back(event.get("resumed_step", event["step"] - 1))
+        case "anomaly" if (step := course_left_at(event)) is not None:
+            recorders.go_back(step)
+
+
+def show(event: Event, recorders: Recorders | None, console: Console) -> None:
+    if recorders is not None:
+        record(event, recorders)
+    for shown in for_console(event):
+        console.show(shown)
+
+
+def result(output: TrainerOutput) -> str:
+    """Returns the line at the end."""
+    metrics = output.metrics
+    numbers = {"loss": metrics.get("train_loss"), **metrics.get("train_metrics", {}), **metrics.get("evaluation", {})}
+    # A trainer of another base says what it likes, or nothing.
+    steps = [f"{metrics['steps']} steps"] if "steps" in metrics else []
+    parts = steps + [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
+    saved = f"; saved in {output.checkpoint_path}" if output.checkpoint_path else ""
+    return f"ended ({output.stop_reason})" + (f": {', '.join(parts)}" if parts else "") + saved
