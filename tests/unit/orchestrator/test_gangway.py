@@ -68,8 +68,8 @@ def is_guard(node):
     ("words", "says"),
     [
         (["run", "none.yaml"], "no such file"),
-        (["train", "none.yaml"], "cannot be read"),
-        (["evaluate", "none.yaml", "--checkpoint", "runs/none"], "cannot be read"),
+        (["train", "none.yaml"], "no such file"),
+        (["evaluate", "none.yaml", "--checkpoint", "runs/none"], "no such file"),
         (["export", "runs/none", "out"], "runs/none"),
         (["checkpoints", "runs/none"], "there is no runs/none"),
         (["profile", "runs/none"], "there is no runs/none"),
