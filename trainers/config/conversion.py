@@ -6,6 +6,7 @@ It reports all problems at once, each with the value found, what is allowed and 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 import re
@@ -318,6 +319,8 @@ def _truth(value: Any) -> bool:
 
 
 def _text(value: Any) -> str:
+    if type(value) is datetime.date:  # of a program: a file has texts alone
+        return value.isoformat()
     if not isinstance(value, str):
         raise ValueError
     return value

@@ -131,7 +131,7 @@ def test_what_is_wrong_with_a_mixture_is_told_at_once():
     assert "expected weights of at least 0" in wrong(mixture=[{"name": "a", "weight_at": [[5, -1]]}])[0]
     zero = [{"name": "a", "weight_at": [[5, 0]]}, {"name": "b", "weight": 0}]
     assert wrong(mixture=zero) == ["mixture: all weights are 0 from step 5 on: give one source a weight"]
-    assert wrong(packing="best") == ["packing = 'best': expected one of 'concat', 'fit'"]
+    assert wrong(packing="best") == ['packing: expected one of concat, fit (found "best")']
 
 
 @pytest.mark.slow("trains more than once")

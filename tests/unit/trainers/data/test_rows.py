@@ -58,7 +58,7 @@ def test_a_leaf_that_no_example_has_is_named():
 
 def test_truncation_is_a_setting():
     assert from_dict(DataConfig, {"truncation": "keep_end"}).truncation == "keep_end"
-    with pytest.raises(ValueError, match=r"truncation = 'middle': expected one of 'keep_start', 'keep_end'"):
+    with pytest.raises(ValueError, match=r'truncation: expected one of keep_start, keep_end \(found "middle"\)'):
         from_dict(DataConfig, {"truncation": "middle"})
 
 

@@ -11,9 +11,9 @@ from tests.programs import short_pairs
 from tests.programs.packed import InMemory
 from trainers import runtime
 from trainers.base import BaseTrainer
+from trainers.commands import data as command
 from trainers.config import DataConfig, PreferenceConfig
 from trainers.config.arguments import TrainingArguments
-from trainers.data import __main__ as command
 from trainers.data import view
 from trainers.data.sources.packed import rows_of
 
