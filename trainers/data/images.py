@@ -165,7 +165,12 @@ def open_image(path: str | os.PathLike[str], content: bytes | None = None) -> An
     try:
         with Image.open(io.BytesIO(content) if content is not None else path) as image:
             image.load()
-            return plain(image)
+            made, looks_at_no_checksum = plain(image), image.format == "PNG"
+        if looks_at_no_checksum:
+            # Opened anew: an image that was read cannot be verified.
+            with Image.open(io.BytesIO(content) if content is not None else path) as image:
+                image.verify()
+        return made
     except UnidentifiedImageError as error:
         raise DataError(f"{path} is no image that Pillow knows: leave it out, or bring it into another format") from error
     except Image.DecompressionBombError as error:

@@ -275,3 +275,14 @@ def test_what_does_not_fit_is_named(folders, tmp_path):
     pq.write_table(pa.table({"image": [as_bytes()], "label": [2]}), labels)
     with pytest.raises(DataError, match=r"labels.parquet, row 0 has the label 2: expected an integer from 0 to 1 \(vision"):
         labelled_images(arguments(labels))
+
+
+@pytest.mark.parametrize("place", [45, 51, 60])
+def test_a_png_whose_pixels_are_damaged_is_an_error(tmp_path, place):
+    """Pillow reads it with other pixels, and says nothing."""
+    pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3) * 5
+    Image.fromarray(pixels).save(tmp_path / "whole.png")
+    content = (tmp_path / "whole.png").read_bytes()
+    assert np.array_equal(np.asarray(open_image("whole.png", content)), pixels)
+    with pytest.raises(DataError, match=r"damaged\.png is damaged"):
+        open_image("damaged.png", content[:place] + b"NaN" + content[place:])

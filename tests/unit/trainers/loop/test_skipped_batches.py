@@ -262,10 +262,9 @@ def test_a_run_stops_where_it_is_to_be_resized_and_goes_on_bit_for_bit(tmp_path,
 class FastClock(BaseTrainer):
     """Waits a thousandth of the time before it tries a save again."""
 
-    def _build_loop(self, *args):
-        loop = super()._build_loop(*args)
-        loop.host_requests.clock = lambda: 1000 * time.monotonic()
-        return loop
+    def on_training_start(self, state):
+        self.training.loop.host_requests.clock = lambda: 1000 * time.monotonic()
+        return state
 
 
 class InTheWay(Callback):

@@ -197,8 +197,10 @@ class Poisoned(OneDevice):
 
     size = 1e30
 
-    def _diagnose(self, *args):
-        return "not looked for"  # it takes half a minute, and is tested elsewhere
+    def on_training_start(self, state):
+        # It takes half a minute, and is tested elsewhere.
+        self.training.loop.diagnose = lambda *args: "not looked for"
+        return state
 
     def preforward(self, batch):
         third = (batch["sample_id"] >= 54) & (batch["sample_id"] < 81)
