@@ -23,7 +23,7 @@ from trainers.config.masking import MASK, masked_keys
 from trainers.config.yaml_source import ConfigError, Origin, Source
 from trainers.models.hf import pretrained
 from trainers.storage import documents
-from trainers.surroundings import COPIED_BY_RAY
+from trainers.surroundings import is_copy
 
 ARGUMENTS_CLASS = "trainers.config.arguments:TrainingArguments"
 """What `arguments` names by default."""
@@ -162,7 +162,7 @@ def _base_folder(working_dir: str) -> str:
 
     The working folder of a submitted job is a temporary copy that Ray deletes. The next job would not find its checkpoints there.
     """
-    return os.path.expanduser("~") if COPIED_BY_RAY in working_dir else working_dir
+    return os.path.expanduser("~") if is_copy(working_dir) else working_dir
 
 
 def _arguments_class(path: Any) -> type[TrainingArguments]:

@@ -62,6 +62,11 @@ def is_installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
+def is_copy(folder: str) -> bool:
+    """Whether a folder is, or lies in, the copy that Ray makes of the working folder of a submitted job, and deletes with it."""
+    return COPIED_BY_RAY in f"{folder}/"
+
+
 def of_a_copy(folder: str | None = None) -> str:
     """Returns what to add to a message that something is not there: in a submitted job the working folder (default: that of this
     process) is a copy, from which Ray has left out what `.gitignore` names. "" elsewhere."""
@@ -69,7 +74,7 @@ def of_a_copy(folder: str | None = None) -> str:
         folder = os.getcwd() if folder is None else folder
     except FileNotFoundError:
         return ""
-    if COPIED_BY_RAY not in f"{folder}/":
+    if not is_copy(folder):
         return ""
     return (
         "; the working folder of this job is a copy, without the files that .gitignore names: set "

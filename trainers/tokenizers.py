@@ -420,7 +420,7 @@ def of(arguments: TrainingArguments) -> Tokenizer:
     """Returns the tokenizer of a run; whether it fits the model, `check` says. Raises UsageError, or DataMissingError if it is
     not there."""
     source = arguments.data.tokenizer or BYTES
-    kept = os.path.join(arguments.storage, arguments.name, KEPT)
+    kept = os.path.join(arguments.run_folder, KEPT)
     if source != BYTES and not os.path.exists(os.path.expanduser(source)) and has_tokenizer(kept):
         source = kept
     day = arguments.data.template_date

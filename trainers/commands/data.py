@@ -130,7 +130,7 @@ def heading(text: str) -> Line:
 
 
 def first_rows(trainer: BaseTrainer, num_rows: int) -> Batch:
-    """Returns the first rows of training, as `BaseTrainer.rows_of` makes them: with transforms, and before `prepare_batch`."""
+    """Returns the first rows of training, as `Batching.rows_of` makes them: with transforms, and before `prepare_batch`."""
     data: Any = trainer.dataset_train
     num_rows = getattr(data, "available", lambda stop: stop)(num_rows)
     if not num_rows:

@@ -87,7 +87,7 @@ def usage() -> str:
 
 def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
     """Trains, and shows how it goes on standard output; times count from `began_s`, by the monotonic clock."""
-    log = os.path.join(arguments.storage, arguments.name, CONSOLE_LOG)
+    log = os.path.join(arguments.run_folder, CONSOLE_LOG)
     console: Console = make_console(sys.stdout, began_s, log=log, logged=True)
     recorders: Recorders | None = None
 
@@ -104,7 +104,7 @@ def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:
         console = with_files(arguments, console, began_s)
         recorders = open_recorders(arguments, note)
         console.show(first)
-        for line in going_on.of_run(os.path.join(arguments.storage, arguments.name), arguments):
+        for line in going_on.of_run(arguments.run_folder, arguments):
             note(line)
         for line in (*without_effect.by_rules(arguments), *without_effect.of_previews(arguments, getattr(trainer, "task", None))):
             note(line, "warning")
@@ -123,7 +123,7 @@ def with_files(arguments: TrainingArguments, console: Console, began_s: float) -
     built: a run that is refused leaves no folder."""
     if is_url(arguments.storage):
         return console
-    folder = Path(arguments.storage, arguments.name)
+    folder = Path(arguments.run_folder)
     try:
         write_text(folder / CONFIG, settings_yaml(arguments))
         return LoggedConsole(console, folder / CONSOLE_LOG, began_s)
@@ -150,11 +150,9 @@ def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
     about: dict[str, Any] = {"ev": "run", "name": arguments.name, "hosts": jax.process_count(), "devices": jax.device_count()}
     known: dict[str, Any] = {"parameters": None, "tokens_per_step": None, "max_steps": arguments.max_num_steps}
     if (prepare := getattr(trainer, "prepare", None)) is not None:
-        from trainers.step.state import num_parameters
-
         prepare()
         each = trainer.task.tokens_per_example
-        known["parameters"] = num_parameters(trainer.assembly.design.state.params)
+        known["parameters"] = trainer.assembly.design.num_parameters
         known["tokens_per_step"] = arguments.global_batch_size * each
         known["unit"] = "examples" if each == 1 else "tokens"
     return about | known
@@ -172,7 +170,7 @@ def failed(error: Exception) -> int:
 
 
 def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) -> Recorders:
-    folder = str(Path(arguments.storage, arguments.name).absolute())
+    folder = str(Path(arguments.run_folder).absolute())
     about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
     return Recorders(arguments.recorders, about, note, folders=arguments.recorder_folders)
 

@@ -20,7 +20,7 @@ Collator = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 """A pure function from examples to a batch [examples, ...], called in the loader's threads with some of the rows of a global
 batch. The shapes of its leaves must not depend on the examples."""
 Preprocess = Callable[[dict[str, np.ndarray], int], Any]
-"""`Hooks.preprocess_batch`."""
+"""`BaseTrainer.preprocess_batch`."""
 
 NUMBERS = "biufcV"
 """The kinds of NumPy's types that a device can hold."""

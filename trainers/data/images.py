@@ -163,12 +163,13 @@ def open_image(path: str | os.PathLike[str], content: bytes | None = None) -> An
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(content) if content is not None else path) as image:
+        content = Path(path).read_bytes() if content is None else content
+        with Image.open(io.BytesIO(content)) as image:
             image.load()
             made, looks_at_no_checksum = plain(image), image.format == "PNG"
         if looks_at_no_checksum:
             # Opened anew: an image that was read cannot be verified.
-            with Image.open(io.BytesIO(content) if content is not None else path) as image:
+            with Image.open(io.BytesIO(content)) as image:
                 image.verify()
         return made
     except UnidentifiedImageError as error:

@@ -1,4 +1,4 @@
-"""Batches that `Hooks.prepare_batch` has changed: checked, with the layout that the compiled steps expect, and their shapes."""
+"""Batches that `BaseTrainer.prepare_batch` has changed: checked, with the layout that compiled steps expect, and their shapes."""
 
 from __future__ import annotations
 

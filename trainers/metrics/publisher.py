@@ -47,7 +47,7 @@ _REMOVED = object()
 
 
 class Replaced:
-    """The metrics that `Hooks.on_step_end` replaced since the last publish. Values may still be on the device."""
+    """The metrics that `BaseTrainer.on_step_end` replaced since the last publish. Values may still be on the device."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Any]] = {}

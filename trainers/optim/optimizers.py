@@ -53,7 +53,7 @@ def build_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, kinds: Kinds, decay_mask: Mask | None = None
 ) -> optax.GradientTransformation:
     """Returns the named optimizer with its learning rate and weight decay. `kinds` are those of the model's parameters
-    (`BaseTrainer.parameter_kinds`); `decay_mask` says what decays (default: the matrices among them).
+    (`ModelDesign.parameter_kinds` of a trainer); `decay_mask` says what decays (default: the matrices among them).
 
     Raises UsageError if the name is unknown.
     """

@@ -17,7 +17,7 @@ from trainers.errors import UsageError
 from trainers.loop.hooks import overrides
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.step.loss import LossFunction
-from trainers.step.state import initial_model, num_parameters
+from trainers.step.state import initial_model
 from trainers.tasks.causal_lm import CausalLMTask
 from trainers.trainer.base_trainer import BaseTrainer
 
@@ -87,7 +87,7 @@ def is_own(task: Any) -> bool:
 
 def out_of_reach(trainer: BaseTrainer) -> str:
     """Returns why the loss is not computed here; empty if it can be."""
-    parameters = num_parameters(trainer.assembly.design.state.params)
+    parameters = trainer.assembly.design.num_parameters
     if parameters > MAX_PARAMETERS:
         return f"the model has {parameters:,} parameters, more than {MAX_PARAMETERS:,}"
     # Two thirds of a step's operations are backward.

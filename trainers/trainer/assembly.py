@@ -64,9 +64,6 @@ class Parts:
     design: ModelDesign
     batching: Batching
     mesh: Mesh
-    shardings: TrainState
-    """Of each array of the state."""
-    programs: ProgramStore
     frozen: FrozenWeights | None
     steps: Steps
     loaders: TrainerConfigureDataloaderOutput
@@ -86,8 +83,6 @@ def assemble(trainer: Any) -> Parts:
         made.design,
         made.batching,
         made.mesh,
-        made.state_shardings,
-        made.programs,
         made.frozen,
         steps,
         loaders,

@@ -111,10 +111,8 @@ class TrainingRun:
 
     def out_of_memory(self, error: BaseException) -> BaseException:
         """Returns an error that says what to do."""
-        made, frozen = self.trainer.assembly, self.parts.frozen
-        program = getattr(self._train_step, "compiled", None)
-        shapes = () if frozen is None else frozen.shapes
-        used = memory.usage(made.placed_state, made.step_batch_shapes(), program, shapes)
+        made, program = self.trainer.assembly, getattr(self._train_step, "compiled", None)
+        used = memory.usage(made.placed_state, made.step_batch_shapes(), program, made.frozen_shapes)
         message = memory.advice(error, used, self.arguments, dict(self.parts.mesh.shape))
         return OutOfMemoryError(message, deterministic=self.loop is None or not self.loop.first_step_reported)
 
