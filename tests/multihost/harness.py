@@ -113,8 +113,8 @@ def start(
     coordinator = f"127.0.0.1:{machine.free_port()}"
     for index, host in enumerate(made):
         host.wait_for("warm")
-        go = {"cmd": "start", "generation": 0, "host": index, "num_hosts": hosts, "coordinator": coordinator, **orders}
-        assert host.child.send(go)
+        where = {"host": index, "num_hosts": hosts, "coordinator": coordinator}
+        assert host.child.send({"cmd": "start", "generation": 0, **where, **orders} if "cmd" not in orders else {**where, **orders})
     return made
 
 
