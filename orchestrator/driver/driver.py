@@ -38,6 +38,7 @@ from orchestrator.driver.membership import Change, Membership, NoHosts
 from orchestrator.driver.poller import Poller
 from orchestrator.driver.precompile import Precompilations
 from orchestrator.driver.ray_train import Reporter
+from orchestrator.driver.state import DriverState
 from orchestrator.driver.stop_requests import StopRequests
 from orchestrator.driver.time_limit import TimeLimit
 from orchestrator.failures import missing_code
@@ -90,7 +91,7 @@ class Driver:
         )
         self._time_limit = TimeLimit(config, launch, self.events, clock, monotonic)
         self.replay_plan = self._replay_plan()
-        launch.max_steps = config.training.max_num_steps
+        launch.progress.max_steps = config.training.max_num_steps
         self._membership: Membership | None = None
         self._stop_requests: StopRequests
         self._precompilations: Precompilations
@@ -147,10 +148,10 @@ class Driver:
 
     def _adopt(self) -> Generation | None:
         """Adopts the gang of the previous driver; returns its generation. Returns None if there is no gang that can go on."""
-        record, now_s = self.launch.gang, self.clock()
+        record, now_s = self.launch.progress.gang, self.clock()
         if record is None:
             # The first driver of a launch has no predecessor whose gang could be lost.
-            if self.launch.drivers > 1:
+            if self.launch.progress.drivers > 1:
                 self.launch.gang_lost(now_s, "it had none")
             return None
         try:
@@ -178,7 +179,7 @@ class Driver:
         self._catch_up(generation)
         # After the catch-up: only the events tell how far the gang has come.
         self.events.post_incident(self.launch.adopted(now_s, generation.step))
-        self.events.set_status("training")
+        self.events.enter(DriverState.TRAINING)
         return generation
 
     def _catch_up(self, generation: Generation) -> None:
@@ -200,8 +201,7 @@ class Driver:
         return ask_hosts(gang, generation, lambda host: gang.call(host, method, *args), limits_s, self.monotonic)
 
     def _first_generation(self) -> Generation:
-        self.events.set_status("reserving")
-        self.launch.goodput.switch("schedule", self.clock())
+        self.events.enter(DriverState.RESERVING)
         name = self._name_in_cluster()
         # First: what an earlier driver left holds machines that this gang needs.
         self.gangs.clear(name, check_stop=self._check_lease)
@@ -215,8 +215,7 @@ class Driver:
         self.launch.formed(self._record(Generation(NO_GENERATION, 0, began_at_s=self.clock())))
         # The only write that the driver waits for: without it, the next driver could not find the agents at all.
         self.launch.flush(FIRST_RECORD_TIMEOUT_S)
-        self.launch.goodput.switch("import", self.clock())
-        self.events.set_status("importing")
+        self.events.enter(DriverState.IMPORTING)
         gang.prepare(self._preparation())
         return self._start_generation()
 
@@ -245,7 +244,7 @@ class Driver:
         }
 
     def _form(self, lost: tuple[int, ...] = ()) -> Change:
-        avoid = self.membership.quarantine(self.launch.history, self.clock())
+        avoid = self.membership.quarantine(self.launch.progress.history, self.clock())
         try:
             return self.membership.form(
                 lost,
@@ -258,8 +257,7 @@ class Driver:
             raise TrainingFailed(str(error)) from error
 
     def _wait_for_machines(self, missing: str) -> None:
-        self.launch.goodput.switch("schedule", self.clock())
-        self.events.set_status("reserving", f"waiting for machines: {missing}")
+        self.events.enter(DriverState.RESERVING, f"waiting for machines: {missing}")
 
     def _check_lease(self) -> None:
         if self.launch.lease_lost.is_set():
@@ -296,7 +294,7 @@ class Driver:
     def _start_generation(self) -> Generation:
         gang, launch = self.membership.gang, self.launch
         generation = Generation(
-            launch.next_generation(), len(gang.members), high_water_step=launch.high_water_step, began_at_s=self.clock()
+            launch.next_generation(), len(gang.members), high_water_step=launch.progress.high_water_step, began_at_s=self.clock()
         )
         address, segment = self._coordinator(), self._segment()
         common: Start = {
@@ -305,16 +303,16 @@ class Driver:
             "generation": generation.number,
             "num_hosts": generation.num_hosts,
             "coordinator": address,
-            "restore_from": launch.saved_path,
+            "restore_from": launch.progress.saved_path,
             # By launch: a new launch may come with changed code, which has to be traced again.
             "program_key": launch.launch_id,
             "stop_at": segment.stop_at,
             "skip_batches": list(segment.skip_batches),
             "fence": launch.lease.fence,
-            "run": launch.committed.run,
-            "committed_step": launch.committed.step,
+            "run": launch.progress.committed.run,
+            "committed_step": launch.progress.committed.step,
             "driver_term": launch.lease.driver_term,
-            "time_used_s": launch.time_used.seconds(self.clock()),
+            "time_used_s": launch.progress.time_used.seconds(self.clock()),
             "limits": self.config.driver.watchdog.orders(),
         }
         # Recorded before the orders are sent. If the write is lost with this driver, the agents' own orders are the record.
@@ -351,7 +349,7 @@ class Driver:
 
     def _segment(self) -> Segment:
         """Returns what the next generation has to do: its part of a replayed lineage, or anything."""
-        return self.replay_plan.segment_at(self.launch.checkpoint_step or 0) if self.replay_plan else Segment()
+        return self.replay_plan.segment_at(self.launch.progress.checkpoint_step or 0) if self.replay_plan else Segment()
 
     def _replay_plan(self) -> ReplayPlan | None:
         path = self.config.driver.replay
@@ -383,7 +381,7 @@ class Driver:
         """Kills what is left of the generation, and finds the cause of its end."""
         halt = Halt(self.membership.gang, generation, self.monotonic)
         # From the cursors on: an event that a poll has delivered is not delivered again.
-        answers = halt.run(self.launch.seen, self._wait_for_deaths)
+        answers = halt.run(self.launch.progress.seen, self._wait_for_deaths)
         # When the hosts were asked, not now: the answers may have taken minutes.
         asked_at_s = self.clock() - (self.monotonic() - halt.began_s)
         # Before the cause is sought: a `done` or a notice among these events changes it.
@@ -393,11 +391,11 @@ class Driver:
     def _wait_for_deaths(self, hosts: Sequence[int]) -> None:
         self._check_lease()
         names = ", ".join(map(str, hosts))
-        self.events.set_status("recovering", f"host {names}: the killed process takes long to end")
+        self.events.enter(DriverState.HALTING, f"host {names}: the killed process takes long to end")
 
     def _resized(self, generation: Generation, end: Paused, findings: Findings, paused_s: float) -> Incident:
         """Returns the incident of a generation that was asked to save and stop."""
-        self.launch.goodput.switch("recovery", paused_s)
+        self.events.enter(DriverState.RECOVERING, since_s=paused_s)
         failure = findings.failure  # normally nothing: the hosts have saved and were shutting down
         reasons = "; ".join(f"host {host}: {notice['reason']}" for host, notice in generation.notices.items())
         incident = Incident(
@@ -410,7 +408,7 @@ class Driver:
         )
         incident.mark("save", paused_s)
         incident.mark("halt", self.clock())
-        self.launch.checkpoint_step = max(self.launch.checkpoint_step or 0, generation.step)
+        self.launch.progress.checkpoint_step = max(self.launch.progress.checkpoint_step or 0, generation.step)
         if lost_hosts(generation) and failure.kind == FailureKind.HOST_LOST:  # a host was lost while the gang stopped
             incident.kind, incident.host = failure.kind, failure.host
             incident.evidence["summary"] += f"; then {failure.summary}"
@@ -425,10 +423,10 @@ class Driver:
         # Clamped: a host's clock may have been set meanwhile.
         failed_at_s = min(max(failure.failed_at_s or detected_s, generation.began_at_s), detected_s)
         # A post-mortem may know of a later step than any event: trained again, it counts as replay.
-        launch.high_water_step = max(launch.high_water_step, findings.last_step)
-        launch.trained_step = max(launch.trained_step, findings.last_step)
-        launch.goodput.switch("detection", failed_at_s)
-        launch.goodput.switch("recovery", detected_s)
+        launch.progress.high_water_step = max(launch.progress.high_water_step, findings.last_step)
+        launch.progress.trained_step = max(launch.progress.trained_step, findings.last_step)
+        launch.progress.goodput.switch("detection", failed_at_s)
+        self.events.enter(DriverState.RECOVERING, since_s=detected_s)
         incident = Incident(
             kind=failure.kind,
             host=failure.host,
@@ -441,7 +439,7 @@ class Driver:
         incident.mark("halt", self.clock())
         # Before the decision, which counts this failure.
         launch.failed(self._past(generation, failure, failed_at_s), incident)
-        decision = decide(launch.history, self.config.driver.restart)
+        decision = decide(launch.progress.history, self.config.driver.restart)
         if isinstance(decision, GiveUp):
             self._keep_stacks(incident, findings.stacks)
             self._give_up(incident, decision.reason)
@@ -459,7 +457,6 @@ class Driver:
 
     def _continue(self, generation: Generation, incident: Incident, findings: Findings) -> Generation:
         """Starts the next generation. Raises TrainingFailed if there are no machines for it."""
-        self.events.set_status("recovering")
         try:
             change = self._form(lost_hosts(generation))
         except TrainingFailed as error:
@@ -467,8 +464,7 @@ class Driver:
             raise
         incident.action, incident.detail = change.action, change.detail
         incident.hosts_before, incident.hosts_after = change.before, change.after
-        # Forming may have waited for machines, in the category `schedule`.
-        self.launch.goodput.switch("recovery", self.clock())
+        self.events.enter(DriverState.RECOVERING)  # forming may have waited for machines
         incident.mark("decide", self.clock())
         following = self._start_generation()
         # After the start: writing and reporting must not delay the recovery.
@@ -479,7 +475,7 @@ class Driver:
         return following
 
     def _keep_stacks(self, incident: Incident, texts: Mapping[int, str]) -> None:
-        number = self.launch.num_incidents
+        number = self.launch.progress.num_incidents
         folder = stacks_folder(self.launch.run_dir, number)
         if texts:
             self.launch.write_beside(f"the stacks of incident {number}", lambda: write_stacks(folder, texts))
@@ -495,7 +491,7 @@ class Driver:
         number, node_id = (slot.number, slot.node_id) if slot is not None else (None, None)
         return past_failure(
             failure,
-            self.launch.checkpoint_step,
+            self.launch.progress.checkpoint_step,
             generation=generation.number,
             trained=bool(generation.first_step_at_s),
             slot=number,
@@ -504,8 +500,7 @@ class Driver:
         )
 
     def _back_off(self, delay_s: float, message: str) -> None:
-        self.launch.goodput.switch("idle", self.clock())
-        self.events.set_status("recovering", message)
+        self.events.enter(DriverState.BACKING_OFF, message)
         # A stall of this process is no back-off.
         awake_s = AwakeClock(self.monotonic)
         while (left_s := delay_s - awake_s()) > 0:
@@ -513,10 +508,10 @@ class Driver:
             # Agents that died are replaced during the back-off, not after it.
             self.membership.gang.refresh(members=True)
             self.sleep(min(0.5, left_s))
-        self.launch.goodput.switch("recovery", self.clock())
+        self.events.enter(DriverState.RECOVERING)
 
     def _result(self, end: Finished | Paused) -> dict[str, Any]:
-        self.launch.goodput.switch("finish", self.clock())
+        self.launch.progress.goodput.switch("finish", self.clock())
         # After a pause: a stop request came at the same time, and its reason is the one to report.
         reason = end.stop_reason if isinstance(end, Finished) else self.board.stop_requested() or end.stop_reason
         if self._time_limit.asked and not self.board.stop_requested() and not StopReason(reason).finished:

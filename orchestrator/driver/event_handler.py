@@ -17,6 +17,7 @@ from orchestrator.board import BoardLike
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.host_times import HostTimes
 from orchestrator.driver.ray_train import Reporter
+from orchestrator.driver.state import DriverState
 from orchestrator.events import HostEvent, Level, Status, problem_of
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
@@ -80,7 +81,7 @@ class EventHandler:
     ):
         self.launch, self.board, self.reporter, self.gauges, self.clock = launch, board, reporter, gauges, clock
         self.recorders = recorders
-        self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.step_s.items()}
+        self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.progress.step_s.items()}
         self.new_checkpoint = False
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
@@ -113,11 +114,11 @@ class EventHandler:
         """Handles the answers of several agents to `poll`, all events in the order of their times."""
         events = {host: self._told(generation, host, answer) for host, answer in answers.items()}
         for host, _, event in in_order(events):
-            self.handle(generation, host, event, known=event["n"] < self.launch.seen.get(host, 0))
+            self.handle(generation, host, event, known=event["n"] < self.launch.progress.seen.get(host, 0))
         # After the events: the cursor is stored together with all that came of them.
         for host, answer in answers.items():
             # The maximum: the answer to an earlier poll may come late.
-            self.launch.seen[host] = max(self.launch.seen.get(host, 0), answer["cursor"])
+            self.launch.progress.seen[host] = max(self.launch.progress.seen.get(host, 0), answer["cursor"])
             if answer["heartbeat"] and self._takes(generation, host, answer["heartbeat"]):
                 self.handle(generation, host, answer["heartbeat"])
 
@@ -127,7 +128,7 @@ class EventHandler:
         events = [*answer.get("facts", ()), *answer["events"]]
         found = {event["n"]: event for event in events if self._takes(generation, host, event)}
         numbers = {event["n"] for event in events if isinstance(event, Mapping) and "n" in event}
-        seen = self.launch.seen.get(host, 0)
+        seen = self.launch.progress.seen.get(host, 0)
         # Of those that were dropped, only the ones that no driver has handled are lost.
         lost = answer["cursor"] - seen - sum(number >= seen for number in numbers)
         if (lost := min(lost, answer.get("missed", 0))) > 0:
@@ -152,19 +153,19 @@ class EventHandler:
         was_training, phase, rollbacks = generation.training, generation.phase, len(generation.anomalies)
         generation.observe(host, event)
         launch = self.launch
-        launch.high_water_step = max(launch.high_water_step, generation.step)
+        launch.progress.high_water_step = max(launch.progress.high_water_step, generation.step)
         # Steps that a rollback took back are not lost: they were not to be kept.
         took_back = len(generation.anomalies) > rollbacks
-        launch.trained_step = generation.step if took_back else max(launch.trained_step, generation.step)
+        launch.progress.trained_step = generation.step if took_back else max(launch.progress.trained_step, generation.step)
         # Once a host has failed, the driver sets the clock: a late event would set it back to `step`.
         if not generation.wants_restart:
-            launch.goodput.switch(generation.category, event["t"])
+            launch.progress.goodput.switch(generation.category, event["t"])
         if known:
             return
         if event["ev"] == "phase" and host < SHOWN_HOSTS and event["phase"] in START_PHASES:
             launch.mark("phase", event["t"], host=host, phase=event["phase"], generation=generation.number)
         if generation.phase != phase:
-            self.set_status(PHASES[generation.phase].label if generation.phase in PHASES else generation.phase)
+            self._show(PHASES[generation.phase].label if generation.phase in PHASES else generation.phase)
         if generation.training and not was_training:
             self._training_again(generation)
         self._pass_on(generation, host, event)
@@ -196,7 +197,7 @@ class EventHandler:
             case "heartbeat":
                 self._on_heartbeat(generation, host, event)
             case "joined":
-                self.launch.time_used.begin(event["t"])
+                self.launch.progress.time_used.begin(event["t"])
                 self._on_joined(generation, host, event)
 
     def _on_joined(self, generation: Generation, host: int, event: Joined) -> None:
@@ -221,22 +222,22 @@ class EventHandler:
             times = self._step_times_s.setdefault(generation.num_hosts, deque(maxlen=KEPT_STEP_TIMES))
             times.append(metrics["step_time_s"])
             # For the next driver, which must know what another number of hosts would gain.
-            launch.step_s[generation.num_hosts] = statistics.median(times)
+            launch.progress.step_s[generation.num_hosts] = statistics.median(times)
         for category in ("data_wait", "checkpoint"):
             # Moved, not added: the training process measured these seconds inside its steps.
-            launch.goodput.move("step", category, event.get("seconds", {}).get(category, 0.0))
+            launch.progress.goodput.move("step", category, event.get("seconds", {}).get(category, 0.0))
         kind = event.get("kind") or ("eval" if any(name.startswith("eval_") for name in metrics) else "train")
         # A replayed step gives the same metrics again: they must not be published twice.
-        if launch.is_new(step, kind):
+        if launch.progress.is_new(step, kind):
             if host_usage.CPU in metrics:
                 # Host 0 has sent its own: the fullest machine is the one to know of.
                 metrics = metrics | host_usage.largest([metrics, *self._usage.values()])
-            goodput = launch.goodput_of_run(self.clock())
+            goodput = launch.progress.goodput_of_run(self.clock())
             self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind, "goodput": goodput})
             launch.publish(step, metrics)
             self.recorders.record(step, metrics, event.get("distributions"))
             self.reporter.report({"step": step, **metrics})
-            about = {"step": step, "generations": launch.generations, "goodput": goodput}
+            about = {"step": step, "generations": launch.progress.generations, "goodput": goodput}
             self.gauges.set({**metrics, **about})
 
     def _on_preview(self, event: Preview) -> None:
@@ -255,7 +256,7 @@ class EventHandler:
 
     def checkpoint_gone(self) -> None:
         """Reports that the newest checkpoint was deleted by somebody: until the next save there is nothing to go back to."""
-        step, path = self.launch.checkpoint_step, self.launch.saved_path
+        step, path = self.launch.progress.checkpoint_step, self.launch.progress.saved_path
         self.board.post({"ev": "checkpoint_gone", "step": step or 0})
         self.note(f"the checkpoint of step {step} is gone from {path}: training goes on, and saves at its next save", "warning")
 
@@ -276,7 +277,7 @@ class EventHandler:
             self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
         else:
             failed = f"the checkpoint of step {event['step']} failed"
-            self.launch.save_problem = f"{failed}: {event['error']}"
+            self.launch.progress.save_problem = f"{failed}: {event['error']}"
             self.note(f"host {host}: {failed}, training goes on and tries again: {event['error']}", "warning")
 
     def _on_profile(self, host: int, event: Profile) -> None:
@@ -315,8 +316,8 @@ class EventHandler:
 
     def _training_again(self, generation: Generation) -> None:
         """Ends the open incident, if there is one: the gang has completed its first step."""
-        self.set_status("training")
-        incident = self.launch.open_incident()
+        self.enter(DriverState.TRAINING)
+        incident = self.launch.progress.open_incident()
         if incident is None:
             return
         for phase, until in (("start", "join"), ("join", "restore"), ("restore", "compile"), ("compile", "train")):
@@ -330,11 +331,17 @@ class EventHandler:
         self.launch.update(incident)
         self.board.post({"ev": "recovered", "incident": incident.to_dict()})
 
-    def set_status(self, state: str, message: str | None = None) -> None:
-        if state != self._state:
-            self._state = state
-            self.launch.mark("state", state=state)
-        status: Status = {"ev": "status", "state": state}
+    def enter(self, state: DriverState, message: str | None = None, *, since_s: float | None = None) -> None:
+        """The driver is in another state, since now or `since_s`: the one place where that is recorded, counted and shown."""
+        if state.category is not None:
+            self.launch.progress.goodput.switch(state.category, self.clock() if since_s is None else since_s)
+        self._show(state.label, message)
+
+    def _show(self, label: str, message: str | None = None) -> None:
+        if label != self._state:
+            self._state = label
+            self.launch.mark("state", state=label)
+        status: Status = {"ev": "status", "state": label}
         if message:
             status["message"] = message
         self.board.post(status)

@@ -72,7 +72,7 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
             failure = error
         finally:
             recorders.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
-        progress = Progress(launch.trained_step, launch.checkpoint_step, launch.save_problem)
+        progress = Progress(launch.progress.trained_step, launch.progress.checkpoint_step, launch.progress.save_problem)
         end = ending(result, failure, board.stop_requested(), progress)
         outcome = conclude(launch, board, config, end, result, clock)
         log.write()
@@ -89,7 +89,7 @@ def logged(board: BoardLike, launch: Launch, message: Mapping[str, Any]) -> Logg
         lambda text: None if documents.is_url(launch.run_dir) else folder.append(CONSOLE_LOG, text),
         lambda work: launch.write_beside(CONSOLE_LOG, work),
     )
-    for event in message.get("shown", ()) if launch.drivers == 1 else ():
+    for event in message.get("shown", ()) if launch.progress.drivers == 1 else ():
         made.show(event)
     return made
 

@@ -10,6 +10,7 @@ from orchestrator.driver.errors import StoppedOnRequest
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.driver.membership import Membership
+from orchestrator.driver.state import DriverState
 from orchestrator.policies import elasticity
 from orchestrator.run_state.incidents import Action
 from orchestrator.run_state.launch import Launch
@@ -62,7 +63,7 @@ class StopRequests:
             if not generation.training:
                 raise StoppedOnRequest(f"stopped on request ({reason}) before the first step")
             self._ordered_at_s = self.monotonic()
-            self.events.set_status("saving", f"stopping ({reason}): saving first")
+            self.events.enter(DriverState.SAVING, f"stopping ({reason}): saving first")
             self._order_stop(reason)
         elif self.monotonic() - self._ordered_at_s > STOP_TIMEOUT_S:
             raise StoppedOnRequest(f"the hosts did not stop within {STOP_TIMEOUT_S:.0f} s of the request ({reason}); killed")
@@ -102,7 +103,7 @@ class StopRequests:
             return
         decision = elasticity.should_grow(
             generation.num_hosts,
-            self.membership.possible(self.membership.quarantine(self.launch.history, self.clock())),
+            self.membership.possible(self.membership.quarantine(self.launch.progress.history, self.clock())),
             remaining_steps=self._remaining_steps(generation),
             step_s=self.events.step_s,
             cost_s=self._cost_of_a_restart_s(),
@@ -118,7 +119,9 @@ class StopRequests:
 
     def _cost_of_a_restart_s(self) -> float | None:
         """Returns the largest cost of the last restarts of this run, without detection; None if there was none."""
-        closed = [i for i in self.launch.incidents if i.action in tuple(Action) and Action(i.action).restarts and not i.open]
+        closed = [
+            i for i in self.launch.progress.incidents if i.action in tuple(Action) and Action(i.action).restarts and not i.open
+        ]
         return max((i.total_s - i.recovery_s.get("detect", 0.0) for i in closed[-3:]), default=None)
 
     def _pause(self, generation: Generation, reason: StopReason) -> None:

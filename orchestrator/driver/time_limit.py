@@ -10,6 +10,7 @@ from orchestrator.config.job import JobConfig
 from orchestrator.driver.errors import TimeIsUp, TrainingFailed
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
+from orchestrator.driver.state import DriverState
 from orchestrator.run_state.launch import Launch
 from trainers.config.section import parse_duration_s
 from trainers.runtime import orders
@@ -46,7 +47,7 @@ class TimeLimit:
 
     @property
     def passed(self) -> bool:
-        return self._limit_s is not None and self.launch.time_used.seconds(self.clock()) >= self._limit_s
+        return self._limit_s is not None and self.launch.progress.time_used.seconds(self.clock()) >= self._limit_s
 
     def poll(self, generation: Generation, gang: Asked) -> None:
         """Called in every round of the poller. Raises TimeIsUp, or TrainingFailed, if the hosts do not stop in time."""
@@ -55,7 +56,7 @@ class TimeLimit:
         now_s = self.monotonic()
         if self._asked_first_s is None:
             self._asked_first_s = now_s
-            self.events.set_status("saving", f"stopping (the time limit, {self._text}): saving first")
+            self.events.enter(DriverState.SAVING, f"stopping (the time limit, {self._text}): saving first")
         if now_s - self._asked_first_s > self._grace_s:
             self.end_run(f"the hosts did not stop within {self._grace_s:g} s of it and were ended at step {generation.step}")
         if now_s - self._asked_last_s >= ASK_AGAIN_S:
@@ -72,7 +73,7 @@ class TimeLimit:
     def end_run(self, how: str) -> None:
         """Raises TimeIsUp. Without a checkpoint all work is lost, so that is a failure: raises TrainingFailed."""
         message = f"the time limit ({self._text}) has passed: {how}"
-        step = self.launch.committed.step
+        step = self.launch.progress.committed.step
         if step is None:
             raise TrainingFailed(f"{message}; there is no checkpoint")
         self.events.note(f"{message}; the last checkpoint is that of step {step}", "warning")

@@ -9,7 +9,6 @@ with each incident. A background thread writes them: storage that hangs does not
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -24,17 +23,16 @@ from typing import Any
 
 from orchestrator.failures.history import PastFailure
 from orchestrator.run_state import incident_log
-from orchestrator.run_state.earlier import Earlier
 from orchestrator.run_state.goodput import Goodput
-from orchestrator.run_state.incident_log import KEPT_FAILURES, KEPT_INCIDENTS, LINE_KIND, Entry
+from orchestrator.run_state.incident_log import Entry
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
 from orchestrator.run_state.processes import this_machine
+from orchestrator.run_state.progress import Progress
 from orchestrator.run_state.requests import Request
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
-from orchestrator.run_state.stored import CHECKPOINTS, GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment, clock_step_s
-from orchestrator.run_state.time_used import TimeUsed
+from orchestrator.run_state.stored import CHECKPOINTS, GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence
@@ -104,7 +102,8 @@ def read_gang(run_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 class Launch:
-    """The state of a launch, made by `open_launch`. Only the driver's thread may call it; another thread sets `lease_lost`."""
+    """A launch, made by `open_launch`: its `progress`, and the run's storage that keeps it. Only the driver's thread may call it;
+    another thread sets `lease_lost`."""
 
     def __init__(
         self,
@@ -124,132 +123,75 @@ class Launch:
         self.lease, self.tracker = lease, tracker
         self.lease_lost = lease_lost
         """Set when another driver has taken the run: this one must stop at once, and write nothing more."""
-        self.goodput = Goodput(started_at_s)
-        self.time_used = TimeUsed()
-        """Of the `time_limit`, over all launches of the run."""
-        self.num_incidents = 0
-        self.earlier = Earlier()
-        """The launches of the run before this one."""
-        self.earlier_incidents: list[tuple[str, Incident]] = []
-        """The newest incidents of earlier launches, oldest first, each with the id of its launch."""
-        self.history: list[PastFailure] = []
-        """The newest failures, oldest first."""
-        self.generations, self.drivers = 0, 1
-        self.high_water_step = 0
-        self.step_s: dict[int, float] = {}
-        """The median seconds of a step, by number of hosts."""
-        self.trained_step = 0
-        """How far this launch has trained, without the steps that a rollback took back."""
-        self.save_problem: str | None = None
-        """Why the last save failed; None if a later one has succeeded."""
-        self.max_steps: int | None = None
-        """For those who look at the run: `gangway status`."""
-        self.saved_path: str | None = None
-        self.checkpoint_step: int | None = None
-        self.committed = Committed()
-        """The newest committed checkpoint of the run, over all launches: the checkpoints' folder must show it."""
-        self.gang: dict[str, Any] | None = None
-        """The record of the present generation: how another driver finds its agents, and their orders."""
-        self.seen: dict[int, int] = {}
-        """How many events of the present generation were handled, by host. Stored together with their effects."""
         self.problems: list[str] = [*tracker.problems]
         """Problems with the files of an earlier driver, as sentences."""
+        self.progress = Progress(Goodput(started_at_s), course_of_points=course, stored_at_s=started_at_s)
         self._folder, self._writer = folder, writer
-        self._entries: list[Entry] = []
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._published = {"train": -1, "eval": -1}
-        self._course = self._course_of_points = course
-        """The settings of this launch, and those under which the published points were trained. They differ until training
-        has begun: only then is it known which points a new course leaves."""
+        self._course = course
         self._num_published = self._num_marks = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None
         self._monotonic, self._stored_at_s = monotonic, monotonic()
-        self._last_stored_at_s = started_at_s
-        """When the previous driver last stored its state."""
         self._restore()
         # The trainers keep a record of commits too: it may be newer than a `launch.json` that was lost or damaged.
-        self.committed = self.committed.and_(recorded).and_(Committed(run=uuid.uuid4().hex[:12]))
+        self.progress.committed = self.progress.committed.and_(recorded).and_(Committed(run=uuid.uuid4().hex[:12]))
 
     def next_generation(self) -> int:
-        self.generations += 1
-        return self.generations - 1
+        self.progress.generations += 1
+        return self.progress.generations - 1
 
     def formed(self, gang: dict[str, Any]) -> None:
         """Records a generation that is about to begin. `gang` is what the next driver needs to find it."""
-        self.gang, self.seen = gang, {}
+        self.progress.gang, self.progress.seen = gang, {}
         self._store_gang()
 
     def slots_changed(self, record: dict[str, Any]) -> None:
         """Stores the changed `Gang.record`: a slot may have a new agent, which the next driver must find."""
-        if self.gang is not None:
-            self.gang = {**self.gang, "gang": record}
+        if self.progress.gang is not None:
+            self.progress.gang = {**self.progress.gang, "gang": record}
             self._store_gang()
 
     def adopt_generation(self, number: int) -> None:
         """Records that the agents are in another generation than `gang.json` says: the previous driver ended before it was
         stored."""
-        assert self.gang is not None
+        assert self.progress.gang is not None
         # No number may be used twice: the events of generations are told apart by it.
-        self.generations = max(self.generations, number + 1)
-        self.gang, self.seen = {**self.gang, "generation": number}, {}
+        self.progress.generations = max(self.progress.generations, number + 1)
+        self.progress.gang, self.progress.seen = {**self.progress.gang, "generation": number}, {}
         self._store_gang()
 
     def saved(self, step: int, path: str) -> None:
-        self.checkpoint_step, self.saved_path, self.save_problem = step, path, None
-        self.committed = self.committed.and_(Committed(step=step))
+        self.progress.checkpoint_step, self.progress.saved_path, self.progress.save_problem = step, path, None
+        self.progress.committed = self.progress.committed.and_(Committed(step=step))
         # At once, not at the next tick: the next driver has to know that this step was committed.
         self.store()
 
-    @property
-    def incidents(self) -> list[Incident]:
-        """The newest ones, oldest first."""
-        return [entry.incident for entry in self._entries]
-
     def failed(self, past: PastFailure, incident: Incident) -> None:
-        self.history = [*self.history[1 - KEPT_FAILURES :], past]
-        self.record(incident, past)
+        self._write_incident(self.progress.add_incident(incident, past))
 
-    def record(self, incident: Incident, past: PastFailure | None = None) -> None:
-        self._entries = [*self._entries[1 - KEPT_INCIDENTS :], Entry(self.num_incidents, incident, past)]
-        self.num_incidents += 1
-        self._write_incident(self._entries[-1])
+    def record(self, incident: Incident) -> None:
+        self._write_incident(self.progress.add_incident(incident))
 
     def update(self, incident: Incident) -> None:
         """Writes a changed incident again."""
-        for entry in self._entries:
+        for entry in self.progress.entries:
             if entry.incident is incident:
                 self._write_incident(entry)
-
-    def goodput_of_run(self, now_s: float) -> float:
-        """Returns the share of the wall clock of all launches that was spent in steps that were not repeated."""
-        wall_s = self.earlier.wall_s + self.goodput.wall_s(now_s)
-        return (self.earlier.seconds.get("step", 0.0) + self.goodput.totals(now_s)["step"]) / wall_s if wall_s > 0 else 0.0
-
-    def open_incident(self) -> Incident | None:
-        """Returns the incident from which the gang has not recovered yet."""
-        return next((incident for incident in reversed(self.incidents) if incident.open), None)
-
-    def is_new(self, step: int, kind: str) -> bool:
-        """Returns False for steps that were published before: replayed steps give the same metrics. `kind`: `train` or `eval`."""
-        if step <= self._published[kind]:
-            return False
-        self._published[kind] = step
-        return True
 
     def resumed(self, step: int) -> bool:
         """Called when training has begun, from `step` on. If its settings are others than those of the published points, the
         points of later steps are left behind. Returns whether there are any."""
-        is_other, self._course_of_points = self._course_of_points != self._course, self._course
+        is_other = self.progress.course_of_points != self._course
+        self.progress.course_of_points = self._course
         return is_other and self.leave_course(step)
 
     def leave_course(self, step: int) -> bool:
         """Records that training has gone back to `step` and takes another course: what comes of later steps is new. Returns
         whether any was published."""
-        if all(last <= step for last in self._published.values()):
+        if not self.progress.leave_course(step):
             return False
-        self._published = {kind: min(last, step) for kind, last in self._published.items()}
         self._num_published += 1
         self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.go_back(step))
         self.store()
@@ -303,7 +245,7 @@ class Launch:
         document = self._document()
         self._write(STATE, lambda: self._folder.write(STATE_KIND, document))
         self._write("the requests", self._look_for_requests)
-        if (path := self.saved_path) is not None and self._gone != path:
+        if (path := self.progress.saved_path) is not None and self._gone != path:
             self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
 
     def new_requests(self) -> Iterator[Request]:
@@ -321,7 +263,7 @@ class Launch:
         """Returns True once for a newest checkpoint that is no longer where it was saved: somebody has deleted it."""
         is_new, self._told_gone = self._gone != self._told_gone, self._gone
         # A newer one may have been saved meanwhile.
-        return is_new and self._gone == self.saved_path
+        return is_new and self._gone == self.progress.saved_path
 
     def _look_for(self, path: str) -> None:
         # On the writer's thread: the storage may hang.
@@ -340,7 +282,7 @@ class Launch:
     def close(self, status: str, timeout_s: float = TRACKING_CLOSE_TIMEOUT_S) -> str | None:
         """Stores and tracks what is left, and releases the run. Returns what could not be delivered, as a sentence."""
         # The machines are given back: nobody may try to adopt this gang.
-        self.gang = None
+        self.progress.gang = None
         self._store_gang()
         written = self.flush(timeout_s)
         problem = None if written else f"not all was written to {self.run_dir}: {self.storage_problem or 'there was no time to'}"
@@ -362,8 +304,8 @@ class Launch:
 
     def gang_lost(self, now_s: float, why: str) -> Incident:
         """Records that the previous driver was lost and its gang cannot be adopted: the time since then was lost."""
-        self.goodput.switch("detection", self.goodput.counted_to_s)
-        self.generations += 1  # the lost driver may have begun one that is not recorded
+        self.progress.goodput.switch("detection", self.progress.goodput.counted_to_s)
+        self.progress.generations += 1  # the lost driver may have begun one that is not recorded
         incident = self._driver_lost(now_s, Action.RESTART, f"its gang could not be taken over: {why}")
         self.record(incident)
         return incident
@@ -372,10 +314,10 @@ class Launch:
         incident = Incident(
             kind="driver_lost",
             host=None,
-            generation=self.generations - 1,
-            step=self.high_water_step,
+            generation=self.progress.generations - 1,
+            step=self.progress.high_water_step,
             # Stored by another machine perhaps, whose clock is ahead: a failure cannot lie in the future.
-            failed_at_s=min(self._last_stored_at_s, now_s),
+            failed_at_s=min(self.progress.stored_at_s, now_s),
             evidence={"summary": f"the driver process ended early; Ray Train started another; {detail}"},
             action=action,
             detail=detail,
@@ -394,7 +336,7 @@ class Launch:
         self._writer.put(name, unless_superseded)
 
     def _store_gang(self) -> None:
-        document = {"launch_id": self.launch_id, "driver_term": self.lease.driver_term, "gang": self.gang}
+        document = {"launch_id": self.launch_id, "driver_term": self.lease.driver_term, "gang": self.progress.gang}
         self._write(GANG, lambda: self._folder.write(GANG_KIND, document))
         self.store()
 
@@ -404,33 +346,8 @@ class Launch:
         self.store()
 
     def _document(self) -> dict[str, Any]:
-        return {
-            "launch_id": self.launch_id,
-            "driver_term": self.lease.driver_term,
-            "stored": self._moment(),
-            "goodput": self.goodput.to_dict(self.clock()),
-            "time_used": self.time_used.to_dict(self.clock()),
-            "earlier": self.earlier.to_dict(),
-            "generations": self.generations,
-            "drivers": self.drivers,
-            "num_incidents": self.num_incidents,
-            "high_water_step": self.high_water_step,
-            "step_s": {str(hosts): step_s for hosts, step_s in self.step_s.items()},
-            "trained_step": self.trained_step,
-            "max_steps": self.max_steps,
-            # Relative, if it is in the run's folder: the next driver may find that elsewhere, or in a copy.
-            "saved_path": self.saved_path and identity.inside(self.saved_path, self.run_dir),
-            "saved_at": self.saved_path,
-            "checkpoint_step": self.checkpoint_step,
-            "committed": dataclasses.asdict(self.committed),
-            "published": dict(self._published),
-            "course": self._course_of_points,
-            # With its generation: if only one of the two files was written, the numbers are not used.
-            "seen": {
-                "generation": self.gang["generation"] if self.gang else None,
-                "events": [self.seen.get(host, 0) for host in range(max(self.seen, default=-1) + 1)],
-            },
-        }
+        about = {"launch_id": self.launch_id, "driver_term": self.lease.driver_term, "stored": self._moment()}
+        return {**about, **self.progress.to_document(self.clock(), self.run_dir)}
 
     def _moment(self) -> Moment:
         return {"machine": this_machine(), "wall_s": self.clock(), "passed_s": self._monotonic()}
@@ -440,51 +357,14 @@ class Launch:
         state, gang = self._read(STATE_KIND), self._read(GANG_KIND)
         if state is None:
             return
-        # These belong to the run, whichever launch stored them.
-        self.high_water_step = state["high_water_step"]
-        self.saved_path = state["saved_path"] and identity.outside(state["saved_path"], self.run_dir)
+        entries, problem = incident_log.with_launches(self._folder.last_lines(incident_log.NAME))
+        missing = self.progress.restore(state, gang, entries, self.launch_id, self._moment())
+        self.problems += filter(None, [problem or missing])
+        path = state["saved_path"] and identity.outside(state["saved_path"], self.run_dir)
         # A trainer of one's own may have saved beside a run that was moved alone.
-        if self.saved_path and self.saved_path != state.get("saved_at") and not documents.exists(self.saved_path):
-            self.saved_path = state.get("saved_at") or self.saved_path
-        self.checkpoint_step = state["checkpoint_step"]
-        recorded = state.get("committed", {"step": self.checkpoint_step})
-        self.committed = Committed(recorded.get("run"), recorded.get("step"))
-        self._published, self._course_of_points = state["published"], state.get("course", self._course)
-        step_s = clock_step_s(state.get("stored"), self._moment())
-        self.time_used = TimeUsed.resume(state["time_used"], same_launch=state["launch_id"] == self.launch_id, step_s=step_s)
-        all_entries, problem = incident_log.with_launches(self._folder.last_lines(incident_log.NAME))
-        self.problems += [problem] if problem else []
-        others = [(launch_id, entry.incident) for launch_id, entry in all_entries if launch_id != self.launch_id]
-        self.earlier_incidents = sorted(others, key=lambda item: item[1].failed_at_s)[-KEPT_INCIDENTS:]
-        if state["launch_id"] != self.launch_id:
-            met = [entry.number + 1 for launch_id, entry in all_entries if launch_id == state["launch_id"]]
-            self.earlier = Earlier.before(state, state.get("num_incidents", max(met, default=0)))
-            return
-        entries = [entry for launch_id, entry in all_entries if launch_id == self.launch_id]
-        self.earlier = Earlier.of(state)
-        # From here on only for a driver that follows another one of the same launch.
-        self.goodput = Goodput.resume(state["goodput"], step_s)
-        self._last_stored_at_s = self.goodput.counted_to_s
-        self.generations, self.drivers = state["generations"], state["drivers"] + 1
-        self.step_s = {int(hosts): step_s for hosts, step_s in state.get("step_s", {}).items()}
-        self.trained_step = state.get("trained_step", 0)
-        if gang is not None and gang["launch_id"] == self.launch_id:
-            self.gang = gang["gang"]
-        if self.gang is not None:
-            # `gang.json` may be newer than `launch.json`.
-            self.generations = max(self.generations, self.gang["generation"] + 1)
-            if state["seen"]["generation"] == self.gang["generation"]:
-                self.seen = dict(enumerate(state["seen"]["events"]))
-        self._entries = entries[-KEPT_INCIDENTS:]
-        past = [entry.past for entry in entries if entry.past is not None][-KEPT_FAILURES:]
-        # By the clock as it is now: decisions ask how long ago a failure was.
-        self.history = [dataclasses.replace(one, at_s=one.at_s + step_s) if one.at_s is not None else one for one in past]
-        if (incident := self.open_incident()) is not None:
-            incident.failed_at_s += step_s
-        there, stored = entries[-1].number + 1 if entries else 0, state.get("num_incidents", 0)
-        self.num_incidents = max(there, stored)
-        if there < stored and not problem:
-            self.problems.append(f"{incident_log.NAME} has {there} of the {stored} incidents of this launch: {LINE_KIND.cost}")
+        if path and path != state.get("saved_at") and not documents.exists(path):
+            path = state.get("saved_at") or path
+        self.progress.saved_path = path
 
     def _read(self, kind: DocumentKind) -> dict[str, Any] | None:
         """Reads a document. A damaged one is set aside and lost: a driver that refused to start would lose the whole run."""

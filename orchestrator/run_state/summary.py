@@ -33,14 +33,15 @@ def build(
     Its numbers are those of the run, over all its launches. Those of this launch are below `launch`.
     """
     trained_on = (result.get("lineage") or [{}])[-1]
-    earlier, seconds, wall_s = launch.earlier, launch.goodput.totals(now_s), launch.goodput.wall_s(now_s)
-    began_s = launch.goodput.started_at_s
-    incidents = [*launch.earlier_incidents, *((launch.launch_id, incident) for incident in launch.incidents)]
+    progress = launch.progress
+    earlier, seconds, wall_s = progress.earlier, progress.goodput.totals(now_s), progress.goodput.wall_s(now_s)
+    began_s = progress.goodput.started_at_s
+    incidents = [*progress.earlier_incidents, *((launch.launch_id, incident) for incident in progress.incidents)]
     return {
         "status": status,
         "stop_reason": result.get("stop_reason"),
         "error": error,
-        "steps": result.get("steps", launch.high_water_step),
+        "steps": result.get("steps", progress.high_water_step),
         "tokens": result.get("tokens"),
         "samples": result.get("samples"),
         "train_loss": result.get("train_loss"),
@@ -52,10 +53,10 @@ def build(
         "hosts": trained_on.get("num_hosts"),
         "devices": trained_on.get("num_devices"),
         "launches": earlier.launches + 1,
-        "generations": earlier.generations + launch.generations,
-        "drivers": earlier.drivers + launch.drivers,
+        "generations": earlier.generations + progress.generations,
+        "drivers": earlier.drivers + progress.drivers,
         "incidents": [incident.to_dict() | {"launch_id": of} for of, incident in incidents[-KEPT_INCIDENTS:]],
-        "num_incidents": earlier.num_incidents + launch.num_incidents,
+        "num_incidents": earlier.num_incidents + progress.num_incidents,
         "goodput": {name: value + earlier.seconds.get(name, 0.0) for name, value in seconds.items()},
         "wall_s": earlier.wall_s + wall_s,
         "started_at": _time(began_s if earlier.started_at_s is None else earlier.started_at_s),
@@ -64,13 +65,13 @@ def build(
         "samples_digest": result.get("samples_digest"),
         "lineage": result.get("lineage"),
         "skipped_batches": result.get("skipped_batches"),
-        "checkpoint": result.get("checkpoint") or launch.saved_path,
+        "checkpoint": result.get("checkpoint") or progress.saved_path,
         "sample": result.get("sample"),
         "launch_id": launch.launch_id,
         "launch": {
-            "generations": launch.generations,
-            "drivers": launch.drivers,
-            "num_incidents": launch.num_incidents,
+            "generations": progress.generations,
+            "drivers": progress.drivers,
+            "num_incidents": progress.num_incidents,
             "goodput": seconds,
             "wall_s": wall_s,
             "started_at": _time(began_s),

@@ -214,7 +214,7 @@ class Launched:
                 self.world.advance(RESTART_DRIVER_S)
 
     def kinds(self) -> list[str]:
-        return [str(incident.kind) for incident in self.launch.incidents]
+        return [str(incident.kind) for incident in self.launch.progress.incidents]
 
     def told(self) -> list[ConsoleEvent]:
         return self.board.read(0, 0.0)[1]

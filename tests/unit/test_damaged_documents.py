@@ -94,8 +94,8 @@ def whole(tmp_path_factory, quiet) -> Path:
     folder.mkdir()
     driver = driver_of(folder, [])
     driver.formed({"address": "a:1", "gang": {"slots": []}, "generation": 0, "high_water_step": 12, "began_at_s": 1001.0})
-    driver.high_water_step = 12
-    driver.seen = {0: 7, 1: 5}
+    driver.progress.high_water_step = 12
+    driver.progress.seen = {0: 7, 1: 5}
     driver.saved(8, str(folder / "checkpoints" / "8"))
     past = PastFailure(kind=FailureKind.HOST_LOST, step=9, exception=("ValueError", "x"), generation=0)
     for step in (9, 11):
@@ -177,7 +177,7 @@ def known_to_driver(folder: Path, told: list[str]) -> dict[str, Any]:
     driver = driver_of(folder, told)
     told += driver.problems
     known = {
-        name: getattr(driver, name)
+        name: getattr(driver.progress, name)
         for name in (
             "saved_path",
             "checkpoint_step",
@@ -191,7 +191,7 @@ def known_to_driver(folder: Path, told: list[str]) -> dict[str, Any]:
         )
     }
     known["saved_path"] = known["saved_path"] and Path(known["saved_path"]).name
-    known["steps of incidents"] = [incident.step for incident in driver.incidents]
+    known["steps of incidents"] = [incident.step for incident in driver.progress.incidents]
     driver.tracker.log_metrics(9, {"loss": 1.0})
     driver.store()
     assert driver.flush(30.0), driver.storage_problem

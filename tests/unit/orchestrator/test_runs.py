@@ -40,10 +40,10 @@ def start(storage):
         began_s = time.time() - 100.0
         launch = launches.open_launch(str(run_dir), "launch", began_s, TrackingConfig(mlflow=False), settings, time.time)
         opened.append(launch)
-        launch.max_steps = 100
-        launch.goodput.switch("step", began_s + 20.0)
+        launch.progress.max_steps = 100
+        launch.progress.goodput.switch("step", began_s + 20.0)
         launch.saved(30, str(run_dir / "checkpoints" / "30"))
-        assert launch.is_new(40, "train")
+        assert launch.progress.is_new(40, "train")
         launch.publish(40, METRICS | {"loss": loss})
         launch.publish(40, {"eval_loss": 3.0, "eval_seconds": 1.0})
         launch.formed({"generation": 0, "gang": {"members": [0, 1, 2]}})

@@ -28,8 +28,8 @@ def finished(launched, world):
     result = launched.run()
     assert (result["stop_reason"], result["steps"]) == ("max_steps", world.max_steps)
     assert world.commits[-1][1] == world.max_steps
-    totals = launched.launch.goodput.totals(world.clock())
-    assert sum(totals.values()) == pytest.approx(launched.launch.goodput.wall_s(world.clock()))
+    totals = launched.launch.progress.goodput.totals(world.clock())
+    assert sum(totals.values()) == pytest.approx(launched.launch.progress.goodput.wall_s(world.clock()))
     return launched.kinds()
 
 
@@ -63,7 +63,7 @@ def test_a_process_is_killed(world):
     launched = Launched(world)
     world.at(4.0, lambda: process_of(world, 1).agent.end_process(told=True))
     assert finished(launched, world) == ["process_crash"]
-    (incident,) = launched.launch.incidents
+    (incident,) = launched.launch.progress.incidents
     assert (incident.host, incident.action, incident.open) == (1, "restart", False)
 
 
@@ -71,7 +71,7 @@ def test_an_agent_dies_and_a_spare_takes_its_place(world):
     launched = Launched(world, spares=1)
     world.at(4.0, lambda: kill_machine(world, 0))
     assert finished(launched, world) == ["host_lost"]
-    assert launched.launch.incidents[0].action == "replace"
+    assert launched.launch.progress.incidents[0].action == "replace"
 
 
 def test_a_frozen_process_is_a_hang(world):
@@ -94,7 +94,7 @@ def test_a_failure_is_timed_by_the_drivers_clock_whatever_the_hosts_say(world, a
 
     world.at(6.3, crash)
     assert finished(launched, world) == ["process_crash"]
-    assert launched.launch.incidents[0].failed_at_s == pytest.approx(failed_at_s[0], abs=0.2)
+    assert launched.launch.progress.incidents[0].failed_at_s == pytest.approx(failed_at_s[0], abs=0.2)
 
 
 def away(world, host, seconds, unavailable=False):
@@ -117,7 +117,7 @@ def test_an_agent_that_stays_out_of_reach_is_given_up(world, unavailable):
     launched = Launched(world, spares=1)
     world.at(4.0, lambda: away(world, 1, 1000.0, unavailable))
     assert finished(launched, world) == ["host_lost"]
-    gone_s = launched.launch.incidents[0].failed_at_s - world.clock() + world.now_s
+    gone_s = launched.launch.progress.incidents[0].failed_at_s - world.clock() + world.now_s
     assert 20.0 < gone_s - 4.0 < 30.0
 
 
@@ -157,7 +157,7 @@ def test_storage_that_hangs_costs_no_step(world):
     world.at(3.0, lambda: setattr(world, "storage_free_s", 25.0))
     world.at(4.0, lambda: process_of(world, 1).agent.end_process(told=True))
     assert finished(launched, world) == ["process_crash"]
-    assert launched.launch.incidents[0].total_s < 2.0
+    assert launched.launch.progress.incidents[0].total_s < 2.0
 
 
 @pytest.mark.parametrize("effect", some([*range(1, 60, 3), *range(60, 140)], each=3))
@@ -177,7 +177,7 @@ def test_after_an_adoption_checkpoints_are_committed_under_the_new_driver(world)
     launched = Launched(world)
     world.die_at = {100}
     assert finished(launched, world) == ["driver_lost"]
-    assert launched.launch.incidents[0].action == "adopt"
+    assert launched.launch.progress.incidents[0].action == "adopt"
     assert len(world.jobs) == 1
     assert world.commits == [(0, step) for step in range(10, 61, 10)]
 
@@ -283,7 +283,7 @@ def test_a_request_to_stop_is_heard_while_the_run_waits_for_machines(world, wher
     with pytest.raises(TrainingFailed, match="the run waits for machines"):
         launched.run()
     assert 50.0 < world.now_s < 53.0
-    assert launched.launch.incidents[0].action == "give up"
+    assert launched.launch.progress.incidents[0].action == "give up"
 
 
 def backing_off_from_3_s(world):
@@ -334,7 +334,7 @@ def test_a_checkpoint_that_was_told_at_the_last_moment_counts(world):
 
     world.at(3.05, save_and_die)
     finished(launched, world)
-    assert launched.launch.history[0].checkpoint_step == 17
+    assert launched.launch.progress.history[0].checkpoint_step == 17
 
 
 def test_orders_say_what_the_run_has_committed_and_who_gives_them(world):
@@ -351,6 +351,6 @@ def test_orders_say_what_the_run_has_committed_and_who_gives_them(world):
     before, after = orders
     committed_step = max(step for generation, step in world.commits if generation == before["generation"])
     assert (before["committed_step"], after["committed_step"]) == (None, committed_step)
-    assert before["run"] == after["run"] == launched.launch.committed.run
+    assert before["run"] == after["run"] == launched.launch.progress.committed.run
     assert [order["driver_term"] for order in orders] == [1, 1]
     assert [order["generation"] for order in orders] == [0, 1]

@@ -102,8 +102,8 @@ def check(world: World, launched: Launched, end: tuple[str, object]) -> None:
     assert [step for _, step in world.commits] == sorted({step for _, step in world.commits})
     assert world.commits[-1][1] == world.max_steps
     assert world.now_s < HORIZON_S
-    totals = launched.launch.goodput.totals(launched.clock())
-    assert sum(totals.values()) == pytest.approx(launched.launch.goodput.wall_s(launched.clock()))
+    totals = launched.launch.progress.goodput.totals(launched.clock())
+    assert sum(totals.values()) == pytest.approx(launched.launch.progress.goodput.wall_s(launched.clock()))
     assert all(seconds >= 0 for seconds in totals.values())
     assert not any(agent.alive for agent in world.agents)
 

@@ -13,6 +13,8 @@ from orchestrator.config.job import ConfigError, build
 from orchestrator.driver import ray_cluster
 from orchestrator.driver.driver import Driver
 from orchestrator.driver.precompile import Precompilations
+from orchestrator.run_state.goodput import Goodput
+from orchestrator.run_state.progress import Progress
 from tests.unit.driving import STORAGE
 
 
@@ -66,7 +68,8 @@ def driver_of(config):
     """Of the driver only what reads its configuration."""
     driver = object.__new__(Driver)
     driver.config = config
-    driver.launch = SimpleNamespace(run_dir=str(STORAGE / "a"), lease=SimpleNamespace(driver_term=3), checkpoint_step=25)
+    progress = Progress(Goodput(0.0), checkpoint_step=25)
+    driver.launch = SimpleNamespace(run_dir=str(STORAGE / "a"), lease=SimpleNamespace(driver_term=3), progress=progress)
     return driver
 
 

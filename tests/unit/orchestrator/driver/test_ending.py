@@ -104,7 +104,7 @@ def world():
 
 def progress_of(launched):
     launch = launched.launch
-    return Progress(launch.trained_step, launch.checkpoint_step, launch.save_problem)
+    return Progress(launch.progress.trained_step, launch.progress.checkpoint_step, launch.progress.save_problem)
 
 
 def test_of_a_run_that_stops_as_it_should_all_is_saved(world):
@@ -157,22 +157,22 @@ def test_why_the_last_save_failed_is_known_until_a_later_one_succeeds(world):
 
     world.at(4.0, fail)
     for number in range(20):
-        world.at(4.0 + number / 20, lambda: problems.append(launched.launch.save_problem))
+        world.at(4.0 + number / 20, lambda: problems.append(launched.launch.progress.save_problem))
     launched.run()
     assert "the checkpoint of step 3 failed: no room" in problems
-    assert launched.launch.save_problem is None
+    assert launched.launch.progress.save_problem is None
 
 
 def test_the_next_driver_knows_how_far_the_launch_has_trained(world):
     launched = Launched(world)
     world.at(4.0, lambda: launched.board.request_stop("interrupted"))
     launched.run()
-    trained = launched.launch.trained_step
+    trained = launched.launch.progress.trained_step
     launched.start_driver()
-    assert launched.launch.trained_step == trained > 0
+    assert launched.launch.progress.trained_step == trained > 0
     later = Launched(world, launch_id="another")
     later.start_driver()
-    assert later.launch.trained_step == 0  # it has trained nothing itself
+    assert later.launch.progress.trained_step == 0  # it has trained nothing itself
 
 
 # ---------------------------------------------------------------------- what can be written of it

@@ -7,13 +7,14 @@ from orchestrator.board import Board
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.policies.stragglers import StragglerPolicy
+from orchestrator.run_state.goodput import Goodput
+from orchestrator.run_state.progress import Progress
 from orchestrator.tracking.prometheus import Gauges
 
 
 def events():
     """Of a launch that has taken in nothing yet."""
-    goodput = SimpleNamespace(switch=lambda category, at_s: None)
-    launch = SimpleNamespace(seen={}, high_water_step=0, trained_step=0, goodput=goodput, step_s={})
+    launch = SimpleNamespace(progress=Progress(Goodput(0.0)))
     return EventHandler(launch, Board(), None, None, Gauges("run"), StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
 
 

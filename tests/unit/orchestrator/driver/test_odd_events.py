@@ -13,6 +13,7 @@ from orchestrator.driver.generation import Finished, Generation
 from orchestrator.events import problem_of
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.run_state.goodput import Goodput
+from orchestrator.run_state.progress import Progress
 
 ODD = [
     None,
@@ -32,7 +33,7 @@ ODD = [
 
 
 def handler(board):
-    launch = MagicMock(seen={}, high_water_step=0, trained_step=0, step_s={}, goodput=Goodput(0.0), open_incident=lambda: None)
+    launch = MagicMock(progress=Progress(Goodput(0.0)))
     nothing = SimpleNamespace(report=pytest.fail, record=pytest.fail, set=pytest.fail)
     return EventHandler(launch, board, nothing, nothing, nothing, StragglerPolicy(), lambda: 100.0)
 
@@ -45,7 +46,7 @@ def test_an_odd_event_is_told_once_and_the_next_one_is_handled(odd):
     for cursor in (2, 4):
         events.catch_up(generation, {0: {"events": [odd, sound], "cursor": cursor, "heartbeat": odd}})
     assert generation.phases == {0: "join"}
-    assert events.launch.seen == {0: 4}
+    assert events.launch.progress.seen == {0: 4}
     notes = [event["message"] for event in board.read(0, 0.0)[1] if event["ev"] == "note"]
     assert len(notes) == 1
     assert notes[0].startswith("host 0: an event that its training process has sent is left out: ")

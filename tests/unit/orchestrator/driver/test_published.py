@@ -8,6 +8,8 @@ from orchestrator.board import Board
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
 from orchestrator.policies.stragglers import StragglerPolicy
+from orchestrator.run_state.goodput import Goodput
+from orchestrator.run_state.progress import Progress
 from trainers.metrics.host_usage import CPU, MEMORY
 
 
@@ -16,14 +18,7 @@ def handler():
     """Of a launch that publishes everything; `published` has what reached its recorders."""
     ignore = SimpleNamespace(report=lambda *args: None, set=lambda *args: None)
     launch = SimpleNamespace(
-        seen={},
-        high_water_step=0,
-        trained_step=0,
-        generations=1,
-        step_s={},
-        goodput=SimpleNamespace(switch=lambda *args: None, move=lambda *args: None),
-        goodput_of_run=lambda at_s: 1.0,
-        is_new=lambda step, kind: True,
+        progress=Progress(Goodput(0.0), generations=1),
         publish=lambda step, metrics: None,
     )
     published = []
@@ -63,7 +58,7 @@ def test_what_a_host_of_an_earlier_gang_used_is_forgotten(handler):
 
 def notes_after(handler, machines):
     generation = Generation(0, len(machines))
-    handler.launch.time_used = SimpleNamespace(begin=lambda at_s: None)
+    handler.launch.progress.time_used = SimpleNamespace(begin=lambda at_s: None)
     handler.start(generation)
     before = len(handler.board.read(0, 0.0)[1])
     for host, machine in enumerate(machines):

@@ -8,18 +8,20 @@ from types import SimpleNamespace
 from orchestrator.board import Board
 from orchestrator.config.job import build, load
 from orchestrator.driver import main
+from orchestrator.run_state.goodput import Goodput
+from orchestrator.run_state.progress import Progress
 
 
 def test_a_run_has_its_settings_and_what_its_console_has_shown(tmp_path):
     config = build({"name": "mine", "max_num_steps": 1, "seed": 4, "storage": str(tmp_path)})
     waiting = {}
-    launch = SimpleNamespace(run_dir=config.run_dir, drivers=1, write_beside=waiting.__setitem__)
+    launch = SimpleNamespace(run_dir=config.run_dir, progress=Progress(Goodput(0.0)), write_beside=waiting.__setitem__)
     (tmp_path / "mine").mkdir()
     main.keep_configuration(launch, config)
     message = {"started_at_s": time.time(), "shown": [{"ev": "note", "message": "checked"}]}
-    for launch.drivers in (1, 2):  # the second driver of a launch does not tell again what the command has shown
+    for launch.progress.drivers in (1, 2):  # the second driver of a launch does not tell again what the command has shown
         board = main.logged(Board(), launch, message)
-        board.post({"ev": "note", "message": f"driver {launch.drivers}"})
+        board.post({"ev": "note", "message": f"driver {launch.progress.drivers}"})
         for write in waiting.values():
             write()
     assert load(tmp_path / "mine" / "config.yaml") == config

@@ -21,7 +21,7 @@ def launched(world, **settings):
 
 
 def used_s(launched):
-    return launched.launch.time_used.seconds(launched.world.clock())
+    return launched.launch.progress.time_used.seconds(launched.world.clock())
 
 
 def test_the_hosts_are_asked_to_stop_and_save_at_the_limit(world):
@@ -102,7 +102,7 @@ def test_a_failure_after_the_limit_ends_the_run_as_the_limit_does(world):
     run = launched(world)
     world.at(START_AGENT_S + LIMIT_S + 2.0, lambda: newest(world).processes[0].agent.end_process(told=True))
     assert run.run() == {"stop_reason": "time_limit"}
-    (incident,) = run.launch.incidents
+    (incident,) = run.launch.progress.incidents
     assert (incident.action, incident.detail) == ("give up", "the time limit has passed")
 
 

@@ -33,7 +33,7 @@ def opened(tmp_path):
 
 
 def published(launch, *steps, kind="train", loss=1.0):
-    new = [step for step in steps if launch.is_new(step, kind)]
+    new = [step for step in steps if launch.progress.is_new(step, kind)]
     for step in new:
         launch.publish(step, {"loss": loss})
     return new

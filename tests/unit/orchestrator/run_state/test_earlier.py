@@ -16,9 +16,9 @@ def launched(tmp_path, launch_id, began_s, *, lasted_s=90.0, incidents=1, driver
         clock = lambda: began_s + lasted_s  # noqa: E731
         tracking = TrackingConfig(mlflow=False)
         launch = launches.open_launch(str(tmp_path), launch_id, began_s, tracking, {}, clock, monotonic=clock)
-        if launch.drivers == 1:
+        if launch.progress.drivers == 1:
             launch.next_generation()
-            launch.goodput.switch("step", began_s + 10.0)
+            launch.progress.goodput.switch("step", began_s + 10.0)
             for number in range(incidents):
                 incident = Incident(kind="hang", host=0, generation=0, step=number, failed_at_s=began_s + number)
                 incident.action = Action.REPORT
@@ -45,5 +45,5 @@ def test_a_resumed_launch_knows_what_the_earlier_ones_used_and_met(tmp_path):
 def test_the_share_that_is_shown_while_it_trains_is_that_of_the_run(tmp_path):
     launched(tmp_path, "first", 1000.0)
     launch = launches.open_launch(str(tmp_path), "second", 2000.0, TrackingConfig(mlflow=False), {}, lambda: 2010.0)
-    assert launch.goodput_of_run(2010.0) == pytest.approx(80.0 / 100.0)
+    assert launch.progress.goodput_of_run(2010.0) == pytest.approx(80.0 / 100.0)
     launch.close("KILLED", 30.0)

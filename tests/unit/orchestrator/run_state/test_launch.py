@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
+from orchestrator.run_state import incident_log
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.launch import open_launch
@@ -50,19 +51,19 @@ def take_up(tmp_path, clock):
 
 def test_a_driver_that_adopts_the_gang_lost_nothing_but_the_time_without_a_watcher(take_up, clock):
     first = take_up()
-    first.goodput.switch("step", 1010.0)
+    first.progress.goodput.switch("step", 1010.0)
     clock.now_s = 1020.0
     first.formed({"generation": 0})
     clock.now_s = 1027.0
     second = take_up()
-    assert second.drivers == 2
-    assert second.gang == {"generation": 0}
-    second.goodput.switch("step", 1026.0)  # what the agents told of the time since then was taken in
+    assert second.progress.drivers == 2
+    assert second.progress.gang == {"generation": 0}
+    second.progress.goodput.switch("step", 1026.0)  # what the agents told of the time since then was taken in
     incident = second.adopted(1027.0, step=70)
     assert (incident.action, incident.resumed_step, incident.failed_at_s) == (Action.ADOPT, 70, 1020.0)
     assert incident.recovery_s == {"detect": 7.0}
-    assert second.open_incident() is None
-    assert second.goodput.totals(1030.0)["step"] == 20.0
+    assert second.progress.open_incident() is None
+    assert second.progress.goodput.totals(1030.0)["step"] == 20.0
 
 
 def test_the_next_driver_finds_an_agent_that_came_while_the_gang_trained(take_up, clock):
@@ -70,22 +71,22 @@ def test_the_next_driver_finds_an_agent_that_came_while_the_gang_trained(take_up
     first.formed({"generation": 0, "gang": {"slots": ["a"]}})
     clock.now_s = 1001.0
     first.slots_changed({"slots": ["b"]})
-    assert take_up().gang == {"generation": 0, "gang": {"slots": ["b"]}}
+    assert take_up().progress.gang == {"generation": 0, "gang": {"slots": ["b"]}}
 
 
 def test_with_the_gang_lost_the_time_without_a_driver_was_detection(take_up, clock):
     first = take_up()
-    first.goodput.switch("step", 1010.0)
+    first.progress.goodput.switch("step", 1010.0)
     clock.now_s = 1020.0
     first.formed({"generation": 0})
     clock.now_s = 1027.0
     second = take_up()
     incident = second.gang_lost(1027.0, "an agent is gone")
-    second.goodput.switch("schedule", 1027.0)
-    assert second.open_incident() is incident
+    second.progress.goodput.switch("schedule", 1027.0)
+    assert second.progress.open_incident() is incident
     assert incident.recovery_s == {"detect": 7.0}
-    assert second.goodput.totals(1027.0)["detection"] == 7.0
-    assert second.goodput.totals(1027.0)["step"] == 10.0
+    assert second.progress.goodput.totals(1027.0)["detection"] == 7.0
+    assert second.progress.goodput.totals(1027.0)["step"] == 10.0
 
 
 def test_another_launch_keeps_the_progress_and_starts_ledgers_of_its_own(take_up, clock):
@@ -93,8 +94,9 @@ def test_another_launch_keeps_the_progress_and_starts_ledgers_of_its_own(take_up
     first.saved(40, "/checkpoints/40")
     first.close("KILLED", 30.0)
     second = take_up("another")
-    assert (second.checkpoint_step, second.saved_path, second.drivers, second.gang) == (40, "/checkpoints/40", 1, None)
-    assert second.incidents == []
+    found = second.progress
+    assert (found.checkpoint_step, found.saved_path, found.drivers, found.gang) == (40, "/checkpoints/40", 1, None)
+    assert second.progress.incidents == []
 
 
 def test_a_storage_that_cannot_be_written_is_told_and_does_not_raise(take_up, tmp_path, clock):
@@ -152,20 +154,20 @@ def test_incidents_and_failures_are_known_to_the_next_driver_and_written_once_ea
     first = take_up()
     for number in range(3):
         first.failed(PastFailure(kind=FailureKind.HANG, step=number, at_s=1000.0 + number), incident(number))
-    last = first.incidents[-1]
+    last = first.progress.incidents[-1]
     last.action = Action.RESTART
     first.update(last)
     lines = len((first._writer.flush(30), (tmp_path / "incidents.jsonl").read_text().splitlines())[1])
     assert 3 <= lines <= 4
     first.store()
     second = take_up()
-    assert [known.step for known in second.incidents] == [0, 1, 2]
-    assert [past.step for past in second.history] == [0, 1, 2]
-    assert second.open_incident() is second.incidents[-1]
+    assert [known.step for known in second.progress.incidents] == [0, 1, 2]
+    assert [past.step for past in second.progress.history] == [0, 1, 2]
+    assert second.progress.open_incident() is second.progress.incidents[-1]
     second.record(incident(3))
-    assert second.num_incidents == 4
+    assert second.progress.num_incidents == 4
     second.close("KILLED", 30.0)
-    assert take_up("another").incidents == []
+    assert take_up("another").progress.incidents == []
 
 
 @pytest.mark.costs("compiles a program")
@@ -178,30 +180,30 @@ def test_what_is_stored_each_second_does_not_grow_with_the_failures(take_up, tmp
             assert launch._writer.flush(30)
             sizes.append((tmp_path / "launch.json").stat().st_size)
     assert sizes[1] <= sizes[0] + 100
-    assert len(launch.incidents) == launches.KEPT_INCIDENTS < launch.num_incidents == 300
+    assert len(launch.progress.incidents) == incident_log.KEPT_INCIDENTS < launch.progress.num_incidents == 300
 
 
 def test_cursors_begin_anew_with_each_generation(take_up):
     """Events are counted by host, and another agent may be that host now."""
     first = take_up()
     first.formed({"generation": 0})
-    first.seen = {0: 7, 1: 9}
+    first.progress.seen = {0: 7, 1: 9}
     first.store()
-    assert take_up().seen == {0: 7, 1: 9}
+    assert take_up().progress.seen == {0: 7, 1: 9}
     second = take_up()
     second.formed({"generation": 1})
-    assert second.seen == {}
-    assert take_up().seen == {}
+    assert second.progress.seen == {}
+    assert take_up().progress.seen == {}
 
 
 def test_cursors_are_those_of_the_generation_that_the_agents_are_in(take_up):
     first = take_up()
     first.formed({"generation": 0})
-    first.seen = {0: 7}
+    first.progress.seen = {0: 7}
     first.store()
     second = take_up()
     second.adopt_generation(1)
-    assert (second.seen, second.gang, second.next_generation()) == ({}, {"generation": 1}, 2)
+    assert (second.progress.seen, second.progress.gang, second.next_generation()) == ({}, {"generation": 1}, 2)
 
 
 @pytest.mark.parametrize("name", ["launch.json", "gang.json"])
@@ -214,7 +216,7 @@ def test_a_damaged_document_is_set_aside_and_told(take_up, tmp_path, name):
     (problem,) = launch.problems
     assert f"{name}: damaged" in problem
     assert (tmp_path / f"{name}.damaged").exists()
-    assert launch.gang is None
+    assert launch.progress.gang is None
 
 
 def test_a_driver_whose_run_another_has_taken_writes_nothing_more(take_up, tmp_path):
@@ -240,23 +242,23 @@ def test_previews_are_kept_in_the_folder_and_shown_to_the_tracker(take_up, tmp_p
 
 def test_what_was_committed_is_known_to_every_launch_also_from_the_trainers_record(take_up, tmp_path):
     first = take_up("one")
-    run = first.committed.run
-    assert first.committed.step is None
+    run = first.progress.committed.run
+    assert first.progress.committed.step is None
     for step in (4, 8, 6):  # the last one after a rollback
         first.saved(step, f"/checkpoints/{step}")
-    assert first.committed == Committed(run, 8)
+    assert first.progress.committed == Committed(run, 8)
     first.close("FINISHED", 30.0)
     second = take_up("two")
-    assert second.committed == Committed(run, 8)
+    assert second.progress.committed == Committed(run, 8)
     second.close("FINISHED", 30.0)
     (tmp_path / "launch.json").unlink()
     (tmp_path / "checkpoints").mkdir()
     committed.write(tmp_path / "checkpoints", Committed(run, 7))
     third = take_up("three")
-    assert third.committed == Committed(run, 7)
+    assert third.progress.committed == Committed(run, 7)
     third.close("FINISHED", 30.0)
     committed.write(tmp_path, Committed(run, 9))
-    assert take_up("four").committed == Committed(run, 9)
+    assert take_up("four").progress.committed == Committed(run, 9)
 
 
 def test_documents_of_older_versions_know_of_their_newest_checkpoint(take_up, tmp_path):
@@ -267,7 +269,7 @@ def test_documents_of_older_versions_know_of_their_newest_checkpoint(take_up, tm
     for name in ("committed", "format", "digest"):
         del document[name]
     (tmp_path / "launch.json").write_text(json.dumps(document))
-    assert take_up("two").committed.step == 8
+    assert take_up("two").progress.committed.step == 8
 
 
 def test_no_driver_has_the_epoch_of_one_before_it_whatever_was_deleted(take_up, tmp_path):
@@ -306,7 +308,7 @@ def test_what_a_trainer_of_ones_own_saved_is_found_where_the_run_is_now(tmp_path
         if how == "moved":
             storage.rename(tmp_path / "away")
         second = take_up(now / "run")
-        assert second.saved_path == str(now / path)
+        assert second.progress.saved_path == str(now / path)
         second.close("FINISHED", 30.0)
         if how == "moved":
             (tmp_path / "away").rename(storage)
@@ -319,16 +321,16 @@ def test_a_clock_that_was_set_between_two_drivers_uses_up_no_time(tmp_path):
         return open_launch(str(tmp_path), "launch", 1000.0, TrackingConfig(mlflow=False), {}, wall, monotonic=passed)
 
     first = take_up()
-    first.time_used.begin(1000.0)
-    first.goodput.switch("step", 1000.0)
+    first.progress.time_used.begin(1000.0)
+    first.progress.goodput.switch("step", 1000.0)
     wall.now_s, passed.now_s = 1010.0, 60.0
     first.store()
     assert first._writer.flush(30)
     wall.now_s, passed.now_s = 1_000_013.0, 63.0  # eleven days, in three seconds
     second = take_up()
-    assert second.time_used.seconds(wall.now_s) == pytest.approx(13.0)
-    assert second.goodput.wall_s(wall.now_s) == pytest.approx(13.0)
-    assert second.goodput.totals(wall.now_s)["step"] == pytest.approx(13.0)
+    assert second.progress.time_used.seconds(wall.now_s) == pytest.approx(13.0)
+    assert second.progress.goodput.wall_s(wall.now_s) == pytest.approx(13.0)
+    assert second.progress.goodput.totals(wall.now_s)["step"] == pytest.approx(13.0)
     for launch in (first, second):
         launch.close("FINISHED", 30.0)
 
@@ -340,7 +342,7 @@ def test_a_message_of_megabytes_does_not_push_the_failures_before_it_out(take_up
         incident = Incident(kind=past.kind, host=0, generation=number, step=number, failed_at_s=1000.0)
         incident.evidence = {"exception": {"message": message, "traceback": [message]}}
         first.failed(past, incident)
-    history = take_up().history
+    history = take_up().progress.history
     assert [past.step for past in history] == [0, 1, 2]
     assert len(history[1].exception[1]) < 30_000
     assert "letters left out" in history[1].exception[1]
