@@ -18,13 +18,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from cluster.agent import effects, inputs, log_growth, machine, preemption, stack_dump
 from cluster.agent import orders as orders_of
 from cluster.agent.answers import Description, Halted, Polled, Profiled, Started, TakenOver
 from cluster.agent.child_process import ChildProcess, child_env, import_path, log_tail
-from cluster.agent.events import Event, MachineTakenAway, ProcessEvent
+from cluster.agent.events import Event, ProcessEvent
 from cluster.agent.inputs import Input, Now
 from cluster.agent.logs import CLOSE_TIMEOUT_S, LOG_DIR, Logs
 from cluster.agent.orders import Command, ProfileCommand, StartOrders
@@ -94,13 +95,18 @@ class HostAgent:
         full_env = child_env(os.environ, {**variables, "PYTHONPATH": os.pathsep.join(import_path(paths))})
         copies, host = log_dir.rstrip("/"), os.path.basename(log_dir.rstrip("/"))
         self._logs = Logs(local_log_dir, run_name or "agents", host, copies, self._on_note)
-        self._spawner = Spawner(module, full_env, self._logs, self._children.__setitem__, self._feed, self._watch)
+
+        def watch(process: ProcessRecord, child: ChildProcess) -> None:
+            child.watch(partial(self._on_event, process), partial(self._on_exit, process))
+
+        self._spawner = Spawner(module, full_env, self._logs, self._children.__setitem__, self._feed, watch)
         self._precompilation = Precompilation(module, full_env, self._logs)
         _in_background("watchdog", self._keep_looking)
         _in_background("lease", self._keep_lease)
         _in_background("growth of logs", log_growth.follow, self._current_log, self._on_output, self._ended)
         if sources := preemption.sources(notice_file, metadata):
-            _in_background("notices", preemption.poll_sources, sources, self._on_notice, self._on_note)
+            on_notice: Callable[..., None] = lambda notice: self._feed(inputs.Notice(notice))  # noqa: E731
+            _in_background("notices", preemption.poll_sources, sources, on_notice, self._on_note)
 
     # ------------------------------------------------------------------ calls
 
@@ -325,9 +331,6 @@ class HostAgent:
         state = stack_dump.process_state(process.pid) if process is not None else None
         self._feed(inputs.OverdueSeen(what.alarm, state, tail))
 
-    def _watch(self, process: ProcessRecord, child: ChildProcess) -> None:
-        child.watch(lambda event: self._on_event(process, event), lambda how: self._on_exit(process, how))
-
     def _on_event(self, process: ProcessRecord, event: ProcessEvent) -> None:
         if event["ev"] in ("done", "exception"):
             self._show_printed(process)  # first: after these the driver may ask no more
@@ -374,9 +377,6 @@ class HostAgent:
     def _lease_left_s(self) -> float:
         with self._changed:
             return self._state.lease.left_s(now().s)
-
-    def _on_notice(self, notice: MachineTakenAway | None) -> None:
-        self._feed(inputs.Notice(notice))
 
     def _current_log(self) -> str | None:
         with self._changed:

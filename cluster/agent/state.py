@@ -162,7 +162,20 @@ class AgentState:
             case _:
                 self._answer(event.call)
 
-    def _on_event(self, event: Input, now: Now) -> None:  # noqa: PLR0912 - one line for each kind
+    def _on_event(self, event: Input, now: Now) -> None:
+        match event:
+            case inputs.Notice():
+                self._on_notice(event, now)
+            case inputs.Look():
+                self._look(now)
+            case inputs.LeaseEnded():
+                self._close()
+            case inputs.Reported():
+                self._report(event.event)
+            case _:
+                self._on_process_event(event, now)
+
+    def _on_process_event(self, event: Input, now: Now) -> None:
         match event:
             case inputs.Spawned():
                 if not self.standby.spawned(event.process, event.preparation):
@@ -181,17 +194,9 @@ class AgentState:
                     self.monitor.keep_stacks(event.text, now.s)
             case inputs.OverdueSeen():
                 self._overdue = [replace(one, seen=event) if one.alarm is event.alarm else one for one in self._overdue]
-            case inputs.Reported():
-                self._report(event.event)
-            case inputs.Notice():
-                self._on_notice(event, now)
             case inputs.Printed():
                 if self.monitor is not None:
                     self.monitor.printed(now.s)
-            case inputs.Look():
-                self._look(now)
-            case inputs.LeaseEnded():
-                self._close()
 
     def _go_on(self, now: Now) -> None:
         """Does what may have become possible, or whose time is over."""

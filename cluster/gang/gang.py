@@ -22,14 +22,14 @@ from ray.util.placement_group import PlacementGroup
 from cluster.agent import preemption
 from cluster.agent.answers import TakenOver
 from cluster.agent.driver_lease import StaleDriver
-from cluster.agent.events import cut
 from cluster.agent.orders import MachineOrders
 from cluster.gang.adoption import AdoptError, newest_generation
-from cluster.gang.calls import GONE_ERRORS, Mailbox
+from cluster.gang.calls import Mailbox
 from cluster.gang.lease_keeper import LeaseKeeper
+from cluster.gang.probes import AgentDied, Probes
 from cluster.gang.slots import AgentMaker, Slot
 from cluster.hosts.capacity import explain_missing
-from cluster.hosts.config import devices_per_host, num_hosts, strategy
+from cluster.hosts.config import HostsConfig, devices_per_host, num_hosts, spreads
 from cluster.hosts.process_env import compile_cache_dir
 from cluster.placement import placement_groups
 from cluster.placement.bundles import Bundle, Bundles, View, bundle_of, living_nodes
@@ -40,18 +40,13 @@ AGENT_START_TIMEOUT_S = 60.0
 """How long an agent may take to answer once its bundle is reserved."""
 ADOPT_TIMEOUT_S = 10.0
 """How long the agents of a gang that is to be adopted may take to answer."""
-PROBE_INTERVAL_S = 2.0
-"""How often agents that nobody polls are asked for a sign of life. Less often if there are very many."""
-PROBES_PER_S = 200
 REPLACEMENT_INTERVAL_S = 2.0
 """How often an agent that has died is replaced."""
-PROBE_TIMEOUT_S = 10.0
-"""An agent that had answered before and is silent for so long counts as not available."""
+SEARCH_INTERVAL_S = 2.0
+"""How often another bundle is looked for, for a slot whose bundle has no machine."""
 RELEASE_TIMEOUT_S = 5.0
 STEWARD = -1
 """The number of the steward among the slots whose leases are renewed."""
-FAILURE_LOOK_S = 0.5
-"""How often a start that waits for all agents looks whether one of them has died."""
 
 
 class GangTimeout(Exception):
@@ -80,28 +75,19 @@ class Gang:
         self._keeper = LeaseKeeper(maker.lease_s, maker.keep)
         weakref.finalize(self, self._keeper.stop)  # without this, a gang that was dropped unreleased would never end
         self._steward_name, self._steward = "", None
-        self._probe_interval_s = PROBE_INTERVAL_S
-
-    @property
-    def agents(self) -> list[Any]:
-        """The members' actor handles in host order."""
-        return [slot.agent for slot in self.members]
+        self._probes = Probes(lambda slot: self.ask(slot, "describe"), lambda slot: self._keeper.keep(slot.number, slot.agent))
 
     @property
     def descriptions(self) -> list[Mapping[str, Any]]:
         """Each member's last answer to `HostAgent.describe`, in host order: host_ip, node_id, pid, ..."""
         return [slot.description or {} for slot in self.members]
 
-    def slice_of(self, host: int) -> int:
-        """Returns the number of the TPU slice that a host belongs to; 0 for other kinds of hosts."""
-        return 0
-
     def orders(self, host: int) -> MachineOrders:
         """Returns the part of a host's start orders that depends on its machine."""
         config = self.config
         return {
             "local_device_ids": list(range(devices_per_host(config))) if config.kind == "gpu" else None,
-            "slice": self.slice_of(host),
+            "slice": 0,
             # By rank, not by slot: a spare that replaces a host finds the compiled programs of that rank.
             "cache_dir": compile_cache_dir(config, host, self._maker.cache_dir) if config.kind == "cpu" else None,
         }
@@ -170,16 +156,14 @@ class Gang:
         # First: it raises StaleDriver before anything of a newer driver is touched.
         self._keeper.driver_alive()
         polled = set() if members else {slot for slot in self.members if not slot.lost}
-        probed = {slot.probe: slot for slot in self.slots if slot.probe is not None}
-        ready = ray.wait(list(probed), num_returns=len(probed), timeout=0)[0] if probed else ()
-        dead_slots = [probed[ref] for ref in ready if not self._handle_answer(probed[ref], ref)]
+        answered, dead_slots = self._probes.take_answers(self.slots)
         # Only the driver decides about a member that it polls: an agent replaced here would hide its failure.
         self._replace([slot for slot in dead_slots if slot not in polled])
-        self._separate([probed[ref] for ref in ready])
+        self._separate(answered)
         waiting = [slot for slot in self.slots if not slot.available or slot not in polled]
-        self._probe_interval_s = max(PROBE_INTERVAL_S, len(waiting) / PROBES_PER_S)
+        self._probes.slow_down_for(len(waiting))
         for slot in waiting:
-            self._probe(slot)
+            self._probes.probe(slot)
         self._move_to_free_bundles([slot for slot in waiting if slot not in polled])
         return [slot for slot in self.slots if slot.available]
 
@@ -312,15 +296,22 @@ class Gang:
 
     def take_hosts(self, timeout_s: float, check_stop: CheckStop) -> None:
         """Reserves the machines and starts the agents. `acquire.reserve` calls it once. After GangTimeout, call `release`."""
-        check_stop, deadline_s = self._with_sign_of_life(check_stop), time.monotonic() + timeout_s
+        check_stop, deadline_s = self._keeper.with_sign_of_life(check_stop), time.monotonic() + timeout_s
         self._hire_steward()
         try:
             base = self._take_base(deadline_s, check_stop)
         except TimeoutError as error:
-            raise self._gang_timeout(timeout_s) from error
+            why = explain_missing(self.config, living_nodes(), self._avoid_nodes)
+            raise GangTimeout(f"the hosts of run {self.run_name!r} could not be had within {timeout_s:g} s: {why}") from error
         members = [*base, *self._take_further(base, check_stop)]
         # The timeout is for machines: agents on the machine that came last still get their whole time to start.
-        self._wait_for_answers(members, max(deadline_s, time.monotonic() + AGENT_START_TIMEOUT_S), check_stop)
+        deadline_s = max(deadline_s, time.monotonic() + AGENT_START_TIMEOUT_S)
+        try:
+            silent = self._probes.wait_for_all(members, deadline_s, check_stop)
+        except AgentDied as error:
+            raise GangTimeout(f"an agent of run {self.run_name!r} did not start: {error}") from error
+        if silent:
+            raise GangTimeout(f"agents of run {self.run_name!r} did not start: those of the slots {silent} do not answer")
         self.set_members(members)
 
     def _take_base(self, deadline_s: float, check_stop: CheckStop) -> list[Slot]:
@@ -331,35 +322,11 @@ class Gang:
         """Adds slots for more hosts and for spares; returns those with which the gang may begin."""
         further = num_hosts(self.config) - len(base)
         # Machines of the base are avoided here, since each of these groups is separate: STRICT_SPREAD holds within a group only.
-        nodes = placement_groups.node_ids(base[0].bundle.group).values() if self._spread() else ()
+        nodes = placement_groups.node_ids(base[0].bundle.group).values() if spreads(self.config) else ()
         avoid = [*self._avoid_nodes, *nodes]
         count = further + self.config.spares
         optional = [self._add_slot(self._bundles.ask_for_bundle(len(self.slots), avoid)) for _ in range(count)]
-        return self._placed(optional, further, check_stop)
-
-    def _with_sign_of_life(self, check_stop: CheckStop) -> CheckStop:
-        """Returns a `check_stop` for a wait in which nobody calls `refresh`: it also tells the lease keeper that the driver
-        lives."""
-
-        def check_stop_and_keep() -> None:
-            self._keeper.driver_alive()
-            check_stop()
-
-        return check_stop_and_keep
-
-    def _placed(self, slots: Sequence[Slot], count: int, check_stop: CheckStop) -> list[Slot]:
-        """Returns at most `count` of these slots: those for which Ray finds room within `hosts.wait_for_max_s`."""
-
-        def created() -> list[Slot]:
-            return [slot for slot in slots if placement_groups.is_created(slot.bundle.group)]
-
-        if count:
-            wait_until(lambda: len(created()) >= count, self.config.wait_for_max_s, check_stop)
-        return created()[:count]
-
-    def _gang_timeout(self, timeout_s: float) -> GangTimeout:
-        why = explain_missing(self.config, living_nodes(), self._avoid_nodes)
-        return GangTimeout(f"the hosts of run {self.run_name!r} could not be had within {timeout_s:g} s: {why}")
+        return placed(optional, further, self.config, check_stop)
 
     # ------------------------------------------------------------------ agents
 
@@ -373,47 +340,9 @@ class Gang:
         slot.name, slot.agent = self._maker.create(slot.bundle, slot.number)
         slot.unassigned = False
         self.version += 1
-        self._send_probe(slot)
+        self._probes.send(slot)
         if self._preparation is not None:
             self.ask(slot, "prepare", self._preparation)
-
-    def _wait_for_answers(self, slots: Sequence[Slot], deadline_s: float, check_stop: CheckStop) -> None:
-        """Waits until all these slots are available. Raises GangTimeout if an agent has died, or does not answer in time."""
-        while missing := {slot.probe: slot for slot in slots if not slot.available}:
-            for ref in wait_answers(list(missing), min(deadline_s, time.monotonic() + FAILURE_LOOK_S), check_stop):
-                slot = missing[ref]
-                if not self._handle_answer(slot, ref):
-                    raise GangTimeout(f"an agent of run {self.run_name!r} did not start: {slot.death_message}")
-                if slot.probe is None and not slot.available:  # Ray could not reach it just now
-                    self._send_probe(slot)
-            if time.monotonic() >= deadline_s and (silent := [slot.number for slot in slots if not slot.available]):
-                raise GangTimeout(f"agents of run {self.run_name!r} did not start: those of the slots {silent} do not answer")
-
-    def _send_probe(self, slot: Slot) -> None:
-        slot.probe, slot.next_probe_s = self.ask(slot, "describe"), time.monotonic() + self._probe_interval_s
-
-    def _probe(self, slot: Slot) -> None:
-        now_s = time.monotonic()
-        if slot.unassigned:
-            return
-        if slot.probe is None and now_s >= slot.next_probe_s:
-            self._send_probe(slot)
-        elif slot.available and now_s > slot.next_probe_s + PROBE_TIMEOUT_S:
-            slot.description = None  # it will be available again if it ever answers
-
-    def _handle_answer(self, slot: Slot, ref: Any) -> bool:
-        """Takes the answer to a probe. Returns False if the agent is dead."""
-        slot.probe = None
-        try:
-            slot.description = ray.get(ref)
-        except ray.exceptions.ActorUnavailableError:  # before GONE_ERRORS: it is a RayActorError too, but the agent may live
-            slot.description = None
-            return True
-        except GONE_ERRORS as error:
-            slot.description, slot.death_message = None, cut(str(error))
-            return False
-        self._keeper.keep(slot.number, slot.agent)
-        return True
 
     def _replace(self, dead_slots: Sequence[Slot]) -> None:
         """Asks for new agents for these slots: at once, but not too often, since agents may keep dying there."""
@@ -429,7 +358,7 @@ class Gang:
 
         Ray keeps apart only the bundles of one group, and each of these slots has a separate group.
         """
-        movable = [slot for slot in answered if slot.available and slot.bundle.alone] if self._spread() else []
+        movable = [slot for slot in answered if slot.available and slot.bundle.alone] if spreads(self.config) else []
         if not movable:
             return
         num_slots_on = Counter(slot.node_id or "" for slot in self.slots if slot.available)
@@ -450,27 +379,21 @@ class Gang:
         if not due or not self._bundles.unassigned:
             return
         view = View()
-        in_use = {slot.node_id for slot in self.slots if slot.node_id is not None} if self._spread() else set()
+        in_use = {slot.node_id for slot in self.slots if slot.node_id is not None} if spreads(self.config) else set()
         for slot in due:
-            slot.next_search_s = now_s + PROBE_INTERVAL_S
+            slot.next_search_s = now_s + SEARCH_INTERVAL_S
             avoid = {*slot.avoid_nodes, *in_use}
             if view.node_id(slot.bundle) is None and self._bundles.unassigned_elsewhere(avoid, view) is not None:
                 self.lose(slot, avoid_nodes=tuple(avoid))
-
-    def _spread(self) -> bool:
-        return strategy(self.config) == "STRICT_SPREAD"
 
     # ------------------------------------------------------------------ adopting
 
     def take_over(self, record: Mapping[str, Any], check_stop: CheckStop) -> None:
         """Takes over the gang that `record` describes. `acquire.adopt` calls it once. Raises AdoptError, StaleDriver, and what
         `check_stop` raises."""
-        try:
+        # Else its thread would keep the agents alive for a driver that gave them up.
+        with self._keeper.stopped_by_errors():
             self._adopt(record, check_stop)
-        except BaseException:
-            # Else the thread would keep the agents alive for a driver that gave them up.
-            self._keeper.stop()
-            raise
 
     def _adopt(self, record: Mapping[str, Any], check_stop: CheckStop) -> None:
         if record["hosts"] != dataclasses.asdict(self.config):
@@ -486,7 +409,7 @@ class Gang:
             if slot.agent is None:
                 vacant.append(slot)
             else:
-                slot.probe, slot.next_probe_s = slot.agent.take_over.remote(self.driver_term), time.monotonic() + PROBE_INTERVAL_S
+                self._probes.sent(slot, slot.agent.take_over.remote(self.driver_term))
         by_number = {slot.number: slot for slot in self.slots}
         self._find_generation([by_number[number] for number in record["members"]], check_stop)
         names = {info["name"] for key, info in living.items() if key in record["groups"]}
@@ -505,10 +428,9 @@ class Gang:
         """Makes the slots with the orders of the newest generation the members, whether or not they were recorded as members."""
         # First only the recorded members: a spare without a machine never answers, and waiting for it takes the whole timeout.
         for candidates in (recorded, self.slots):
-            probes = [slot.probe for slot in candidates if slot.probe is not None]
-            wait_answers(probes, time.monotonic() + ADOPT_TIMEOUT_S, check_stop)
-            for slot in self.slots:
-                self._take_over_slot(slot)
+            refs = [slot.probe for slot in candidates if slot.probe is not None]
+            wait_answers(refs, time.monotonic() + ADOPT_TIMEOUT_S, check_stop)
+            self._probes.take_answers(self.slots)
             by_number = {slot.number: slot for slot in self.slots}
             leads = {slot.number: slot.description for slot in self.slots if slot.description is not None}
             try:
@@ -519,6 +441,13 @@ class Gang:
                     raise
         self.leads = [cast(TakenOver, leads[slot.number]) for slot in self.members]
 
-    def _take_over_slot(self, slot: Slot) -> None:
-        if slot.probe is not None and ray.wait([slot.probe], timeout=0)[0]:
-            self._handle_answer(slot, slot.probe)
+
+def placed(slots: Sequence[Slot], count: int, config: HostsConfig, check_stop: CheckStop) -> list[Slot]:
+    """Returns at most `count` of these slots: those for which Ray finds room within `hosts.wait_for_max_s`."""
+
+    def created() -> list[Slot]:
+        return [slot for slot in slots if placement_groups.is_created(slot.bundle.group)]
+
+    if count:
+        wait_until(lambda: len(created()) >= count, config.wait_for_max_s, check_stop)
+    return created()[:count]

@@ -8,12 +8,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 
 from cluster.agent.driver_lease import StaleDriver
+from cluster.placement.waits import CheckStop
 
 CALLS_PER_LEASE = 4
 """How often an agent is called in the time of its lease: three calls may be lost."""
@@ -78,6 +80,24 @@ class LeaseKeeper:
             self._driver_alive_at_s = self._clock()
             if self._stale is not None:
                 raise self._stale
+
+    def with_sign_of_life(self, check_stop: CheckStop) -> CheckStop:
+        """Returns a `check_stop` for a wait in which nobody else gives the driver's sign of life."""
+
+        def check_stop_and_keep() -> None:
+            self.driver_alive()
+            check_stop()
+
+        return check_stop_and_keep
+
+    @contextmanager
+    def stopped_by_errors(self) -> Iterator[None]:
+        """Renews no lease any more after an error in the block."""
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         self._stopped.set()

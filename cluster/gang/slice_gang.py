@@ -28,14 +28,13 @@ class SliceGang(Gang):
     _next_look_s = 0.0
     """When to look again for slices, for slots that have none or a broken one."""
 
-    def slice_of(self, host: int) -> int:
-        return slice_of(self.config, host)
-
     def orders(self, host: int) -> MachineOrders:
         """Adds the variables with which the processes of several slices find each other, at host 0."""
-        address = self.descriptions[0].get("host_ip", "")
+        description = self.members[0].description
+        address = description["host_ip"] if description else ""
         num_slices = len(self.members) // hosts_per_slice(self.config)
-        return {**super().orders(host), "env": megascale_env(self.slice_of(host), num_slices, address)}
+        number = slice_of(self.config, host)
+        return {**super().orders(host), "slice": number, "env": megascale_env(number, num_slices, address)}
 
     def refresh(self, *, members: bool = False) -> list[Slot]:
         available = super().refresh(members=members)

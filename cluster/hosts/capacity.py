@@ -15,7 +15,7 @@ from cluster.hosts.config import (
     min_hosts,
     min_slices,
     pod_type,
-    strategy,
+    spreads,
 )
 
 
@@ -72,15 +72,15 @@ def explain_missing(config: HostsConfig, nodes: Sequence[Node], avoid_nodes: Seq
         return _explain_missing_slices(config, nodes, avoid_nodes)
     need, count = bundle_resources(config), min_hosts(config)
     allowed = [node for node in nodes if node.node_id not in avoid_nodes]
-    lines = [f"asked for {_hosts(count)} with {_show(need)} each" + (", on different machines" if _spread(config) else "")]
+    lines = [f"asked for {_hosts(count)} with {_show(need)} each" + (", on different machines" if spreads(config) else "")]
     for name, per_host in need.items():
         total = sum(node.total.get(name, 0.0) for node in allowed)
         free = sum(node.free.get(name, 0.0) for node in allowed)
         short = "" if free >= per_host * count else f": {_number(per_host * count - free)} missing"
         lines.append(f"{name}: {_number(per_host * count)} needed, the cluster has {_number(total)}, {_number(free)} free{short}")
     # Sums may suffice where no single machine has room for a host: hosts are counted machine by machine.
-    when_idle = _room(need, [node.total for node in allowed], _spread(config))
-    now = _room(need, [node.free for node in allowed], _spread(config))
+    when_idle = _room(need, [node.total for node in allowed], spreads(config))
+    now = _room(need, [node.free for node in allowed], spreads(config))
     avoided = f" ({len(nodes) - len(allowed)} more avoided)" if len(nodes) > len(allowed) else ""
     lines.append(f"{len(allowed)} machine(s){avoided}: room for {_hosts(when_idle)} when idle, for {_hosts(now)} now")
     lines.append("wait for the machines that are in use, or ask for less" if when_idle >= count else _advice(config, when_idle))
@@ -117,10 +117,6 @@ def _slice_status(state: SliceState, avoid_nodes: Collection[str]) -> str:
     if any(node.node_id in avoid_nodes for node in state.nodes):
         return "has a host to avoid"
     return "in use" if state.busy else "free"
-
-
-def _spread(config: HostsConfig) -> bool:
-    return strategy(config) == "STRICT_SPREAD"
 
 
 def _fits(need: Mapping[str, float], have: Mapping[str, float]) -> bool:

@@ -258,6 +258,11 @@ def strategy(config: HostsConfig) -> str:
     return "STRICT_SPREAD" if config.kind != "cpu" or config.spread else "PACK"
 
 
+def spreads(config: HostsConfig) -> bool:
+    """Whether hosts must not share a machine."""
+    return strategy(config) == "STRICT_SPREAD"
+
+
 def slice_bundle_labels(config: HostsConfig, slice_names: Sequence[str | None]) -> list[dict[str, str]]:
     """One label selector for each host in gang order, so that process ids follow the worker ids that the machines have.
 

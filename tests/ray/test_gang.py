@@ -169,7 +169,7 @@ def test_a_spare_takes_over_warm_with_the_caches_of_its_new_place(take, tmp_path
     gang.set_members([spare, gang.members[1]])
     gang.lose(lost, fill=False)
     former = lost.agent
-    assert gang.agents[0] == spare.agent
+    assert gang.members[0].agent == spare.agent
     assert ray.get(gang.call(0, "start", {"generation": 1}))["pid"] == standby
     assert gang.orders(0)["cache_dir"] == str(tmp_path / "cache/host-0000")
     assert lost not in gang.refresh()
@@ -227,7 +227,7 @@ def test_a_gang_that_lacks_its_minimum_says_so(take):
 def test_missing_spares_hold_nothing_up(take):
     gang = take(count=CPUS, spares=1)
     start(gang)
-    assert len(gang.agents) == CPUS
+    assert len(gang.members) == CPUS
     lost = gang.members[2]
     kill_agent(lost)
     gang.lose(lost)
@@ -244,7 +244,7 @@ def test_a_gang_that_cannot_be_placed_says_what_is_missing_and_holds_nothing(tak
         "add machines to the cluster, or set hosts.count to at most 4, or hosts.cpus_per_host lower"
     )
     assert wait_until(everything_is_free)
-    assert len(take(count=CPUS).agents) == CPUS  # also: its name is free again
+    assert len(take(count=CPUS).members) == CPUS  # also: its name is free again
 
 
 def test_machines_in_use_are_told_from_machines_that_are_missing(take):
@@ -255,7 +255,7 @@ def test_machines_in_use_are_told_from_machines_that_are_missing(take):
 
 def test_a_gang_waits_for_machines_in_use(take):
     threading.Timer(1.0, take("other", count=3).release).start()
-    assert len(take(count=3).agents) == 3
+    assert len(take(count=3).members) == 3
 
 
 def test_hosts_on_machines_of_their_own(take):
@@ -514,7 +514,7 @@ def test_what_a_dead_driver_left_is_cleared_away(take, tmp_path):
     assert wait_until(lambda: all(map(is_gone, about["pids"])))
     assert {info["name"] for info in placement_groups.living().values()} == {"left-behind-too-gang"}
     assert clear("left-behind") == []
-    assert len(take("left-behind", count=3).agents) == 3
+    assert len(take("left-behind", count=3).members) == 3
 
 
 @pytest.mark.parametrize(

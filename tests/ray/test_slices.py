@@ -149,10 +149,10 @@ def test_a_slice_with_a_host_to_avoid_is_not_used(take):
 def test_a_lost_agent_is_replaced_on_its_own_worker(take):
     gang = take(tpu(slices=2))
     gang.prepare({})
-    slot, old = gang.members[2], gang.agents[2]
+    slot, old = gang.members[2], gang.members[2].agent
     gang.lose(slot, avoid_nodes=[slot.node_id])  # there is no other slice for it
     assert len(gang.wait_available(4, 60)) == 4
-    assert gang.agents[2] != old
+    assert gang.members[2].agent != old
     assert workers(gang)[2] == ("slice-b", "0")
     ray.get(gang.call(2, "start", {"generation": 0, **gang.orders(2)}))
     assert joined(gang, 2)["MEGASCALE_SLICE_ID"] == "1"

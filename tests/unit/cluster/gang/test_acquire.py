@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.gang import acquire, gang, slots
-from cluster.gang.gang import Gang
 from cluster.hosts.config import HostsConfig
 
 
@@ -24,10 +23,9 @@ def test_a_gang_waits_for_hosts_that_it_can_do_without_as_long_as_the_settings_s
     waits = []
     monkeypatch.setattr(gang, "wait_until", lambda done, timeout_s, check_stop: waits.append(timeout_s))
     monkeypatch.setattr(gang.placement_groups, "is_created", lambda group: group == "ready")
-    made = object.__new__(Gang)
-    made.config = HostsConfig(min=1, max=3, wait_for_max_s=7.0)
+    config = HostsConfig(min=1, max=3, wait_for_max_s=7.0)
     asked = [SimpleNamespace(bundle=SimpleNamespace(group=group)) for group in ("ready", "pending", "ready")]
-    assert made._placed(asked, 2, lambda: None) == [asked[0], asked[2]]
+    assert gang.placed(asked, 2, config, lambda: None) == [asked[0], asked[2]]
     assert waits == [7.0]
 
 

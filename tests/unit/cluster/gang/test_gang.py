@@ -6,8 +6,9 @@ from collections import Counter
 import ray
 
 from cluster.gang import gang as gangs
-from cluster.gang.gang import PROBES_PER_S, Gang
+from cluster.gang.gang import Gang
 from cluster.gang.lease_keeper import LeaseKeeper
+from cluster.gang.probes import PROBES_PER_S
 from cluster.hosts.config import HostsConfig
 from cluster.placement import bundles, placement_groups
 from cluster.placement.bundles import Bundle
