@@ -12,7 +12,7 @@ COUNT ?= 5
 PAIRS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help env install quickstart test test-slow test-all soak parity parity-random mutants lint format lock clean
+.PHONY: help files env install quickstart test test-slow test-all soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -88,6 +88,9 @@ lint: env  ## Check style, format and types
 format: env  ## Put the code into the one format
 	@$(IN_VENV) -m ruff check --fix .
 	@$(IN_VENV) -m ruff format .
+
+files: env  ## Write docs/files.md: a line for each file, from its docstring
+	@$(IN_VENV) -m tests.index
 
 lock:  ## Resolve pyproject.toml anew into requirements.lock
 	rm -rf build/lock && $(PYTHON) -m venv build/lock

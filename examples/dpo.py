@@ -1,7 +1,7 @@
 """A synthetic set of preferences: of two greetings of a name, the one in small letters is chosen."""
 
-from trainers import tokenizers
 from trainers.data.sources.preference import pairs
+from trainers.text import tokenizers
 
 WORDS = ("hello", "welcome", "good morning", "nice to see you")
 

@@ -20,7 +20,7 @@ from typing import NotRequired, TypedDict
 
 from trainers import foreign_errors
 from trainers.config.section import did_you_mean
-from trainers.surroundings import of_a_copy
+from trainers.config.working_folder import of_a_copy
 
 
 class UsageError(Exception):

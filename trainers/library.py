@@ -41,9 +41,9 @@ from trainers.recorders.jsonl import FILE, read
 from trainers.recorders.progress import Progress
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event
-from trainers.runtime.stop_reason import StopReason
 from trainers.step.loss import in_mode
 from trainers.step.state import TrainState
+from trainers.stop_reason import StopReason
 from trainers.tasks.pieces import PiecesTask
 from trainers.trainer.base_trainer import BaseTrainer
 from trainers.trainer.model_design import evaluated_parameters

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from trainers.config.arguments import TrainingArguments
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 SKIPPED = "skipped_example"
 """The name of a leaf: 1 for a row in place of an example that could not be read, else 0."""

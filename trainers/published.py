@@ -1,8 +1,9 @@
-"""Which of the published metrics a console shows beside those that every run has: a user's own, and those of evaluations."""
+"""What is published: the names that every run has, which others a console shows, and the form of a distribution."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 SYSTEM = frozenset(
     (
@@ -66,3 +67,13 @@ def shown(metrics: Mapping[str, float]) -> list[str]:
 def number(value: float) -> str:
     """0.1234 · 1.235e+04."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.4g}"
+
+
+class Distribution(NamedTuple):
+    """The distribution of the values of one array: `counts` are those of equal bins from `min` to `max`."""
+
+    mean: float
+    std: float
+    min: float
+    max: float
+    counts: tuple[int, ...]

@@ -20,10 +20,10 @@ from trainers.config import conversion, machines, yaml_source
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.config.hf_files import BYTES
 from trainers.config.masking import MASK, masked_keys
+from trainers.config.working_folder import is_copy
 from trainers.config.yaml_source import ConfigError, Origin, Source
 from trainers.models.hf import pretrained
 from trainers.storage import documents
-from trainers.surroundings import is_copy
 
 ARGUMENTS_CLASS = "trainers.config.arguments:TrainingArguments"
 """What `arguments` names by default."""

@@ -1,10 +1,8 @@
-"""What a command or a process may find around it: no home folder, a working folder that is a copy, a folder with a package's
-name. Needs nothing but the standard library."""
+"""What a command or a process may find around it: no home folder, a parent that ends. Needs nothing but the standard library."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import pwd
 import signal
@@ -14,8 +12,6 @@ from collections.abc import MutableMapping
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
-COPIED_BY_RAY = "/runtime_resources/working_dir_files/"
-"""In the path of the folder that Ray makes of the working folder of a submitted job."""
 
 
 def end_with_parent() -> None:
@@ -53,30 +49,3 @@ def _own_folder(user: int, parent: str) -> str:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == user and not status.st_mode & 0o077:
             return path
     return tempfile.mkdtemp(prefix="gangway-home-")
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported. A folder of its name alone is none: W&B leaves a folder `wandb`, and Python takes any
-    folder for a package without contents."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
-
-
-def is_copy(folder: str) -> bool:
-    """Whether a folder is, or lies in, the copy that Ray makes of the working folder of a submitted job, and deletes with it."""
-    return COPIED_BY_RAY in f"{folder}/"
-
-
-def of_a_copy(folder: str | None = None) -> str:
-    """Returns what to add to a message that something is not there: in a submitted job the working folder (default: that of this
-    process) is a copy, from which Ray has left out what `.gitignore` names. "" elsewhere."""
-    try:
-        folder = os.getcwd() if folder is None else folder
-    except FileNotFoundError:
-        return ""
-    if not is_copy(folder):
-        return ""
-    return (
-        "; the working folder of this job is a copy, without the files that .gitignore names: set "
-        "RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1 where you call `ray job submit`, or give an absolute path that all hosts can read"
-    )

@@ -233,7 +233,7 @@ def leave() -> None:
 def result(trainer: Any) -> Result:
     from trainers import runtime
     from trainers.runtime.plain import plain
-    from trainers.runtime.stop_reason import StopReason
+    from trainers.stop_reason import StopReason
 
     host, output = runtime.current(), getattr(trainer, "output", None)
     reason = host.stop_reason or StopReason.MAX_STEPS

@@ -55,7 +55,7 @@ from orchestrator.tracking.prometheus import Gauges
 from trainers.recorders.dispatch import Recorders
 from trainers.runtime import orders
 from trainers.runtime.orders import Preparation, Start
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 from trainers.storage import documents
 
 NO_GENERATION = -1

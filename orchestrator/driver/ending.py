@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from orchestrator.driver.errors import StoppedOnRequest, TrainingFailed
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 Status = Literal["finished", "stopped", "failed"]
 

@@ -15,7 +15,7 @@ from orchestrator.events import HostEvent
 from orchestrator.run_state.incidents import Action
 from trainers.runtime.events import AnomalyTreated, Done, FirstStep, Notice
 from trainers.runtime.phases import PHASES
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 START_PHASES = tuple(name for name, phase in PHASES.items() if phase.before_first_step)
 """The phases of a start, in order. The gang is in the phase of its least advanced host."""

@@ -15,7 +15,7 @@ from orchestrator.policies import elasticity
 from orchestrator.run_state.incidents import Action
 from orchestrator.run_state.launch import Launch
 from trainers.runtime import orders
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 STOP_TIMEOUT_S = 120.0
 """How long the gang may take to save and stop on request; then it is killed."""

@@ -14,7 +14,7 @@ from orchestrator.driver.state import DriverState
 from orchestrator.run_state.launch import Launch
 from trainers.config.section import parse_duration_s
 from trainers.runtime import orders
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 ASK_AGAIN_S = 10.0
 """How often the hosts are asked to stop: a process that has no orders yet cannot take a request."""

@@ -12,7 +12,7 @@ from rich.text import Text
 from orchestrator.run_state.goodput import CATEGORIES
 from trainers.console.text import count, printable, seconds, sentence
 from trainers.published import counted, of_evaluation, shown
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 BAR_WIDTH = 30
 ENDED_BY: Mapping[str | None, str] = {

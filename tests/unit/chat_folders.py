@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.tokenizers import FolderTokenizer
+from trainers.text.tokenizers import FolderTokenizer
 
 SPECIAL = ("<|end|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 NUM_IDS = 256 + len(SPECIAL)

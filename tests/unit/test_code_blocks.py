@@ -41,8 +41,8 @@ from trainers.callbacks import Callback
 from trainers.checkpoint import assets
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, load_object
 from trainers.library import Training
-from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import initial_parameters
+from trainers.stop_reason import StopReason
 
 FILES = {block.file_name: block for kind in ("python", "yaml") for block in blocks(kind) if block.file_name}
 PROGRAMS = [block.file_name for block in blocks("python") if block.document in ("README.md", "library.md")]

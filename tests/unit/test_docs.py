@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from tests import ROOT
+from tests import ROOT, index
 from tests.unit.test_arrows import FLOORS
 
 CAPABILITIES = (ROOT / "docs" / "capabilities.md").read_text()
@@ -98,3 +98,24 @@ def test_the_floors_of_the_architecture_are_those_of_the_arrows():
     # Without the programs that are named after a wing.
     floors_of = {package: [{wing for wing in floor if "." not in wing} for floor in floors] for package, floors in FLOORS.items()}
     assert drawn == floors_of
+
+
+def rows_to_add():
+    """The table "To add" of CONTRIBUTING: (the word of the example, files of the packages, files beside them)."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## To add")[2].partition("| other things")[0]
+    for row in re.findall(r"^\| an? .*$", text, re.M):
+        _, _, example, _, files, beside, _ = row.split("|")
+        (word,) = re.findall(r"`(.*?)`", example)
+        yield word, set(re.findall(r"`(.*?)`", files)), set(re.findall(r"`(.*?)`", beside))
+
+
+@pytest.mark.parametrize(("word", "files", "beside"), rows_to_add())
+def test_what_is_added_is_known_in_the_files_that_contributing_names_and_in_no_other(word, files, beside):
+    sources = [path for package in ("trainers", "cluster", "orchestrator") for path in (ROOT / package).rglob("*.py")]
+    assert {str(path.relative_to(ROOT)) for path in sources if re.search(rf"\b{word}\b", path.read_text())} == files
+    assert all(re.search(rf"\b{word}\b", (ROOT / name).read_text()) for name in beside)
+
+
+def test_the_page_of_files_is_what_they_say_of_themselves():
+    assert index.PAGE.read_text() == index.page(), "make files"
+    assert "|  |" not in index.PAGE.read_text(), "a file says nothing of itself"

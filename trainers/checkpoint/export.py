@@ -178,7 +178,7 @@ def _ends(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     alone, described = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if about.get("eos_token_id", -1) is not None or not (alone.is_file() or described.is_file()):
         return {}
-    from trainers import tokenizers
+    from trainers.text import tokenizers
 
     # Not `tokenizers.load`, which keeps what it has read: the folder gets another name.
     read = tokenizers.FolderTokenizer(str(folder)) if described.is_file() else tokenizers.FileTokenizer(str(alone))

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from trainers.checkpoint import model_only
 from trainers.checkpoint.array_fingerprints import leaf_names, measured
 from trainers.checkpoint.validate import shapes
+from trainers.parallel.device import wait_for_device
 from trainers.parallel.mesh import replicated
-from trainers.runtime.device import wait_for_device
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.step.finite import must_be_finite
 from trainers.step.state import TrainState

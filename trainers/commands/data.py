@@ -141,8 +141,8 @@ def first_rows(trainer: BaseTrainer, num_rows: int) -> Batch:
 def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:
     """Returns the function that makes text of tokens: that of the task, else that of the configured tokenizer. With `specials`
     special tokens are shown, too. Raises UsageError for a task that decodes by itself."""
-    from trainers import tokenizers
     from trainers.tasks.causal_lm import CausalLMTask
+    from trainers.text import tokenizers
 
     own = getattr(trainer.task, "decode", None)
     if own is None or (specials and getattr(type(trainer.task), "decode", None) is CausalLMTask.decode):
@@ -154,7 +154,7 @@ def decode_of(trainer: BaseTrainer, *, specials: bool = False) -> Decode:
 
 
 def specials_of(trainer: BaseTrainer) -> list[str]:
-    from trainers import tokenizers
+    from trainers.text import tokenizers
 
     return tokenizers.specials(tokenizers.of(trainer.arguments))
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # they import JAX: the first line is there before that
     from trainers.config.arguments import TrainingArguments
     from trainers.data.image_prompts import ImagePrompts
     from trainers.evaluation.generation import Continuation, Generator
-    from trainers.tokenizers import Tokenizer
+    from trainers.text.tokenizers import Tokenizer
 
 INTERRUPTED = 130
 
@@ -171,7 +171,6 @@ def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
 
 def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opened:
     """Returns what is at `source`, without its weights. Raises UsageError, CheckpointError or CheckpointUnavailableError."""
-    from trainers import tokenizers
     from trainers.commands.saved_models import arguments_of, files_of, look
     from trainers.config.arguments import load_object
     from trainers.data import image_prompts
@@ -179,6 +178,7 @@ def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opene
     from trainers.models.hf import vision_config
     from trainers.tasks.causal_lm import CausalLMTask
     from trainers.tasks.image_text import ImageTextTask
+    from trainers.text import tokenizers
 
     found = look(source, step)
     arguments = arguments_of(found)

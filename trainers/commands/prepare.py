@@ -70,8 +70,8 @@ def num_cpus() -> int:
 
 def prepare(options: argparse.Namespace) -> None:
     """Raises UsageError, TransientError, ValueError or OSError."""
-    from trainers import tokenizers
     from trainers.settings import read
+    from trainers.text import tokenizers
 
     arguments = read(options.config, options.overrides)
     output = output_of(options, arguments)

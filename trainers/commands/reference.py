@@ -76,10 +76,10 @@ def check_output(output: str) -> None:
 
 def run(arguments: TrainingArguments, output: str) -> int:
     """Writes the file, and returns how many records it has. Raises UsageError, CheckpointError or DataError."""
-    from trainers import tokenizers
     from trainers.data.sources.preference import REFERENCE_COLUMNS, pairs
     from trainers.data.sources.records import open_records
     from trainers.tasks.preference import REFERENCE
+    from trainers.text import tokenizers
 
     named = arguments.frozen.get(REFERENCE) or arguments.init_from
     if named is None:

@@ -35,8 +35,8 @@ from trainers.program import program
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event, course_left_at
-from trainers.runtime.stop_reason import StopReason
 from trainers.settings import ARGUMENTS_CLASS, read
+from trainers.stop_reason import StopReason
 from trainers.storage.documents import is_url, write_text
 from trainers.terminal import command
 

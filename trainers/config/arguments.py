@@ -43,7 +43,7 @@ from trainers.config.frozen import BASE
 from trainers.config.masking import masked
 from trainers.config.model import BATCH_AXES, num_replicas
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
-from trainers.surroundings import of_a_copy
+from trainers.config.working_folder import of_a_copy
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainers.config.masking import MASK, masked
 from trainers.config.section import did_you_mean
-from trainers.surroundings import of_a_copy
+from trainers.config.working_folder import of_a_copy
 
 if TYPE_CHECKING:
     import yaml

@@ -2,7 +2,8 @@
 
 The targets of a conversation are what the assistant writes: the contents of its messages, its calls of tools, its thoughts, and
 what ends its turn, for a model must learn when to stop. Where the chat template has marks (`{% generation %}`), the marked tokens
-are the targets, and no others. The templates of most models have none: there `trainers.turns` finds what the assistant writes.
+are the targets, and no others. The templates of most models have none: there `trainers.text.turns` finds what the assistant
+writes.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from trainers import tokenizers, turns
 from trainers.data.documents import Document, Record, check_all_read
 from trainers.data.messages import Chat, chat_of, leave_out, value_of
 from trainers.data.tool_calls import with_arguments
 from trainers.errors import DataError, UsageError
-from trainers.tokenizers import NO_TEMPLATE, FolderTokenizer, Rendered, Tokenizer
-from trainers.turns import CONTENT, WITH_MARKS, Conversation, shown
+from trainers.text import tokenizers, turns
+from trainers.text.tokenizers import NO_TEMPLATE, FolderTokenizer, Rendered, Tokenizer
+from trainers.text.turns import CONTENT, WITH_MARKS, Conversation, shown
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 """The columns of conversations, and of prompts with their completions."""

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainers import tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES
 from trainers.config.section import did_you_mean
@@ -16,7 +15,8 @@ from trainers.data.chat import COMPLETION, MESSAGES, PROMPT, ChatEncoder, Comple
 from trainers.data.documents import TEXT, Document, Encoder, Record, check_all_read
 from trainers.data.sources.records import ignored_of
 from trainers.errors import DataError, UsageError
-from trainers.tokenizers import Tokenizer
+from trainers.text import tokenizers
+from trainers.text.tokenizers import Tokenizer
 
 AUTO = "auto"
 

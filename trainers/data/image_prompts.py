@@ -14,7 +14,7 @@ from trainers.config.hf_files import CONFIG_FILE, PREPROCESSOR_FILE
 from trainers.config.vision import VisionConfig
 from trainers.data.images import ImageProcessor, open_image, read_processor
 from trainers.errors import UsageError
-from trainers.tokenizers import FolderTokenizer, Tokenizer
+from trainers.text.tokenizers import FolderTokenizer, Tokenizer
 
 MARKS = {"boi_token": 255_999, "eoi_token": 256_000}
 """The tokens before and after an image, by their names in `config.json`, if a file of Gemma 3 leaves them out."""

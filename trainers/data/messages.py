@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainers.data.documents import Record
 from trainers.errors import DataError
-from trainers.turns import ASSISTANT, CONTENT, ROLE, TOOL_CALLS, Conversation, shown
+from trainers.text.turns import ASSISTANT, CONTENT, ROLE, TOOL_CALLS, Conversation, shown
 
 WEIGHTS = ("weight", "train", "loss_mask")
 """Fields of a message, one of which says how much its tokens count as targets: a number, or whether they do at all."""

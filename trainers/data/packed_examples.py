@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from trainers import runtime, tokenizers
+from trainers import runtime
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.data import preparing
@@ -26,6 +26,7 @@ from trainers.data.permutations import held_out
 from trainers.data.sources.packed import ALONE
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, DataMissingError, UsageError
+from trainers.text import tokenizers
 
 
 @dataclass(frozen=True)

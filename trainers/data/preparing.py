@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from trainers import tokenizers
 from trainers.config.arguments import TrainingArguments
 from trainers.config.source import SourceConfig
 from trainers.console.progress import Progress
@@ -37,6 +36,7 @@ from trainers.data.sources.records import FilesRecords, open_records, tell_left_
 from trainers.errors import DataError, DataMissingError, TransientError
 from trainers.storage import durable, ours, sealed
 from trainers.storage.documents import is_url
+from trainers.text import tokenizers
 
 SLOW_S = 10.0
 """After this time a note says that tokens are made, and how it goes."""

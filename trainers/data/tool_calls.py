@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trainers import turns
 from trainers.data.messages import leave_out
 from trainers.errors import DataError
-from trainers.tokenizers import FolderTokenizer
-from trainers.turns import TOOL_CALLS, Conversation
+from trainers.text import turns
+from trainers.text.tokenizers import FolderTokenizer
+from trainers.text.turns import TOOL_CALLS, Conversation
 
 
 def with_arguments(tokenizer: FolderTokenizer, chat: Conversation) -> Conversation:

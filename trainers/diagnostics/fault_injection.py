@@ -30,7 +30,7 @@ import numpy as np
 from trainers import runtime
 from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.runtime import multihost
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 from trainers.storage import durable, ours
 
 FOLDER_VARIABLE = "GANGWAY_FAULTS"

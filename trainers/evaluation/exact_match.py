@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainers import tokenizers
 from trainers.config import PreviewConfig, UnitConfig
 from trainers.config.arguments import TrainingArguments, load_object
 from trainers.config.exact_match import PLACE, ExactMatchConfig
@@ -31,7 +30,8 @@ from trainers.errors import DataError, UsageError
 from trainers.models.decoding import begin, go_on
 from trainers.protocol import Batch, Task
 from trainers.tasks.causal_lm import CausalLMTask
-from trainers.tokenizers import Tokenizer
+from trainers.text import tokenizers
+from trainers.text.tokenizers import Tokenizer
 
 PADDING = -1
 """After the last byte of an answer."""

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from trainers.errors import UsageError
+from trainers.parallel.device import wait_for_device
 from trainers.protocol import EvaluationMetrics, Task
 from trainers.runtime import multihost
-from trainers.runtime.device import wait_for_device
 
 ARRAY = "numpy array"
 """The key by which an array is known in the JSON of a state."""

@@ -17,8 +17,8 @@ from trainers.evaluation.progress import Stopwatch, told
 from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.metrics.publisher import with_perplexity
 from trainers.parallel import mesh as meshes
+from trainers.parallel.device import wait_for_device
 from trainers.protocol import Batch, EvaluationMetrics
-from trainers.runtime.device import wait_for_device
 from trainers.step.state import TrainState
 from trainers.step.train_step import EVALUATION_COUNTS
 

@@ -44,10 +44,10 @@ from trainers.metrics import histograms
 from trainers.metrics.accumulator import Layout, MetricSums, scalars
 from trainers.metrics.publisher import BusyTime, Publisher, Replaced, Seconds
 from trainers.runtime import multihost
-from trainers.runtime.stop_reason import StopReason
 from trainers.step.host_flags import UpdateStatus
 from trainers.step.state import TrainState
 from trainers.step.train_step import StepOutput
+from trainers.stop_reason import StopReason
 
 DESYNC_TIMEOUT_S = 10.0
 """How long the hosts wait to exchange their batch indices for the error message. All hosts read the same status, so all of them

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from trainers.config import CheckpointConfig, EvaluationConfig, PreviewConfig
 from trainers.loop.inflight import LOOK_AHEAD_STEPS, Agreed
 from trainers.runtime import multihost
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import numpy as np
 
 from trainers.config.section import did_you_mean
 from trainers.errors import UsageError
+from trainers.parallel.device import wait_for_device
 from trainers.protocol import Last, Loss, Max, Min, Sum
-from trainers.runtime.device import wait_for_device
 
 MetricSums = jax.Array
 """float32[num_metrics, 2]: (value, weight) pairs since the last publish, in the order of the layout's names. A row of weight 0

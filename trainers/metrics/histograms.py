@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainers.config import DistributionConfig
-from trainers.recorders.recorder import Distribution
+from trainers.published import Distribution
 
 STATISTICS = ("mean", "std", "min", "max")
 """The first columns of a row; the counts of the bins follow."""

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from trainers import tokenizers
 from trainers.checkpoint import going_on, weights
 from trainers.checkpoint.validate import check_same_model
 from trainers.checkpoint.whole import META
@@ -42,6 +41,7 @@ from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
 from trainers.surroundings import end_with_parent
 from trainers.tasks.causal_lm import CausalLMTask
+from trainers.text import tokenizers
 from trainers.trainer.base_trainer import BaseTrainer
 
 Facts = dict[str, Any]

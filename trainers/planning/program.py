@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from trainers.config.arguments import TrainingArguments, from_dict, load_object
+from trainers.config.working_folder import is_installed
 from trainers.errors import DataMissingError, DataUnavailableError, TransientError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.planning import collectives
@@ -30,7 +31,7 @@ from trainers.planning.estimate import load_datasets, load_trainer, num_bytes
 from trainers.planning.stand_in import StandIn
 from trainers.runtime.executables import lowered
 from trainers.step.host_flags import FLAGS
-from trainers.surroundings import end_with_parent, is_installed
+from trainers.surroundings import end_with_parent
 from trainers.trainer.assembly import Assembly
 from trainers.trainer.base_trainer import BaseTrainer
 

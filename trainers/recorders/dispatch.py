@@ -12,7 +12,8 @@ from typing import Any
 
 from trainers.config.arguments import load_object
 from trainers.config.recorders import BUILT_IN
-from trainers.recorders.recorder import About, Distribution, Recorder
+from trainers.published import Distribution
+from trainers.recorders.recorder import About, Recorder
 
 KEPT_PUBLISHES = 1000
 """How many publishes are kept for a slow recorder; of more, the oldest are lost."""

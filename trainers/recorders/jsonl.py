@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from trainers.recorders.recorder import About, Distribution
+from trainers.published import Distribution
+from trainers.recorders.recorder import About
 from trainers.storage import documents, durable, not_finite, shapes
 from trainers.storage.document_kind import set_aside
 

@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-
-class Distribution(NamedTuple):
-    """The distribution of the values of one array: `counts` are those of equal bins from `min` to `max`."""
-
-    mean: float
-    std: float
-    min: float
-    max: float
-    counts: tuple[int, ...]
+from trainers.published import Distribution
 
 
 class About(NamedTuple):

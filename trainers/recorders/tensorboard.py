@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from trainers.recorders.recorder import About, Distribution
+from trainers.published import Distribution
+from trainers.recorders.recorder import About
 
 FOLDER = "tensorboard"
 FLUSH_S = 10

@@ -12,7 +12,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from trainers.recorders.recorder import About, Distribution
+from trainers.published import Distribution
+from trainers.recorders.recorder import About
 from trainers.storage import identity
 
 SERVICE = "wandb-core"

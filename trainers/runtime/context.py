@@ -20,7 +20,7 @@ from trainers.errors import cut
 from trainers.runtime.events import Event, MachineTakenAway, problem_of
 from trainers.runtime.orders import Profile
 from trainers.runtime.plain import number, plain, whole_number
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 MAX_ODD, MAX_ODD_TEXT = 20, 300
 """How many mistakes in reports are told, and how many letters of each."""

@@ -225,7 +225,7 @@ class ExceptionRaised(FailureKind, Envelope):
 
 class Result(TypedDict):
     stop_reason: str
-    """One of `trainers.runtime.stop_reason.StopReason`."""
+    """One of `trainers.stop_reason.StopReason`."""
     result: Mapping[str, Any]
     """The final metrics, and the path of the last checkpoint."""
 

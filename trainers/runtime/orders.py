@@ -92,7 +92,7 @@ class Stop(TypedDict):
 
     cmd: Literal["stop"]
     reason: str
-    """One of `trainers.runtime.stop_reason.StopReason`."""
+    """One of `trainers.stop_reason.StopReason`."""
 
 
 class Save(TypedDict):

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from trainers.runtime.context import Runtime
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 from trainers.terminal import outlives_terminal
 
 REASONS = {

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from trainers import tokenizers
 from trainers.config import ModelConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import UsageError
@@ -19,7 +18,8 @@ from trainers.models.experts import RouterLosses, router_losses
 from trainers.models.hf.pretrained import decoder_in, is_there
 from trainers.protocol import METRIC, SKIPPED, Batch, Loss
 from trainers.tasks.cross_entropy import TokenLosses, from_hidden, from_logits
-from trainers.tokenizers import Tokenizer
+from trainers.text import tokenizers
+from trainers.text.tokenizers import Tokenizer
 
 NO_LABEL = -100
 """In `labels`: the token is no target."""

@@ -40,9 +40,9 @@ from trainers.protocol import CheckpointManagerProtocol, TrainerOutput
 from trainers.published import of_task
 from trainers.runtime import multihost
 from trainers.runtime.multihost import StageError, note_from_host0
-from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import TrainState
 from trainers.step.train_step import parameters_seen
+from trainers.stop_reason import StopReason
 from trainers.trainer.assembly import Parts
 from trainers.trainer.beginnings import beginning
 from trainers.trainer.model_design import evaluated_parameters

@@ -13,7 +13,7 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.errors import CheckpointError, CheckpointUnavailableError, NotConfiguredError, SaveFailedError
 from trainers.protocol import TrainerProtocol
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 
 def test_trains_to_its_limit_and_says_what_it_did(tmp_path, events):

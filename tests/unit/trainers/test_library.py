@@ -30,7 +30,7 @@ from trainers.data.sources import pieces
 from trainers.errors import CheckpointError, UsageError
 from trainers.library import Result, Training
 from trainers.recorders.progress import Progress
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 X = np.linspace(-2, 2, 24).astype(np.float32)
 ADAM = {"name": "adam", "learning_rate": 0.1, "schedule": {"name": "constant"}}

@@ -20,7 +20,7 @@ from trainers.config.masking import masked
 from trainers.config.model import ModelConfig
 from trainers.errors import NotConfiguredError
 from trainers.loop.time_used import TimeUsed
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 from trainers.tasks.causal_lm import CausalLMTask
 
 ONE_STEP = {"max_num_steps": 1, "checkpoint": {"save_at_end": False}}

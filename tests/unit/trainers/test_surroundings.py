@@ -15,8 +15,9 @@ from tests import ROOT
 from tests.programs.processes import wait_until
 from trainers.config import recorders
 from trainers.config.arguments import load_object
+from trainers.config.working_folder import is_installed, of_a_copy
 from trainers.errors import CheckpointMissingError, DataMissingError, code_missing
-from trainers.surroundings import ensure_home, is_installed, of_a_copy
+from trainers.surroundings import ensure_home
 
 NOBODY = 2**31 - 7
 """A number that no list of users has."""

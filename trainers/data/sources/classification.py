@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers import runtime, tokenizers
+from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.config.section import did_you_mean
 from trainers.data.chat import digest_of
@@ -18,8 +18,9 @@ from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import Rows, only, padded, split
 from trainers.data.sources.records import ignored_of, open_records, open_told
 from trainers.errors import DataError
-from trainers.tokenizers import Tokenizer
-from trainers.turns import shown
+from trainers.text import tokenizers
+from trainers.text.tokenizers import Tokenizer
+from trainers.text.turns import shown
 
 LABEL = "label"
 CHECKED = 100

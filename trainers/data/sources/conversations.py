@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from trainers import runtime, tokenizers
+from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.data.documents import notes_of
 from trainers.data.encoders import encoder_of
 from trainers.data.padded import Rows, padded_rows, split
 from trainers.data.sources.records import open_told
+from trainers.text import tokenizers
 
 
 def conversations(arguments: TrainingArguments) -> tuple[Rows, Rows]:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from trainers import runtime, tokenizers
+from trainers import runtime
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments
 from trainers.config.mixture import MixtureSource
@@ -22,6 +22,7 @@ from trainers.data.padded import cut, kept_places
 from trainers.data.prepared import PreparedDocuments
 from trainers.data.sources.records import open_records
 from trainers.errors import DataError, DataMissingError, TransientError, UsageError
+from trainers.text import tokenizers
 
 ALONE = "the data"
 """The name of a source that is no part of a mixture."""

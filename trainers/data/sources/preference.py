@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers import runtime, tokenizers
+from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.data.chat import PROMPT, completed, digest_of, notes, with_template
 from trainers.data.documents import Document, Record, Records, notes_of
@@ -18,8 +18,9 @@ from trainers.data.packed_rows import HeldOutRows, TrainingRows
 from trainers.data.padded import CUT, Rows, cut_alike, padded, split, stacked
 from trainers.data.sources.records import ignored_of, open_told
 from trainers.errors import DataError
-from trainers.tokenizers import Tokenizer
-from trainers.turns import num_common
+from trainers.text import tokenizers
+from trainers.text.tokenizers import Tokenizer
+from trainers.text.turns import num_common
 
 CHOSEN, REJECTED = "chosen", "rejected"
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")

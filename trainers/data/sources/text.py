@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trainers import runtime, tokenizers
+from trainers import runtime
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES
 from trainers.data import preparing
@@ -17,6 +17,7 @@ from trainers.data.sources.files import SourceFile, listing
 from trainers.data.sources.packed import packed
 from trainers.data.sources.records import tell_left_out
 from trainers.errors import DataMissingError, UsageError
+from trainers.text import tokenizers
 
 
 class Windows:

@@ -12,11 +12,11 @@ from tests import ROOT
 from tests.programs.small_tokens import datasets
 from tests.unit import chat_folders
 from tests.unit.training import arguments
-from trainers import tokenizers
 from trainers.base import BaseTrainer
 from trainers.checkpoint import carried
 from trainers.config.hf_files import MORE_TEMPLATES
 from trainers.export import to_hugging_face
+from trainers.text import tokenizers
 
 LLAMA = ROOT / "tests" / "unit" / "data" / "parity" / "llama3"
 CONTEXT = 4096

@@ -120,7 +120,7 @@ def test_a_text_ends_at_a_stop_text_or_a_stop_token(exported, capsys, tmp_path):
         assert (row["text"], row["finish"]) == (expected, "stop")
     assert asked(capsys, exported, "--prompt", "the gang", "--max-new-tokens", 24, "--stop", stop).out == expected + "\n"
     # The first new token is one that the folder says ends a text.
-    from trainers import tokenizers
+    from trainers.text import tokenizers
 
     copy = tmp_path / "copy"
     shutil.copytree(exported, copy)

@@ -18,7 +18,6 @@ from tests.programs.tiny_images import MODEL, VISION
 from tests.unit.trainers.commands.test_generate import asked, rows
 from tests.unit.trainers.test_tokenizers import SIZE, folder  # noqa: F401  a fixture
 from tests.unit.training import arguments
-from trainers import tokenizers
 from trainers.base import BaseTrainer
 from trainers.checkpoint.hugging_face_out import files_of, plan, write
 from trainers.commands.generate import encoded, open_model
@@ -28,6 +27,7 @@ from trainers.models.hf import vision_config
 from trainers.models.hf.vision_config import ImageTextConfig
 from trainers.models.vlm import ImageTextModel
 from trainers.optim.param_groups import parameter_path
+from trainers.text import tokenizers
 
 MARKS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 BEGIN, END, IMAGE = SIZE, SIZE + 1, SIZE + 2

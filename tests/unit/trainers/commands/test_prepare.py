@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from tests import ROOT
-from trainers import tokenizers
 from trainers.commands import prepare
 from trainers.data import __main__ as look
 from trainers.data.prepared import PreparedDocuments
 from trainers.data.sources.text import text_windows
 from trainers.settings import read
 from trainers.tasks.causal_lm import CausalLMTask
+from trainers.text import tokenizers
 
 TEXTS = [f"the gang of host {number} trains and restarts, and trains again. " * 4 for number in range(600)]
 

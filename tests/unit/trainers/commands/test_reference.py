@@ -25,7 +25,7 @@ from trainers.config.arguments import TrainingArguments, dataset_function, from_
 from trainers.data.sources.preference import pairs
 from trainers.data.sources.records import open_records
 from trainers.settings import read
-from trainers.tokenizers import load
+from trainers.text.tokenizers import load
 
 MODEL = {"width": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 48}
 EXAMPLE = yaml.safe_load((ROOT / "examples" / "dpo.yaml").read_text())

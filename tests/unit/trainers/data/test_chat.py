@@ -8,7 +8,7 @@ import pytest
 from tests.unit import chat_folders
 from trainers.data.chat import ChatEncoder, CompletionEncoder
 from trainers.errors import DataError, UsageError
-from trainers.tokenizers import FolderTokenizer, load
+from trainers.text.tokenizers import FolderTokenizer, load
 
 TURNS = [("system", "be brief"), ("user", "hi é?"), ("assistant", "Hello \u00e9!"), ("user", "more"), ("assistant", "No.")]
 MESSAGES = [{"role": role, "content": content} for role, content in TURNS]

@@ -13,7 +13,7 @@ from trainers.data.chat import ChatEncoder
 from trainers.data.sources.conversations import conversations
 from trainers.data.sources.preference import preference_pairs
 from trainers.data.sources.text import text_windows
-from trainers.tokenizers import FolderTokenizer
+from trainers.text.tokenizers import FolderTokenizer
 
 ASKED, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}
 ALPACA = (

@@ -16,7 +16,7 @@ from trainers.data.sources.classification import labelled, labelled_texts
 from trainers.data.sources.conversations import conversations
 from trainers.data.sources.preference import pairs, preference_pairs
 from trainers.errors import DataError
-from trainers.tokenizers import load
+from trainers.text.tokenizers import load
 
 BYTES = load("bytes")
 

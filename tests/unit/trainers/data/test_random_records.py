@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit import chat_folders
 from trainers.data.chat import ChatEncoder
 from trainers.errors import DataError
-from trainers.tokenizers import FolderTokenizer
+from trainers.text.tokenizers import FolderTokenizer
 
 TEXTS = st.text("ab\"'\\{} \né😀<|", min_size=1, max_size=6).filter(lambda text: "<|" not in text)
 VALUES = st.one_of(TEXTS, st.integers(-3, 3), st.booleans(), st.none(), st.lists(TEXTS, max_size=2))

@@ -19,7 +19,7 @@ from trainers.data.collate import Collated, CollateInfo, collate
 from trainers.data.sources.iterable import IterableSource
 from trainers.errors import DataError, UsageError
 from trainers.planning.estimate import plan
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 from trainers.tasks.causal_lm import CausalLMTask
 
 LENGTH = 9

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.unit import chat_folders
-from trainers import tokenizers
 from trainers.data.chat import CompletionEncoder
 from trainers.data.encoders import TextEncoder
 from trainers.data.sources.classification import LabelledEncoder
 from trainers.errors import UsageError
+from trainers.text import tokenizers
 
 BEGIN, END = "<|begin_of_text|>", "<|end|>"
 AROUND = {"begin": f"{BEGIN} $A", "end": f"$A {END}", "both": f"{BEGIN} $A {END}", "none": None}

@@ -7,11 +7,11 @@ from datetime import date
 import pytest
 
 from tests.unit import chat_folders
-from trainers import tokenizers
 from trainers.config import DataConfig
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.data.chat import ChatEncoder
 from trainers.errors import UsageError
+from trainers.text import tokenizers
 
 TODAY = "{% if day is not defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}"
 DATED = f"\n{TODAY}{{{{ '[' + day + ']' }}}}{chat_folders.CHATML}"

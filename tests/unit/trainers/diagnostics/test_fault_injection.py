@@ -20,7 +20,7 @@ from trainers.callbacks import Callback, RunInfo
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.diagnostics import fault_injection
 from trainers.runtime import multihost
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 
 @pytest.fixture

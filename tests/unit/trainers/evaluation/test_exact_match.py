@@ -19,7 +19,7 @@ from trainers.errors import DataError, UsageError
 from trainers.evaluation.exact_match import ExactMatch, Questions, answer_of, found, questions, same, task_of_unit
 from trainers.planning.estimate import plan
 from trainers.step.state import abstract_model, initial_parameters
-from trainers.tokenizers import load
+from trainers.text.tokenizers import load
 
 MODEL = {"vocab_size": 256, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
 QUESTIONS = [f"{'what ' * (number % 4)}is {number}?" for number in range(11)]

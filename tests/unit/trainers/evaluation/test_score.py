@@ -14,7 +14,7 @@ from trainers.config import CheckpointConfig, EvaluationConfig, ScoreConfig
 from trainers.config.arguments import load_object
 from trainers.errors import UsageError
 from trainers.evaluation.score import ScoreKeeper, combined
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 
 def keeper(**config):

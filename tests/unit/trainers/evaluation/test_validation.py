@@ -18,8 +18,8 @@ from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.errors import UsageError
 from trainers.loop.inflight import STOP_REASONS
 from trainers.protocol import Loss
-from trainers.runtime.stop_reason import StopReason
 from trainers.step.host_flags import UpdateStatus
+from trainers.stop_reason import StopReason
 
 RATES = ("_seconds", "_per_s", "_per_s_per_device")
 HERE = "tests.unit.trainers.evaluation.test_validation:"

@@ -18,7 +18,7 @@ from trainers.base import BaseTrainer
 from trainers.callbacks import Callback
 from trainers.errors import LossSpikeError, NonFiniteLossError
 from trainers.loop.lineage import SKIPPED_FILE
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 CLEAN = {"optimizer": FIXED, "publish_every_steps": 1}
 

@@ -20,9 +20,9 @@ from trainers.loop.train_loop import Loop
 from trainers.loop.triggers import Due, Epochs
 from trainers.metrics.accumulator import Kind, Layout
 from trainers.metrics.publisher import BusyTime, Publisher, Seconds, Throughput
-from trainers.runtime.stop_reason import StopReason
 from trainers.step.host_flags import REDUCED, UpdateStatus
 from trainers.step.train_step import STEP_METRICS, StepOutput
+from trainers.stop_reason import StopReason
 
 LAYOUT = Layout(("loss", *STEP_METRICS), (Kind.MEAN, *STEP_METRICS.values()))
 

@@ -10,8 +10,8 @@ import pytest
 from tests.unit.training import FIXED, arguments, assert_equal, of, trainer
 from trainers.config import DistributionConfig
 from trainers.metrics import histograms
+from trainers.published import Distribution
 from trainers.recorders.dispatch import Recorders
-from trainers.recorders.recorder import Distribution
 
 
 def test_a_row_is_numpys_histogram_mean_and_deviation():

@@ -15,8 +15,8 @@ from tests.unit.training import OneDevice, StopAt, assert_equal, losses
 from trainers import runtime
 from trainers.models.adapters import from_functions, from_linen
 from trainers.optim.param_groups import parameter_paths
-from trainers.runtime.stop_reason import StopReason
 from trainers.step.state import abstract_model, initial_model
+from trainers.stop_reason import StopReason
 
 HERE = "tests.unit.trainers.models.test_adapters:"
 

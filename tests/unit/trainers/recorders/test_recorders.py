@@ -10,9 +10,10 @@ import time
 import pytest
 
 from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.published import Distribution
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.jsonl import JsonLines, read
-from trainers.recorders.recorder import About, Distribution
+from trainers.recorders.recorder import About
 from trainers.recorders.tensorboard import TensorBoard
 
 SHAPE = Distribution(0.5, 0.25, 0.0, 1.0, (1, 2, 1))

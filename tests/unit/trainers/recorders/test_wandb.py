@@ -14,8 +14,9 @@ import pytest
 from wandb.proto.wandb_internal_pb2 import Record
 
 from tests import ROOT
+from trainers.published import Distribution
 from trainers.recorders.dispatch import Recorders
-from trainers.recorders.recorder import About, Distribution
+from trainers.recorders.recorder import About
 from trainers.recorders.wandb import SERVICE, WeightsAndBiases
 
 SHAPE = Distribution(0.5, 0.25, 0.0, 1.0, (1, 2, 1))

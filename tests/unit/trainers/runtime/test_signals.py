@@ -13,7 +13,7 @@ from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.commands import run
 from trainers.runtime import signals
-from trainers.runtime.stop_reason import StopReason
+from trainers.stop_reason import StopReason
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

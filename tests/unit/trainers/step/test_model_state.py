@@ -18,9 +18,9 @@ from trainers.base import BaseTrainer
 from trainers.config.arguments import TrainingArguments, from_dict
 from trainers.errors import UsageError
 from trainers.loop.results import describe
-from trainers.runtime.stop_reason import StopReason
 from trainers.step import rest_of_model
 from trainers.step.state import abstract_model, initial_model
+from trainers.stop_reason import StopReason
 
 HERE = "tests.unit.trainers.step.test_model_state:"
 STILL = {"optimizer": {"name": "sgd", "learning_rate": 1e-30, "schedule": {"name": "constant"}}}

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from trainers import turns
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, MODEL_FILES, MORE_TEMPLATES, TOKENIZER_FILES, has_tokenizer
 from trainers.errors import DataMissingError, UsageError
+from trainers.text import turns
 
 NUM_BYTES = 256
 KEPT = os.path.join("assets", "hugging_face")

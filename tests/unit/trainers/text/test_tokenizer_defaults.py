@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tests.unit import chat_folders
-from trainers import tokenizers
 from trainers.errors import UsageError
+from trainers.text import tokenizers
 
 TEXT = "hello there, hello world"
 

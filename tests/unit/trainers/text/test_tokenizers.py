@@ -13,7 +13,6 @@ import pytest
 
 from tests import ROOT
 from tests.unit.training import of, trainer
-from trainers import tokenizers
 from trainers.base import BaseTrainer
 from trainers.checkpoint import assets
 from trainers.config import DataConfig, ModelConfig
@@ -23,6 +22,7 @@ from trainers.errors import DataMissingError, UsageError
 from trainers.export import to_hugging_face
 from trainers.models.hf.pretrained import resolved
 from trainers.planning.estimate import plan
+from trainers.text import tokenizers
 
 SIZE = 280
 TEXT = "the hosts of a gang train one model, and the gang restarts from a checkpoint.\n" * 40

@@ -60,7 +60,7 @@ class Conversation(NamedTuple):
 
 
 class Template(Protocol):
-    """A chat template, such as `trainers.tokenizers.FolderTokenizer` has one."""
+    """A chat template, such as `trainers.text.tokenizers.FolderTokenizer` has one."""
 
     source: str
 
