@@ -18,10 +18,12 @@ from trainers.diagnostics import memory, nonfinite
 from trainers.errors import OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
 from trainers.evaluation.validation import lacks_data
+from trainers.loop.agreement import Agreement
 from trainers.loop.beginning import Beginning
 from trainers.loop.data_state import DataState
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.garbage import GarbageCollection
+from trainers.loop.guard import Guard
 from trainers.loop.host_requests import HostRequests, Limits
 from trainers.loop.inflight import Flags
 from trainers.loop.metrics_reporter import MetricsReporter
@@ -30,12 +32,12 @@ from trainers.loop.restore import Resume, initial_lineage
 from trainers.loop.results import describe
 from trainers.loop.saver import Saver
 from trainers.loop.time_used import TimeUsed
-from trainers.loop.train_loop import Loop
+from trainers.loop.train_loop import Loop, Steps
 from trainers.loop.triggers import Due, EndOfData
 from trainers.metrics import histograms
 from trainers.metrics.accumulator import MetricSums
 from trainers.metrics.peak_flops import peak_flops_per_s
-from trainers.metrics.publisher import THROUGHPUT, Publisher, Seconds, Throughput
+from trainers.metrics.publisher import THROUGHPUT, Publisher, Throughput
 from trainers.protocol import CheckpointManagerProtocol, TrainerOutput
 from trainers.published import of_task
 from trainers.runtime import multihost
@@ -139,32 +141,39 @@ class TrainingRun:
             arguments.publish_every_steps,
             arguments.publish_every_epochs,
         )
+        limits = HostRequests(self._limits(), arguments.checkpoint.save_minutes, lambda: manager.failing)
+        # A user's own loader need not know where its data ends.
+        end_of_data = EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader))
+        prepare_batch = parts.batching.prepare_trained
         return Loop(
-            train_step=self._train_step,
-            layout=parts.steps.step_layout,
+            info=self.info,
+            steps=Steps(self._train_step, parts.steps.step_layout, self._no_sums, arguments.distributions, prepare_batch),
             loader=loader,
-            # A user's own loader need not know where its data ends.
-            end_of_data=EndOfData(getattr(loader, "ends", None), reason=self._reason_of_end(loader)),
-            empty_sums=self._no_sums,
-            publisher=publisher,
-            flags=Flags(parts.mesh),
-            host_requests=HostRequests(self._limits(), arguments.checkpoint.save_minutes, lambda: manager.failing),
+            agreement=Agreement(Flags(parts.mesh), limits, end_of_data),
+            guard=self._guard(),
             due=due,
-            anomalies=arguments.anomalies,
-            distributions=arguments.distributions,
-            lineage=self.trainer.lineage,
             saver=saver,
             evaluator=saver.evaluator,
             previewer=Previewer(parts.previews, evaluated_parameters, self.info),
+            publisher=publisher,
             resume=resume,
-            diagnose=self._diagnose,
-            prepare_batch=parts.batching.prepare_trained,
-            callbacks=self.callbacks,
             hooks=self.trainer,
-            seconds=Seconds(),
-            info=self.info,
-            resumed_step=step,
+            callbacks=self.callbacks,
             garbage=GarbageCollection(arguments.gc_every_steps),
+        )
+
+    def _guard(self) -> Guard:
+        manager, prepare_batch = self.manager, self.parts.batching.prepare_trained
+
+        def diagnose(state: TrainState, batch_index: int) -> str:
+            batch = self.parts.loaders.dataloader_train.batch(batch_index)
+            prepared = batch if prepare_batch is None else prepare_batch(state, batch)
+            return self._diagnose(state, prepared, self.info.batch_index)
+
+        return Guard(
+            self.arguments.anomalies,
+            self.trainer.lineage,
+            diagnose,
             # A user's own manager need not know.
             broken=getattr(manager, "broken", lambda state: ()),
             infinite_parameters=lambda: getattr(manager, "infinite_parameters", None),

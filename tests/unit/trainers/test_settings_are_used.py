@@ -75,7 +75,7 @@ def test_overrides_of_the_model_and_of_the_functions_are_what_is_used(tmp_path, 
     assert made.model is made.model_output.model
     for name in ("train_step_fn", "eval_step_fn", "mesh", "checkpoint_manager"):
         assert getattr(made.functions, name) is getattr(made.functions_output, name)
-    assert made.training.loop.train_step is made.functions_output.train_step_fn
+    assert made.training.loop.steps.train is made.functions_output.train_step_fn
 
 
 def test_the_types_are_those_of_the_arguments(tmp_path):
@@ -103,7 +103,7 @@ def test_a_time_limit_counts_from_the_start_of_training_in_full(tmp_path, events
     monkeypatch.setattr("trainers.trainer.base_trainer.TimeUsed", partial(TimeUsed, clock=lambda: LATE_S))
     made = trainer(tmp_path, time_limit="2h", **ONE_STEP)
     made.train()
-    assert made.training.loop.host_requests.limits.deadline_s == LATE_S + 2 * 3600
+    assert made.training.loop.agreement.requests.limits.deadline_s == LATE_S + 2 * 3600
 
 
 @pytest.mark.costs("compiles a step and trains")
@@ -121,11 +121,11 @@ def test_a_time_limit_counts_what_earlier_processes_have_used(tmp_path, events, 
     now_s[0] = 2 * LATE_S
     resumed = trainer(tmp_path, time_limit="2h", max_num_steps=5, checkpoint={"save_at_end": False}, optimizer=FIXED)
     resumed.train()
-    assert resumed.training.loop.host_requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 4 * 300
+    assert resumed.training.loop.agreement.requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 4 * 300
     runtime.install(runtime.Runtime(lambda event: None, time_used_s=1500.0))
     told = trainer(tmp_path, time_limit="2h", max_num_steps=5, optimizer=FIXED)
     told.train()
-    assert told.training.loop.host_requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 1500
+    assert told.training.loop.agreement.requests.limits.deadline_s == 2 * LATE_S + 2 * 3600 - 1500
 
 
 @pytest.mark.costs("compiles a step and trains")

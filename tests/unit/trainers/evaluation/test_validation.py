@@ -199,7 +199,7 @@ def test_a_stop_does_not_wait_for_an_evaluation():
     world = World(max_steps=30)
     world.loop.due = due(EvaluationConfig(every_steps=1, after_step=8))
     wanted = 1 + STOP_REASONS.index(StopReason.PREEMPTED)
-    world.loop.host_requests.stop = lambda: wanted if world.dispatched == 5 else 0
+    world.loop.agreement.requests.stop = lambda: wanted if world.dispatched == 5 else 0
     assert world.loop.run(0) == (8, StopReason.PREEMPTED)
     assert world.loop.evaluator.steps == []
 

@@ -263,7 +263,7 @@ class FastClock(BaseTrainer):
     """Waits a thousandth of the time before it tries a save again."""
 
     def on_training_start(self, state):
-        self.training.loop.host_requests.clock = lambda: 1000 * time.monotonic()
+        self.training.loop.agreement.requests.clock = lambda: 1000 * time.monotonic()
         return state
 
 

@@ -13,13 +13,15 @@ from trainers.callbacks import Callback, CallbackList, RunInfo
 from trainers.callbacks.profiler import Profiler
 from trainers.config import AnomalyConfig, CheckpointConfig, DistributionConfig, EvaluationConfig, PreviewConfig, ProfileConfig
 from trainers.errors import DesyncError, LossSpikeError, NonFiniteLossError
+from trainers.loop.agreement import Agreement
+from trainers.loop.guard import Guard
 from trainers.loop.host_requests import RETRY_FIRST_S, RETRY_MAX_S, HostRequests, Limits, Retry
 from trainers.loop.inflight import LOOK_AHEAD_STEPS, STOP_REASONS, Agreed, Window
 from trainers.loop.lineage import Lineage
-from trainers.loop.train_loop import Loop
+from trainers.loop.train_loop import Loop, Steps
 from trainers.loop.triggers import Due, Epochs
 from trainers.metrics.accumulator import Kind, Layout
-from trainers.metrics.publisher import BusyTime, Publisher, Seconds, Throughput
+from trainers.metrics.publisher import BusyTime, Publisher, Throughput
 from trainers.step.host_flags import REDUCED, UpdateStatus
 from trainers.step.train_step import STEP_METRICS, StepOutput
 from trainers.stop_reason import StopReason
@@ -85,18 +87,14 @@ class World:
         runtime.install(runtime.Runtime(lambda event: self.log.append((event["ev"], event.get("step")))))
         self.info = RunInfo()
         limits = Limits(max_steps, None)
+        requests = host_requests(limits) if host_requests else HostRequests(limits, None, clock=lambda: 0.0)
         self.loop = Loop(
-            train_step=self.step,
-            layout=LAYOUT,
+            info=self.info,
+            steps=Steps(self.step, LAYOUT, lambda: None, DistributionConfig(every_steps=20)),
             loader=SimpleNamespace(batch=self.batch, global_batch_size=1),
-            empty_sums=lambda: None,
-            publisher=Publisher(Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
-            flags=SimpleNamespace(array=lambda *flags: flags),
-            host_requests=host_requests(limits) if host_requests else HostRequests(limits, None, clock=lambda: 0.0),
+            agreement=Agreement(SimpleNamespace(array=lambda *flags: flags), requests),
+            guard=Guard(anomalies or AnomalyConfig(), Lineage(skipped=set(skip)), lambda state, k: f"{self.batch(k)}"),
             due=due(publish=(every_steps, None), save_steps=save_steps),
-            anomalies=anomalies or AnomalyConfig(),
-            distributions=DistributionConfig(every_steps=20),
-            lineage=Lineage(skipped=set(skip)),
             saver=SimpleNamespace(
                 save=lambda state: self.log.append(("save", state)),
                 report_saved=lambda: None,
@@ -104,13 +102,10 @@ class World:
             ),
             evaluator=Evaluations(self.log),
             previewer=None,
+            publisher=Publisher(Throughput(1.0, 1), LAYOUT, self.publish, clock=lambda: 0.0),
             resume=SimpleNamespace(go_back=self.go_back, meta="meta"),
-            diagnose=lambda state, batch, step: "",
-            callbacks=CallbackList(),
             hooks=BaseTrainer.__new__(BaseTrainer),
-            seconds=Seconds(),
-            info=self.info,
-            resumed_step=0,
+            callbacks=CallbackList(),
         )
 
     def batch(self, k):
@@ -374,14 +369,14 @@ def test_batches_to_skip_are_flagged():
 def test_a_batch_that_the_step_skipped_is_told_and_remembered():
     world = World(max_steps=9, statuses={4: UpdateStatus.NON_FINITE})
     assert world.loop.run(0) == (9, StopReason.MAX_STEPS)
-    assert world.loop.lineage.skipped == {4}
+    assert world.loop.guard.lineage.skipped == {4}
     assert [kind for kind, _ in world.log].count("anomaly") == 1
 
 
 def test_a_save_knows_the_statuses_of_all_batches_before_it():
     world = World(max_steps=9, save_steps=5, statuses={4: UpdateStatus.NON_FINITE})
     known = []
-    world.loop.saver.save = lambda state: known.append((state, set(world.loop.lineage.skipped)))
+    world.loop.saver.save = lambda state: known.append((state, set(world.loop.guard.lineage.skipped)))
     world.loop.run(0)
     assert known == [(5, {4})]
 

@@ -199,7 +199,7 @@ class Poisoned(OneDevice):
 
     def on_training_start(self, state):
         # It takes half a minute, and is tested elsewhere.
-        self.training.loop.diagnose = lambda *args: "not looked for"
+        self.training.loop.guard.diagnose = lambda *args: "not looked for"
         return state
 
     def preforward(self, batch):

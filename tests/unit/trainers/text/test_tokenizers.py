@@ -198,7 +198,7 @@ def test_a_training_on_kept_tokens_imports_no_library_of_tokenizers(folder, tmp_
     text_windows(arguments(folder, paths))
     program = f"""
 import sys
-from tests.unit.trainers.test_tokenizers import arguments
+from tests.unit.trainers.text.test_tokenizers import arguments
 from trainers.base import BaseTrainer
 from trainers.data.sources.text import text_windows
 made = arguments({str(folder)!r}, {str(paths)!r}, storage={str(tmp_path)!r}, global_batch_size=2)
