@@ -329,8 +329,7 @@ def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
     for place in places(whole):
         if place.name == "metrics.jsonl" or place.parts[0] == "previews":
             continue
-        shutil.rmtree(copied)
-        shutil.copytree(whole, copied)
+        restore(whole, copied)
         path = copied / place
         lines = path.read_text().splitlines() if place.suffix == ".jsonl" else [path.read_text()]
         newer = [json.loads(line) for line in lines]
