@@ -14,11 +14,12 @@ import cluster
 from orchestrator.driver import poller
 from tests.unit.simulated_ray import MeteredWorld, launched
 
-SIZES = (128, 256, 512)
+SIZES = (64, 128, 256)
 OWN = str(Path(cluster.__file__).parents[1])
 TESTS = str(Path(OWN, "tests"))
-ALLOWANCE = 0.1
-"""Lines for each host and host. A loop over all hosts for each of them, once in the whole run, has one or more."""
+ALLOWANCE = 0.7
+"""Lines for each host and host: 0.44 without such a loop, for at so few hosts it counts too what is done at a time. A loop over
+all hosts for each of them, once in the whole run, adds one or more."""
 
 
 class Lines:
@@ -62,7 +63,7 @@ def lines_of_a_run(hosts):
     return lines.num
 
 
-@pytest.mark.slow("drives thousands of hosts")
+@pytest.mark.slow("drives hundreds of hosts")
 def test_the_driver_does_no_more_for_each_host_of_many_than_of_few(monkeypatch):
     monkeypatch.setattr(poller, "HOSTS_PER_POLL_S", math.inf)  # as many polls of each host, however many there are
     few, more, most = (lines_of_a_run(hosts) for hosts in SIZES)
