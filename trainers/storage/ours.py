@@ -53,6 +53,8 @@ ON_THE_WAY = named("a folder on its way", r".+\.(saving|replaced|deleted)-\w[\w-
 PROBE = named("a probe", r"\.probe-\w+(-from|-to)?")
 TEMPORARY_FOLDER = named("a temporary folder", r"(profile|trial|gangway-disk|gw)-[a-z0-9_]{8}(\.image)?")
 """Made by `tempfile.mkdtemp`."""
+LOOKED_AT = Mark("what was looked at already", lambda path: True)
+"""For a store alone, which deletes what `delete` here has given it."""
 MADE_BY = {"made_by": "gangway"}
 """In the head of each file of weights that is written for other programs."""
 
