@@ -207,10 +207,13 @@ class CheckpointManagerProtocol(Protocol):
     With `checkpoint.model_every_steps` it also needs `save_model(step, state, meta, *, patient)`.
     """
 
-    failing: bool
-    """Whether the last save failed: the loop then saves again soon."""
-    last_saved_step: int | None
-    """The step of the newest checkpoint that is complete, or was restored."""
+    @property
+    def failing(self) -> bool:
+        """Whether the last save failed: the loop then saves again soon. An attribute will do."""
+
+    @property
+    def last_saved_step(self) -> int | None:
+        """The step of the newest checkpoint that is complete, or was restored. An attribute will do."""
 
     def save(self, step: int, state: Any, meta: dict[str, Any], *, patient: bool = False) -> None:
         """Starts a save, and returns when `state` may be donated. Does nothing at `last_saved_step`."""

@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_is_never_restored_as_something_else(saved, tmp_pat
     folder, states, manager = saved
     dice = random.Random(f"{damage} {victim}")
     for case in range(CASES_PER_KIND):
-        manager.folder = tmp_path / str(case)
+        manager._owner.folder = tmp_path / str(case)
         shutil.copytree(folder, manager.folder)
         done = inflict(damage, dice.choice(files_of(victim, manager.folder / "20")), dice)
         restored = manager.restore(checkpointing.abstract(states[20]))
@@ -86,7 +86,7 @@ def test_nor_is_one_that_has_no_manifest_to_tell(saved, tmp_path, damage, victim
     folder, states, manager = saved
     dice = random.Random(f"last resort {damage} {victim}")
     for case in range(CASES_PER_KIND):
-        manager.folder = tmp_path / str(case)
+        manager._owner.folder = tmp_path / str(case)
         shutil.copytree(folder, manager.folder)
         for step in (10, 20):
             (manager.folder / str(step) / manifest.MANIFEST_FILE).unlink()
@@ -99,7 +99,7 @@ def test_nor_is_one_that_has_no_manifest_to_tell(saved, tmp_path, damage, victim
 
 def test_with_every_checkpoint_damaged_it_does_not_start_from_nothing(saved, tmp_path):
     folder, states, manager = saved
-    manager.folder = tmp_path / "checkpoints"
+    manager._owner.folder = tmp_path / "checkpoints"
     shutil.copytree(folder, manager.folder)
     for step in (10, 20):
         (manager.folder / str(step) / manifest.META_FILE).unlink()

@@ -114,7 +114,9 @@ def start(
     for index, host in enumerate(made):
         host.wait_for("warm")
         where = {"host": index, "num_hosts": hosts, "coordinator": coordinator}
-        assert host.child.send({"cmd": "start", "generation": 0, **where, **orders} if "cmd" not in orders else {**where, **orders})
+        assert host.child.send(
+            {"cmd": "start", "generation": 0, **where, **orders} if "cmd" not in orders else {**where, **orders}
+        )
     return made
 
 

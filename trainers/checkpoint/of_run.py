@@ -38,5 +38,5 @@ def manager_of(
         storage_patience_s=arguments.checkpoint.storage_patience_s,
     )
     # The agent may send the fence later, when another driver takes over.
-    host.follow_fence(lambda path: setattr(manager, "fence", path))
+    host.follow_fence(manager.follow_fence)
     return manager

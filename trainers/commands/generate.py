@@ -172,6 +172,7 @@ def run(options: argparse.Namespace, texts: Sequence[str]) -> int:
 def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opened:
     """Returns what is at `source`, without its weights. Raises UsageError, CheckpointError or CheckpointUnavailableError."""
     from trainers import tokenizers
+    from trainers.commands.saved_models import arguments_of, files_of, look
     from trainers.config.arguments import load_object
     from trainers.data import image_prompts
     from trainers.evaluation.previews import can_generate
@@ -192,66 +193,6 @@ def open_model(source: str, step: int | None = None, dtype: Any = None) -> Opene
     tokenizer, vision = tokenizers.of(arguments), arguments.vision if reads_images else None
     images = None if vision is None else image_prompts.of(vision, tokenizer, files_of(found))
     return Opened(found, arguments, task, texts, tokenizer, window, images)
-
-
-def look(source: str, step: int | None = None) -> Weights:
-    """Returns what is at `source`, or in the checkpoint of a step of this run."""
-    from trainers.checkpoint import weights
-
-    return weights.look(weights.find(source if step is None else str(Path(source, "checkpoints", str(step)))))
-
-
-def arguments_of(found: Weights) -> TrainingArguments:
-    """Returns the arguments that say the model and the tokenizer of a run or a folder. Raises UsageError for a file."""
-    if found.is_file:
-        raise UsageError(
-            f"{found.path} is a file of weights alone: give the run, or what `python -m trainers.export RUN OUT --format "
-            "huggingface` writes"
-        )
-    return _of_folder(found) if found.folder is not None else _of_run(found)
-
-
-def _of_folder(found: Weights) -> TrainingArguments:
-    from trainers.config import DataConfig, ModelConfig
-    from trainers.config.arguments import TrainingArguments
-    from trainers.config.hf_files import BYTES, has_tokenizer
-    from trainers.models.hf.pretrained import OF_IMAGES
-    from trainers.models.hf.vision_config import ImageTextConfig
-
-    assert found.folder is not None
-    config = found.folder.config
-    with_images: dict[str, Any] = {}
-    if isinstance(config, ImageTextConfig):
-        with_images = {"task": OF_IMAGES, "vision": config.vision}
-        config = config.model
-    if not isinstance(config, ModelConfig):
-        raise UsageError(f"{found.path} is a model of the family {config.family}: expected a decoder of texts")
-    tokenizer = str(found.path) if has_tokenizer(found.path) else BYTES
-    if tokenizer == BYTES:
-        tell(f"{found.path} has no tokenizer: a token is a byte")
-    return TrainingArguments(name="generate", max_num_steps=1, model=config, data=DataConfig(tokenizer=tokenizer), **with_images)
-
-
-def _of_run(found: Weights) -> TrainingArguments:
-    """Returns the arguments of a checkpoint, with the tokenizer that the run has kept."""
-    from trainers.checkpoint import manifest
-    from trainers.config.arguments import TrainingArguments, from_dict
-    from trainers.config.hf_files import has_tokenizer
-
-    known = {item.name for item in dataclasses.fields(TrainingArguments)}
-    recorded = manifest.read_meta(found.path)["arguments"]
-    arguments = from_dict(TrainingArguments, {name: value for name, value in recorded.items() if name in known})
-    folder = files_of(found)
-    if folder is not None and has_tokenizer(folder):
-        return dataclasses.replace(arguments, data=dataclasses.replace(arguments.data, tokenizer=str(folder)))
-    return arguments
-
-
-def files_of(found: Weights) -> Path | None:
-    """Returns the folder with the files of Hugging Face that belong to a model; None if it has none."""
-    from trainers.checkpoint import carried
-
-    return found.path if found.folder is not None else carried.folder_of(found.path)
 
 
 def _dtype(found: Weights, arguments: TrainingArguments) -> Any:

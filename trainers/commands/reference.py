@@ -115,7 +115,7 @@ def log_probabilities(arguments: TrainingArguments, source: str, rows: Rows) -> 
     import numpy as np
 
     from trainers import runtime
-    from trainers.commands.evaluate import load
+    from trainers.commands.saved_models import state_of
     from trainers.data.sources.preference import REFERENCE_COLUMNS
     from trainers.step.loss import in_mode
     from trainers.tasks.completions import completions_of_pairs
@@ -123,7 +123,7 @@ def log_probabilities(arguments: TrainingArguments, source: str, rows: Rows) -> 
 
     runtime.install(runtime.Runtime(lambda event: None))
     trainer = BaseTrainer(dataclasses.replace(arguments, task=TASK, global_batch_size=AT_ONCE, accumulation_steps=1), rows)
-    _, state, _ = load(trainer, source)
+    _, state, _ = state_of(trainer, source)
 
     @jax.jit
     def compute(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:

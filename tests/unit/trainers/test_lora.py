@@ -18,7 +18,7 @@ from tests.programs.small_tokens import datasets, log_probabilities
 from tests.unit.training import arguments, assert_equal, of
 from trainers.base import BaseTrainer
 from trainers.checkpoint import export, manifest
-from trainers.commands import evaluate
+from trainers.commands import evaluate, saved_models
 from trainers.commands import export as command
 from trainers.errors import CheckpointError, CheckpointMissingError, UsageError
 from trainers.models.decoder import Decoder
@@ -228,12 +228,14 @@ def test_a_base_that_has_moved_is_that_of_the_configuration(tmp_path, monkeypatc
     def with_base(path):
         return arguments(tmp_path, **{**SETTINGS, "lora": {"rank": 4, "base": str(path)}})
 
-    monkeypatch.setattr("trainers.commands.generate.look", lambda source: source)
-    monkeypatch.setattr("trainers.commands.generate.arguments_of", lambda found: with_base(tmp_path / found))
-    assert evaluate.with_model_of("gone", with_base(LLAMA)).lora.base == LLAMA
+    monkeypatch.setattr("trainers.commands.saved_models.look", lambda source: source)
+    monkeypatch.setattr("trainers.commands.saved_models.arguments_of", lambda found: with_base(tmp_path / found))
+    assert saved_models.with_model_of("gone", with_base(LLAMA)).lora.base == LLAMA
     (tmp_path / "there").mkdir()
-    assert evaluate.with_model_of("there", with_base(LLAMA)).lora.base == str(tmp_path / "there")
-    assert evaluate.with_model_of("gone", arguments(tmp_path, **{**SETTINGS, "lora": None})).lora.base == str(tmp_path / "gone")
+    assert saved_models.with_model_of("there", with_base(LLAMA)).lora.base == str(tmp_path / "there")
+    assert saved_models.with_model_of("gone", arguments(tmp_path, **{**SETTINGS, "lora": None})).lora.base == str(
+        tmp_path / "gone"
+    )
 
 
 @pytest.mark.slow("trains more than once")

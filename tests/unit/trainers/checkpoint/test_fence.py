@@ -25,7 +25,7 @@ def no_patience(monkeypatch):
 def generation(folder, number, driver_term=1):
     """The manager of another process, which has restored what there is."""
     manager = checkpointing.manager(folder, term=WriterTerm(driver_term, number))
-    manager.fence = str(folder.parent / "driver_terms" / f"{driver_term + 1:06}.json")
+    manager.follow_fence(str(folder.parent / "driver_terms" / f"{driver_term + 1:06}.json"))
     manager.restored = manager.restore(checkpointing.abstract(checkpointing.state(0)))
     return manager
 
@@ -153,8 +153,8 @@ def test_a_later_generations_checkpoint_is_not_replaced(folder, monkeypatch):
         old.save_now(step)
     old.restore(checkpointing.abstract(checkpointing.state(0)), before=4)  # it would replace 8 now
     new = generation(folder, 1)
-    new._superseded.add(8)
-    new.last_saved_step = 4
+    new._course.superseded.add(8)
+    new._course.last_saved_step = 4
     new.save_now(8, course="new")
     frozen_save(monkeypatch, folder, old, 8)
     assert "was saved by a later generation (driver term 1, generation 1)" in old.failed[0][1]

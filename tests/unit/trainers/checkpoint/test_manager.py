@@ -131,21 +131,21 @@ def test_what_a_killed_save_has_left_is_removed_by_the_next_process(folder):
 
 def test_once_another_driver_has_the_run_nothing_is_saved(folder, tmp_path):
     manager = checkpointing.manager(folder)
-    manager.fence = str(tmp_path / "fence")
+    manager.follow_fence(str(tmp_path / "fence"))
     manager.save_now(1)
     (tmp_path / "fence").touch()
     (folder / "9.saving-others").mkdir()
     manager.save_now(2)
     assert manager.saved == [1]
     assert "another driver has taken over this run" in manager.failed[0][1]
-    assert manager.fence in manager.failed[0][1]
+    assert str(tmp_path / "fence") in manager.failed[0][1]
     assert checkpointing.names(folder) == ["1", "9.saving-others"]
 
 
 @pytest.mark.costs("compiles a step and trains")
 def test_a_fence_that_comes_while_saving_is_seen_before_anything_is_committed(folder, tmp_path, monkeypatch):
     manager = checkpointing.manager(folder)
-    manager.fence = str(tmp_path / "fence")
+    manager.follow_fence(str(tmp_path / "fence"))
     digests = Commit._digests
 
     def slow(self, names):
@@ -154,14 +154,14 @@ def test_a_fence_that_comes_while_saving_is_seen_before_anything_is_committed(fo
 
     monkeypatch.setattr(Commit, "_digests", slow)
     manager.save_now(1)
-    assert manager.fence in manager.failed[0][1]
+    assert str(tmp_path / "fence") in manager.failed[0][1]
     assert checkpointing.names(folder) == []
 
 
 @pytest.mark.costs("compiles a step and trains")
 def test_a_fence_that_comes_after_the_commit_is_seen_before_anything_is_deleted(folder, tmp_path, monkeypatch):
     manager = checkpointing.manager(folder, keep=1)
-    manager.fence = str(tmp_path / "fence")
+    manager.follow_fence(str(tmp_path / "fence"))
     manager.save_now(1)
     put_in_place = layout.put_in_place
 

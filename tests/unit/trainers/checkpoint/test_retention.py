@@ -247,7 +247,7 @@ def test_a_model_of_a_course_that_was_left_goes(folder):
     for step, score in ((1, 0.3), (2, 0.1), (3, 0.5)):
         save(manager, step, score)
     assert lie_in(folder) == (["3"], ["1", "2"])
-    manager._continue_from(1, [3])  # as by a rollback to step 1
+    manager._course.continue_from(1, [3], [1, 2])  # as by a rollback to step 1
     save(manager, 2, 0.2)
     save(manager, 3, 0.6)
     assert lie_in(folder) == (["3"], ["1", "2"])

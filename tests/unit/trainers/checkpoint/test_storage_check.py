@@ -68,19 +68,19 @@ def test_a_save_that_the_storage_does_not_answer_for_has_failed_and_the_next_is_
     assert manager.failing
     assert checkpointing.names(tmp_path / "checkpoints") == []
     hanging.released.set()
-    wait_for_answer(manager._storage)
+    wait_for_answer(manager._saver._background._storage)
     manager.save_now(2)
     assert (manager.saved, manager.failing, hanging.asked) == ([2], False, 1)
 
 
 def test_a_first_save_that_hangs_before_the_folder_is_there_is_made_good(tmp_path, monkeypatch):
     manager, hanging = checkpointing.manager(tmp_path / "checkpoints", storage_patience_s=1.0), Hanging()
-    claim = manager._claim_folder
-    monkeypatch.setattr(manager, "_claim_folder", lambda: hanging() or claim())
+    claim = manager._owner._claim_folder
+    monkeypatch.setattr(manager._owner, "_claim_folder", lambda: hanging() or claim())
     manager.save_now(1)
     assert len(manager.failed) == 1
     hanging.released.set()
-    wait_for_answer(manager._storage)
+    wait_for_answer(manager._owner._storage)
     manager.save_now(2)
     assert manager.saved == [2]
 

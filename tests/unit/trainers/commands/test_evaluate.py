@@ -15,7 +15,7 @@ import yaml
 from tests import ROOT
 from tests.unit.training import flip_a_byte, of, trainer
 from trainers.base import BaseTrainer
-from trainers.commands import evaluate
+from trainers.commands import evaluate, saved_models
 from trainers.config.arguments import TrainingArguments, recorded_arguments
 from trainers.config.yaml_source import ConfigError
 from trainers.export import to_safetensors
@@ -142,11 +142,11 @@ def test_the_class_of_the_arguments_is_recorded_and_what_was_masked_is_asked_for
     monkeypatch.setattr("trainers.checkpoint.manifest.read_meta", lambda path: recorded)
     (tmp_path / "meta.json").touch()
     monkeypatch.setattr("trainers.checkpoint.weights.find", lambda source: tmp_path)
-    assert evaluate.recorded_with("run", ["seed=4"]) == dataclasses.replace(arguments, seed=4)
+    assert saved_models.recorded_with("run", ["seed=4"]) == dataclasses.replace(arguments, seed=4)
     recorded["arguments"]["data"]["paths"] = ["s3://***@bucket/a"]
     with pytest.raises(ConfigError, match=r"data\.paths\[0\]: masked, for it had a secret; give data\.paths=\[VALUE, \.\.\.\]"):
-        evaluate.recorded_with("run", [])
-    assert evaluate.recorded_with("run", ["data.paths=[s3://me:pass@bucket/a]"]).data.paths == ("s3://me:pass@bucket/a",)
+        saved_models.recorded_with("run", [])
+    assert saved_models.recorded_with("run", ["data.paths=[s3://me:pass@bucket/a]"]).data.paths == ("s3://me:pass@bucket/a",)
 
 
 class NoBase:

@@ -21,8 +21,8 @@ from tests.unit.training import arguments
 from trainers import tokenizers
 from trainers.base import BaseTrainer
 from trainers.checkpoint.hugging_face_out import files_of, plan, write
-from trainers.commands.evaluate import with_model_of
 from trainers.commands.generate import encoded, open_model
+from trainers.commands.saved_models import with_model_of
 from trainers.export import to_hugging_face
 from trainers.models.hf import vision_config
 from trainers.models.hf.vision_config import ImageTextConfig

@@ -1,0 +1,56 @@
+"""The course that training has taken: which checkpoints and models belong to it, and which were abandoned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainers.checkpoint import manifest
+from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
+
+
+@dataclass
+class Course:
+    """The present course. The thread that trains changes it, and the thread that saves, one after the other."""
+
+    term: WriterTerm
+    """The term that new checkpoints carry: no lower than that of the restored one, whoever saved it."""
+    last_saved_step: int | None = None
+    """The step of the newest checkpoint that was committed or restored."""
+    superseded: set[int] = field(default_factory=set)
+    """The steps of checkpoints that no longer count: damaged ones, and those of a course that was rolled back."""
+    abandoned_models: frozenset[int] = frozenset()
+    """The same for models that were saved alone. They are deleted after the next save."""
+
+    def continue_from(self, step: int | None, checkpoints: Iterable[int], models: Iterable[int]) -> None:
+        """Training goes on from the checkpoint of `step` (None: from the beginning): whatever is newer is abandoned."""
+        self.last_saved_step = step
+        self.superseded = {other for other in checkpoints if step is None or other > step}
+        self.abandoned_models = frozenset(other for other in models if step is None or other > step)
+
+    def committed(self, step: int) -> None:
+        """A checkpoint of this step was committed. If one of that name was abandoned, the new one has replaced it."""
+        self.last_saved_step = step
+        self.superseded.discard(step)
+
+    def may_replace(self, checkpoint: Path, writer: WriterTerm) -> bool:
+        """Whether a save may replace `checkpoint`: training has gone back behind it, or an earlier generation that was thought
+        dead has saved it since."""
+        step = int(checkpoint.name)
+        if step not in self.superseded and NO_DRIVER < (term_of(checkpoint) or NO_DRIVER) < writer:
+            self.superseded.add(step)
+        return step in self.superseded
+
+    def take_abandoned_models(self) -> frozenset[int]:
+        """Returns them, for the one who deletes them now."""
+        taken, self.abandoned_models = self.abandoned_models, frozenset()
+        return taken
+
+
+def term_of(checkpoint: Path) -> WriterTerm | None:
+    """Returns the term of the generation that saved it; None if there is no checkpoint, or its documents cannot be read."""
+    try:
+        return WriterTerm(*manifest.read_meta(checkpoint).get("term", NO_DRIVER))
+    except manifest.DamagedError:
+        return None

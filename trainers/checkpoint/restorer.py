@@ -1,0 +1,179 @@
+"""Restores the newest checkpoint that is whole; the same on all hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from trainers.checkpoint import fence, layout, manifest
+from trainers.checkpoint.array_io import ArrayFiles
+from trainers.checkpoint.course import Course, term_of
+from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
+from trainers.checkpoint.measured_state import MeasuredState
+from trainers.checkpoint.ownership import Ownership
+from trainers.checkpoint.validate import check_files, check_same_model
+from trainers.errors import CheckpointError, CheckpointUnavailableError
+from trainers.runtime import multihost
+from trainers.runtime.events import RefusedCheckpoint
+from trainers.runtime.multihost import first_problem, of_host0, one_line
+from trainers.step.state import TrainState
+
+Accept = Callable[[dict[str, Any]], str]
+"""Returns why a checkpoint with this meta must not be used; empty if it may be."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    state: TrainState
+    meta: dict[str, Any]
+    skipped: list[RefusedCheckpoint] = field(default_factory=list)
+    """The checkpoints that were passed over because they are not whole: `step` and `why`."""
+
+
+class Restorer:
+    """All hosts must call `restore` alike."""
+
+    def __init__(self, owner: Ownership, course: Course, measured: MeasuredState, note: Callable[[str], None]):
+        self._owner, self._course, self._measured, self._note = owner, course, measured, note
+        self._arrays = ArrayFiles()
+
+    def restore(self, abstract: TrainState, accept: Accept | None, before: int | None) -> Restored | None:
+        """See `trainers.checkpoint.manager.CheckpointManager.restore`."""
+        complete, unfinished = self._listed()
+        # All of them, also those after `before`: going back supersedes them.
+        everything = {*complete, *unfinished}
+        complete, unfinished = ([s for s in steps if before is None or s <= before] for steps in (complete, unfinished))
+        skipped: list[RefusedCheckpoint] = []
+        for step in (*complete, *unfinished):
+            try:
+                restored = self._restore_step(step, abstract, accept, last_resort=step in unfinished)
+            except manifest.DamagedError as error:
+                skipped.append({"step": step, "why": str(error)})
+                continue
+            if restored is None:
+                continue  # refused, which is no fault of the storage: it does not count as skipped
+            state, meta = restored
+            newer: list[RefusedCheckpoint] = [{"step": s, "why": manifest.NOT_COMMITTED} for s in unfinished if s > step]
+            self._continue_from(step, everything)
+            # A later save must not look older than the checkpoint that it continues.
+            self._course.term = max(self._owner.term, WriterTerm(*meta.get("term", NO_DRIVER)))
+            return Restored(state, meta, [*skipped, *newer])
+        if skipped:
+            shown = "; ".join(f"step {bad['step']}: {bad['why']}" for bad in skipped)
+            raise CheckpointUnavailableError(
+                f"no checkpoint in {self._owner.folder} can be restored ({shown}); bring the storage back, or to start again "
+                "from step 0, give the run another name"
+            )
+        self._continue_from(None, everything)
+        return None
+
+    def _listed(self) -> tuple[list[int], list[int]]:
+        """Returns (steps with a manifest, steps without), newest first, as host 0 sees them. Raises CheckpointUnavailableError
+        if those cannot be all."""
+        # Host 0 alone lists the folder: two hosts might see two states of it, and restore different steps.
+        listing = multihost.from_host0("checkpoints to restore", self._listing() if jax.process_index() == 0 else None)
+        if problem := listing.get("problem"):
+            raise CheckpointUnavailableError(of_host0(problem))
+        return listing["complete"], listing["unfinished"]
+
+    def _listing(self) -> dict[str, Any]:
+        """Lists the checkpoints, on host 0."""
+        try:
+            steps = sorted(layout.steps(self._owner.folder), reverse=True)
+            self._owner.check(steps)
+            complete = [step for step in steps if (self._owner.folder / str(step) / manifest.MANIFEST_FILE).exists()]
+            complete = self._newest_first(complete)
+            if steps:
+                self._owner.claim_again()
+        except CheckpointUnavailableError as error:
+            return {"problem": str(error)}
+        except OSError as error:
+            return {"problem": f"{self._owner.folder} cannot be read: {error.strerror or error}"}
+        return {"complete": complete, "unfinished": [step for step in steps if step not in complete]}
+
+    def _newest_first(self, steps: list[int]) -> list[int]:
+        """Sorts the steps so that those of later generations come first. A checkpoint that an earlier generation (thought dead)
+        has saved after a later one began belongs to no course that was continued. `steps` are in falling order."""
+        earlier_terms = (term for term in fence.claims(self._owner.folder) if term < self._owner.term)
+        latest = max(earlier_terms, default=NO_DRIVER)
+        newest = term_of(self._owner.folder / str(steps[0])) if steps else latest
+        if newest is not None and newest >= latest:
+            return steps
+        # One whose documents cannot be read is sorted by its step: it is tried, and reported as damaged.
+        terms = {step: term_of(self._owner.folder / str(step)) or latest for step in steps}
+        return sorted(steps, key=lambda step: (terms[step], step), reverse=True)
+
+    def _continue_from(self, step: int | None, everything: set[int]) -> None:
+        # Host 0 alone deletes what is old.
+        models = layout.steps(layout.models_of(self._owner.folder)) if jax.process_index() == 0 else []
+        self._course.continue_from(step, everything, models)
+
+    def _restore_step(
+        self, step: int, abstract: TrainState, accept: Accept | None, *, last_resort: bool
+    ) -> tuple[TrainState, dict[str, Any]] | None:
+        """Returns (state, meta) of checkpoint `step`, or None if a host refuses it. Raises DamagedError, on all hosts, if it is
+        not whole on one of them."""
+        meta = self._checked_meta(step, accept, last_resort)
+        if meta is None:
+            return None
+        check_same_model(meta, abstract, str(self._owner.folder / str(step)))
+        state = self._read_arrays(self._owner.folder / str(step) / manifest.STATE_FOLDER, abstract)
+        # A collective. It is safe here: all hosts have just agreed that they could read their arrays.
+        found = self._measured.described(state)
+        # No exchange: the fingerprints are the same on all hosts, so all raise or none.
+        if wrong := [name for name, value in found["fingerprints"].items() if meta["fingerprints"].get(name) != value]:
+            raise manifest.DamagedError(
+                f"the contents of {', '.join(wrong[:3])} are not those that were saved (fingerprints differ)"
+            )
+        not_finite, allowed = found["not_finite"], meta.get("not_finite", {})
+        if bad := [name for name, number in not_finite.items() if number > allowed.get(name, 0)]:
+            raise manifest.DamagedError(f"values of {', '.join(bad[:3])} are infinite or NaN: it cannot be trained on")
+        self._measured.allow(not_finite)
+        if last_resort:
+            self._note(f"checkpoint {step} was not completely committed; no other can be used, and its fingerprints are right")
+        return state, meta
+
+    def _checked_meta(self, step: int, accept: Accept | None, last_resort: bool) -> dict[str, Any] | None:
+        """Returns the meta of checkpoint `step`; None if a host refuses it, which is noted. Raises DamagedError if its files are
+        damaged, CheckpointUnavailableError if a host does not see it, and CheckpointError if a newer program has saved it; all
+        hosts raise the same."""
+        path, meta = self._owner.folder / str(step), {}
+        problem = refusal = absent = newer = ""
+        try:
+            meta = check_files(path, step, last_resort=last_resort)
+            refusal = accept(meta) if accept is not None else ""
+        except manifest.NewerError as error:
+            newer = str(error)
+        except manifest.DamagedError as error:
+            problem = str(error)
+            if not path.is_dir():
+                absent = f"{path} is not to be seen here, and host 0 sees it: is the storage mounted?"
+        # One exchange for all: a host that raised before it would leave the others waiting.
+        mine = {"problem": problem, "refusal": refusal, "absent": absent, "newer": newer}
+        answers = multihost.all_hosts("checkpoint files", mine)
+        if newer := first_problem([answer["newer"] for answer in answers]):
+            raise CheckpointError(newer)
+        if absent := first_problem([answer["absent"] for answer in answers]):
+            raise CheckpointUnavailableError(absent)
+        if problem := first_problem([answer["problem"] for answer in answers]):
+            raise manifest.DamagedError(problem)
+        if refusal := first_problem([answer["refusal"] for answer in answers]):
+            self._note(f"checkpoint {step} is not used: {refusal}")
+            return None
+        return meta
+
+    def _read_arrays(self, folder: Path, abstract: TrainState) -> TrainState:
+        """Raises DamagedError, on all hosts, if one of them cannot read the arrays."""
+        state: Any = None
+        problem = ""
+        try:
+            state = self._arrays.read(folder, abstract)
+        except Exception as error:  # Orbax raises whatever its layers raise: anything means that the checkpoint cannot be read
+            problem = one_line(error)
+        if problem := first_problem(multihost.all_hosts("checkpoint arrays", problem)):
+            raise manifest.DamagedError(problem)
+        return state
