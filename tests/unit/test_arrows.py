@@ -155,6 +155,7 @@ LIGHT_MODULES = tuple(
         "storage/object_store",
         "storage/opening",
         "storage/ours",
+        "storage/probe",
         "storage/refused",
         "storage/sealed",
         "storage/shapes",

@@ -103,6 +103,11 @@ class LocalStore(Store):
         with _problems(self._folder(prefix)):
             return sorted(entry for entry in _below(self._folder(prefix), f"{prefix}/" if prefix else "") if entry.name > after)
 
+    def has_folder(self, prefix: str) -> bool:
+        with _problems(self._folder(prefix)), suppress(*ABSENT):
+            return stat.S_ISDIR(os.stat(self._folder(prefix)).st_mode)
+        return False
+
     def folders(self, prefix: str = "") -> Sequence[str]:
         with _problems(self._folder(prefix)), suppress(*ABSENT):
             with os.scandir(self._folder(prefix)) as found:

@@ -171,6 +171,14 @@ class ObjectStore(Store):
         # Again: a store that ignores where to begin begins at the beginning.
         return sorted(entry for item in found or [] if (entry := self._entry(item)).name > after)
 
+    def has_folder(self, prefix: str) -> bool:
+        import obstore
+
+        def first_page(_: str) -> bool:
+            return any(len(page) for page in obstore.list(self._client, prefix=self._key(prefix) or None, chunk_size=1))
+
+        return bool(self._ask("list", prefix, first_page, may_be_absent=False))
+
     def folders(self, prefix: str = "") -> Sequence[str]:
         import obstore
 

@@ -84,6 +84,10 @@ class Store(ABC):
         lack what was written just now, if the store is one of the few that are not consistent."""
 
     @abstractmethod
+    def has_folder(self, prefix: str) -> bool:
+        """Whether there are objects below the folder `prefix`. A folder of this machine counts if it is empty, too."""
+
+    @abstractmethod
     def folders(self, prefix: str = "") -> Sequence[str]:
         """Returns the names of the folders directly in the folder `prefix`, sorted; each without the prefix."""
 
@@ -156,7 +160,7 @@ class Place:
 
     def is_dir(self) -> bool:
         """Whether there are objects below this name."""
-        return bool(self.store.list(self.key))
+        return self.store.has_folder(self.key)
 
     def list(self, after: str = "") -> Sequence[Entry]:
         """Like `Store.list`, for the folder of this name; the names of the entries are those in this folder."""
