@@ -157,6 +157,7 @@ LIGHT_MODULES = tuple(
         "storage/ours",
         "storage/probe",
         "storage/refused",
+        "storage/row",
         "storage/sealed",
         "storage/shapes",
         "storage/store",
