@@ -78,7 +78,7 @@ def faults(folder: Place) -> list[str]:
             found.append(f"{number}: term {term[0]} is of {owners[term[0]]} and of {who}")
         if before and term < before:
             found.append(f"{number}: {term} after {before}")
-        folders = {kept["folder"].rpartition("-")[0] for kept in document["checkpoints"].values()}
+        folders = {kept["folder"].rpartition("-")[0] for kept in document["kept"].get("checkpoints", {}).values()}
         if document["what"] == "commit" and not folders & {f"by-{who[-1]}"}:
             found.append(f"{number}: a commit of {who} is recorded as another's")
         before = term

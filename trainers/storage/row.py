@@ -5,14 +5,15 @@
     row/00000003.json   that generation commits step 10
 
 To change anything, a writer looks at the newest record, N, and creates record N+1. Of several writers one succeeds, and the
-others look again. So nothing of an older driver can come after a newer one has taken over: there is no moment between look and commit,
-and no clock, lock or rename is needed. A record is never deleted or replaced: a writer that slept could create its number again.
-Each record repeats all that holds, so the newest one is enough.
+others look again. So nothing of an older driver can come after a newer one has taken over: there is no moment between look and
+commit, and no clock, lock or rename is needed. A record is never deleted or replaced: a writer that slept could create its number
+again. Each record repeats all that holds, so the newest one is enough.
 """
 
 from __future__ import annotations
 
 import errno
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,7 @@ from trainers.storage.documents import DamagedDocument
 from trainers.storage.store import Place, StorageUnavailable
 
 FOLDER = "row"
+CHECKPOINTS = "checkpoints"
 PATIENCE_S = 60.0
 """How long a record is waited for that must be there."""
 PAUSE_S = 0.1
@@ -57,7 +59,7 @@ class _Document(TypedDict):
     generation: int
     holder: dict[str, Any]
     step: int | None
-    checkpoints: dict[str, _Committed]
+    kept: dict[str, dict[str, _Committed]]
     writer: str
 
 
@@ -84,9 +86,13 @@ class Record:
     holder: Mapping[str, Any] = field(default_factory=dict)
     """Who the driver of that term is, for people."""
     step: int | None = None
-    """The highest step that was ever committed."""
-    checkpoints: Mapping[int, Kept] = field(default_factory=dict)
-    """What is committed and not removed, by step."""
+    """The highest step whose checkpoint was ever committed."""
+    kept: Mapping[str, Mapping[int, Kept]] = field(default_factory=dict)
+    """What is committed and not removed: by the folder, such as `checkpoints`, and by step."""
+
+    def of(self, folder: str) -> Mapping[int, Kept]:
+        """Returns what is committed in a folder of the run, by step."""
+        return self.kept.get(folder, {})
 
 
 class OvertakenError(Exception):
@@ -105,21 +111,28 @@ class Row:
     def __init__(self, folder: Place, *, sleep: Callable[[float], None] = time.sleep):
         self._folder, self._sleep = folder, sleep
         self._newest: Record | None = None
+        self._one_at_a_time = threading.RLock()
 
     def newest(self) -> Record:
-        """Returns the newest record. The first look lists the row; later ones ask for the next numbers only, for a listing may
-        lag."""
-        newest = self._newest or self._listed()
-        while (following := self._read(newest.number + 1)) is not None:
-            newest = following
-        self._newest = newest
-        return newest
+        """Returns the newest record. In a bucket only the first look lists the row; later ones ask for the next numbers, for a
+        listing may lag. A folder is always listed: clients of a file server remember for longer that a name was absent than what
+        a folder contains."""
+        with self._one_at_a_time:
+            newest = self._newest or self._listed(Record())
+            if self._folder.store.is_local:
+                newest = self._listed(newest)
+            while (following := self._read(newest.number + 1)) is not None:
+                newest = following
+            self._newest = newest
+            return newest
 
-    def take_over(self, holder: Mapping[str, Any], above_term: int = 0) -> Record:
+    def take_over(self, holder: Mapping[str, Any], above_term: int = 0, *, seen: Record | None = None) -> Record:
         """Takes the run for a new driver; returns the record, which has its term. That is higher than all before, and than
-        `above_term`."""
+        `above_term`. Raises OvertakenError if another driver has come since the record that was `seen`."""
 
         def change(before: Record) -> Record:
+            if seen is not None and before.term.driver_term != seen.term.driver_term:
+                raise OvertakenError(seen.term, before)
             term = WriterTerm(max(before.term.driver_term, above_term) + 1)
             return replace(before, what="take-over", term=term, holder=dict(holder))
 
@@ -132,36 +145,38 @@ class Row:
             return newest
         return self._append(lambda before: replace(_if_not_overtaken(term, before), what="claim", term=term))
 
-    def commit(self, term: WriterTerm, step: int, kept: Kept) -> Record:
-        """Records that a checkpoint is committed, in place of one of the same step. Raises OvertakenError."""
+    def commit(self, term: WriterTerm, step: int, kept: Kept, folder: str = CHECKPOINTS) -> Record:
+        """Records that what is in `folder` is committed, in place of what was of the same step. Raises OvertakenError."""
 
         def change(before: Record) -> Record:
-            checkpoints = {**_if_not_overtaken(term, before).checkpoints, step: kept}
-            highest = step if before.step is None else max(step, before.step)
-            return replace(before, what="commit", term=term, step=highest, checkpoints=checkpoints)
+            there = {**_if_not_overtaken(term, before).of(folder), step: kept}
+            highest = before.step if folder != CHECKPOINTS else step if before.step is None else max(step, before.step)
+            return replace(before, what="commit", term=term, step=highest, kept={**before.kept, folder: there})
 
         return self._append(change)
 
-    def remove(self, term: WriterTerm, steps: Iterable[int]) -> Record:
-        """Records that checkpoints no longer count: after that they may be deleted. Raises OvertakenError."""
+    def remove(self, term: WriterTerm, steps: Iterable[int], folder: str = CHECKPOINTS) -> Record:
+        """Records that what is in `folder` of these steps no longer counts: after that it may be deleted. Raises
+        OvertakenError."""
         gone = set(steps)
 
         def change(before: Record) -> Record:
-            stay = {step: kept for step, kept in _if_not_overtaken(term, before).checkpoints.items() if step not in gone}
-            return replace(before, what="removal", term=term, checkpoints=stay)
+            there = {step: kept for step, kept in _if_not_overtaken(term, before).of(folder).items() if step not in gone}
+            return replace(before, what="removal", term=term, kept={**before.kept, folder: there})
 
         return self._append(change)
 
     def _append(self, change: Callable[[Record], Record]) -> Record:
-        while True:
-            newest = self.newest()
-            record = replace(change(newest), number=newest.number + 1)
-            text = KIND.text(_document(record))
-            if (self._folder / _name(record.number)).create(text.encode()):
-                self._newest = record
-                return record
-            # Another writer was first. Until its record can be read nothing is known: the next number is not to be tried.
-            self._newest = self._awaited(record.number)
+        with self._one_at_a_time:
+            while True:
+                newest = self.newest()
+                record = replace(change(newest), number=newest.number + 1)
+                text = KIND.text(_document(record))
+                if (self._folder / _name(record.number)).create(text.encode()):
+                    self._newest = record
+                    return record
+                # Another writer was first. Until its record can be read nothing is known: the next number is not to be tried.
+                self._newest = self._awaited(record.number)
 
     def _awaited(self, number: int) -> Record:
         waited_s = 0.0
@@ -173,9 +188,10 @@ class Row:
             waited_s += PAUSE_S
         return record
 
-    def _listed(self) -> Record:
-        numbers = [int(entry.name[:-5]) for entry in self._folder.list() if _is_name(entry.name)]
-        return self._awaited(max(numbers)) if numbers else Record()
+    def _listed(self, known: Record) -> Record:
+        after = _name(known.number) if known.number else ""
+        numbers = [int(entry.name[:-5]) for entry in self._folder.list(after) if _is_name(entry.name)]
+        return self._awaited(max(numbers)) if numbers else known
 
     def _read(self, number: int) -> Record | None:
         place = self._folder / _name(number)
@@ -208,7 +224,7 @@ def _document(record: Record) -> dict[str, Any]:
     return {
         **{"number": record.number, "what": record.what, **record.term._asdict(), "holder": dict(record.holder)},
         "step": record.step,
-        "checkpoints": {str(step): kept._asdict() for step, kept in record.checkpoints.items()},
+        "kept": {name: {str(step): kept._asdict() for step, kept in there.items()} for name, there in record.kept.items()},
         # Of this record alone: so a writer that got no answer knows its own.
         "writer": uuid.uuid4().hex,
     }
@@ -221,5 +237,5 @@ def _record(document: Mapping[str, Any]) -> Record:
         term=WriterTerm(document["driver_term"], document["generation"]),
         holder=document["holder"],
         step=document["step"],
-        checkpoints={int(step): Kept(**kept) for step, kept in document["checkpoints"].items()},
+        kept={name: {int(step): Kept(**kept) for step, kept in there.items()} for name, there in document["kept"].items()},
     )

@@ -38,7 +38,25 @@ def test_a_row_tells_who_has_the_run_and_what_stands(folder):
     record = row.remove(WriterTerm(7, 2), [20, 99])
     assert record == Row(folder).newest()
     assert (record.number, record.what, record.term, record.step) == (5, "removal", (7, 2), 20)
-    assert (record.checkpoints, record.holder) == ({10: KEPT}, {"hostname": "a"})
+    assert (record.of("checkpoints"), record.holder) == ({10: KEPT}, {"hostname": "a"})
+
+
+def test_what_is_kept_in_another_folder_is_counted_apart(folder):
+    row = Row(folder)
+    term = row.take_over({}).term
+    row.commit(term, 10, KEPT)
+    row.commit(term, 90, KEPT, "models")
+    assert row.remove(term, [10], "models").kept == {"checkpoints": {10: KEPT}, "models": {90: KEPT}}
+    assert Row(folder).newest().step == 10
+
+
+def test_a_driver_that_finds_another_since_its_look_looks_again(folder):
+    one, other = Row(folder), Row(folder)
+    seen = one.newest()
+    assert other.take_over({"hostname": "b"}, seen=other.newest()).term == (1, 0)
+    with pytest.raises(OvertakenError, match="driver term 1, generation 0 on b"):
+        one.take_over({"hostname": "a"}, seen=seen)
+    assert one.take_over({"hostname": "a"}, seen=one.newest()).term == (2, 0)
 
 
 def test_an_older_driver_and_an_older_generation_change_nothing(folder):
@@ -93,7 +111,7 @@ def test_a_commit_whose_answer_is_lost_is_known_as_its_own(scheme, do, stores, t
     for number in range(2, 5):
         stores[scheme].proxy.faults[:] = [Fault("^PUT", do, times=2)]
         assert row.commit(term, number, KEPT).number == number
-    assert Row(folder).newest().checkpoints == dict.fromkeys((2, 3, 4), KEPT)
+    assert Row(folder).newest().of("checkpoints") == dict.fromkeys((2, 3, 4), KEPT)
 
 
 def test_a_listing_that_lags_lets_no_old_driver_through(stores, tmp_path, monkeypatch):
