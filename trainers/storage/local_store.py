@@ -101,7 +101,7 @@ class LocalStore(Store):
 
     def list(self, prefix: str = "", after: str = "") -> Sequence[Entry]:
         with _problems(self._folder(prefix)):
-            return sorted(entry for entry in _below(self._folder(prefix), f"{prefix}/" if prefix else "") if entry.name > after)
+            return sorted(_below(self._folder(prefix), f"{prefix}/" if prefix else "", after))
 
     def has_folder(self, prefix: str) -> bool:
         with _problems(self._folder(prefix)), suppress(*ABSENT):
@@ -182,21 +182,22 @@ def _entry(name: str, status: os.stat_result) -> Entry:
     return Entry(name, status.st_size, f"{status.st_mtime_ns:x}-{status.st_ino:x}")
 
 
-def _below(folder: Path, prefix: str) -> Iterator[Entry]:
-    """Yields the objects of a folder and of those in it; links to folders are not followed. What is deleted meanwhile is left
-    out."""
+def _below(folder: Path, prefix: str, after: str) -> Iterator[Entry]:
+    """Yields the objects of a folder and of those in it, with names greater than `after`; links to folders are not followed. What
+    is deleted meanwhile is left out."""
     try:
         with os.scandir(folder) as found:
             inside = [one for one in found if not _TEMPORARY.fullmatch(one.name)]
     except ABSENT:
         return
     for one in inside:
+        name = prefix + one.name
         if one.is_dir(follow_symlinks=False):
-            yield from _below(Path(one.path), f"{prefix}{one.name}/")
-            continue
-        with suppress(FileNotFoundError):
-            if one.is_file():
-                yield _entry(prefix + one.name, one.stat())
+            yield from _below(Path(one.path), f"{name}/", after)
+        elif name > after:  # first: the size of each file costs a request to a file server
+            with suppress(FileNotFoundError):
+                if one.is_file():
+                    yield _entry(name, one.stat())
 
 
 def _make(folder: Path) -> None:
