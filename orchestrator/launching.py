@@ -35,6 +35,7 @@ from orchestrator.run_state.versions import check_versions
 from trainers.config.masking import masked
 from trainers.console.screens import CONSOLE_LOG
 from trainers.storage import documents
+from trainers.storage.probe import check_writable
 from trainers.storage.refused import no_folder_if_refused
 from trainers.terminal import outlives_terminal
 
@@ -165,7 +166,7 @@ def checked(config: JobConfig, began_s: float) -> tuple[report.PlanReport, bool,
     """Returns what `plan_and_connect` does, and the console. Raises what is wrong with the configuration, the storage or the
     cluster."""
     # All of this before Ray is started: a wrong configuration is reported within a second.
-    documents.check_writable(config.run_dir)
+    check_writable(config.run_dir)
     check_free(config.run_dir)
     check_versions(config.run_dir)
     if named := head.named(os.environ, config.driver.address):

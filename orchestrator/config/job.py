@@ -32,7 +32,8 @@ from trainers.config.masking import MASK, masked
 from trainers.config.section import Section, require_none
 from trainers.config.yaml_source import ConfigError, Source
 from trainers.settings import ARGUMENTS_CLASS, Settings
-from trainers.storage import documents
+from trainers.storage import documents, opening
+from trainers.storage.store import StorageRefused
 
 __all__ = ["ConfigError", "DriverConfig", "JobConfig", "build", "load", "shown", "to_dict", "to_yaml"]
 
@@ -219,16 +220,20 @@ def _cross_check(made: Settings, wrong: set[str]) -> Iterator[str]:
             yield f"driver.console_hosts = {given}: there is no host {absent[0]}; expected 0 to {last}, or all"
     if config.driver.precompile and config.hosts.kind == "tpu":
         yield "driver.precompile = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
-    if (
-        not wrong & {"storage", "name"}
-        and not documents.is_url(config.run_dir)
-        and (problem := _storage_problem(Path(config.run_dir)))
-    ):
+    if not wrong & {"storage", "name"} and (problem := _storage_problem(config.run_dir)):
         yield f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to"
 
 
-def _storage_problem(folder: Path) -> str | None:
-    """Returns why the folder cannot be created or written, without creating it; None if it can."""
+def _storage_problem(run_dir: str) -> str | None:
+    """Returns why the run's folder cannot be created or written, without creating it; None if it can. Nothing is asked of a
+    bucket."""
+    if documents.is_url(run_dir):
+        try:
+            opening.parse(run_dir)
+        except StorageRefused as error:
+            return f"{run_dir}: {error.strerror}"
+        return None
+    folder = Path(run_dir)
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not nearest.is_dir():
         return f"{folder} cannot be made: {nearest} is a file"

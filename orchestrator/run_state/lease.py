@@ -1,8 +1,10 @@
 """The lease of a run in its storage: one driver at a time, with a driver term that fences out every earlier driver.
 
-`lease.json` says who drives the run and is renewed while it does. The right to write it is won by *creating*
-`driver_terms/NNNNNN.json`, which succeeds for exactly one of several drivers that start at once, in whatever clusters they run.
-A driver has lost the run as soon as there is a newer term, whether or not it has noticed: it must neither train nor commit.
+`lease.json` says who drives the run and is renewed while it does. The right to write it is won by a record of the run's row
+(`trainers.storage.row`), which exactly one of several drivers that start at once can create, in whatever clusters they run. A
+driver has lost the run as soon as there is a newer term, whether or not it has noticed: it must neither train nor commit.
+
+`driver_terms/NNNNNN.json` says the same to programs and runs of before there was a row. It is read, and written beside it.
 
 Clocks of two machines are never compared. An observer considers the lease of another machine expired when its *stamp* did not
 change for `ttl_s` by the observer's clock. So the first look takes that long, unless the lease was released. For the holder, the
@@ -27,6 +29,8 @@ from trainers.checkpoint import fence
 from trainers.storage import documents
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument
+from trainers.storage.opening import place_of
+from trainers.storage.row import FOLDER, OvertakenError, Record, Row
 
 TTL_S = 15.0
 RENEW_EVERY_S = 4.0
@@ -123,16 +127,22 @@ def acquire(
     `on_lost` is called once, from the renewing thread, when there is a newer driver. `waiting` is called if it takes time to find
     out whether a driver on another machine lives. The new term is higher than `above_term`, whatever is left in the storage.
     """
+    row = row_of(run_dir)
     while True:
+        seen = row.newest()
         driver_term = max(above_term, wait_until_free(run_dir, times, launch_id=launch_id, ttl_s=ttl_s, waiting=waiting))
-        mine = _this_driver(driver_term + 1, launch_id, times)
-        # If another driver has created this term since the look, the loop looks again.
+        mine = _this_driver(max(driver_term, seen.term.driver_term) + 1, launch_id, times)
+        try:
+            row.take_over(asdict(mine), mine.driver_term - 1, seen=seen)
+        except OvertakenError:
+            continue  # another driver has come since the look
+        # A program that knows no row may have created this term: its own, and a higher one, is to be had by looking again.
         if LEASE_KIND.create(_term_path(run_dir, mine.driver_term), asdict(mine)):
             try:
                 LEASE_KIND.read(_lease_path(run_dir))
             except DamagedDocument as error:  # a folder in its place could not be written over
                 waiting(LEASE_KIND.set_aside(_lease_path(run_dir), error))
-            return Lease(run_dir, mine, times, ttl_s, on_lost)
+            return Lease(run_dir, mine, times, ttl_s, on_lost, row)
 
 
 def wait_until_free(
@@ -170,10 +180,18 @@ def check_free(run_dir: str, passed: Clock = time.monotonic) -> None:
         raise RunInUse(_in_use_message(run_dir, holder))
 
 
+def row_of(run_dir: str) -> Row:
+    """Returns the row of a run."""
+    return Row(place_of(run_dir) / FOLDER)
+
+
 class Lease:
     """A held lease, renewed by a thread until `release()`. Made by `acquire`."""
 
-    def __init__(self, run_dir: str, mine: Holder, times: Time, ttl_s: float, on_lost: Callable[[], None] | None):
+    def __init__(
+        self, run_dir: str, mine: Holder, times: Time, ttl_s: float, on_lost: Callable[[], None] | None, row: Row | None = None
+    ):
+        self._row = row or row_of(run_dir)
         self._run_dir, self._mine, self._times, self._ttl_s, self._on_lost = run_dir, mine, times, ttl_s, on_lost
         self._renewals = 0
         self._renewed_s = times.passed()
@@ -231,7 +249,10 @@ class Lease:
 
     def _has_successor(self) -> bool:
         """Raises OSError where nobody can tell."""
-        return documents.exists(self.fence) if documents.is_url(self.fence) else fence.next_driver(Path(self.fence)) is not None
+        if self._row.newest().term.driver_term > self.driver_term:
+            return True
+        # Of a program that knows no row: such a one cannot have come to a bucket.
+        return not documents.is_url(self.fence) and fence.next_driver(Path(self.fence)) is not None
 
     def _document(self, released: bool = False) -> dict[str, Any]:
         times = {"renewed_at_s": self._times.wall(), "renewed_s": self._times.passed()}
@@ -253,9 +274,17 @@ def _latest(run_dir: str) -> tuple[Holder | None, int]:
     """Returns the newest driver and its term. A driver that has a term but has not written `lease.json` yet counts too."""
     holder = holder_of(run_dir)
     driver_term = holder.driver_term if holder else 0
+    newest = row_of(run_dir).newest()
+    if newest.term.driver_term > driver_term:
+        holder, driver_term = _in_record(newest), newest.term.driver_term
     while (claim := _claim(run_dir, driver_term + 1)) is not None:
         holder, driver_term = claim, driver_term + 1
     return holder, driver_term
+
+
+def _in_record(record: Record) -> Holder | None:
+    """Returns the driver that a record names; None for a process without a driver, which holds nothing."""
+    return _holder(dict(record.holder)) if "launch_id" in record.holder else None
 
 
 def _claim(run_dir: str, driver_term: int) -> Holder | None:

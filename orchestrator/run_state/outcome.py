@@ -8,7 +8,6 @@ from typing import Any
 
 from orchestrator.run_state.stored import OUTCOME_KIND
 from trainers.storage import documents
-from trainers.storage.document_kind import set_aside
 from trainers.storage.documents import DamagedDocument
 
 FILE = OUTCOME_KIND.name
@@ -19,12 +18,7 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_REFUSED, EXIT_STOPPED = 0, 1, 2, 3
 def write_outcome(run_dir: str | os.PathLike[str], outcome: dict[str, Any]) -> None:
     """Writes the final outcome of the launch. Ray Train runs a driver again after *any* exception, and takes any return for a
     success: so a restarted driver needs it to know that the launch is over."""
-    path = _path(run_dir)
-    try:
-        OUTCOME_KIND.write(path, outcome)
-    except IsADirectoryError:
-        set_aside(path)
-        OUTCOME_KIND.write(path, outcome)
+    OUTCOME_KIND.write_over(_path(run_dir), outcome)
 
 
 def read_outcome(run_dir: str | os.PathLike[str], launch_id: str) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ from orchestrator.run_state.launch import PLACE, Launch
 from orchestrator.run_state.stored import SUMMARY_KIND
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS
 from trainers.storage import documents
-from trainers.storage.document_kind import set_aside
 
 SUMMARY = "summary.json"
 
@@ -110,11 +109,7 @@ def _time(unix_s: float) -> str:
 
 def write(run_dir: str, summary: dict[str, Any]) -> str:
     path = documents.join(run_dir, SUMMARY)
-    try:
-        SUMMARY_KIND.write(path, summary)
-    except IsADirectoryError:
-        set_aside(path)
-        SUMMARY_KIND.write(path, summary)
+    SUMMARY_KIND.write_over(path, summary)
     return path
 
 

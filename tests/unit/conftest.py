@@ -6,6 +6,7 @@ import pytest
 
 from tests.compile_cache import compile_cache
 from tests.event_schema import check_event
+from tests.stores.contract import buckets
 from trainers import runtime
 
 
@@ -34,3 +35,10 @@ def events():
 def _compile_cache():
     with compile_cache():
         yield
+
+
+@pytest.fixture(scope="module")
+def stores():
+    """A bucket of each kind, by scheme; a server starts when it is asked for."""
+    with buckets() as found:
+        yield found

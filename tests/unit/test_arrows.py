@@ -18,7 +18,7 @@ NEVER = {
     "orchestrator": JAX | {"pydantic", "transformers", "tokenizers"},
 }
 ONLY_WHERE_USED = {
-    "trainers": {"grain", "fsspec", "psutil", "rich", "transformers", "tokenizers", "yaml"},
+    "trainers": {"grain", "fsspec", "obstore", "psutil", "rich", "transformers", "tokenizers", "yaml"},
     "orchestrator": {"mlflow"},
 }
 """Heavy, or absent where a package is used alone: imported inside the functions that need them."""
@@ -148,11 +148,17 @@ LIGHT_MODULES = tuple(
         "storage/documents",
         "storage/durable",
         "storage/identity",
+        "storage/local_store",
         "storage/not_finite",
+        "storage/object_store",
+        "storage/opening",
         "storage/ours",
+        "storage/probe",
         "storage/refused",
+        "storage/row",
         "storage/sealed",
         "storage/shapes",
+        "storage/store",
     )
 )
 """Read by the driver and by command lines: free of everything but the standard library."""

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from trainers.checkpoint import layout
 from trainers.errors import CheckpointUnavailableError
-from trainers.storage import durable
-from trainers.storage.document_kind import DocumentKind, set_aside
+from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument, NewerDocument
 
 FILE = "committed.json"
@@ -43,8 +42,6 @@ def read(folder: Path) -> Committed | None:
     damaged."""
     try:
         document = KIND.read(folder / FILE)
-    except NotADirectoryError:
-        return None
     except DamagedDocument as error:
         raise ValueError(str(error)) from error
     return None if document is None else Committed(document.get("run"), document.get("step"))
@@ -60,12 +57,7 @@ def is_there(folder: Path) -> bool:
 
 def write(folder: Path, record: Committed) -> None:
     """Writes the record. Raises OSError."""
-    path = folder / FILE
-    try:
-        durable.write(path, KIND.text(asdict(record)))
-    except IsADirectoryError:  # something else lies in its place
-        set_aside(path)
-        durable.write(path, KIND.text(asdict(record)))
+    KIND.write_over(folder / FILE, asdict(record))
 
 
 def ensure(folder: Path, record: Committed) -> None:

@@ -6,15 +6,18 @@ a program before there were formats has no format, and perhaps no digest: it pas
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.storage import documents, sealed, shapes
-from trainers.storage.documents import DamagedDocument, NewerDocument
+from trainers.storage import documents, ours, sealed, shapes
+from trainers.storage.documents import DamagedDocument, NewerDocument, Where
 from trainers.storage.not_finite import shown
+from trainers.storage.opening import place_of
+from trainers.storage.store import Place, StorageRefused
 
 FORMAT, DIGEST = "format", "digest"
 
@@ -67,37 +70,66 @@ class DocumentKind:
             raise DamagedDocument(f"{where}: damaged: {problem}")
         return contents
 
-    def read(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
+    def read(self, path: Where) -> dict[str, Any] | None:
         """Returns the contents; None if there is no such document. Raises DamagedDocument, NewerDocument or OSError."""
         content = documents.read_bytes(path)
-        return None if content is None else self.parse(content, os.fspath(path))
+        return None if content is None else self.parse(content, path if isinstance(path, Place) else os.fspath(path))
 
-    def write(self, path: str | os.PathLike[str], contents: Mapping[str, Any]) -> None:
+    def write(self, path: Where, contents: Mapping[str, Any]) -> None:
         """Replaces the document atomically. Raises OSError."""
         documents.write_text(path, self.text(contents))
 
-    def create(self, path: str | os.PathLike[str], contents: Mapping[str, Any]) -> bool:
+    def write_over(self, path: Where, contents: Mapping[str, Any]) -> None:
+        """Like `write`; a folder that lies in its place is set aside. Raises OSError."""
+        try:
+            self.write(path, contents)
+        except StorageRefused as error:
+            if error.errno != errno.EISDIR:
+                raise
+            set_aside(path)
+            self.write(path, contents)
+
+    def create(self, path: Where, contents: Mapping[str, Any]) -> bool:
         """Writes the document if there is none; see `documents.create_text`."""
         return documents.create_text(path, self.text(contents))
 
-    def set_aside(self, path: str | os.PathLike[str], why: Exception) -> str:
+    def set_aside(self, path: Where, why: Exception) -> str:
         """Gives a damaged document another name, so that the next one can be written. Returns a sentence: what was wrong, where
         it is now, and what is lost with it."""
         moved = f"set aside as {aside}" if (aside := set_aside(path)) else "left where it is"
         return f"{str(why).partition(';')[0]}; {moved}: {self.cost}"
 
 
-def set_aside(path: str | os.PathLike[str]) -> str | None:
+def set_aside(path: Where) -> str | None:
     """Renames a document, or what lies in its place, to `NAME.damaged`, or `NAME.damaged-2` and so on; returns the new path. None
     if that is not possible."""
-    path = os.fspath(path)
     if documents.is_url(path):
+        with suppress(OSError):
+            return _set_object_aside(place_of(path))
         return None
+    where = path.url if isinstance(path, Place) else os.fspath(path)
     for number in range(1, 1000):
-        aside = f"{path}.damaged" if number == 1 else f"{path}.damaged-{number}"
+        aside = _aside(where, number)
         if not os.path.lexists(aside):
             with suppress(OSError):
-                os.rename(path, aside)
+                os.rename(where, aside)
                 return aside
             return None
     return None
+
+
+def _set_object_aside(place: Place) -> str | None:
+    """Copies an object to the first such name that is free, and deletes it."""
+    if (data := place.get()) is None:
+        return None
+    for number in range(1, 1000):
+        aside = Place(place.store, _aside(place.key, number))
+        # Equal bytes are those of a try that was cut off.
+        if aside.create(data) or aside.get() == data:
+            ours.delete(place, ours.among("what was just copied", [place]))
+            return aside.url
+    return None
+
+
+def _aside(name: str, number: int) -> str:
+    return f"{name}.damaged" if number == 1 else f"{name}.damaged-{number}"

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 
 class NotOursError(OSError):
@@ -28,7 +28,8 @@ class Mark:
 
     what: str
     """What carries the mark, for messages: "a checkpoint"."""
-    is_on: Callable[[Path], bool]
+    is_on: Callable[[Any], bool]
+    """Given the path, or the place in a store."""
 
 
 def named(what: str, pattern: str) -> Mark:
@@ -42,7 +43,7 @@ def with_any_of(what: str, *names: str) -> Mark:
     return Mark(what, lambda path: path.is_dir() and any((path / name).exists() for name in names))
 
 
-def among(what: str, made: Collection[Path]) -> Mark:
+def among(what: str, made: Collection[Any]) -> Mark:
     """Returns the mark of what this process has just made itself, and noted."""
     return Mark(what, lambda path: path in made)
 
@@ -53,19 +54,34 @@ ON_THE_WAY = named("a folder on its way", r".+\.(saving|replaced|deleted)-\w[\w-
 PROBE = named("a probe", r"\.probe-\w+(-from|-to)?")
 TEMPORARY_FOLDER = named("a temporary folder", r"(profile|trial|gangway-disk|gw)-[a-z0-9_]{8}(\.image)?")
 """Made by `tempfile.mkdtemp`."""
+LOOKED_AT = Mark("what was looked at already", lambda path: True)
+"""For a store alone, which deletes what `delete` here has given it."""
 MADE_BY = {"made_by": "gangway"}
 """In the head of each file of weights that is written for other programs."""
 
 
-def delete(path: str | os.PathLike[str], mark: Mark) -> None:
-    """Deletes a file, or a folder with all that is in it. Does nothing if there is none.
+class _Place(Protocol):
+    """A place in a store."""
+
+    @property
+    def store(self) -> Any: ...
+
+    @property
+    def key(self) -> str: ...
+
+
+def delete(path: str | os.PathLike[str] | _Place, mark: Mark) -> None:
+    """Deletes a file, or a folder with all that is in it; of a store, an object. Does nothing if there is none.
 
     A link carries no mark, and is never followed. Raises NotOursError if the mark is missing, and OSError; what could be deleted
     of a folder is gone then.
     """
-    if "://" in os.fspath(path):
-        _delete_remote(os.fspath(path), mark)
+    if not isinstance(path, str | os.PathLike):
+        _check_place(path, mark)
+        path.store.delete(path.key)
         return
+    if "://" in os.fspath(path):
+        raise NotOursError(f"{path} stays: it is a URL, and no path of this machine")
     path = Path(path)
     try:
         mode = os.lstat(path).st_mode
@@ -104,10 +120,12 @@ def delete_empty(folder: Path) -> None:
     folder.rmdir()
 
 
-def _delete_remote(url: str, mark: Mark) -> None:
-    import fsspec
+def delete_folder(place: _Place, mark: Mark) -> None:
+    """Deletes all objects of a store that are below a place. Raises NotOursError if the mark is missing, and OSError."""
+    _check_place(place, mark)
+    place.store.delete_all(place.key)
 
-    filesystem, name = fsspec.core.url_to_fs(url)
-    if not mark.is_on(Path(name)):
-        raise NotOursError(f"{url} stays: Gangway has not made it (it is not {mark.what})")
-    filesystem.rm_file(name)
+
+def _check_place(place: _Place, mark: Mark) -> None:
+    if not mark.is_on(place):
+        raise NotOursError(f"{place} stays: Gangway has not made it (it is not {mark.what})")

@@ -359,6 +359,19 @@ def test_a_storage_path_with_a_file_in_the_way(write, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("storage", "why"),
+    [
+        ("az://bucket/runs", "az:// is not known; a folder, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX is expected"),
+        ("s3a://bucket/runs", "s3a:// is not known: write s3://bucket/runs/job"),
+        ("gs://bucket/runs?project=a", r"it has a query \(\?project=a/job\), which a bucket does not take"),
+    ],
+)
+def test_a_url_that_is_no_storage(write, storage, why):
+    with pytest.raises(ConfigError, match=f"storage: .*: {why}"):
+        load(write(SMALL), [f"storage={storage}"])
+
+
 def test_a_storage_path_without_permission(write, tmp_path, monkeypatch):
     monkeypatch.setattr(config.os, "access", lambda path, mode: False)  # Permissions do not hold for root.
     assert problem(write(SMALL)) == (

@@ -275,14 +275,16 @@ def test_documents_of_older_versions_know_of_their_newest_checkpoint(take_up, tm
 def test_no_driver_has_the_epoch_of_one_before_it_whatever_was_deleted(take_up, tmp_path):
     take_up("one").close("FINISHED", 30.0)
     take_up("two").close("FINISHED", 30.0)
-    shutil.rmtree(tmp_path / "driver_terms")
+    for folder in ("driver_terms", "row"):
+        shutil.rmtree(tmp_path / folder)
     (tmp_path / "lease.json").unlink()
     third = take_up("three")
     assert third.lease.driver_term == 3
     third.close("FINISHED", 30.0)
     for name in ("lease.json", "launch.json"):
         (tmp_path / name).unlink()
-    shutil.rmtree(tmp_path / "driver_terms")
+    for folder in ("driver_terms", "row"):
+        shutil.rmtree(tmp_path / folder)
     (tmp_path / "checkpoints").mkdir()
     fence.claim(tmp_path / "checkpoints", WriterTerm(3, 5))
     assert take_up("four").lease.driver_term == 4

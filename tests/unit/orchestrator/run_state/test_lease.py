@@ -1,5 +1,6 @@
 import dataclasses
 import os
+import shutil
 import socket
 import threading
 
@@ -255,3 +256,70 @@ def test_the_renewing_thread_tells_of_a_successor_once(tmp_path, clock, monkeypa
     assert lost.wait(30)
     old.release()
     new.release()
+
+
+@pytest.fixture(params=["folder", "gs", pytest.param("s3", marks=pytest.mark.costs("its server is imported"))])
+def anywhere(request, stores, tmp_path, monkeypatch):
+    """The folder of a run, on a disk and in a bucket."""
+    if request.param == "folder":
+        return str(tmp_path / "run")
+    stores[request.param].set(monkeypatch)
+    return stores[request.param].url()
+
+
+def test_a_run_has_one_driver_wherever_it_is(anywhere, clock):
+    first = acquire(anywhere, "a", clock.times)
+    with pytest.raises(RunInUse, match="is in use: process"):
+        acquire(anywhere, "b", clock.times)
+    with pytest.raises(RunInUse, match="is in use: process"):
+        lease.check_free(anywhere, clock.times.passed)
+    restarted = acquire(anywhere, "a", clock.times)
+    with pytest.raises(LeaseLost):
+        first.renew()
+    assert (first.superseded(), restarted.superseded(), first.superseded_by("a")) == (True, False, True)
+    restarted.release()
+    first.release()
+    last = acquire(anywhere, "b", clock.times)
+    assert (last.driver_term, holder_of(anywhere).launch_id) == (3, "b")
+    last.release()
+
+
+def test_of_drivers_that_start_at_once_anywhere_one_gets_the_run(anywhere, clock):
+    barrier, won, refused = threading.Barrier(4), [], []
+
+    def start(name):
+        barrier.wait()
+        try:
+            won.append(acquire(anywhere, name, clock.times))
+        except RunInUse:
+            refused.append(name)
+
+    threads = [threading.Thread(target=start, args=(f"launch-{n}",)) for n in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert (len(won), len(refused)) == (1, 3)
+    won[0].release()
+
+
+def test_a_run_of_before_there_was_a_row_goes_on(tmp_path, clock):
+    run = str(tmp_path)
+    old = acquire(run, "a", clock.times)
+    old.release()
+    shutil.rmtree(tmp_path / "row")
+    rewrite(run, released=False)
+    with pytest.raises(RunInUse):  # one that still lives is seen, by what it has written
+        acquire(run, "b", clock.times)
+    rewrite(run, released=True)
+    new = acquire(run, "b", clock.times)
+    assert new.driver_term == 2
+    assert lease.row_of(run).newest().term.driver_term == 2
+    new.release()
+
+
+def test_a_driver_of_before_there_was_a_row_fences_this_one_out(tmp_path, clock):
+    run = str(tmp_path)
+    mine = acquire(run, "a", clock.times)
+    documents.write_json(documents.join(run, "driver_terms", "000002.json"), {})
+    with pytest.raises(LeaseLost):
+        mine.renew()
+    mine.release()

@@ -2,14 +2,15 @@
 
 import os
 
-import fsspec
 import pytest
 
+from tests.stores.contract import memory_store
 from trainers.checkpoint import layout
 from trainers.data import kept
 from trainers.runtime import executable_files
 from trainers.storage import documents, ours
 from trainers.storage.ours import NotOursError
+from trainers.storage.store import Place
 
 MINE = ours.named("a thing of ours", r"thing-\d+")
 
@@ -64,13 +65,19 @@ def test_what_cannot_be_deleted_is_told_when_the_rest_is_gone(tmp_path, monkeypa
 
 
 def test_an_object_of_a_bucket_needs_the_mark_too():
-    files = fsspec.filesystem("memory")
-    for name in ("thing-1", "thesis"):
-        files.pipe_file(f"/ours/{name}", b"")
-    ours.delete("memory://ours/thing-1", MINE)
-    with pytest.raises(NotOursError):
-        ours.delete("memory://ours/thesis", MINE)
-    assert files.ls("/ours", detail=False) == ["/ours/thesis"]
+    bucket = Place(memory_store())
+    for name in ("thing-1", "thesis", "7/notes", "8/meta.json", "8/state/a", "9/meta.json"):
+        (bucket / name).put(b"")
+    ours.delete(bucket / "thing-1", MINE)
+    ours.delete_folder(bucket / "8", layout.CHECKPOINT)
+    for delete, name, mark in ((ours.delete, "thesis", MINE), (ours.delete_folder, "7", layout.CHECKPOINT)):
+        with pytest.raises(
+            NotOursError, match=rf"memory://tests/{name} stays: Gangway has not made it \(it is not {mark.what}\)"
+        ):
+            delete(bucket / name, mark)
+    assert [entry.name for entry in bucket.list()] == ["7/notes", "9/meta.json", "thesis"]
+    with pytest.raises(NotOursError, match="it is a URL, and no path"):
+        ours.delete("gs://bucket/thing-1", MINE)
 
 
 def test_a_users_folder_whose_name_is_a_number_is_no_old_checkpoint(tmp_path):
