@@ -336,6 +336,7 @@ def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
         newer = [{key: value for key, value in document.items() if key != "digest"} | {"format": 99} for document in newer]
         if place.parts[0] == "driver_terms":  # it is read for a term that no lease has been written for
             (copied / "lease.json").unlink()
+            shutil.rmtree(copied / "row")
         path.write_text("".join(sealed.seal(document, None if place.suffix == ".jsonl" else 1) for document in newer))
         told = start(copied)[1]
         assert any(place.name in line and "newer gangway" in line and "99" in line for line in told), (place, told)
