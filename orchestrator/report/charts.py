@@ -32,9 +32,15 @@ def lines(
     axis: dict[str, Any] = {"title": None, "tickCount": 5}
     if percent or largest >= 10_000 or 0 < largest < 0.01:
         axis["format"] = ".0%" if percent else "~s" if largest >= 10_000 else "~e"
+    scale = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
     encoding = {
         "x": {"field": "x", "type": "quantitative", "axis": {"title": x, "grid": False, "tickCount": 6, "format": "~s"}},
-        "y": {"field": "y", "type": "quantitative", "axis": axis, "scale": {"zero": percent}},
+        "y": {
+            "field": "y",
+            "type": "quantitative",
+            "axis": axis,
+            "scale": {"zero": percent, "padding": 16 if len(names) > 1 else 0},
+        },
         "color": {"field": "of", "type": "nominal", "legend": None, "scale": {"domain": names, "range": [*colors.values()]}},
     }
     layers: list[dict[str, Any]] = [

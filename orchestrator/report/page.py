@@ -16,7 +16,7 @@ from orchestrator.runs import compare, overview
 from orchestrator.runs.incidents import evidence
 from trainers.console.text import seconds as duration
 from trainers.console.text import sentence
-from trainers.published import SYSTEM, number
+from trainers.published import RATES, SYSTEM, number
 
 MAX_INCIDENTS = 500
 MAX_HEAT_COLUMNS = 60
@@ -156,7 +156,7 @@ def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
         ("Memory of a host", "bytes, of the fullest", ("host_memory_bytes",)),
     ]
     others = sorted({name for record in records.values() for name in record.names()} - SYSTEM - {"eval_loss"})
-    wanted += [(name, "", (name,)) for name in others if "/" not in name and not name.endswith("_s")][:12]
+    wanted += [(name, "", (name,)) for name in others if "/" not in name and not name.endswith(("_s", *RATES))][:12]
     found = []
     for title, unit, names in wanted:
         drawn = {
