@@ -35,12 +35,7 @@ def lines(
     scale = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
     encoding = {
         "x": {"field": "x", "type": "quantitative", "axis": {"title": x, "grid": False, "tickCount": 6, "format": "~s"}},
-        "y": {
-            "field": "y",
-            "type": "quantitative",
-            "axis": axis,
-            "scale": {"zero": percent, "padding": 16 if len(names) > 1 else 0},
-        },
+        "y": {"field": "y", "type": "quantitative", "axis": axis, "scale": scale},
         "color": {"field": "of", "type": "nominal", "legend": None, "scale": {"domain": names, "range": [*colors.values()]}},
     }
     layers: list[dict[str, Any]] = [
