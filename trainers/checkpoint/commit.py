@@ -103,7 +103,9 @@ class Commit:
 
     work: Path
     final: Path
-    meta: dict[str, Any]
+    meta: Callable[[], dict[str, Any]]
+    """Returns the meta, once the arrays are written: what the devices compute of them needs not be there before. Raises
+    CommitError if the arrays must not be saved."""
     exchange: Exchange
     write: Callable[[Path], None]
     """Writes this host's part of the arrays to a folder that exists."""
@@ -136,12 +138,13 @@ class Commit:
         for folder in (self.work, state_folder):
             folder.mkdir(exist_ok=True)
         self.write(state_folder)
+        self.meta()  # on all hosts: each finds the same, and none waits for another that has found it
 
     def _describe(self, _: list[None]) -> list[list[str]]:
         """Merges the parts, writes the meta, and returns for each host the names of the files to compute digests of."""
         self.merge(self.work / manifest.STATE_FOLDER)
         # Before the names are listed: the manifest covers the meta too.
-        durable.write(self.work / manifest.META_FILE, seal_meta(self.meta))
+        durable.write(self.work / manifest.META_FILE, seal_meta(self.meta()))
         names, num_hosts = manifest.names_below(self.work), self.exchange.num_hosts
         # Every n-th file: the hosts share the reading. Host 0 alone would have to read the whole checkpoint.
         return [names[host::num_hosts] for host in range(num_hosts)]
@@ -155,7 +158,7 @@ class Commit:
         if problem := self.forbidden():
             raise CommitError(problem)
         files = {name: manifest.Entry(*entry) for name, entry in sorted(item for part in parts for item in part.items())}
-        manifest.write(self.work, manifest.Manifest(self.meta.get("step"), self.clock(), files))
+        manifest.write(self.work, manifest.Manifest(self.meta().get("step"), self.clock(), files))
         if problem := self.forbidden():  # again, at the last moment: writing may have taken long
             raise CommitError(problem)
         # This rename is the commit: a reader finds no checkpoint, or a whole one.
