@@ -16,6 +16,7 @@ from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
 from orchestrator.report.child import write_report
 from orchestrator.reporting.console_log import LoggedBoard
+from orchestrator.reporting.notifier import Notifier
 from orchestrator.run_state import summary
 from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch
 from orchestrator.run_state.lease import RunInUse
@@ -29,6 +30,8 @@ from trainers.storage import documents
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
 """The delays between a new driver's attempts to read the run's storage: ten minutes in all."""
 CONFIG = "config.yaml"
+NOTICES_CLOSE_TIMEOUT_S = 15.0
+"""How long the end of a launch waits until its notices are sent."""
 Result = TypeVar("Result")
 
 
@@ -55,7 +58,10 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         except (RunInUse, documents.StorageError) as error:
             # To try again would only find the other launch, or the same document, again.
             raise JobFailed(str(error)) from error
-        board = log = logged(board, launch, message)
+        notifier = Notifier(
+            config.notify, config.training.name, run_dir, message["started_at_s"], lambda text: _warn(message["board"], text)
+        )
+        board = log = logged(board, launch, message, notifier)
         keep_configuration(launch, config)
         if damaged := set_damaged_aside(run_dir):
             _warn(board, damaged)
@@ -77,18 +83,21 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         end = ending(result, failure, board.stop_requested(), progress)
         outcome = conclude(launch, board, config, end, result, clock)
         log.write()
+        notifier.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else NOTICES_CLOSE_TIMEOUT_S)
     if outcome["status"] == "failed":
         raise JobFailed(outcome["error"])
 
 
-def logged(board: BoardLike, launch: Launch, message: Mapping[str, Any]) -> LoggedBoard:
-    """Returns the board, with `console.log` in the run's folder. It begins with what the command has shown."""
+def logged(board: BoardLike, launch: Launch, message: Mapping[str, Any], notifier: Notifier) -> LoggedBoard:
+    """Returns the board, with `console.log` in the run's folder, which begins with what the command has shown; and with notices
+    of what is posted."""
     folder = RunFolder(launch.run_dir)
     made = LoggedBoard(
         board,
         message["started_at_s"],
         lambda text: None if documents.is_url(launch.run_dir) else folder.append(CONSOLE_LOG, text),
         lambda work: launch.write_beside(CONSOLE_LOG, work),
+        notifier.see,
     )
     for event in message.get("shown", ()) if launch.progress.drivers == 1 else ():
         made.show(event)

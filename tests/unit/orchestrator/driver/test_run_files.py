@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from orchestrator.board import Board
 from orchestrator.config.job import build, load
 from orchestrator.driver import main
+from orchestrator.policies.notices import NotifyConfig
+from orchestrator.reporting.notifier import Notifier
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
 
@@ -20,7 +22,7 @@ def test_a_run_has_its_settings_and_what_its_console_has_shown(tmp_path):
     main.keep_configuration(launch, config)
     message = {"started_at_s": time.time(), "shown": [{"ev": "note", "message": "checked"}]}
     for launch.progress.drivers in (1, 2):  # the second driver of a launch does not tell again what the command has shown
-        board = main.logged(Board(), launch, message)
+        board = main.logged(Board(), launch, message, Notifier(NotifyConfig(), "x", config.run_dir, 0.0, print))
         board.post({"ev": "note", "message": f"driver {launch.progress.drivers}"})
         for write in waiting.values():
             write()
