@@ -138,8 +138,9 @@ def conclude(
 
     # Before the close, which ships what was tracked.
     unwritten.unless_done("the metrics of the end", lambda: summary.track(launch, document()))
+    report = None
     if config.tracking.report and not hurried(board):
-        unwritten.unless_done("the report", lambda: keep_report(launch, config))
+        report = unwritten.unless_done("the report", lambda: keep_report(launch, config))
     limit_s = HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S
     if undelivered := unwritten.unless_done("the state of the run", lambda: launch.close(tracked_as, limit_s)):
         _warn(board, undelivered)
@@ -163,6 +164,7 @@ def conclude(
         "name": config.training.name,
         "prompt": next(iter(config.training.previews.prompts), ""),
         "storage": launch.run_dir,
+        "report": report,
         "checkpoints": documents.join(launch.run_dir, "checkpoints"),
         "logs": documents.join(launch.run_dir, "logs"),
         "mlflow": launch.tracker.where(),
@@ -171,11 +173,13 @@ def conclude(
     return outcome
 
 
-def keep_report(launch: Launch, config: JobConfig) -> None:
-    """Writes the report of the run, and has it tracked. Raises OSError."""
+def keep_report(launch: Launch, config: JobConfig) -> str:
+    """Writes the report of the run, and has it tracked. Returns where it is. Raises OSError."""
     launch.flush(TRACKING_CLOSE_TIMEOUT_S)  # the page is made of what is in the files
-    for path in write_report(launch.run_dir, figures=config.tracking.mlflow):
+    page, *pictures = write_report(launch.run_dir, figures=config.tracking.mlflow)
+    for path in (page, *pictures):
         launch.tracker.log_artifact(path, "report")
+    return page
 
 
 class Unwritten:
