@@ -22,6 +22,7 @@ from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOS
 from orchestrator.run_state.lease import RunInUse
 from orchestrator.run_state.outcome import FILE, read_outcome, set_damaged_aside, write_outcome
 from orchestrator.run_state.run_folder import RunFolder
+from orchestrator.tracking import tags
 from trainers.console.screens import CONSOLE_LOG
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
@@ -63,6 +64,8 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         )
         board = log = logged(board, launch, message, notifier)
         keep_configuration(launch, config)
+        digest = {"gangway.configuration": summary.training_digest(shown(config))}
+        launch.tracker.set_tags({**message.get("tags", {}), **tags.of_versions(summary.versions()), **digest})
         if damaged := set_damaged_aside(run_dir):
             _warn(board, damaged)
         result: dict[str, Any] = {}
@@ -105,9 +108,14 @@ def logged(board: BoardLike, launch: Launch, message: Mapping[str, Any], notifie
 
 
 def keep_configuration(launch: Launch, config: JobConfig) -> None:
-    """Writes `config.yaml`, the settings of the newest launch, to the run's folder."""
-    text = resolved_yaml(config)
-    launch.write_beside(CONFIG, lambda: documents.write_text(documents.join(launch.run_dir, CONFIG), text))
+    """Writes `config.yaml`, the settings of the newest launch, to the run's folder, and has it tracked."""
+    text, path = resolved_yaml(config), documents.join(launch.run_dir, CONFIG)
+
+    def write() -> None:
+        documents.write_text(path, text)
+        launch.tracker.log_artifact(path)  # only now: what is tracked must be there
+
+    launch.write_beside(CONFIG, write)
 
 
 def keep_private(config: JobConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 from orchestrator.board import Board
@@ -16,8 +17,13 @@ from orchestrator.run_state.progress import Progress
 
 def test_a_run_has_its_settings_and_what_its_console_has_shown(tmp_path):
     config = build({"name": "mine", "max_num_steps": 1, "seed": 4, "storage": str(tmp_path)})
-    waiting = {}
-    launch = SimpleNamespace(run_dir=config.run_dir, progress=Progress(Goodput(0.0)), write_beside=waiting.__setitem__)
+    waiting, tracked = {}, []
+    launch = SimpleNamespace(
+        run_dir=config.run_dir,
+        progress=Progress(Goodput(0.0)),
+        write_beside=waiting.__setitem__,
+        tracker=SimpleNamespace(log_artifact=lambda path: tracked.append(Path(path).read_text())),
+    )
     (tmp_path / "mine").mkdir()
     main.keep_configuration(launch, config)
     message = {"started_at_s": time.time(), "shown": [{"ev": "note", "message": "checked"}]}
@@ -27,5 +33,6 @@ def test_a_run_has_its_settings_and_what_its_console_has_shown(tmp_path):
         for write in waiting.values():
             write()
     assert load(tmp_path / "mine" / "config.yaml") == config
+    assert tracked[0] == (tmp_path / "mine" / "config.yaml").read_text()
     log = (tmp_path / "mine" / "console.log").read_text()
     assert [line[9:] for line in log.splitlines() if "launch" not in line] == ["checked", "driver 1", "driver 2"]
