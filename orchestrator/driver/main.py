@@ -14,6 +14,7 @@ from orchestrator.driver.ending import Ending, Progress, ending
 from orchestrator.driver.errors import Superseded, TrainingFailed
 from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
+from orchestrator.report.child import write_report
 from orchestrator.reporting.console_log import LoggedBoard
 from orchestrator.run_state import summary
 from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch
@@ -128,6 +129,8 @@ def conclude(
 
     # Before the close, which ships what was tracked.
     unwritten.unless_done("the metrics of the end", lambda: summary.track(launch, document()))
+    if config.tracking.report and not hurried(board):
+        unwritten.unless_done("the report", lambda: keep_report(launch, config))
     limit_s = HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S
     if undelivered := unwritten.unless_done("the state of the run", lambda: launch.close(tracked_as, limit_s)):
         _warn(board, undelivered)
@@ -157,6 +160,13 @@ def conclude(
     }
     board.post({"ev": "summary", "summary": {**final, **extra}})
     return outcome
+
+
+def keep_report(launch: Launch, config: JobConfig) -> None:
+    """Writes the report of the run, and has it tracked. Raises OSError."""
+    launch.flush(TRACKING_CLOSE_TIMEOUT_S)  # the page is made of what is in the files
+    for path in write_report(launch.run_dir, figures=config.tracking.mlflow):
+        launch.tracker.log_artifact(path, "report")
 
 
 class Unwritten:
