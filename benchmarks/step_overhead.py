@@ -75,7 +75,8 @@ def our_loop(trainer: BaseTrainer, state: Any, steps: int) -> tuple[Any, float]:
     first = int(state.batch_index)
     run = TrainingRun(trainer, assemble(trainer), TimeUsed())
     loop = run.build_loop(run.build_resume(beginning(trainer, state=state)), first)
-    loop.host_requests.limits = dataclasses.replace(loop.host_requests.limits, max_steps=first + steps)
+    requests = loop.agreement.requests
+    requests.limits = dataclasses.replace(requests.limits, max_steps=first + steps)
     loop.resumed_step = -1  # the first step of a generation is waited for; these are not the first
     start = time.perf_counter()
     state, _ = loop.run(state)

@@ -43,6 +43,7 @@ COMMANDS = {
         "orchestrator.runs.history", "the course of a run's metrics, drawn: its loss, and that of its evaluations"
     ),
     "compare": Command("orchestrator.runs.compare", "settings and results of runs side by side"),
+    "report": Command("orchestrator.report.__main__", "a page about a run, or about several side by side, in one file"),
     "incidents": Command("orchestrator.runs.incidents", "what failed in a run, and what it cost"),
     "logs": Command("orchestrator.runs.logs", "what the processes of a run have printed; --follow"),
     "save": Command("orchestrator.runs.save", "let a run save now, and go on"),

@@ -30,6 +30,8 @@ class TrackingConfig(Section):
     """An MLflow tracking server, or `sqlite:///PATH`. Default: `mlflow.db` in the storage folder, shared by its runs. User
     information in it (`http://user:password@host`) is used, and never shown or stored."""
     experiment: str = "gangway"
+    report: bool = True
+    """Whether the end of a launch writes `report.html`, a page about the run, into its folder."""
 
     def __post_init__(self):
         require(bool(self.experiment.strip()), f"experiment = {self.experiment!r}: expected a name")

@@ -57,6 +57,7 @@ FLOORS = {
         ("run_state",),
         ("config", "reporting"),
         ("planning", "runs"),
+        ("report",),
         ("driver", "faultlab", "checkpoints"),
         ("launching",),
         ("run", "compile", "profile", "init", "gangway", "chaos", "verify"),

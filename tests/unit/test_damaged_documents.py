@@ -327,16 +327,14 @@ def test_each_document_has_a_format_and_a_digest(whole):
 @pytest.mark.costs("starts once for each document")
 def test_a_document_of_a_newer_program_is_refused_by_name(whole, copied):
     for place in places(whole):
-        if place.name == "metrics.jsonl" or place.parts[0] == "previews":
+        # Of the terms the names alone are read.
+        if place.name == "metrics.jsonl" or place.parts[0] in ("previews", "driver_terms"):
             continue
         restore(whole, copied)
         path = copied / place
         lines = path.read_text().splitlines() if place.suffix == ".jsonl" else [path.read_text()]
         newer = [json.loads(line) for line in lines]
         newer = [{key: value for key, value in document.items() if key != "digest"} | {"format": 99} for document in newer]
-        if place.parts[0] == "driver_terms":  # it is read for a term that no lease has been written for
-            (copied / "lease.json").unlink()
-            shutil.rmtree(copied / "row")
         path.write_text("".join(sealed.seal(document, None if place.suffix == ".jsonl" else 1) for document in newer))
         told = start(copied)[1]
         assert any(place.name in line and "newer gangway" in line and "99" in line for line in told), (place, told)

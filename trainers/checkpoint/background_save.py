@@ -50,13 +50,14 @@ class BackgroundSave:
         step: int,
         tree: Any,
         final: Folder,
-        meta: dict[str, Any],
+        meta: Callable[[], dict[str, Any]],
         patience_s: float | None,
         *,
         obstacle: Callable[[], str],
         may_replace: Callable[[], bool],
     ) -> None:
-        """Starts a save of `tree` as `final`; returns when the arrays were copied, so that they may be donated.
+        """Starts a save of `tree` as `final`; returns when the arrays were copied, so that they may be donated. `meta` is that of
+        `trainers.checkpoint.commit.Commit`.
 
         Waits for the save before it. The hosts first agree on whether there is an `obstacle` on any of them: if so, it has failed
         on all when this returns. The same holds if the storage does not answer within `patience_s` (None: no limit).

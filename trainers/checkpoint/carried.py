@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,6 +17,9 @@ from trainers.errors import TransientError, UsageError
 
 NAME = "hugging_face"
 """The name of the asset."""
+ALONE = "tokenizer.json"
+LENGTHS = ("truncation", "padding")
+"""Its keys of how long a text may be, and must be."""
 
 
 class HuggingFaceFiles:
@@ -42,7 +46,7 @@ def of(arguments: TrainingArguments, run_folder: str) -> dict[str, HuggingFaceFi
             files |= _in(_files_of(Path(os.path.expanduser(begun))) or kept, (*MODEL_FILES, PREPROCESSOR_FILE))
     if (tokenizer := arguments.data.tokenizer) not in (None, BYTES):
         path = Path(os.path.expanduser(str(tokenizer)))
-        files |= {"tokenizer.json": path} if path.is_file() else _of_tokenizer(path if path.is_dir() else kept)
+        files |= {ALONE: path} if path.is_file() else _of_tokenizer(path if path.is_dir() else kept)
     return {NAME: HuggingFaceFiles(files)} if files else {}
 
 
@@ -72,6 +76,21 @@ def folder_of(checkpoint: Path) -> Path | None:
     """Returns the folder with these files of a checkpoint; None if it has none."""
     folder = assets.folder_of(checkpoint)
     return folder / NAME if folder is not None and (folder / NAME).is_dir() else None
+
+
+def reset_tokenizer(folder: Path) -> None:
+    """Takes out of the `tokenizer.json` of an export what it kept of an earlier use: a length that texts are cut to, or filled up
+    to, and merges that are left out by chance. Neither this program nor `transformers` obeys the lengths, but `tokenizers` does.
+    Raises OSError."""
+    for path in (folder / ALONE, folder / NAME / ALONE):
+        if not path.is_file():
+            continue
+        found = json.loads(path.read_text(encoding="utf-8"))
+        whole = found | dict.fromkeys(LENGTHS)
+        if isinstance(found.get("model"), dict) and found["model"].get("dropout"):
+            whole["model"] = found["model"] | {"dropout": None}
+        if whole != found:
+            path.write_text(json.dumps(whole))
 
 
 def _in(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:

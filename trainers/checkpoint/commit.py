@@ -110,7 +110,9 @@ class Commit:
 
     work: Folder
     final: Folder
-    meta: dict[str, Any]
+    meta: Callable[[], dict[str, Any]]
+    """Returns the meta, once the arrays are written: what the devices compute of them needs not be there before. Raises
+    CommitError if the arrays must not be saved."""
     exchange: Exchange
     write: Callable[[Folder], None]
     """Writes this host's part of the arrays to a folder that exists."""
@@ -150,6 +152,7 @@ class Commit:
             if isinstance(folder, Path):
                 folder.mkdir(exist_ok=True)
         self.write(self.work / manifest.STATE_FOLDER)
+        self.meta()  # on all hosts: each finds the same, and none waits for another that has found it
         part = f"{PART_OF_HOST}{self.exchange.host}"
         is_there = isinstance(self.work, Place) and (self.work / manifest.STATE_FOLDER / part / MANIFEST_OF_PART).exists()
         return part if is_there else ""
@@ -161,7 +164,7 @@ class Commit:
             _await_parts(self.work / manifest.STATE_FOLDER, {*parts} - {""})
         self.merge(self.work / manifest.STATE_FOLDER)
         # Before the names are listed: the manifest covers the meta too.
-        documents.write_text(self.work / manifest.META_FILE, seal_meta(self.meta))
+        documents.write_text(self.work / manifest.META_FILE, seal_meta(self.meta()))
         if isinstance(self.work, Place):
             return [[]] * num_hosts  # a bucket tells sizes and tags; to read all that was written would cost as much again
         names = manifest.names_below(self.work)
@@ -177,12 +180,12 @@ class Commit:
         if problem := self.forbidden():
             raise CommitError(problem)
         if isinstance(self.work, Place):
-            content = manifest.tagged(self.work, self.meta.get("step"), self.clock())
+            content = manifest.tagged(self.work, self.meta().get("step"), self.clock())
             # This record is the commit: a reader finds no checkpoint, or a whole one.
             self._record(self.work.name, manifest.write(self.work, content))
             return
         files = {name: manifest.Entry(*entry) for name, entry in sorted(item for part in parts for item in part.items())}
-        digest = manifest.write(self.work, manifest.Manifest(self.meta.get("step"), self.clock(), files))
+        digest = manifest.write(self.work, manifest.Manifest(self.meta().get("step"), self.clock(), files))
         if problem := self.forbidden():  # again, at the last moment: writing may have taken long
             raise CommitError(problem)
         # No later driver has the run, or this raises; from now on none lets this checkpoint out of account.

@@ -43,8 +43,15 @@ def to_safetensors(checkpoint: Path | str, out: Path | str, *, adapter: bool = F
     about = {"batch_index": str(meta["batch_index"]), "arguments": json.dumps(meta["arguments"])}
     _check_new(Path(out))
     if folder := assets.folder_of(Path(checkpoint)):
-        _write_atomically(Path(out).with_suffix(".assets"), lambda work: shutil.copytree(folder, work))
+        _write_atomically(Path(out).with_suffix(".assets"), lambda work: _copy_assets(folder, work))
     _write_atomically(Path(out), lambda work: _save_file(flat(params), work, about))
+
+
+def _copy_assets(folder: Path, work: Path) -> None:
+    from trainers.checkpoint import carried
+
+    shutil.copytree(folder, work)
+    carried.reset_tokenizer(work)
 
 
 def from_safetensors(path: Path | str) -> dict[str, Any]:
@@ -79,7 +86,7 @@ def to_hugging_face(
     i mod `num_hosts`. They do not wait for each other: the folder is there when the last of them is done, or when all have been
     called again after a failure. Raises CheckpointError if the checkpoint is damaged or `out` exists, and UsageError if the
     model is of no family that `transformers` has."""
-    from trainers.checkpoint import hugging_face_out
+    from trainers.checkpoint import carried, hugging_face_out
     from trainers.checkpoint.whole import open_parameters
 
     checkpoint, out = Path(checkpoint), Path(out)
@@ -94,6 +101,7 @@ def to_hugging_face(
 
     def write_others(work: Path) -> None:
         assets.copy_into(work, checkpoint)
+        carried.reset_tokenizer(work)
         # After the assets: none of their files takes the place of the model's own.
         found = (_original(work, config, about) or about | _ends(work, about)) | _class_names(work)
         if isinstance(config, ModelConfig):
@@ -199,6 +207,7 @@ def _class_names(folder: Path) -> dict[str, Any]:
 
 
 def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) -> None:
+    from trainers.checkpoint import carried
     from trainers.checkpoint.whole import META, base_path, read
     from trainers.models.hf.peft import to_adapter
 
@@ -211,6 +220,7 @@ def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) ->
     def write(work: Path) -> None:
         work.mkdir()
         assets.copy_into(work, checkpoint)
+        carried.reset_tokenizer(work)
         (work / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
         _save_file(tensors, work / "adapter_model.safetensors", {"format": "pt", **ours.MADE_BY})
 

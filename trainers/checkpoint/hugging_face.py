@@ -17,7 +17,7 @@ from trainers.config.section import repeated
 from trainers.errors import CheckpointError, UsageError
 from trainers.models.hf import text_part
 from trainers.models.hf import vision_config as hf_config
-from trainers.models.hf.tensors import is_besides, sources
+from trainers.models.hf.tensors import is_besides, is_tied_head, sources
 from trainers.models.hf.vision_config import Config
 from trainers.models.hf.weights import Place
 
@@ -25,6 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 SAMPLED_BYTES = 1 << 20
 """The digest has so many bytes of the beginning and of the end of each file: all of a large model would take minutes."""
+COMPARED_BYTES = 16 << 20
 SHOWN = 8
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """The names of types in a file of safetensors; those that a parameter may have."""
@@ -106,6 +107,8 @@ def look(path: Path) -> Folder:
     used = {tensor for source in expected for tensor in source.tensors}
     read_or_besides = (name for name in headers if name in used or is_besides(config, name) or name.startswith(left_out))
     problems += [f"{name} is left over" for name in sorted({*headers} - {*read_or_besides})]
+    if not problems:
+        _check_tied(path, config, file_of, headers, leaves)
     if problems:
         more = [f"and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         raise CheckpointError(
@@ -113,6 +116,28 @@ def look(path: Path) -> Folder:
             f"{'; '.join(problems[:SHOWN] + more)}"
         )
     return Folder(path, config, file_of, leaves, left_out)
+
+
+def _check_tied(
+    path: Path, config: Config, file_of: Mapping[str, Path], headers: Mapping[str, Header], leaves: Mapping[str, Leaf]
+) -> None:
+    """Raises CheckpointError if the files have a table of the logits that is not the one that the configuration ties it to:
+    transformers takes both then. Both are read whole, a few rows at a time: most folders have no such table."""
+    head = next((name for name in headers if name not in leaves and is_tied_head(config, name)), None)
+    if head is None:
+        return
+    (embed,) = next(leaf.tensors for name, leaf in leaves.items() if name.rpartition(".")[2] == "embed")
+    rows, width = headers[head][1]
+    step = max(1, COMPARED_BYTES // (4 * width))
+    spans = [(slice(start, min(rows, start + step)),) for start in range(0, rows, step)]
+    if headers[head] == headers[embed] and all(
+        np.array_equal(_slice(file_of[head], head, span), _slice(file_of[embed], embed, span)) for span in spans
+    ):
+        return
+    raise CheckpointError(
+        f"{path}: {head} is not {embed}, and {CONFIG_FILE} says that they are one (tie_word_embeddings): expected the same "
+        f"values; set tie_word_embeddings to false there if the model has two tables, or leave {head} out of the files"
+    )
 
 
 def read(folder: Folder, name: str, sharding: Any, dtype: Any = None) -> jax.Array:

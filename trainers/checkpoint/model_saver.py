@@ -33,16 +33,16 @@ class ModelSaver:
             on_failed=self._failed,
         )
 
-    def save(self, step: int, parts: Mapping[str, Any], meta: dict[str, Any], patience_s: float | None) -> None:
+    def save(self, step: int, parts: Mapping[str, Any], meta: Callable[[], dict[str, Any]], patience_s: float | None) -> None:
         """Starts a save; returns when the arrays were copied, so that they may be donated. `parts` are those of a state, by their
-        names there (`trainers.checkpoint.model_only.PART`, `STATE`), and `meta` is that of a whole checkpoint.
+        names there (`trainers.checkpoint.model_only.PART`, `STATE`), and `meta` returns that of a whole checkpoint.
         Waits for the model before it, if that is still being saved."""
         num_bytes = num_bytes_of(parts)
         self._background.start(
             step,
             dict(parts),
             self._folder / str(step),
-            meta_of(meta),
+            lambda: meta_of(meta()),
             patience_s,
             obstacle=lambda: self._obstacle(num_bytes),
             # What has that name is of an abandoned course, or the same: a restart saves the model of its first step again.

@@ -44,7 +44,7 @@ def save_to(path: str, state: TrainState, meta: dict[str, Any], model_assets: Ma
         # On host 0 alone, before the digests are taken: so the manifest covers the assets too.
         assets.write(work, model_assets)
 
-    save = Commit(work, final, meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), merge)
+    save = Commit(work, final, lambda: meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), merge)
     with ThreadPoolExecutor(1) as thread:  # a thread that has an event loop, as in a notebook, cannot run Orbax's
         try:
             thread.submit(save.run).result()

@@ -48,8 +48,9 @@ class StateSaver:
             on_failed=self._failed,
         )
 
-    def save(self, step: int, state: TrainState, meta: dict[str, Any], patience_s: float | None) -> None:
-        """Starts a save of `state`, in the folder that is claimed; returns when its arrays may be donated."""
+    def save(self, step: int, state: TrainState, meta: Callable[[], dict[str, Any]], patience_s: float | None) -> None:
+        """Starts a save of `state`, in the folder that is claimed; returns when its arrays may be donated. `meta` is that of
+        `trainers.checkpoint.commit.Commit`."""
         final, num_bytes = self._owner.folder / str(step), num_bytes_of(state)
         self._background.start(
             step,
@@ -64,6 +65,11 @@ class StateSaver:
     def wait(self) -> None:
         """Returns when no save is in progress."""
         self._background.wait()
+
+    def refused(self) -> None:
+        """Waits for the end of a save whose state must not be saved. That is no failure of the storage, to be tried again."""
+        self.wait()
+        self.failing, self.problem = False, ""
 
     def failed(self, step: int, problem: str) -> None:
         """Reports a save that could not even begin."""

@@ -229,6 +229,11 @@ def encoded(opened: Opened, text: str, options: argparse.Namespace, num_images: 
     return tokens
 
 
+def stop_texts(opened: Opened, options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the texts that end a continuation: those of `--stop`, and of a chat what ends a turn where that is no token."""
+    return (*options.stop, *(opened.tokenizer.stop_texts() if options.chat else ()))
+
+
 def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) -> Generator:
     """Reads the weights. Raises CheckpointError if they do not fit the model."""
     import jax
@@ -268,7 +273,7 @@ def load(opened: Opened, sampling: Any, options: argparse.Namespace, rows: int) 
         sampling=sampling,
         window=opened.window,
         stop_ids=opened.tokenizer.stop_ids(),
-        stop=(*options.stop, *(opened.tokenizer.stop_texts() if options.chat else ())),
+        stop=stop_texts(opened, options),
         seed=options.seed,
         rows=rows,
     )

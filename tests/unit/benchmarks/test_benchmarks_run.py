@@ -10,13 +10,24 @@ import pytest
 from tests import ROOT
 
 
+@pytest.fixture(scope="module")
+def env(tmp_path_factory):
+    """What one of them compiles, the next one finds."""
+    return {
+        **os.environ,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 @pytest.mark.parametrize(
     ("module", "last_line"), [("step_overhead", r"median ratio \d\.\d{3}"), ("everything_on", r"\w+: median \d\.\d{3} of off")]
 )
 @pytest.mark.slow("runs a whole benchmark")
-def test_a_benchmark_runs_to_its_result(module, last_line):
+def test_a_benchmark_runs_to_its_result(module, last_line, env):
     command = [sys.executable, "-m", f"benchmarks.{module}", "configs/tiny.yaml", "--rounds", "1", "--steps", "3"]
-    env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.fullmatch(last_line, done.stdout.splitlines()[-1])
@@ -33,10 +44,9 @@ def test_the_benchmark_of_the_data_runs_to_its_result():
 
 
 @pytest.mark.slow("runs a whole benchmark")
-def test_the_benchmark_of_small_models_tells_the_held_out_loss_of_each(tmp_path):
+def test_the_benchmark_of_small_models_tells_the_held_out_loss_of_each(tmp_path, env):
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 100)
     command = [sys.executable, "-m", "benchmarks.shakespeare", str(tmp_path / "text.txt"), "--seeds", "1", "--steps", "2"]
-    env = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     done = subprocess.run(command, check=False, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     shape = r"(gpt2|gpt2, own start|llama): \d\.\d{3} \(seeds \d\.\d{3}\), \d+ s; 2: \d\.\d{3}"

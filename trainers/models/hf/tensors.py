@@ -52,6 +52,12 @@ def is_besides(config: Config, name: str) -> bool:
     return text.is_derived(config.model, name.removeprefix(OLDER_HEAD))
 
 
+def is_tied_head(config: Config, name: str) -> bool:
+    """Whether it is the table of the logits of a model that has one table for both."""
+    decoder = config if isinstance(config, ModelConfig) else getattr(config, "model", None)
+    return decoder is not None and decoder.tie_embeddings and name.removeprefix(OLDER_HEAD) == "lm_head.weight"
+
+
 def _decoder(config: ModelConfig, prefixes: Sequence[str], found: Collection[str]) -> Iterator[Source]:
     top = text.top_places(config)
     prefix = _prefix(prefixes, top["embed"], found)

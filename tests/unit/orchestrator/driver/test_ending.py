@@ -1,5 +1,6 @@
 """The end of a launch tells the truth: its status comes from what is trained and what is saved."""
 
+import dataclasses
 import errno
 from types import SimpleNamespace
 
@@ -180,7 +181,7 @@ def test_the_next_driver_knows_how_far_the_launch_has_trained(world):
 
 @pytest.fixture
 def job(tmp_path):
-    return build({"name": "x", "max_num_steps": 8, "storage": str(tmp_path), "tracking": {"mlflow": False}})
+    return build({"name": "x", "max_num_steps": 8, "storage": str(tmp_path), "tracking": {"mlflow": False, "report": False}})
 
 
 @pytest.fixture
@@ -228,6 +229,28 @@ def test_a_full_disk_at_the_end_makes_no_failure_of_a_run_that_is_finished(launc
     assert board.read(0, 0.0)[1][-1]["ev"] == "summary"
     assert exit_status(found, None, None) == 0
     assert capsys.readouterr().err == f"finished; could not be written: {'; '.join(expected)}\n"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "stopped", "written"), [(True, None, True), (True, "terminated", False), (False, None, False)]
+)
+def test_the_end_writes_a_report_if_it_is_wanted_and_there_is_time(launch, job, monkeypatch, wanted, stopped, written):
+    asked, tracked, board = [], [], Board()
+    if stopped:
+        board.request_stop(stopped)
+    monkeypatch.setattr(main, "write_report", lambda run_dir, figures: asked.append((run_dir, figures)) or ["report.html"])
+    monkeypatch.setattr(launch.tracker, "log_artifact", lambda *about: tracked.append(about))
+    job = dataclasses.replace(job, tracking=dataclasses.replace(job.tracking, report=wanted))
+    concluded(launch, job, board)
+    assert asked == ([(job.run_dir, False)] if written else [])
+    assert (("report.html", "report") in tracked) is written
+
+
+def test_a_report_that_cannot_be_written_changes_nothing_of_the_end(launch, job, monkeypatch):
+    monkeypatch.setattr(main, "write_report", fail)
+    job = dataclasses.replace(job, tracking=dataclasses.replace(job.tracking, report=True))
+    outcome = concluded(launch, job, Board())
+    assert (outcome["status"], outcome["unwritten"]) == ("finished", ["the report (No space left on device)"])
 
 
 def test_everything_fails_and_the_end_is_known_all_the_same(launch, job, monkeypatch):

@@ -122,3 +122,8 @@ def test_where_the_machine_is_not_to_blame_the_slot_is_named():
 def test_policy_rejects(values, message):
     with pytest.raises(ValueError, match=message):
         QuarantinePolicy(**values)
+
+
+def test_the_least_values_are_taken():
+    policy = QuarantinePolicy(max_failures_per_host=1, max_device_errors_per_host=0)
+    assert quarantined(failed(1, "b", times=2), NOW_S, policy, TWO_MACHINES).nodes.keys() == {"b"}

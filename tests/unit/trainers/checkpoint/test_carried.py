@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests import ROOT
 from tests.programs.small_tokens import datasets
 from tests.unit import chat_folders
 from tests.unit.training import arguments
 from trainers.base import BaseTrainer
-from trainers.checkpoint import carried
+from trainers.checkpoint import carried, export
 from trainers.config.hf_files import MORE_TEMPLATES
 from trainers.export import to_hugging_face
 from trainers.text import tokenizers
@@ -55,7 +56,14 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
-    return chat_folders.write(tmp_path_factory.mktemp("words") / "folder", around="<|begin_of_text|> $A <|end|>")
+    """A tokenizer whose file keeps a length of an earlier use."""
+    folder = chat_folders.write(tmp_path_factory.mktemp("words") / "folder", around="<|begin_of_text|> $A <|end|>")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    tokenizer.model.dropout = 0.5
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +88,27 @@ def test_the_export_of_a_new_model_has_the_ends_of_its_tokenizer(words, tmp_path
     assert about["bos_token_id"] == begin
     assert about["eos_token_id"] == (end if alone else [end, turn])
     assert about["max_position_embeddings"] == 8  # nothing says more
+    assert_texts_are_whole(tmp_path / "out")
+
+
+def assert_texts_are_whole(folder):
+    """Of a tokenizer that `tokenizers` alone reads."""
+    found = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert (found.truncation, found.padding, found.model.dropout) == (None, None, None)
+    assert found.encode("a longer text").tokens[2:-2] == list("\u0120longer\u0120tex")
+
+
+def test_each_export_has_the_tokenizer_without_the_lengths_of_an_earlier_use(words, tmp_path):
+    path = copied(words, tmp_path / "whole") / "tokenizer.json"
+    path.write_text(json.dumps({"truncation": None, "padding": None, "model": {"dropout": None}}, indent=3))
+    carried.reset_tokenizer(path.parent)
+    assert path.read_text().startswith('{\n   "truncation"'), "a file that keeps nothing stays as it is"
+    export._copy_assets(copied(words, tmp_path / "run" / carried.NAME).parent, tmp_path / "out.assets")
+    assert_texts_are_whole(tmp_path / "out.assets" / carried.NAME)
+
+
+def copied(source, target):
+    return Path(shutil.copytree(source, target))
 
 
 def test_a_run_carries_what_a_run_that_it_begins_with_has_carried(base, adapted, tmp_path):

@@ -191,11 +191,39 @@ def test_tensors_that_do_not_fit_are_all_named(tmp_path):
         assert text in str(raised.value)
 
 
-def test_a_tied_table_may_be_there_twice_and_old_files_have_frequencies(tmp_path):
+def test_old_files_have_frequencies_besides(tmp_path):
     def change(tensors):
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
 
     assert "layers.up" in weights.look(changed(tmp_path, change)).parameters
+
+
+def with_a_head(tmp_path, change):
+    """A folder whose configuration ties the table of the logits, and whose file has one besides."""
+    folder = tmp_path / "model"
+    shutil.copytree(PARITY / "gemma", folder)
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors | {"lm_head.weight": change(head)}, folder / "model.safetensors")
+    return folder
+
+
+def last_row_changed(head):
+    head[-1, -1] += 1
+    return head
+
+
+def test_a_tied_table_may_be_there_twice_if_both_are_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(hugging_face, "COMPARED_BYTES", 1024)  # several parts
+    assert "unembed" not in weights.look(with_a_head(tmp_path, lambda head: head)).parameters
+
+
+@pytest.mark.parametrize("change", [last_row_changed, lambda head: head[:-1], lambda head: head.astype(np.float16)])
+def test_another_table_than_the_one_that_it_is_tied_to_is_refused(tmp_path, change):
+    folder = with_a_head(tmp_path, change)
+    said = r"model: lm_head\.weight is not model\.embed_tokens\.weight, and config\.json says .* one \(tie_word_embeddings\)"
+    with pytest.raises(CheckpointError, match=said):
+        weights.look(folder)
 
 
 def test_a_cut_file_is_named(tmp_path):

@@ -14,7 +14,7 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
-from tests.unit.trainers.test_tokenizers import SIZE, TEXT, cache, folder  # noqa: F401  fixtures
+from tests.unit.trainers.text.test_tokenizers import SIZE, TEXT, cache, folder  # noqa: F401  fixtures
 from tests.unit.training import arguments, trainer
 from trainers.base import BaseTrainer
 from trainers.commands import evaluate, generate

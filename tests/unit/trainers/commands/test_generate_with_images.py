@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.programs.tiny_images import MODEL, VISION
 from tests.unit.trainers.commands.test_generate import asked, rows
-from tests.unit.trainers.test_tokenizers import SIZE, folder  # noqa: F401  a fixture
+from tests.unit.trainers.text.test_tokenizers import SIZE, folder  # noqa: F401  a fixture
 from tests.unit.training import arguments
 from trainers.base import BaseTrainer
 from trainers.checkpoint.hugging_face_out import files_of, plan, write

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.unit import chat_folders
+from trainers.commands import generate
 from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.config.exact_match import ExactMatchConfig
 from trainers.data.chat import ChatEncoder
 from trainers.data.sources.conversations import conversations
 from trainers.data.sources.preference import preference_pairs
 from trainers.data.sources.text import text_windows
+from trainers.evaluation.exact_match import ExactMatch
 from trainers.text.tokenizers import FolderTokenizer
 
 ASKED, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}
@@ -66,6 +71,22 @@ def test_a_generation_stops_by_what_ends_a_turn(folders):
     assert (of["plain"].stop_ids(), of["plain"].stop_texts()) == ((of["plain"].separator, end), ())
     assert (of["several"].stop_ids(), of["several"].stop_texts()) == ((of["several"].separator,), ("[/end]",))
     assert (of["alpaca"].stop_ids(), of["alpaca"].stop_texts()) == ((of["alpaca"].separator,), ())
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_command_and_the_evaluation_stop_by_a_text_that_ends_a_turn(folders, tmp_path, chat):
+    tokenizer = FolderTokenizer(str(folders["several"]))
+    options = argparse.Namespace(stop=["\n"], chat=chat)
+    assert generate.stop_texts(SimpleNamespace(tokenizer=tokenizer), options) == (("\n", "[/end]") if chat else ("\n",))
+
+    made = from_dict(TrainingArguments, {"name": "run", "max_num_steps": 1, "data": {"tokenizer": tokenizer.source}})
+    counted = ExactMatch(made, ExactMatchConfig(paths=("x",), chat=chat))
+    tokens = tokenizer.encode("no idea[/end]#### 7 ")
+    counted.add(
+        {"tokens": np.array([tokens], np.int32), "num_tokens": np.array([len(tokens)])},
+        {"answer": np.array([[ord("7")]], np.int32)},
+    )
+    assert counted.compute()["answered"] == (0 if chat else 1)
 
 
 def arguments(tmp_path, records, **data):

@@ -13,6 +13,7 @@ import pytest
 
 from trainers.config import DataConfig, ModelConfig
 from trainers.config.arguments import TrainingArguments
+from trainers.data.documents import check_all_read
 from trainers.data.sources import access
 from trainers.data.sources.files import PYTHON_STDLIB, files_of
 from trainers.data.sources.text import read, text_windows
@@ -215,3 +216,10 @@ def test_the_texts_of_records_are_read_and_files_of_other_kinds_are_refused(tmp_
     assert bytes(train[0]["tokens"].astype(np.uint8)) == expected
     with pytest.raises(DataError, match=r"b\.npz: files that end in \.npz are not read"):
         text_windows(arguments(config(folder, pattern="*")))
+
+
+def test_a_column_that_nothing_reads_is_named_but_for_one_that_says_nothing():
+    record = {"text": "a", "label": None, "id": 7}
+    check_all_read(record, read=("text",), ignored=("id",))
+    with pytest.raises(DataError, match=r"nothing reads the column id \(read are text\): .*data\.ignore_columns=\[id\]"):
+        check_all_read(record, read=("text",), ignored=())

@@ -103,6 +103,17 @@ def test_a_course_that_is_left_says_it_too(tmp_path):
     assert len(list(tmp_path.glob("*.jsonl"))) == 2
 
 
+def test_lines_of_an_earlier_version_are_for_any_parser_once_they_are_written_again(tmp_path):
+    lines = [json.dumps({"t": 1.0, "step": step, "metrics": {"loss": NAN}}) for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    recorder = JsonLines(about(tmp_path))
+    recorder.go_back(1)
+    recorder.close()
+    found = {path.name: strict(path.read_text())["metrics"] for path in tmp_path.glob("*.jsonl")}
+    hidden = {"loss": None, "loss_not_finite": "nan"}
+    assert found == {"metrics.jsonl": hidden, "metrics.left.jsonl": hidden}
+
+
 def test_a_metric_that_is_nan_reaches_the_shipper_as_it_is(tmp_path):
     spool = Spool(str(tmp_path / "metrics.jsonl"))
     spool.append({"t": 1.0, "step": 1, "metrics": {"loss": NAN}})

@@ -1,0 +1,206 @@
+"""The charts of a report, as specifications of Vega-Lite. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.report.drawing import GOOD, MUTED, SAVING, SERIES, STARTING, TEXT, TROUBLE, WAITING
+from orchestrator.report.thinned import thinned
+from orchestrator.report.timeline import Timeline
+
+Chart = dict[str, Any]
+Points = Sequence[tuple[float, float]]
+
+HALF, WHOLE = 430, 940
+"""Widths in pixels: two charts beside each other, and one alone."""
+UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+LABELLED_SHARE = 0.06
+"""A smaller part of the bar has no room for its name."""
+KINDS = {"training": GOOD, "starting": STARTING, "saving, evaluating": SAVING, "failed, recovering": TROUBLE, "waiting": WAITING}
+
+
+def lines(
+    title: str, unit: str, curves: Mapping[str, Points], *, x: str = "step", width: int = HALF, percent: bool = False
+) -> Chart:
+    """A line for each curve, with its name and its last value at its end."""
+    names = list(curves)
+    colors = {name: SERIES[number % len(SERIES)] for number, name in enumerate(names)}
+    rows = [{"x": px, "y": py, "of": name} for name, points in curves.items() for px, py in thinned(points)]
+    ends = [{"x": points[-1][0], "y": points[-1][1], "of": name} for name in names if (points := thinned(curves[name]))]
+    largest = max((abs(y) for points in curves.values() for _, y in points), default=0.0)
+    axis: dict[str, Any] = {"title": None, "tickCount": 5}
+    if percent or largest >= 10_000 or 0 < largest < 0.01:
+        axis["format"] = ".0%" if percent else "~s" if largest >= 10_000 else "~e"
+    scale = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
+    encoding = {
+        "x": {"field": "x", "type": "quantitative", "axis": {"title": x, "grid": False, "tickCount": 6, "format": "~s"}},
+        "y": {"field": "y", "type": "quantitative", "axis": axis, "scale": scale},
+        "color": {"field": "of", "type": "nominal", "legend": None, "scale": {"domain": names, "range": [*colors.values()]}},
+    }
+    layers: list[dict[str, Any]] = [
+        {"data": {"values": rows}, "mark": {"type": "line", "strokeWidth": 1.6, "strokeJoin": "round"}, "encoding": encoding},
+        {"data": {"values": ends}, "mark": {"type": "point", "filled": True, "size": 22, "opacity": 1}, "encoding": encoding},
+    ]
+    # The labels of lines that end near each other stand above and below.
+    for number, end in enumerate(sorted(ends, key=_height, reverse=True) if len(names) > 1 else ()):
+        dy = -10 if number % 2 == 0 else 13
+        mark = {"type": "text", "align": "right", "dx": -6, "dy": dy, "fontSize": 11, "fontWeight": 600}
+        layers.append({"data": {"values": [end]}, "mark": mark, "encoding": {"text": {"field": "of"}, **encoding}})
+    return {"title": _title(title, unit), "width": width, "height": 170, "layer": layers}
+
+
+def goodput_bar(seconds: Mapping[str, float]) -> Chart:
+    """One bar: how the seconds of the run were spent."""
+    spent = {name: value for name, value in seconds.items() if value > 0}
+    whole_s, begin_s = sum(spent.values()) or 1.0, 0.0
+    rows, large = [], []
+    for name, value in spent.items():
+        ends = {"from": begin_s / whole_s, "to": (begin_s + value) / whole_s, "middle": (begin_s + value / 2) / whole_s}
+        rows.append({"what": name, "kind": KIND_OF.get(name, "waiting"), **ends})
+        large += rows[-1:] if value > LABELLED_SHARE * whole_s else []
+        begin_s += value
+    color = {"field": "kind", "type": "nominal", "legend": None, "scale": {"domain": [*KINDS], "range": [*KINDS.values()]}}
+    x = {"type": "quantitative", "axis": {"format": ".0%", "title": None, "tickCount": 5}, "scale": {"domain": [0, 1]}}
+    return {
+        "title": _title("Where the time went", "share of the wall clock"),
+        "width": WHOLE,
+        "height": 44,
+        "layer": [
+            {
+                "data": {"values": rows},
+                "mark": {"type": "bar", "height": 30, "stroke": "#0a0a04", "strokeWidth": 1},
+                "encoding": {"x": {**x, "field": "from"}, "x2": {"field": "to"}, "color": color},
+            },
+            {
+                "data": {"values": large},
+                "mark": {"type": "text", "color": "#0a0a04", "fontSize": 11, "fontWeight": 600},
+                "encoding": {"x": {**x, "field": "middle"}, "text": {"field": "what"}},
+            },
+        ],
+    }
+
+
+KIND_OF = {
+    "step": "training",
+    "start": "starting",
+    "import": "starting",
+    "join": "starting",
+    "restore": "starting",
+    "compile": "starting",
+    "data_wait": "waiting",
+    "schedule": "waiting",
+    "idle": "waiting",
+    "checkpoint": "saving, evaluating",
+    "evaluation": "saving, evaluating",
+    "finish": "saving, evaluating",
+    "detection": "failed, recovering",
+    "recovery": "failed, recovering",
+    "replay": "failed, recovering",
+}
+"""The kind of a category of the goodput ledger."""
+
+
+def gantt(line: Timeline) -> Chart:
+    """A row for the run and one for each host: what they did when; and a mark for each incident and each save."""
+    unit_s, unit = (
+        (3600.0, "hours") if line.length_s > 2 * 3600 else (60.0, "minutes") if line.length_s > 180 else (1.0, "seconds")
+    )
+    rows = [{"row": bar.row, "a": bar.from_s / unit_s, "b": bar.to_s / unit_s, "kind": bar.kind} for bar in line.bars]
+    order = line.rows
+    y = {"field": "row", "type": "nominal", "sort": order, "axis": {"title": None, "grid": False}, "scale": {"domain": order}}
+    scale = {"domain": [0, line.length_s / unit_s], "nice": False}
+    x = {"type": "quantitative", "axis": {"title": f"{unit} since the start", "tickCount": 8}, "scale": scale}
+    color = {
+        "field": "kind",
+        "type": "nominal",
+        "scale": {"domain": [*KINDS], "range": [*KINDS.values()]},
+        "legend": {"title": None, "orient": "top", "direction": "horizontal", "symbolType": "square", "columnPadding": 24},
+    }
+    incidents = [{"x": at_s / unit_s, "what": what} for at_s, what in line.incidents]
+    saves = [{"x": at_s / unit_s, "row": order[0]} for at_s in line.saves]
+    named = incidents if len(incidents) <= 12 else []
+    return {
+        "title": _title("Time line", line.about),
+        "width": WHOLE,
+        "height": {"step": 22},
+        "layer": [
+            {
+                "data": {"values": rows},
+                "mark": {"type": "bar", "height": 15},
+                "encoding": {"x": {**x, "field": "a"}, "x2": {"field": "b"}, "y": y, "color": color},
+            },
+            {
+                "data": {"values": saves},
+                "mark": {"type": "tick", "color": TEXT, "thickness": 1, "size": 7, "opacity": 0.7},
+                "encoding": {"x": {**x, "field": "x"}, "y": y},
+            },
+            {
+                "data": {"values": incidents},
+                "mark": {"type": "rule", "color": TROUBLE, "strokeWidth": 1.2},
+                "encoding": {"x": {**x, "field": "x"}},
+            },
+            {
+                "data": {"values": named},
+                "mark": {
+                    "type": "text",
+                    "color": TROUBLE,
+                    "align": "left",
+                    "dx": 3,
+                    "baseline": "bottom",
+                    "fontSize": 10,
+                    "y": 0,
+                },
+                "encoding": {"x": {**x, "field": "x"}, "text": {"field": "what"}},
+            },
+        ],
+    }
+
+
+def heat(title: str, cells: Sequence[tuple[int, int, float]], unit: str) -> Chart:
+    """Rows of hosts, columns of steps: how long each host worked on a step."""
+    rows = [{"host": host, "step": step, "s": value} for host, step, value in cells]
+    return {
+        "title": _title(title, unit),
+        "width": WHOLE,
+        "height": {"step": 16},
+        "data": {"values": rows},
+        "mark": {"type": "rect"},
+        "encoding": {
+            "x": {"field": "step", "type": "ordinal", "axis": {"title": "step", "labelOverlap": True, "labelAngle": 0}},
+            "y": {"field": "host", "type": "ordinal", "axis": {"title": "host"}},
+            "color": {
+                "field": "s",
+                "type": "quantitative",
+                "scale": {"scheme": "viridis"},
+                "legend": {"title": None, "format": ".3~s", "gradientLength": 80},
+            },
+        },
+    }
+
+
+def phases(seconds: Mapping[str, float]) -> Chart:
+    """A bar for each phase of a recovery."""
+    rows = [{"phase": name, "s": value} for name, value in seconds.items()]
+    y = {"field": "phase", "type": "nominal", "sort": None, "axis": {"title": None, "grid": False}}
+    x = {"field": "s", "type": "quantitative", "axis": {"title": "seconds", "tickCount": 4}}
+    return {
+        "width": 320,
+        "height": {"step": 18},
+        "layer": [
+            {"data": {"values": rows}, "mark": {"type": "bar", "color": TROUBLE, "height": 10}, "encoding": {"x": x, "y": y}},
+            {
+                "data": {"values": rows},
+                "mark": {"type": "text", "align": "left", "dx": 4, "color": MUTED, "fontSize": 10},
+                "encoding": {"x": x, "y": y, "text": {"field": "s", "format": ".2f"}},
+            },
+        ],
+    }
+
+
+def _title(title: str, unit: str) -> dict[str, Any]:
+    return {"text": title, "subtitle": unit}
+
+
+def _height(end: dict[str, Any]) -> float:
+    return float(end["y"])

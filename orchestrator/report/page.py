@@ -1,0 +1,259 @@
+"""The page: what a record says, as HTML. Everything is in the one file: pictures as SVG, the style sheet, no script, no font."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.report import charts, drawing, timeline
+from orchestrator.report.record import Record
+from orchestrator.report.thinned import smoothed
+from orchestrator.reporting.text import action_of
+from orchestrator.run_state.incidents import Incident
+from orchestrator.runs import compare, overview
+from orchestrator.runs.incidents import evidence
+from trainers.console.text import seconds as duration
+from trainers.console.text import sentence
+from trainers.published import RATES, SYSTEM, number
+
+MAX_INCIDENTS = 500
+MAX_HEAT_COLUMNS = 60
+MIN_LOST_SHARE = 0.002
+"""Smaller shares of the wall clock are not worth a row."""
+
+MORE = {
+    "schedule": ("waiting for machines", "hosts.spares, or hosts.min, with which the run goes on without them"),
+    "import": ("starting processes", "the machines' disks: a process has to import JAX and your code"),
+    "compile": ("compiling", "model.remat and the number of unrolled layers; programs are kept on a machine and found again"),
+    "restore": ("reading data and checkpoint", "data.prepared (`gangway prepare` makes the tokens once)"),
+    "data_wait": ("waiting for data", "data.prepared, or faster storage: the hosts waited for their batches"),
+    "checkpoint": ("saving", "a longer checkpoint.save_steps"),
+    "evaluation": ("evaluating", "a longer evaluation.every_steps, or fewer evaluation.max_batches"),
+    "detection": ("finding failures", "driver.watchdog: shorter limits for the phases"),
+    "recovery": ("recovering", "hosts.spares: a machine that waits replaces one that is lost"),
+    "replay": ("training steps again", "a shorter checkpoint.save_steps, or save_minutes"),
+    "idle": ("waiting before the next try", "driver.restart.backoff_max_s"),
+    "join": ("joining", "the network between the hosts"),
+    "start": ("starting the command and the driver", ""),
+    "finish": ("from the last step to the end", ""),
+}
+"""What a category of the ledger is in words, and the setting that would make it less."""
+
+
+def of_one(record: Record) -> str:
+    """Returns the page about one run."""
+    return _render(
+        title=record.overview.name,
+        head=head(record),
+        problems=record.problems,
+        curves=[drawing.svg(chart) for chart in curves({"": record})],
+        goodput=drawing.svg(charts.goodput_bar(record.seconds)) if any(record.seconds.values()) else "",
+        rolling=_svg_or_nothing(rolling_goodput(record)),
+        lost=lost(record.seconds),
+        timeline=drawing.svg(charts.gantt(line)) if (line := timeline.of(record)) is not None and line.bars else "",
+        incidents=[incident(index, one, record) for index, one in enumerate(record.incidents[-MAX_INCIDENTS:], 1)],
+        num_hidden=max(0, len(record.incidents) - MAX_INCIDENTS),
+        hosts=_svg_or_nothing(host_heat(record)),
+        samples=record.samples,
+        settings=sorted(record.settings.items()),
+        resumes=[(overview.when(one.at_s), sorted(one.changes.items())) for one in record.resumes],
+        versions=sorted((record.summary.get("versions") or {}).items()),
+        comparison=None,
+    )
+
+
+def figures(record: Record) -> dict[str, bytes]:
+    """Returns the pictures of the page as PNG, by name."""
+    found = {chart["title"]["text"].lower().replace(" ", "_"): chart for chart in curves({"": record})}
+    if any(record.seconds.values()):
+        found["goodput"] = charts.goodput_bar(record.seconds)
+    if (line := timeline.of(record)) is not None and line.bars:
+        found["time_line"] = charts.gantt(line)
+    return {name: drawing.png(chart) for name, chart in found.items()}
+
+
+def of_several(records: Sequence[Record]) -> str:
+    """Returns the page that compares runs."""
+    names = _names(records)
+    results = [compare.results_of(record.overview) for record in records]
+    rows = []
+    for name in dict.fromkeys(name for one in results for name in one):
+        values = [one.get(name) for one in results]
+        rows.append((name, [compare.shown(name, value) for value in values], compare.best(name, values)))
+    return _render(
+        title=" · ".join(names),
+        head=None,
+        problems=[f"{name}: {problem}" for name, record in zip(names, records, strict=True) for problem in record.problems],
+        curves=[drawing.svg(chart) for chart in curves(dict(zip(names, records, strict=True)))],
+        comparison={
+            "names": names,
+            "settings": list(compare.differing([record.settings for record in records]).items()),
+            "results": rows,
+        },
+    )
+
+
+def _render(**found: Any) -> str:
+    import jinja2
+
+    folder = Path(__file__).parent
+    made = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.globals |= {"light": drawing.style(drawing.LIGHT), "dark": drawing.style(drawing.DARK)}
+    return made.get_template("page.html").render(**found)
+
+
+def _names(records: Sequence[Record]) -> list[str]:
+    """Returns a name for each run: that of its folder, or with the folder above it where two are the same."""
+    names = [record.overview.name for record in records]
+    paths = [Path(record.overview.folder) for record in records]
+    return [f"{path.parent.name}/{name}" if names.count(name) > 1 else name for name, path in zip(names, paths, strict=True)]
+
+
+def head(record: Record) -> dict[str, Any]:
+    """Returns the state, and the numbers that a person looks at first."""
+    run, metrics, summary = record.overview, record.overview.metrics, record.summary
+    whole_s = sum(record.seconds.values())
+    steps = "" if run.step is None else f"{run.step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "")
+    tokens = summary.get("tokens")
+    tiles = [
+        ("steps", steps),
+        ("loss", _number(metrics.get("loss"))),
+        ("held-out loss", _number(run.evaluation.get("eval_loss"))),
+        ("goodput", "" if not whole_s else f"{record.seconds.get('step', 0.0) / whole_s:.1%}"),
+        ("wall clock", duration(whole_s) if whole_s else ""),
+        ("tokens", f"{tokens:,}" if tokens else ""),
+        ("tokens/s", f"{metrics['tokens_per_s']:,.0f}" if "tokens_per_s" in metrics else ""),
+        ("MFU", f"{metrics['mfu']:.1%}" if "mfu" in metrics else ""),
+        ("hosts", "" if run.hosts is None else str(run.hosts)),
+        ("incidents", f"{run.num_incidents:,}"),
+    ]
+    times = [overview.when(at_s) for at_s in (record.began_s, record.ended_s) if at_s is not None]
+    return {
+        "state": run.state,
+        "kind": "bad" if run.error or run.kind == overview.LOST else "live" if run.kind == overview.LIVE else "good",
+        "error": run.error,
+        "reason": run.stop_reason,
+        "folder": run.folder,
+        "times": " to ".join(times),
+        "tiles": [(name, value) for name, value in tiles if value],
+    }
+
+
+def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
+    """Returns the charts of the metrics: of several runs each metric in one chart."""
+    several = len(records) > 1
+    wanted = [
+        ("Loss", "training" if several else "training and held-out data", ("loss",) if several else ("loss", "eval_loss")),
+        *([("Held-out loss", "eval_loss", ("eval_loss",))] if several else []),
+        ("Learning rate", "", ("learning_rate",)),
+        ("Gradient norm", "before clipping", ("grad_norm",)),
+        ("Throughput", "tokens a second", ("tokens_per_s",)),
+        ("Model FLOPs utilization", "share of the devices' peak", ("mfu",)),
+        ("Step time", "seconds", ("step_time_s",)),
+        ("Memory of a device", "bytes, at most", ("device_memory_peak_bytes",)),
+        ("Memory of a host", "bytes, of the fullest", ("host_memory_bytes",)),
+    ]
+    others = sorted({name for record in records.values() for name in record.names()} - SYSTEM - {"eval_loss"})
+    wanted += [(name, "", (name,)) for name in others if "/" not in name and not name.endswith(("_s", *RATES))][:12]
+    found = []
+    for title, unit, names in wanted:
+        drawn = {
+            _label(run, name, several): _course(record.curve(name), name)
+            for run, record in records.items()
+            for name in names
+            if len(record.curve(name)) > (0 if name.startswith("eval_") else 1)
+        }
+        if drawn:
+            found.append(charts.lines(title, unit, drawn, percent=title.startswith("Model FLOPs")))
+    return found
+
+
+def _label(run: str, name: str, several: bool) -> str:
+    return run if several else {"loss": "training", "eval_loss": "held out"}.get(name, name)
+
+
+def _course(points: Sequence[tuple[float, float]], name: str) -> list[tuple[float, float]]:
+    finite = [point for point in points if math.isfinite(point[1])]
+    return smoothed(finite) if name in ("loss", "grad_norm") else finite
+
+
+def rolling_goodput(record: Record) -> charts.Chart | None:
+    """The share of the time of each eighth of the run that was spent in steps that were not repeated."""
+    times = [(one.at_s, one.step, one.metrics["step_time_s"]) for one in record.published if "step_time_s" in one.metrics]
+    if len(times) < 4 or record.began_s is None or record.ended_s is None:
+        return None
+    began_s, length_s = record.began_s, record.ended_s - record.began_s
+    window_s, reached, useful = length_s / 8, 0, []
+    for at_s, step, step_s in times:
+        new = max(0, step - reached)
+        reached = max(reached, step)
+        useful.append((at_s, new * step_s))
+    points = []
+    for number_of in range(1, 41):
+        end_s = began_s + length_s * number_of / 40
+        begin_s = max(began_s, end_s - window_s)
+        inside = sum(worth for at_s, worth in useful if begin_s < at_s <= end_s)
+        points.append(((end_s - began_s) / 60.0, min(1.0, inside / max(end_s - begin_s, 1e-9))))
+    return charts.lines(
+        "Goodput", "rolling, over an eighth of the run", {"goodput": points}, x="minutes", percent=True, width=charts.WHOLE
+    )
+
+
+def lost(seconds: Mapping[str, float]) -> list[dict[str, str]]:
+    """Returns what took the time that was not goodput, most first, and the setting that would change it."""
+    whole_s = sum(seconds.values())
+    rows = sorted(((value, name) for name, value in seconds.items() if name != "step"), reverse=True)
+    return [
+        {
+            "what": MORE.get(name, (name, ""))[0],
+            "took": duration(value),
+            "share": f"{value / whole_s:.1%}",
+            "less": MORE.get(name, ("", ""))[1],
+        }
+        for value, name in rows
+        if whole_s and value / whole_s >= MIN_LOST_SHARE
+    ]
+
+
+def incident(index: int, one: Incident, record: Record) -> dict[str, Any]:
+    place = str(one.evidence.get("stacks", ""))
+    return {
+        "number": index,
+        "when": overview.when(one.failed_at_s),
+        "what": one.kind.replace("_", " "),
+        "host": "" if one.host is None else one.host,
+        "step": "" if one.step is None else f"{one.step:,}",
+        "cost": "not over yet" if one.open else duration(one.total_s),
+        "then": sentence(action_of(one.to_dict())),
+        "summary": one.evidence.get("summary", ""),
+        "detail": one.detail,
+        "resumed": "" if one.resumed_step is None else f"{one.resumed_step:,}",
+        "phases": drawing.svg(charts.phases(one.recovery_s)) if one.recovery_s and index <= 50 else "",
+        "evidence": [(name, text[:4000]) for name, text in evidence(one.evidence) if name != "stacks"][:12],
+        "stacks": [(path, text) for path, text in record.stacks.items() if place and path.startswith(f"{place}/")],
+    }
+
+
+def host_heat(record: Record) -> charts.Chart | None:
+    """How long each host worked on a step, in so many parts of the run."""
+    marks = [mark for mark in record.marks if mark.ev == "busy" and mark.about.get("busy_s")]
+    if not marks or max(len(mark.about["busy_s"]) for mark in marks) < 2:
+        return None
+    every = max(1, math.ceil(len(marks) / MAX_HEAT_COLUMNS))
+    cells = [
+        (host, int(mark.about.get("step", 0)), float(busy_s))
+        for mark in marks[::every]
+        for host, busy_s in enumerate(mark.about["busy_s"])
+        if busy_s is not None
+    ]
+    return charts.heat("Work of each host", cells, "seconds of a step; a row that stands out is a slow host")
+
+
+def _svg_or_nothing(chart: charts.Chart | None) -> str:
+    return "" if chart is None else drawing.svg(chart)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number(value)

@@ -1,0 +1,223 @@
+"""All that the files of a run's folder say of it, for a report. What is missing or damaged is named, and left out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.run_state.goodput import CATEGORIES
+from orchestrator.run_state.incidents import Incident
+from orchestrator.run_state.launch import TIMELINE
+from orchestrator.run_state.stored import PREVIEWS_KIND, STATE_KIND, SUMMARY_KIND
+from orchestrator.runs import incidents as incidents_of
+from orchestrator.runs import overview
+from orchestrator.runs.overview import Overview
+from orchestrator.tracking.spool import FOLDER as TRACKING
+from orchestrator.tracking.spool import SPOOL, entry
+from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import DamagedDocument, StorageError
+
+MAX_STACKS_CHARS = 20_000
+MAX_SAMPLES = 3
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Published:
+    """The numbers of one publish."""
+
+    at_s: float
+    """Unix time."""
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A line of `timeline.jsonl`."""
+
+    at_s: float
+    launch: str
+    ev: str
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A launch or a driver that went on with other settings."""
+
+    at_s: float
+    changes: Mapping[str, tuple[str | None, str | None]]
+    """(before, after), by the name of the setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    overview: Overview
+    published: list[Published] = field(default_factory=list)
+    """In the order of their times; of a step that came again, the newest."""
+    marks: list[Mark] = field(default_factory=list)
+    incidents: list[Incident] = field(default_factory=list)
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    """The text of each file of stacks that an incident names, by its path there."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """As resolved, by dotted name."""
+    resumes: list[Resume] = field(default_factory=list)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """The goodput ledger of the whole run."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    """(step, text), the newest first."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def began_s(self) -> float | None:
+        """Unix time of the first thing that is known of the run."""
+        times = [self.overview.started_s, *(mark.at_s for mark in self.marks[:1]), *(one.at_s for one in self.published[:1])]
+        return min((time for time in times if time is not None), default=None)
+
+    @property
+    def ended_s(self) -> float | None:
+        times = [self.overview.changed_s, *(mark.at_s for mark in self.marks[-1:]), *(one.at_s for one in self.published[-1:])]
+        return max((time for time in times if time is not None), default=None)
+
+    def curve(self, name: str) -> list[Point]:
+        """Returns (step, value) of a metric, by step."""
+        points = {one.step: one.metrics[name] for one in self.published if name in one.metrics}
+        return sorted((float(step), value) for step, value in points.items())
+
+    def names(self) -> list[str]:
+        return sorted({name for one in self.published for name in one.metrics})
+
+
+def read(folder: Path) -> Record:
+    """Reads a run's folder. Never raises for what is missing or damaged: `problems` says it."""
+    problems: list[str] = []
+    about = overview.read(folder)
+    published, settings, resumes = _tracked(folder, problems)
+    incidents = _incidents(folder, problems)
+    state, summary = (_document(folder, kind, problems) for kind in (STATE_KIND, SUMMARY_KIND))
+    ended = summary if summary.get("launch_id") == about.launch_id else {}
+    return Record(
+        overview=about,
+        published=published,
+        marks=_marks(folder, problems),
+        incidents=incidents,
+        stacks=_stacks(folder, incidents),
+        settings=settings,
+        resumes=resumes,
+        seconds=ended.get("goodput") or _seconds(state),
+        summary=ended,
+        samples=_samples(folder, problems),
+        problems=[*about.problems, *dict.fromkeys(problems)],
+    )
+
+
+def _document(folder: Path, kind: DocumentKind, problems: list[str]) -> Mapping[str, Any]:
+    try:
+        return kind.read(folder / kind.name) or {}
+    except (StorageError, OSError) as error:
+        problems.append(f"{kind.name} cannot be read: {error}")
+        return {}
+
+
+def _seconds(state: Mapping[str, Any]) -> dict[str, float]:
+    now, earlier = state.get("goodput", {}).get("seconds", {}), (state.get("earlier") or {}).get("seconds", {})
+    return {name: now.get(name, 0.0) + earlier.get(name, 0.0) for name in CATEGORIES}
+
+
+def _lines(path: Path, problems: list[str]) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            yield from file
+    except FileNotFoundError:
+        problems.append(f"{path.name} is not there")
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+
+
+def _tracked(folder: Path, problems: list[str]) -> tuple[list[Published], dict[str, str], list[Resume]]:
+    """Returns what was published, the newest settings, and how they changed."""
+    published: dict[tuple[int, bool], Published] = {}
+    settings: dict[str, str] = {}
+    resumes: list[Resume] = []
+    damaged = 0
+    for line in _lines(folder / TRACKING / SPOOL, problems):
+        try:
+            found = entry(line)
+        except DamagedDocument:
+            damaged += 1
+            continue
+        if "metrics" in found:
+            metrics = {name: math.nan if value is None else value for name, value in found["metrics"].items()}
+            # Training and evaluations publish at the same step.
+            is_evaluation = any(name.startswith("eval_") for name in metrics)
+            published[found["step"], is_evaluation] = Published(found["t"], found["step"], metrics)
+        elif "go_back" in found:
+            published = {key: one for key, one in published.items() if one.step <= found["go_back"]}
+        elif "params" in found:
+            new = found["params"]
+            changed = {name: (settings.get(name), new.get(name)) for name in {**settings, **new}}
+            if settings and (changes := {name: pair for name, pair in changed.items() if pair[0] != pair[1]}):
+                resumes.append(Resume(found["t"], changes))
+            settings = new
+    if damaged:
+        problems.append(f"{damaged} damaged lines of {TRACKING}/{SPOOL} are left out")
+    return sorted(published.values(), key=lambda one: one.at_s), settings, resumes
+
+
+def _marks(folder: Path, problems: list[str]) -> list[Mark]:
+    found, damaged = [], 0
+    for line in _lines(folder / TIMELINE, problems):
+        try:
+            document = json.loads(line)
+            found.append(Mark(float(document["t"]), str(document["launch"]), str(document["ev"]), document))
+        except (ValueError, KeyError, TypeError):
+            damaged += 1
+    if damaged:
+        problems.append(f"{damaged} damaged lines of {TIMELINE} are left out")
+    return sorted(found, key=lambda mark: mark.at_s)
+
+
+def _incidents(folder: Path, problems: list[str]) -> list[Incident]:
+    try:
+        return incidents_of.of_run(folder)
+    except (StorageError, OSError) as error:
+        problems.append(f"the incidents cannot be read: {error}")
+        return []
+
+
+def _stacks(folder: Path, incidents: list[Incident]) -> dict[str, str]:
+    """Returns the stacks of the incidents that have some: the newest ones are kept in the run's folder."""
+    texts = {}
+    for incident in incidents:
+        place = incident.evidence.get("stacks")
+        # The run may lie elsewhere now: the folder of an incident has the same name there.
+        path = folder / "incidents" / Path(str(place)).name if place else None
+        if path is None or not path.is_dir():
+            continue
+        for file in sorted(path.glob("*.txt")):
+            try:
+                texts[f"{place}/{file.name}"] = file.read_text(errors="replace")[:MAX_STACKS_CHARS]
+            except OSError:
+                continue
+    return texts
+
+
+def _samples(folder: Path, problems: list[str]) -> list[tuple[int, str]]:
+    found = []
+    paths = sorted((folder / "previews").glob("*.json"), key=lambda path: int(path.stem) if path.stem.isdecimal() else -1)
+    for path in reversed(paths[-MAX_SAMPLES:]):
+        try:
+            document = PREVIEWS_KIND.read(path) or {}
+        except (StorageError, OSError) as error:
+            problems.append(f"previews/{path.name} cannot be read: {error}")
+            continue
+        for preview in document.get("previews", [])[:2]:
+            found.append((document["step"], f"{preview.get('prompt', '')}{preview.get('text', '')}"))
+    return found

@@ -1,0 +1,198 @@
+"""The page about a run: what is on it comes from the files, what is missing is named, and it needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+
+from orchestrator.failures.classify import FailureKind
+from orchestrator.failures.history import PastFailure
+from orchestrator.report import __main__ as command
+from orchestrator.report import charts, child, page, record, timeline
+from orchestrator.report.thinned import thinned
+from orchestrator.run_state import launch as launches
+from orchestrator.run_state.incidents import Incident
+from orchestrator.tracking.config import TrackingConfig
+
+BEGAN_S = 1_795_000_000.0
+
+
+def train(run_dir, *, steps=200, loss=3.0, incidents=1, **settings):
+    """A launch of two hosts that has trained, failed and recovered, as its files say."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    now = [BEGAN_S]
+    launch = launches.open_launch(
+        str(run_dir), "launch", BEGAN_S, TrackingConfig(mlflow=False), {"seed": "0", **settings}, lambda: now[0]
+    )
+    launch.progress.max_steps = steps
+    launch.mark("state", state="reserving")
+    launch.mark("state", BEGAN_S + 2, state="joining")
+    for host in range(2):
+        launch.mark("phase", BEGAN_S + 2, host=host, phase="join", generation=0)
+    launch.mark("state", BEGAN_S + 10, state="training")
+    launch.progress.goodput.switch("step", BEGAN_S + 10)
+    for step in range(10, steps + 1, 10):
+        now[0] = BEGAN_S + 10 + step
+        launch.publish(step, {"loss": loss - step / steps, "learning_rate": 1e-3, "step_time_s": 1.0, "mine": float(step)})
+        launch.mark("busy", now[0], step=step, busy_s=[0.4, 0.5])
+    launch.publish(steps, {"eval_loss": loss, "eval_seconds": 1.0})
+    launch.mark("saved", now[0], step=steps)
+    launch.saved(steps, str(run_dir / "checkpoints" / str(steps)))
+    for number in range(incidents):
+        failed = Incident(kind="process_crash", host=1, generation=number, step=50 + number, failed_at_s=BEGAN_S + 60 + number)
+        failed.evidence = {"summary": "host 1: <killed> by SIGKILL", "log tail": "Traceback <b>"}
+        failed.action, failed.resumed_step = "restart", 40
+        failed.recovery_s = {"detect": 0.1, "join": 0.4}
+        launch.failed(PastFailure(kind=FailureKind.PROCESS_CRASH, step=50, exception=None, generation=number), failed)
+    launch.mark("state", now[0], state="recovering")
+    launch.close("FINISHED", 60.0)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture(scope="module")
+def text(run):
+    return page.of_one(record.read(run))
+
+
+def test_the_page_has_what_the_files_say(text):
+    for what in ("mine", "200 of 200", "process crash", "held out", "Learning rate", "Time line", "Where the time went"):
+        assert what in text, what
+    assert "What is missing here" not in text
+    assert "Work of each host" in text
+    assert "host 1: &lt;killed&gt; by SIGKILL" in text  # a text of a run is no HTML
+    assert "Traceback &lt;b&gt;" in text
+
+
+def test_the_page_needs_no_network_and_no_script(text):
+    assert not re.search(r"""(src|href)\s*=\s*["'](?!#)""", text)
+    assert "<script" not in text
+    assert "url(http" not in text
+    assert len(text) < 2_000_000
+
+
+def test_a_picture_has_the_colours_of_light_and_dark(text):
+    assert "var(--c0b0b01)" in text
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r'(stroke|fill)="#0[abc]0', text)
+
+
+def test_the_time_line_is_what_the_run_and_its_hosts_did(run):
+    line = timeline.of(record.read(run))
+    assert line.rows == ["run", "host 0", "host 1"]
+    assert [(bar.from_s, bar.to_s, bar.kind) for bar in line.bars if bar.row == "host 1"] == [
+        (2.0, 10.0, "starting"),
+        (10.0, 210.0, "training"),
+        (210.0, 210.0, "failed, recovering"),
+    ]
+    assert line.incidents == [(60.0, "process crash")]
+    assert line.saves == [210.0]
+
+
+def test_half_a_run_has_a_page_that_names_what_is_missing(run, tmp_path):
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "timeline.jsonl").write_text((run / "timeline.jsonl").read_text()[:200] + "{half a line")
+    (half / "launch.json").write_text("{damaged")
+    text = page.of_one(record.read(half))
+    assert "launch.json cannot be read" in text
+    assert "1 damaged lines of timeline.jsonl are left out" in text
+    assert "metrics.jsonl is not there" in text
+
+
+def test_what_a_rollback_took_back_is_not_drawn(tmp_path):
+    folder = tmp_path / "tracking"
+    folder.mkdir()
+    rows = [
+        {"t": 1.0, "step": 10, "metrics": {"loss": 3.0}},
+        {"t": 2.0, "step": 20, "metrics": {"loss": None}},
+        {"t": 3.0, "go_back": 10},
+        {"t": 4.0, "step": 20, "metrics": {"loss": 2.0}},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert record.read(tmp_path).curve("loss") == [(10.0, 3.0), (20.0, 2.0)]
+
+
+def test_settings_that_changed_at_a_resume_are_told(tmp_path):
+    folder = tmp_path / "tracking"
+    folder.mkdir()
+    rows = [{"t": 1.0, "params": {"seed": "0", "a": "1"}}, {"t": 2.0, "params": {"seed": "0", "a": "2"}}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (resume,) = record.read(tmp_path).resumes
+    assert resume.changes == {"a": ("1", "2")}
+
+
+def test_several_runs_are_beside_each_other(run, tmp_path, capsys, monkeypatch):
+    other = train(tmp_path / "runs" / "mine", loss=2.0, seed="1", incidents=0)
+    monkeypatch.chdir(tmp_path)
+    assert command.main([str(run), str(other)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert capsys.readouterr().out == "report.html\n"
+    assert "<code>seed</code>" in text
+    assert f"{run.parent.name}/mine" in text  # two of one name are told apart by their folders
+    row = re.search(r"<td>loss</td>(.*?)</tr>", text, re.S)[1]
+    assert re.findall(r'class="num( best)?">([\d.]+)<', row) == [("", "2.0000"), (" best", "1.0000")]
+
+
+def test_a_run_that_does_not_exist_is_refused(tmp_path, capsys):
+    assert command.main([str(tmp_path / "none")]) == 2
+    assert "error: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main([str(tmp_path), str(tmp_path), "--figures", "a"])
+
+
+def test_the_pictures_are_written_as_png(run, tmp_path):
+    command.write([run], tmp_path / "a.html", tmp_path / "figures")
+    names = {path.stem for path in (tmp_path / "figures").glob("*.png")}
+    assert {"loss", "goodput", "time_line", "learning_rate"} <= names
+    assert (tmp_path / "figures" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_of_many_points_the_spikes_stay():
+    points = [(float(step), 1.0) for step in range(100_000)]
+    points[77_777] = (77_777.0, 9.0)
+    points[5] = (5.0, float("nan"))
+    few = thinned(points)
+    assert len(few) <= 600
+    assert (77_777.0, 9.0) in few
+    assert few == sorted(few)
+
+
+def test_a_line_has_its_name_at_its_end_and_the_parts_of_the_bar_are_the_whole():
+    chart = charts.lines("Loss", "", {"training": [(1.0, 2.0), (2.0, 1.0)], "held out": [(2.0, 1.5)]})
+    labels = [layer for layer in chart["layer"] if layer["mark"]["type"] == "text"]
+    assert [layer["data"]["values"][0]["of"] for layer in labels] == ["held out", "training"]
+    bar = charts.goodput_bar({"step": 90.0, "recovery": 10.0, "idle": 0.0})
+    rows = bar["layer"][0]["data"]["values"]
+    assert [(row["what"], row["from"], row["to"]) for row in rows] == [("step", 0.0, 0.9), ("recovery", 0.9, 1.0)]
+
+
+def test_a_report_that_cannot_be_written_says_how_to_make_it(tmp_path):
+    with pytest.raises(OSError, match=rf"there is no .*: gangway report {tmp_path / 'none'}"):
+        child.write_report(str(tmp_path / "none"), figures=False)
+
+
+@pytest.mark.slow("reads a million steps")
+def test_a_long_run_has_a_page_of_three_megabytes_in_seconds(tmp_path):
+    """No time is asserted, but that it does not grow out of bounds: the page of a run ten times as long is about as large."""
+    folder = train(tmp_path / "long", incidents=500)
+    with open(folder / "tracking" / "metrics.jsonl", "a") as file:
+        for step in range(210, 1_000_000, 10):
+            row = {
+                "t": BEGAN_S + step,
+                "step": step,
+                "metrics": {"loss": 2.0 + (step % 7) / 10, "step_time_s": 1.0, "grad_norm": 1.0},
+            }
+            file.write(json.dumps(row) + "\n")
+    began_s = time.perf_counter()
+    text = page.of_one(record.read(folder))
+    print(f"report of 1 M steps and 500 incidents: {time.perf_counter() - began_s:.1f} s, {len(text) / 1e6:.1f} MB")
+    assert len(text) < 3_000_000
+    assert text.count('<details class="incident">') == 500
