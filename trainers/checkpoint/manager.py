@@ -8,7 +8,6 @@ is written last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from trainers.checkpoint.model_saver import ModelSaver
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.restorer import Accept, Restored, Restorer
 from trainers.checkpoint.retention import Retention
+from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.state_saver import StateSaver
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
@@ -60,7 +60,7 @@ class CheckpointManager:
         self._storage_patience_s = storage_patience_s
         self._measured = MeasuredState(mesh, store, note)
         self._course = Course(term)
-        self._owner = Ownership(layout.local(folder), term, ordered, note)
+        self._owner = Ownership(layout.folder_of(folder), term, ordered, note)
         self._tidier = Tidier(self._owner, self._course, retention, note)
         self._saver = StateSaver(self._owner, self._course, self._tidier, on_saved=on_saved, on_failed=on_failed)
         self._models = ModelSaver(self._owner, self._tidier, note)
@@ -132,8 +132,8 @@ class CheckpointManager:
         return self._restorer.restore(abstract, accept, before)
 
     @property
-    def folder(self) -> Path:
-        """Where the checkpoints are, each in a folder named by its step."""
+    def folder(self) -> Folder:
+        """Where the checkpoints are: on a disk each in a folder named by its step."""
         return self._owner.folder
 
     def steps(self) -> list[int]:
@@ -141,7 +141,7 @@ class CheckpointManager:
         return layout.steps(self.folder)
 
     def path(self, step: int) -> str:
-        return str(self.folder / str(step))
+        return str(self._owner.at(step))
 
     @property
     def last_saved_step(self) -> int | None:
@@ -165,7 +165,7 @@ class CheckpointManager:
 
     def follow_fence(self, path: str | None) -> None:
         """Once there is something at `path`, another driver has the run, and nothing is committed any more."""
-        self._owner.fence = path
+        self._owner.follow_fence(path)
 
     def fingerprint(self, state: TrainState) -> np.ndarray:
         """Returns uint32[num_leaves, 2], the same on all hosts. All hosts must call this."""
