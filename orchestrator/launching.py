@@ -32,6 +32,7 @@ from orchestrator.run_state.lease import RunInUse, check_free
 from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_REFUSED, EXIT_STOPPED, read_outcome
 from orchestrator.run_state.summary import SUMMARY
 from orchestrator.run_state.versions import check_versions
+from orchestrator.tracking import tags
 from trainers.config.masking import masked
 from trainers.console.screens import CONSOLE_LOG
 from trainers.storage import documents
@@ -133,7 +134,9 @@ def run_job(
     for event in first:
         board.post(event)
     message: dict[str, Any] = {"config": config, "board": board, "launch_id": launch_id, "run_dir": run_dir}
-    message |= {"started_at_s": started_at_s, "shown": first}
+    # Here, and not in the driver, which may run in another folder or on another machine.
+    made_by = {**tags.of_user(sys.argv), **tags.of_code(os.getcwd())}
+    message |= {"started_at_s": started_at_s, "shown": first, "tags": made_by}
     ended = ThreadEnd()
     # Off the main thread: there Ray Train would take SIGINT for itself.
     driver = threading.Thread(target=ended.catch, args=(run_driver, message, config, supervised), name="driver", daemon=True)

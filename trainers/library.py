@@ -44,6 +44,7 @@ from trainers.runtime.events import Event
 from trainers.step.loss import in_mode
 from trainers.step.state import TrainState
 from trainers.stop_reason import StopReason
+from trainers.storage.documents import is_url
 from trainers.tasks.pieces import PiecesTask
 from trainers.trainer.base_trainer import BaseTrainer
 from trainers.trainer.model_design import evaluated_parameters
@@ -163,6 +164,8 @@ class Training:
         self._names = {name: value for name, value in functions.items() if isinstance(value, str)}
         """Of the pieces that were given by name."""
         self.optimizer, self.callbacks, self.progress = optimizer, tuple(callbacks), progress
+        if run_dir is not None and is_url(run_dir):
+            problems.append(f"run_dir = {str(run_dir)!r}: expected a folder; for a run in a bucket: a configuration with storage")
         self.run_dir = None if run_dir is None else os.path.abspath(os.path.expanduser(run_dir))
         self._settings = self._checked(
             {"max_num_steps": steps, "max_num_data_epochs": epochs, "global_batch_size": batch_size}, settings, problems

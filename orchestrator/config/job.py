@@ -1,7 +1,8 @@
 """The configuration of a job: what `trainers.settings` reads, with the classes of the sections that concern machines, and what
 these and the others together get wrong.
 
-The sections are `hosts` (cluster/hosts/config.py), `driver` (here) and `tracking` (orchestrator/tracking).
+The sections are `hosts` (cluster/hosts/config.py), `driver` (here), `tracking` (orchestrator/tracking) and `notify`
+(orchestrator/policies/notices.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import yaml
 from cluster.hosts import config as hosts_config
 from cluster.hosts.config import HostsConfig
 from orchestrator.policies.elasticity import ElasticityPolicy
+from orchestrator.policies.notices import NotifyConfig
 from orchestrator.policies.quarantine import QuarantinePolicy
 from orchestrator.policies.restart import RestartPolicy
 from orchestrator.policies.stragglers import StragglerPolicy
@@ -82,7 +84,7 @@ class DriverConfig(Section):
         return max(1, SHOWN_LINES_PER_S // len(shown)) if host in shown else 0
 
 
-SECTIONS = {"hosts": HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig}
+SECTIONS = {"hosts": HostsConfig, "driver": DriverConfig, "tracking": TrackingConfig, "notify": NotifyConfig}
 """The sections beside the arguments, by their names."""
 
 
@@ -94,6 +96,7 @@ class JobConfig:
     hosts: HostsConfig
     driver: DriverConfig
     tracking: TrackingConfig
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
     arguments_class: str = ARGUMENTS_CLASS
 
     def __repr__(self) -> str:
@@ -129,7 +132,12 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
 def shown(config: JobConfig) -> dict[str, Any]:
     """Returns `to_dict` for showing or storing: without values of environment variables and user information in URLs."""
     data = masked(to_dict(config))
-    return {**data, "hosts": {**data["hosts"], "env": dict.fromkeys(data["hosts"]["env"], MASK)}}
+    hidden = {"webhook": config.notify.shown()}  # whoever knows it may write there
+    return {
+        **data,
+        "hosts": {**data["hosts"], "env": dict.fromkeys(data["hosts"]["env"], MASK)},
+        "notify": {**data["notify"], **hidden},
+    }
 
 
 def to_yaml(config: JobConfig) -> str:

@@ -17,6 +17,8 @@ from orchestrator.failures import classify
 from orchestrator.failures.classify import Failure
 from trainers.errors import CodeMissingError
 from trainers.storage import documents, durable, ours
+from trainers.storage.opening import place_of
+from trainers.storage.store import Place
 
 AGENT_TIMEOUT_S = 20.0
 """How long an agent may take to answer a call that does not wait for its process."""
@@ -107,6 +109,9 @@ def _has_stacks_alone(path: Path) -> bool:
 
 
 STACKS = ours.Mark("a folder of stacks alone", _has_stacks_alone)
+STACKS_IN_BUCKET = ours.Mark(
+    STACKS.what, lambda place: all(re.fullmatch(r"host-\d{4,}\.txt", entry.name) for entry in place.list())
+)
 
 
 def unpolled_events(answers: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -131,6 +136,9 @@ def stacks_folder(run_dir: str, number: int) -> str:
 
 def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
     """Writes each host's stacks to a file of its own, and removes those of old incidents. Raises OSError."""
+    if documents.is_url(folder):
+        _write_stacks_in_bucket(place_of(folder), texts)
+        return
     os.makedirs(folder, exist_ok=True)
     for host, text in texts.items():
         durable.write(Path(folder, f"host-{host:04d}.txt"), text)
@@ -141,6 +149,14 @@ def write_stacks(folder: str, texts: Mapping[int, str]) -> None:
         num_bytes += sum(file.stat().st_size for file in path.iterdir())
         if index >= KEPT_STACKS or (index and num_bytes > KEPT_STACKS_BYTES):
             ours.delete(path, STACKS)
+
+
+def _write_stacks_in_bucket(folder: Place, texts: Mapping[int, str]) -> None:
+    for host, text in texts.items():
+        (folder / f"host-{host:04d}.txt").put(text.encode())
+    older = [number for number in folder.parent.folders() if number.isdigit()][:-KEPT_STACKS]
+    for number in older:
+        ours.delete_folder(folder.parent / number, STACKS_IN_BUCKET)
 
 
 def final_error(failure: Failure, reason: str) -> str:

@@ -16,11 +16,13 @@ from orchestrator.driver.ray_train import JobFailed, Reporter
 from orchestrator.planning.report import parameters
 from orchestrator.report.child import write_report
 from orchestrator.reporting.console_log import LoggedBoard
+from orchestrator.reporting.notifier import Notifier
 from orchestrator.run_state import summary
 from orchestrator.run_state.launch import HURRIED_CLOSE_TIMEOUT_S, TRACKING_CLOSE_TIMEOUT_S, Launch, open_launch
 from orchestrator.run_state.lease import RunInUse
 from orchestrator.run_state.outcome import FILE, read_outcome, set_damaged_aside, write_outcome
 from orchestrator.run_state.run_folder import RunFolder
+from orchestrator.tracking import tags
 from trainers.console.screens import CONSOLE_LOG
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
@@ -29,6 +31,8 @@ from trainers.storage import documents
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
 """The delays between a new driver's attempts to read the run's storage: ten minutes in all."""
 CONFIG = "config.yaml"
+NOTICES_CLOSE_TIMEOUT_S = 15.0
+"""How long the end of a launch waits until its notices are sent."""
 Result = TypeVar("Result")
 
 
@@ -55,8 +59,13 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         except (RunInUse, documents.StorageError) as error:
             # To try again would only find the other launch, or the same document, again.
             raise JobFailed(str(error)) from error
-        board = log = logged(board, launch, message)
+        notifier = Notifier(
+            config.notify, config.training.name, run_dir, message["started_at_s"], lambda text: _warn(message["board"], text)
+        )
+        board = log = logged(board, launch, message, notifier)
         keep_configuration(launch, config)
+        digest = {"gangway.configuration": summary.training_digest(shown(config))}
+        launch.tracker.set_tags({**message.get("tags", {}), **tags.of_versions(summary.versions()), **digest})
         if damaged := set_damaged_aside(run_dir):
             _warn(board, damaged)
         result: dict[str, Any] = {}
@@ -77,18 +86,21 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         end = ending(result, failure, board.stop_requested(), progress)
         outcome = conclude(launch, board, config, end, result, clock)
         log.write()
+        notifier.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else NOTICES_CLOSE_TIMEOUT_S)
     if outcome["status"] == "failed":
         raise JobFailed(outcome["error"])
 
 
-def logged(board: BoardLike, launch: Launch, message: Mapping[str, Any]) -> LoggedBoard:
-    """Returns the board, with `console.log` in the run's folder. It begins with what the command has shown."""
+def logged(board: BoardLike, launch: Launch, message: Mapping[str, Any], notifier: Notifier) -> LoggedBoard:
+    """Returns the board, with `console.log` in the run's folder, which begins with what the command has shown; and with notices
+    of what is posted."""
     folder = RunFolder(launch.run_dir)
     made = LoggedBoard(
         board,
         message["started_at_s"],
         lambda text: None if documents.is_url(launch.run_dir) else folder.append(CONSOLE_LOG, text),
         lambda work: launch.write_beside(CONSOLE_LOG, work),
+        notifier.see,
     )
     for event in message.get("shown", ()) if launch.progress.drivers == 1 else ():
         made.show(event)
@@ -96,9 +108,14 @@ def logged(board: BoardLike, launch: Launch, message: Mapping[str, Any]) -> Logg
 
 
 def keep_configuration(launch: Launch, config: JobConfig) -> None:
-    """Writes `config.yaml`, the settings of the newest launch, to the run's folder."""
-    text = resolved_yaml(config)
-    launch.write_beside(CONFIG, lambda: documents.write_text(documents.join(launch.run_dir, CONFIG), text))
+    """Writes `config.yaml`, the settings of the newest launch, to the run's folder, and has it tracked."""
+    text, path = resolved_yaml(config), documents.join(launch.run_dir, CONFIG)
+
+    def write() -> None:
+        documents.write_text(path, text)
+        launch.tracker.log_artifact(path)  # only now: what is tracked must be there
+
+    launch.write_beside(CONFIG, write)
 
 
 def keep_private(config: JobConfig) -> None:
@@ -129,8 +146,9 @@ def conclude(
 
     # Before the close, which ships what was tracked.
     unwritten.unless_done("the metrics of the end", lambda: summary.track(launch, document()))
+    report = None
     if config.tracking.report and not hurried(board):
-        unwritten.unless_done("the report", lambda: keep_report(launch, config))
+        report = unwritten.unless_done("the report", lambda: keep_report(launch, config))
     limit_s = HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S
     if undelivered := unwritten.unless_done("the state of the run", lambda: launch.close(tracked_as, limit_s)):
         _warn(board, undelivered)
@@ -154,6 +172,7 @@ def conclude(
         "name": config.training.name,
         "prompt": next(iter(config.training.previews.prompts), ""),
         "storage": launch.run_dir,
+        "report": report,
         "checkpoints": documents.join(launch.run_dir, "checkpoints"),
         "logs": documents.join(launch.run_dir, "logs"),
         "mlflow": launch.tracker.where(),
@@ -162,11 +181,13 @@ def conclude(
     return outcome
 
 
-def keep_report(launch: Launch, config: JobConfig) -> None:
-    """Writes the report of the run, and has it tracked. Raises OSError."""
+def keep_report(launch: Launch, config: JobConfig) -> str:
+    """Writes the report of the run, and has it tracked. Returns where it is. Raises OSError."""
     launch.flush(TRACKING_CLOSE_TIMEOUT_S)  # the page is made of what is in the files
-    for path in write_report(launch.run_dir, figures=config.tracking.mlflow):
+    page, *pictures = write_report(launch.run_dir, figures=config.tracking.mlflow)
+    for path in (page, *pictures):
         launch.tracker.log_artifact(path, "report")
+    return page
 
 
 class Unwritten:

@@ -73,6 +73,7 @@ class TrainReporter:
             return ray.train.Checkpoint(path)
         # Not uploaded again: it lies under the run's storage already, and must be named on the very same filesystem object.
         storage = ray.train.get_context().get_storage()
+        path = path.partition("://")[2] if documents.is_url(path) else path
         return ray.train.Checkpoint(path, filesystem=storage.storage_filesystem)
 
 
@@ -101,18 +102,32 @@ def fit(
     # are complete. Nothing reads it: the hosts choose the checkpoint.
     with suppress(FileNotFoundError):
         documents.delete(documents.join(storage, name, REPORTED))
+    filesystem, storage_path = _filesystem(storage)
     trainer = DataParallelTrainer(
         _worker,
         train_loop_config={"drive": drive, "message": message, "supervised": supervised},
         scaling_config=ScalingConfig(num_workers=1 if supervised else 0),
         run_config=RunConfig(
             name=name,
-            storage_path=storage,
+            storage_path=storage_path,
+            storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=MAX_DRIVER_RESTARTS),
             callbacks=[_stop_at_job_failed()],
         ),
     )
     trainer.fit()
+
+
+def _filesystem(storage: str) -> tuple[Any, str]:
+    """Returns the filesystem of PyArrow for Ray Train and the path in it; None for the one of the machine. Through fsspec, which
+    reads keys and endpoints as the rest of a run does."""
+    if not documents.is_url(storage):
+        return None, storage
+    import fsspec
+    from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+    scheme, _, path = storage.partition("://")
+    return PyFileSystem(FSSpecHandler(fsspec.filesystem(scheme))), path
 
 
 def _stop_at_job_failed() -> Any:

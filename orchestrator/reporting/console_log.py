@@ -21,11 +21,16 @@ class LoggedBoard:
     """The board of a driver. The lines of what is posted are written to a file, too. Thread-safe."""
 
     def __init__(
-        self, board: BoardLike, began_at_s: float, append: Callable[[str], None], later: Callable[[Callable[[], None]], None]
+        self,
+        board: BoardLike,
+        began_at_s: float,
+        append: Callable[[str], None],
+        later: Callable[[Callable[[], None]], None],
+        see: Callable[[ConsoleEvent], None] = lambda event: None,
     ):
         """`began_at_s`: the wall clock at the beginning of the launch, from which the times of lines count. `append(text)` writes
-        to the file; `later(work)` has it done in the background."""
-        self._board, self._append, self._later = board, append, later
+        to the file; `later(work)` has it done in the background. `see(event)` is called with what is posted."""
+        self._board, self._append, self._later, self._see = board, append, later, see
         self._text, self._lock = io.StringIO(), threading.Lock()
         began_s = time.monotonic() - (time.time() - began_at_s)
         self._console = PlainConsole(self._text, time.monotonic, began_s, job_lines_of, summary_page)
@@ -34,6 +39,7 @@ class LoggedBoard:
     def post(self, event: ConsoleEvent) -> None:
         self._board.post(event)
         self.show(event)
+        self._see(event)
 
     def show(self, event: ConsoleEvent) -> None:
         """Writes the lines of an event that is on the board already."""

@@ -182,6 +182,7 @@ def _locations(screen: Screen, summary: Mapping[str, Any]) -> None:
     mlflow = summary.get("mlflow") or {}
     locations = (
         ("summary", f"{summary['storage']}/summary.json" if summary.get("storage") else None),
+        ("report", summary.get("report")),
         ("checkpoints", summary.get("checkpoints")),
         ("printed", summary.get("logs")),
         ("metrics", mlflow.get("command") or mlflow.get("uri")),

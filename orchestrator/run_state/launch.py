@@ -35,7 +35,7 @@ from orchestrator.run_state.storage_writer import Writer
 from orchestrator.run_state.stored import CHECKPOINTS, GANG, GANG_KIND, PREVIEWS_KIND, STATE, STATE_KIND, Moment
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
-from trainers.checkpoint import committed, fence
+from trainers.checkpoint import committed, fence, layout
 from trainers.checkpoint.committed import Committed
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS
 from trainers.storage import documents, identity, not_finite
@@ -46,6 +46,7 @@ TIMELINE = "timeline.jsonl"
 PLACE = ("name", "storage")
 """Settings that say where a run is, and not what it does."""
 STORE_EVERY_S = 1.0
+STORE_IN_BUCKET_EVERY_S = 5.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
 HURRIED_CLOSE_TIMEOUT_S = 1.0
 """The same when the machine is about to be taken away. The next launch ships what is left."""
@@ -69,7 +70,7 @@ def open_launch(
     above_term = _latest_term(run_dir)
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
     tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
-    recorded = committed.of_run(Path(run_dir), Path(run_dir, CHECKPOINTS))
+    recorded = committed.of_run(layout.folder_of(run_dir), layout.folder_of(run_dir) / CHECKPOINTS)
     folder, course = RunFolder(run_dir), _course(params)
     return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, course, monotonic)
 
@@ -88,6 +89,8 @@ def _latest_term(run_dir: str) -> int:
         stored = (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
     except DamagedDocument:  # told by `Launch`
         stored = 0
+    if documents.is_url(run_dir):
+        return stored  # the row has all others
     try:
         return max([stored, *(term.driver_term for term in fence.claims(Path(run_dir, CHECKPOINTS)))])
     except OSError:
@@ -127,6 +130,7 @@ class Launch:
         """Problems with the files of an earlier driver, as sentences."""
         self.progress = Progress(Goodput(started_at_s), course_of_points=course, stored_at_s=started_at_s)
         self._folder, self._writer = folder, writer
+        self._store_every_s = STORE_IN_BUCKET_EVERY_S if documents.is_url(folder.path) else STORE_EVERY_S
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._course = course
         self._num_published = self._num_marks = 0
@@ -231,8 +235,9 @@ class Launch:
         self._writer.put(name, write)
 
     def tick(self) -> None:
-        """Called often: stores the state once a second, so that the next driver finds the clocks up to date."""
-        if self._monotonic() - self._stored_at_s >= STORE_EVERY_S:
+        """Called often: stores the state every second, so that the next driver finds the clocks up to date; in a bucket, where
+        each request is paid for, less often."""
+        if self._monotonic() - self._stored_at_s >= self._store_every_s:
             self.store()
 
     def store(self) -> None:

@@ -31,6 +31,7 @@ from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument
 from trainers.storage.opening import place_of
 from trainers.storage.row import FOLDER, OvertakenError, Record, Row
+from trainers.storage.row import KIND as ROW_KIND
 
 TTL_S = 15.0
 RENEW_EVERY_S = 4.0
@@ -130,6 +131,8 @@ def acquire(
     row = row_of(run_dir)
     while True:
         seen = row.newest()
+        if seen.damaged:
+            waiting(f"{seen.damaged.partition(';')[0]}; it is passed over: {ROW_KIND.cost}")
         driver_term = max(above_term, wait_until_free(run_dir, times, launch_id=launch_id, ttl_s=ttl_s, waiting=waiting))
         mine = _this_driver(max(driver_term, seen.term.driver_term) + 1, launch_id, times)
         try:

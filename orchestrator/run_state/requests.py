@@ -10,12 +10,15 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from trainers.storage import documents, ours
 from trainers.storage.document_kind import DocumentKind
+from trainers.storage.opening import place_of
+from trainers.storage.store import Place
 
 FOLDER = "requests"
 MARK = ours.named("a request", r"(stop|save)-[0-9a-f]{12}\.json")
@@ -63,8 +66,11 @@ def is_waiting(path: str) -> bool:
     return documents.exists(path)
 
 
-def _paths(run_dir: str) -> list[str]:
+def _paths(run_dir: str) -> Sequence[str | Place]:
     folder = documents.join(run_dir, FOLDER)
+    if documents.is_url(folder):
+        place = place_of(folder)
+        return [place / entry.name for entry in place.list() if MARK.is_on(place / entry.name)]
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
@@ -72,7 +78,7 @@ def _paths(run_dir: str) -> list[str]:
     return [path for name in names if MARK.is_on(Path(path := documents.join(folder, name)))]
 
 
-def _read(path: str) -> Request | None:
+def _read(path: str | Place) -> Request | None:
     """Returns the request in a document; None if it is none that this version knows."""
     try:
         found = KIND.read(path)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,7 @@ from orchestrator.run_state import requests
 from orchestrator.run_state.requests import Request
 from trainers.storage import documents, durable
 from trainers.storage.document_kind import DocumentKind, set_aside
+from trainers.storage.opening import place_of
 
 READ_BYTES = 16 << 20
 """How much is read from the end of a file of lines."""
@@ -38,6 +41,10 @@ class RunFolder:
     def append(self, name: str, text: str) -> None:
         """Appends lines to a file, and syncs it to the disk."""
         path = documents.join(self.path, name)
+        if documents.is_url(path):
+            # A bucket has nothing to append to: each time an object, and by their names they are in order.
+            (place_of(path) / f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}").put(text.encode())
+            return
         if durable.is_in_the_way(path):
             set_aside(path)
         elif os.path.exists(path) and os.path.getsize(path) > ROTATE_BYTES:
@@ -56,6 +63,8 @@ class RunFolder:
 
     def last_lines(self, name: str) -> list[str]:
         """Returns the lines at the end of a file; none if there is no file."""
+        if documents.is_url(self.path):
+            return self._last_objects(documents.join(self.path, name))
         try:
             with durable.reading(documents.join(self.path, name)) as file:
                 begin = max(0, os.fstat(file.fileno()).st_size - READ_BYTES)
@@ -64,3 +73,12 @@ class RunFolder:
                 return lines[1:] if begin else lines  # the first one began before
         except (FileNotFoundError, IsADirectoryError):
             return []
+
+    def _last_objects(self, url: str) -> list[str]:
+        place, found, num_bytes = place_of(url), [], 0
+        for entry in reversed(place.list()):
+            num_bytes += entry.size
+            if num_bytes > READ_BYTES:
+                break
+            found.append((place / entry.name).get() or b"")
+        return b"".join(reversed(found)).decode(errors="replace").splitlines()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from orchestrator.run_state.lease import LEASE_KIND
+from orchestrator.run_state.lease import LEASE_KIND, row_of
 from orchestrator.run_state.stored import CHECKPOINTS, GANG_KIND, OUTCOME_KIND, STATE_KIND
 from orchestrator.tracking.spool import FOLDER, KINDS
 from trainers.checkpoint import committed, layout, manifest
@@ -21,6 +21,7 @@ def check_versions(run_dir: str) -> None:
     for name, kind in kinds:
         with suppress(DamagedDocument, NotADirectoryError):
             kind.read(documents.join(run_dir, name))
+    row_of(run_dir).newest()
     if documents.is_url(run_dir):
         return
     for step in layout.steps(Path(run_dir, CHECKPOINTS))[-1:]:

@@ -14,9 +14,11 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from orchestrator.tracking import mlflow_store
@@ -26,7 +28,7 @@ from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, STA
 from orchestrator.tracking.tracker import left_over
 from trainers.config.masking import MASK, masked
 from trainers.program import program
-from trainers.storage import documents, durable, identity, not_finite
+from trainers.storage import documents, durable, identity, not_finite, opening
 from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
 
@@ -220,6 +222,12 @@ class MlflowRun:
             self.client.log_batch(self.run_id, tags=[RunTag(name, value[:MAX_PARAM_LENGTH]) for name, value in some])
 
     def _send_artifact(self, path: str, folder: str | None) -> None:
+        if documents.is_url(path):
+            with tempfile.TemporaryDirectory(prefix="gangway-artifact-") as fetched:
+                place = opening.place_of(path)
+                place.store.download(place.key, Path(fetched, place.name))
+                self.client.log_artifact(self.run_id, os.path.join(fetched, place.name), folder)
+            return
         if not os.path.exists(path):
             raise FileNotFoundError(f"artifact {path} is gone: it has to stay until it is shipped")
         send = self.client.log_artifacts if os.path.isdir(path) else self.client.log_artifact

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.tracking.config import OWN_STORE, TrackingConfig, is_plain, own_store
+from orchestrator.tracking.of_bucket import Segments, fetch
 from orchestrator.tracking.shipper_process import ShipperProcess
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, Spool, read_document, set_damaged_aside
 from trainers.config.section import require
@@ -39,18 +40,21 @@ class Tracker:
         params: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
     ):
-        if documents.is_url(run_dir):
-            raise documents.StorageError(
-                f"storage: {run_dir} is no folder: the file of metrics is appended to, which object storage cannot do; "
-                "set storage=PATH to a local or mounted folder"
-            )
-        self._run_dir = os.path.abspath(run_dir)
+        self._run_dir = identity.local_folder(run_dir)
+        """On this machine: for a run in a bucket, the folder that stands for it."""
         self._folder = documents.join(self._run_dir, FOLDER)
-        self.problems = set_damaged_aside(self._folder)
+        self.problems: list[str] = []
         """What was found damaged, as sentences."""
+        if documents.is_url(run_dir):
+            try:
+                fetch(run_dir)
+            except (OSError, documents.StorageError) as error:
+                self.problems.append(f"the metrics of earlier launches are not here, and are not sent to MLflow: {error}")
+        self.problems += set_damaged_aside(self._folder)
         self._clock = clock
         self._not_numbers: set[str] = set()
         self._spool = Spool(documents.join(self._folder, SPOOL))
+        self._segments = Segments(run_dir, documents.join(self._folder, SPOOL)) if documents.is_url(run_dir) else None
         self._shipper: ShipperProcess | None = None
         self._closed = False
         named = identity.of(run_dir)
@@ -63,7 +67,7 @@ class Tracker:
         if config.mlflow:
             # Before the shipper starts, which reads it.
             _name_run(self._folder, named.id, config, run_name)
-            self._shipper = ShipperProcess(self._run_dir, config.resolved_uri(run_dir))
+            self._shipper = ShipperProcess(self._run_dir, config.resolved_uri(self._run_dir))
 
     def log_metrics(self, step: int, metrics: Mapping[str, float], at_s: float | None = None) -> None:
         """A step that was logged before (it is replayed after a restart) is kept in the file, and shipped once."""
@@ -85,7 +89,9 @@ class Tracker:
 
     def log_artifact(self, path: str | os.PathLike[str], folder: str = "") -> None:
         """The file or folder must still be there when it is shipped."""
-        self._append(artifact=identity.inside(os.path.abspath(path), self._run_dir), folder=folder)
+        where = os.fspath(path)
+        where = where if documents.is_url(where) else identity.inside(os.path.abspath(where), self._run_dir)
+        self._append(artifact=where, folder=folder)
 
     def register_model(self, name: str, path: str) -> None:
         """A new version of the model `name`, whose files are at `path` (a folder or URL)."""
@@ -95,6 +101,7 @@ class Tracker:
         """Returns the present problems of tracking, for people; None if there are none."""
         state = read_document(self._folder, STATE)
         problems = [state.get("problem"), self._spool.problem, self._shipper.problem if self._shipper else None]
+        problems.append(self._segments.problem if self._segments else None)
         if state.get("rejected"):
             problems.append(f"{state['rejected']} entries that MLflow refuses are set aside in {self._folder}/rejected.jsonl")
         if self._not_numbers:
@@ -120,6 +127,8 @@ class Tracker:
         if not self._closed:
             self._append(status=status)
             self._spool.close()
+            if self._segments is not None:
+                self._segments.close(timeout_s)
         self._closed = True
         if self._shipper is None:
             return self._spool.problem

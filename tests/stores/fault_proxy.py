@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tests.stores.serving import Answer, Handler, Request, served
 
@@ -82,7 +82,7 @@ class FaultProxy:
         return answer
 
     def _note(self, request: Request, kind: str) -> Fault | None:
-        text = f"{kind} {request.target}"
+        text = f"{kind} {unquote(request.target)}"
         with self._lock:
             self.counts[kind] += 1
             self.counts[f"{kind} bytes out"] += len(request.body)
@@ -123,5 +123,5 @@ def kind_of(request: Request) -> str:
 
 def _without(listing: bytes, names: str) -> bytes:
     """Returns a listing in XML without the objects whose names match."""
-    rows = rb"<Contents>(?:(?!</Contents>).)*?</Contents>"
+    rows = rb"<(Contents|CommonPrefixes)>(?:(?!</\1>).)*?</\1>"
     return re.sub(rows, lambda row: b"" if re.search(names.encode(), row[0]) else row[0], listing, flags=re.S)

@@ -15,12 +15,19 @@ import yaml
 
 from cluster.hosts.config import HostsConfig
 from orchestrator.config.job import DriverConfig, JobConfig
+from orchestrator.policies.notices import NotifyConfig
 from orchestrator.tracking.config import TrackingConfig
 from tests import ROOT
 from trainers.config.arguments import TrainingArguments
 
 TABLE = ROOT / "tests" / "unit" / "data" / "tests_of_keys.yaml"
-SECTIONS = {"": TrainingArguments, "hosts.": HostsConfig, "driver.": DriverConfig, "tracking.": TrackingConfig}
+SECTIONS = {
+    "": TrainingArguments,
+    "hosts.": HostsConfig,
+    "driver.": DriverConfig,
+    "tracking.": TrackingConfig,
+    "notify.": NotifyConfig,
+}
 
 
 @dataclasses.dataclass(frozen=True)

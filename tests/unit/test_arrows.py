@@ -78,6 +78,7 @@ LIGHT_MODULES = tuple(
         "checkpoint/manifest",
         "checkpoint/readers",
         "checkpoint/retention",
+        "checkpoint/standing",
         "config/__init__",
         "config/attention",
         "config/arguments",

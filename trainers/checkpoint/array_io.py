@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,7 +17,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from trainers.checkpoint.standing import Folder
 from trainers.errors import CheckpointError
+from trainers.storage.store import Place
 
 # Without a limit, a storage that hangs would keep this save, and with it every later one, for ever.
 WRITE_TIMEOUT_S = 1800
@@ -40,28 +41,28 @@ class ArrayFiles:
             ),
         )
 
-    def write(self, folder: Path, take: Callable[[], Any], copied: Callable[[], None]) -> None:
+    def write(self, folder: Folder, take: Callable[[], Any], copied: Callable[[], None]) -> None:
         """Writes this host's part of the tree that `take` returns to `folder`, which must exist. Calls `copied` as soon as the
         arrays may be donated. All hosts must call this, in a thread without an event loop. Raises whatever Orbax raises."""
-        save = self._handler.async_save(epath.Path(folder), args=ocp.args.PyTreeSave(_without_empty(take())))
+        save = self._handler.async_save(_path(folder), args=ocp.args.PyTreeSave(_without_empty(take())))
         futures = asyncio.run(save) or []
         # The arrays are copied by now; the futures stand for the files.
         copied()
         for future in futures:
             future.result(timeout=WRITE_TIMEOUT_S)
 
-    def merge(self, folder: Path) -> None:
+    def merge(self, folder: Folder) -> None:
         """Merges the parts of all hosts into one tree. Host 0 calls this when all have written."""
-        self._handler.finalize(epath.Path(folder))
+        self._handler.finalize(_path(folder))
 
-    def read(self, folder: Path, abstract: Any) -> Any:
+    def read(self, folder: Folder, abstract: Any) -> Any:
         """Returns what `abstract` has of the tree in `folder`, with its shapes and shardings. Raises whatever Orbax raises, and
         CheckpointError if an array is not there."""
         wanted = _without_empty(abstract)
         restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
         # Partly: a checkpoint that was saved before a state had some field does not have it, not even empty.
         args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args, partial_restore=True)
-        tree = self._handler.restore(epath.Path(folder), args=args)
+        tree = self._handler.restore(_path(folder), args=args)
         # Orbax leaves the shape in the place of an array that it does not find.
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         if absent := [jax.tree_util.keystr(path) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]:
@@ -69,32 +70,42 @@ class ArrayFiles:
         # Wait here, where an error of the read can still be caught.
         return jax.block_until_ready(_with_empty(tree, abstract))
 
-    def read_parts(self, folder: Path, names: Sequence[str]) -> Any:
+    def read_parts(self, folder: Folder, names: Sequence[str]) -> Any:
         """Returns {name: what the tree in `folder` has below it}, as NumPy arrays in this host's memory; None for one of size
         zero. Needs no device and no other host."""
-        tree = self._handler.metadata(epath.Path(folder)).tree
+        tree = self._handler.metadata(_path(folder)).tree
         parts = {name: tree[name] for name in names}
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), parts)
         args = ocp.args.PyTreeRestore(item=jax.tree.map(lambda _: 0, parts), restore_args=as_numpy, partial_restore=True)
-        return self._handler.restore(epath.Path(folder), args=args)
+        return self._handler.restore(_path(folder), args=args)
 
-    def read_one(self, folder: Path, key: Sequence[str]) -> np.ndarray:
+    def read_one(self, folder: Folder, key: Sequence[str]) -> np.ndarray:
         """Returns one array of the tree in `folder`, whose names are `key`, in this host's memory."""
         item: Any = 0
         as_numpy: Any = ocp.RestoreArgs(restore_type=np.ndarray)
         for name in reversed(key):
             item, as_numpy = {name: item}, {name: as_numpy}
         args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
-        found = self._handler.restore(epath.Path(folder), args=args)
+        found = self._handler.restore(_path(folder), args=args)
         for name in key:
             found = found[name]
         return found
 
-    def copy_parts(self, source: Path, target: Path, names: Sequence[str]) -> None:
+    def copy_parts(self, source: Folder, target: Folder, names: Sequence[str]) -> None:
         """Writes to `target` what the tree in `source` has below `names`."""
         values = self.read_parts(source, names)
         self.write(target, lambda: values, lambda: None)
         self.merge(target)
+
+
+def _path(folder: Folder) -> epath.Path:
+    """Returns the folder as Orbax takes it."""
+    if isinstance(folder, Place):
+        from trainers.checkpoint import orbax_bucket
+
+        orbax_bucket.enable()
+        return epath.Path(folder.url)
+    return epath.Path(folder)
 
 
 def _without_empty(tree: Any) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageEr
 from trainers.storage import documents, durable, ours
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import StorageError
+from trainers.storage.store import Place
 
 FOLDER = "assets"
 INDEX = "assets.json"
@@ -63,7 +65,10 @@ def keep(run_folder: str, assets: Mapping[str, Any]) -> None:
     UsageError, or OSError."""
     if not assets:
         return
-    folder = layout.local(run_folder)
+    folder = layout.folder_of(run_folder)
+    if isinstance(folder, Place):
+        _upload(folder / FOLDER, assets)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     for left in (*folder.glob(f"{FOLDER}.saving-*"), *folder.glob(f"{FOLDER}.replaced-*")):
         with suppress(OSError):  # by a process that died
@@ -80,6 +85,15 @@ def keep(run_folder: str, assets: Mapping[str, Any]) -> None:
     finally:
         with suppress(OSError):
             ours.delete(work, ours.ON_THE_WAY)
+
+
+def _upload(place: Place, assets: Mapping[str, Any]) -> None:
+    with tempfile.TemporaryDirectory(prefix="gangway-assets-") as made:
+        work = Path(made, FOLDER)
+        _write_to(work, assets)
+        # The index last: it is what is read first.
+        for name in sorted(manifest.names_below(work), key=lambda name: name == INDEX):
+            (place / name).store.upload((place / name).key, work / name)
 
 
 def folder_of(checkpoint: Path) -> Path | None:

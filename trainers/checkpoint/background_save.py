@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from trainers.checkpoint import trial
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
 from trainers.checkpoint.fence import WriterTerm
+from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.storage_check import StorageCheck
 from trainers.checkpoint.trial import UnsavableError
 from trainers.runtime.multihost import one_line
@@ -29,13 +30,16 @@ class BackgroundSave:
         name: str,
         term: WriterTerm,
         *,
-        forbidden: Callable[[Path], str],
+        forbidden: Callable[[Folder], str],
+        record: Callable[[int, str, str], None],
         on_committed: Callable[[int], None],
         on_failed: Callable[[int, CommitError], None],
     ):
-        """`forbidden(final)` returns why nothing may be committed there now; host 0 calls it in the thread that saves."""
+        """`forbidden(final)` returns why nothing may be committed there now, and `record(step, folder, digest)` is that of
+        `Ownership`, for one folder; host 0 calls both in the thread that saves."""
         self.arrays = ArrayFiles()
         self._name, self._term = name, term
+        self._record = record
         self._forbidden, self._on_committed, self._on_failed = forbidden, on_committed, on_failed
         self._storage = StorageCheck()
         self._thread: threading.Thread | None = None
@@ -45,14 +49,15 @@ class BackgroundSave:
         self,
         step: int,
         tree: Any,
-        final: Path,
-        meta: dict[str, Any],
+        final: Folder,
+        meta: Callable[[], dict[str, Any]],
         patience_s: float | None,
         *,
         obstacle: Callable[[], str],
         may_replace: Callable[[], bool],
     ) -> None:
-        """Starts a save of `tree` as `final`; returns when the arrays were copied, so that they may be donated.
+        """Starts a save of `tree` as `final`; returns when the arrays were copied, so that they may be donated. `meta` is that of
+        `trainers.checkpoint.commit.Commit`.
 
         Waits for the save before it. The hosts first agree on whether there is an `obstacle` on any of them: if so, it has failed
         on all when this returns. The same holds if the storage does not answer within `patience_s` (None: no limit).
@@ -67,7 +72,7 @@ class BackgroundSave:
         copied, hand_over = threading.Event(), [tree]
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), tree)
 
-        def write(folder: Path) -> None:
+        def write(folder: Folder) -> None:
             try:
                 self.arrays.write(folder, hand_over.pop, copied.set)
             except (ValueError, TypeError, NotImplementedError) as error:
@@ -78,8 +83,8 @@ class BackgroundSave:
             finally:
                 copied.set()  # training does not wait for what the other hosts make of a failure
 
-        forbidden = lambda: self._forbidden(final)  # noqa: E731 - one line, named for the reader
-        save = Commit(work, final, meta, self._exchange(work.name), write, self.arrays.merge, forbidden, may_replace())
+        forbidden, record = partial(self._forbidden, final), partial(self._record, step)
+        save = Commit(work, final, meta, self._exchange(work.name), write, self.arrays.merge, forbidden, may_replace(), record)
         self._thread = threading.Thread(target=self._run, args=(step, save, copied), name=self._name, daemon=True)
         self._thread.start()
         copied.wait()

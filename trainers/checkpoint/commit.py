@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,12 +19,19 @@ import jax
 
 from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
+from trainers.checkpoint.standing import UNCOMMITTED, Folder, name_for
 from trainers.checkpoint.trial import UnsavableError, seal_meta
 from trainers.jax_internals import distributed
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, one_line
-from trainers.storage import durable, ours
+from trainers.storage import ours
+from trainers.storage.documents import StorageError
+from trainers.storage.store import Place
 
+PART_OF_HOST = "ocdbt.process_"
+"""How the folders begin in which Orbax writes what each host has."""
+MANIFEST_OF_PART = "manifest.ocdbt"
+LISTINGS, LISTING_PAUSE_S = 40, 0.5
 TIMEOUT_S = 1800
 """How long host 0 waits for another host. This is a backstop only: the agents notice a death, or a save that takes too long,
 sooner."""
@@ -99,19 +106,26 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Commit:
-    """A save of one checkpoint: written to `work`, a new folder, and renamed to `final`."""
+    """A save of one checkpoint: written to `work`, a new folder, recorded, and on a disk renamed to `final`."""
 
-    work: Path
-    final: Path
-    meta: dict[str, Any]
+    work: Folder
+    final: Folder
+    meta: Callable[[], dict[str, Any]]
+    """Returns the meta, once the arrays are written: what the devices compute of them needs not be there before. Raises
+    CommitError if the arrays must not be saved."""
     exchange: Exchange
-    write: Callable[[Path], None]
+    write: Callable[[Folder], None]
     """Writes this host's part of the arrays to a folder that exists."""
-    merge: Callable[[Path], None]
+    merge: Callable[[Folder], None]
     """Merges the parts of all hosts into one checkpoint, on host 0."""
     forbidden: Callable[[], str] = lambda: ""
     """Returns why nothing may be committed now; empty if it may."""
     replace: bool = False
+    record: Callable[[str, str], None] = lambda folder, digest: None
+    """Given the name of the folder and the digest of its manifest: records in the row of the run that it is committed. Raises
+    CommitError if that is not to be, and OSError if nobody can tell."""
+    unclear: list[str] = field(default_factory=list)
+    """Why nobody can tell whether it was recorded: then nothing of it may be deleted."""
     clock: Callable[[], float] = field(default=time.time)
 
     def run(self) -> None:
@@ -123,26 +137,37 @@ class Commit:
             names = exchange.all_or_none("written", self._write, self._describe, parts=True)
             exchange.all_or_none("digested", lambda: self._digests(names), self._finish)
         except CommitError:
-            if exchange.host == 0:
+            if exchange.host == 0 and not self.unclear:
                 # No host writes any more: each has answered, or host 0 has waited long enough for it.
                 with suppress(OSError):
-                    ours.delete(self.work, ours.ON_THE_WAY)
+                    _delete(self.work)
             raise
 
-    def _write(self) -> None:
+    def _write(self) -> str:
+        """Writes this host's part; returns the name of its folder in a bucket, empty if it has none: replicated arrays are host
+        0's to write."""
         # Every host creates the folders, here: only this thread may wait for the storage. None creates their parent: if that is
         # gone, the storage is, and a new one would be on whatever disk is below the mount point.
-        state_folder = self.work / manifest.STATE_FOLDER
-        for folder in (self.work, state_folder):
-            folder.mkdir(exist_ok=True)
-        self.write(state_folder)
+        for folder in (self.work, self.work / manifest.STATE_FOLDER):
+            if isinstance(folder, Path):
+                folder.mkdir(exist_ok=True)
+        self.write(self.work / manifest.STATE_FOLDER)
+        self.meta()  # on all hosts: each finds the same, and none waits for another that has found it
+        part = f"{PART_OF_HOST}{self.exchange.host}"
+        is_there = isinstance(self.work, Place) and (self.work / manifest.STATE_FOLDER / part / MANIFEST_OF_PART).exists()
+        return part if is_there else ""
 
-    def _describe(self, _: list[None]) -> list[list[str]]:
+    def _describe(self, parts: list[str]) -> list[list[str]]:
         """Merges the parts, writes the meta, and returns for each host the names of the files to compute digests of."""
+        num_hosts = self.exchange.num_hosts
+        if isinstance(self.work, Place):
+            _await_parts(self.work / manifest.STATE_FOLDER, {*parts} - {""})
         self.merge(self.work / manifest.STATE_FOLDER)
         # Before the names are listed: the manifest covers the meta too.
-        durable.write(self.work / manifest.META_FILE, seal_meta(self.meta))
-        names, num_hosts = manifest.names_below(self.work), self.exchange.num_hosts
+        manifest.write_document(self.work / manifest.META_FILE, seal_meta(self.meta()))
+        if isinstance(self.work, Place):
+            return [[]] * num_hosts  # a bucket tells sizes and tags; to read all that was written would cost as much again
+        names = manifest.names_below(self.work)
         # Every n-th file: the hosts share the reading. Host 0 alone would have to read the whole checkpoint.
         return [names[host::num_hosts] for host in range(num_hosts)]
 
@@ -154,29 +179,66 @@ class Commit:
     def _finish(self, parts: list[dict[str, tuple[int, str]]]) -> None:
         if problem := self.forbidden():
             raise CommitError(problem)
+        if isinstance(self.work, Place):
+            content = manifest.tagged(self.work, self.meta().get("step"), self.clock())
+            # This record is the commit: a reader finds no checkpoint, or a whole one.
+            self._record(self.work.name, manifest.write(self.work, content))
+            return
         files = {name: manifest.Entry(*entry) for name, entry in sorted(item for part in parts for item in part.items())}
-        manifest.write(self.work, manifest.Manifest(self.meta.get("step"), self.clock(), files))
+        digest = manifest.write(self.work, manifest.Manifest(self.meta().get("step"), self.clock(), files))
         if problem := self.forbidden():  # again, at the last moment: writing may have taken long
             raise CommitError(problem)
-        # This rename is the commit: a reader finds no checkpoint, or a whole one.
+        # No later driver has the run, or this raises; from now on none lets this checkpoint out of account.
+        self._record(self.final.name, digest)
+        # A reader finds no checkpoint, or a whole one.
+        assert isinstance(self.final, Path)
         layout.put_in_place(self.work, self.final, replace=layout.CHECKPOINT if self.replace else None)
 
+    def _record(self, name: str, digest: str) -> None:
+        try:
+            self.record(name, digest)
+        except OSError as error:
+            self.unclear.append(str(error))
+            raise
 
-def begin(final: Path, obstacle: Callable[[], str], term: WriterTerm = NO_DRIVER) -> Path:
+
+def _delete(work: Folder) -> None:
+    """Deletes what was not committed. Raises OSError."""
+    if isinstance(work, Place):
+        ours.delete_folder(work, UNCOMMITTED)
+    else:
+        ours.delete(work, ours.ON_THE_WAY)
+
+
+def _await_parts(state: Place, written: Collection[str], sleep: Callable[[float], None] = time.sleep) -> None:
+    """Returns when the parts of all hosts are to be seen: all have said that they have written, but a listing may lag, and a part
+    that is not listed would not be merged. Raises CommitError."""
+    missing: set[str] = {*written}
+    for _ in range(LISTINGS):
+        if not (missing := {*written} - {*state.folders()}):
+            return
+        sleep(LISTING_PAUSE_S)
+    raise CommitError(f"{state} does not list {', '.join(sorted(missing))}, which a host has written: the bucket lists late")
+
+
+def begin(final: Folder, obstacle: Callable[[], str], term: WriterTerm = NO_DRIVER) -> Folder:
     """Returns the new folder to write `final` in. Raises CommitError, on all hosts, if one of them finds an `obstacle`.
 
     All hosts must call this, in the thread that trains: it is the one agreement before a save.
     """
     # The random part: two tries of one generation must not write to the same folder.
-    token = f"{term.driver_term}_{term.generation}_{uuid.uuid4().hex[:8]}"
-    work = final.with_name(layout.name_on_the_way(final.name, "saving", token))
+    token = uuid.uuid4().hex[:8]
+    if isinstance(final, Place):
+        name = name_for(int(final.name), term, token)
+    else:
+        name = layout.name_on_the_way(final.name, "saving", f"{term.driver_term}_{term.generation}_{token}")
     try:
         # Not raised here: alone in raising, this host would leave the others in the exchange below.
         problem = obstacle()
-    except OSError as error:
+    except (OSError, StorageError) as error:
         problem = layout.unwritable(final.parent, error)
     # The name is host 0's, for its token is random. The others send None: equal answers are sent once.
-    answers = multihost.all_hosts("checkpoint", {"name": work.name if jax.process_index() == 0 else None, "problem": problem})
+    answers = multihost.all_hosts("checkpoint", {"name": name if jax.process_index() == 0 else None, "problem": problem})
     if problem := first_problem([answer["problem"] for answer in answers]):
         raise CommitError(problem)
     # The name of host 0: each host has made one, with a random part of its own.

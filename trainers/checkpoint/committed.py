@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from trainers.checkpoint import layout
+from trainers.checkpoint.standing import Folder, row_of
 from trainers.errors import CheckpointUnavailableError
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument, NewerDocument
+from trainers.storage.row import CHECKPOINTS
+from trainers.storage.store import Place
 
 FILE = "committed.json"
 COST = "the newest checkpoint that is there counts as the newest one"
@@ -37,17 +39,19 @@ NOTHING = Committed()
 KIND = DocumentKind(FILE, Committed, COST)
 
 
-def read(folder: Path) -> Committed | None:
+def read(folder: Folder) -> Committed | None:
     """Returns the record; None if there is none, or no folder. Raises OSError, NewerDocument, or ValueError if the record is
-    damaged."""
+    damaged. Of a bucket it is what the row of the run says, and the folder of the run has none."""
     try:
+        if isinstance(folder, Place):
+            return None if folder.name != CHECKPOINTS else Committed(step=row_of(folder).newest().step)
         document = KIND.read(folder / FILE)
     except DamagedDocument as error:
         raise ValueError(str(error)) from error
     return None if document is None else Committed(document.get("run"), document.get("step"))
 
 
-def is_there(folder: Path) -> bool:
+def is_there(folder: Folder) -> bool:
     """Whether `folder` has a record, damaged or not. Raises OSError if that cannot be found out."""
     try:
         return read(folder) is not None
@@ -55,12 +59,14 @@ def is_there(folder: Path) -> bool:
         return True
 
 
-def write(folder: Path, record: Committed) -> None:
-    """Writes the record. Raises OSError."""
+def write(folder: Folder, record: Committed) -> None:
+    """Writes the record. Raises OSError. In a bucket the row has it already."""
+    if isinstance(folder, Place):
+        return
     KIND.write_over(folder / FILE, asdict(record))
 
 
-def ensure(folder: Path, record: Committed) -> None:
+def ensure(folder: Folder, record: Committed) -> None:
     """Writes the record, unless the same one is there. Raises OSError."""
     with suppress(ValueError):  # a damaged record is written again
         # Not written again without need: every write is a moment in which a power cut may come.
@@ -69,7 +75,7 @@ def ensure(folder: Path, record: Committed) -> None:
     write(folder, record)
 
 
-def of_run(run_folder: Path, checkpoints: Path) -> Committed:
+def of_run(run_folder: Folder, checkpoints: Folder) -> Committed:
     """Returns what the records say of the run in this folder. A record that cannot be read counts as none here: the hosts read
     it again, and stop."""
     recorded = NOTHING
@@ -81,7 +87,7 @@ def of_run(run_folder: Path, checkpoints: Path) -> Committed:
     return recorded
 
 
-def check(folder: Path, steps: Iterable[int], ordered: Committed) -> Committed:
+def check(folder: Folder, steps: Iterable[int], ordered: Committed) -> Committed:
     """Returns what is recorded of the run whose checkpoints are in `folder`, in which `steps` were found. `ordered` is what the
     driver knows of it.
 
@@ -116,7 +122,7 @@ def check(folder: Path, steps: Iterable[int], ordered: Committed) -> Committed:
     return recorded
 
 
-def _advice(folder: Path) -> str:
+def _advice(folder: Folder) -> str:
     return (
         "bring the storage back (is it mounted on this host, and the right one?); to go on with what is there after all, or to "
         f"start again from step 0: python -m orchestrator.checkpoints {folder.parent} --accept-loss"

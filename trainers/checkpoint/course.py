@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from trainers.checkpoint import manifest
-from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
+from trainers.checkpoint.standing import Folder
+from trainers.storage.row import NO_DRIVER, WriterTerm
 
 
 @dataclass
@@ -34,10 +34,9 @@ class Course:
         self.last_saved_step = step
         self.superseded.discard(step)
 
-    def may_replace(self, checkpoint: Path, writer: WriterTerm) -> bool:
-        """Whether a save may replace `checkpoint`: training has gone back behind it, or an earlier generation that was thought
-        dead has saved it since."""
-        step = int(checkpoint.name)
+    def may_replace(self, step: int, checkpoint: Folder, writer: WriterTerm) -> bool:
+        """Whether a save of `step` may replace `checkpoint`: training has gone back behind it, or an earlier generation that was
+        thought dead has saved it since."""
         if step not in self.superseded and NO_DRIVER < (term_of(checkpoint) or NO_DRIVER) < writer:
             self.superseded.add(step)
         return step in self.superseded
@@ -48,7 +47,7 @@ class Course:
         return taken
 
 
-def term_of(checkpoint: Path) -> WriterTerm | None:
+def term_of(checkpoint: Folder) -> WriterTerm | None:
     """Returns the term of the generation that saved it; None if there is no checkpoint, or its documents cannot be read."""
     try:
         return WriterTerm(*manifest.read_meta(checkpoint).get("term", NO_DRIVER))

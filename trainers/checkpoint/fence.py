@@ -12,9 +12,11 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from trainers.storage import durable, ours
+from trainers.storage.row import NO_DRIVER, WriterTerm
+
+__all__ = ["NO_DRIVER", "WriterTerm"]
 
 RETRIES = 3
 RETRY_S = 0.5
@@ -23,20 +25,6 @@ _CLAIM = re.compile(r"claimed-(\d+)-(\d+)")
 
 
 CLAIM = ours.named("a claim of a generation", _CLAIM.pattern)
-
-
-class WriterTerm(NamedTuple):
-    """The generation of the gang and the term of its driver. The later one is the greater one."""
-
-    # The order of the fields is that of the comparison: any generation of a later driver is the later one.
-    driver_term: int = 0
-    generation: int = 0
-
-    def __str__(self) -> str:
-        return f"driver term {self.driver_term}, generation {self.generation}"
-
-
-NO_DRIVER = WriterTerm()
 
 
 def fenced(path: str | None, checkpoints: Path, writer: WriterTerm) -> str:
@@ -53,6 +41,12 @@ def fenced(path: str | None, checkpoints: Path, writer: WriterTerm) -> str:
     if later > writer:
         return f"a later generation has claimed {checkpoints} ({later}; this is {writer}): no checkpoint is committed from here"
     return ""
+
+
+def driver_term_of(path: str) -> int | None:
+    """Returns the term of the driver that sends this path as its fence: one less than that of the next one."""
+    match = _TERM.fullmatch(path.rpartition("/")[2])
+    return int(match[1]) - 1 if match else None
 
 
 def next_driver(path: Path) -> Path | None:

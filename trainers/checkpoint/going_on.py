@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from trainers.checkpoint import layout, manifest
+from trainers.checkpoint.standing import Folder
 from trainers.config.arguments import TrainingArguments
 from trainers.config.masking import masked
+from trainers.storage.documents import StorageError
 
 HARMLESS, ROUNDING, ANOTHER = "harmless", "rounding", "another"
 """What a changed setting does to the training: nothing; nothing but rounding; it is no longer the same experiment."""
@@ -51,16 +52,14 @@ class Change:
         return f"{self.key} {_shown(self.before)} -> {_shown(self.now)}"
 
 
-def newest(run_folder: str) -> tuple[Path, dict[str, Any]] | None:
+def newest(run_folder: str) -> tuple[Folder, dict[str, Any]] | None:
     """Returns the newest whole checkpoint of a run that can be seen from here, and its meta; None if there is none."""
-    if "://" in run_folder:
-        return None
-    folder = layout.local(run_folder) / "checkpoints"
     try:
+        folder = layout.folder_of(run_folder) / "checkpoints"
         for step in reversed(layout.steps(folder)):
-            if layout.is_whole(folder / str(step)):
-                return folder / str(step), manifest.read_meta(folder / str(step))
-    except (OSError, manifest.DamagedError):
+            if layout.is_whole(checkpoint := layout.at(folder, step)):
+                return checkpoint, manifest.read_meta(checkpoint)
+    except (OSError, StorageError, manifest.DamagedError):
         return None  # the hosts look again, and say what is wrong
     return None
 

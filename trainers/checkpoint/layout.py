@@ -1,8 +1,10 @@
 """The folder of a run's checkpoints: its names, whether there is room for one more, and which may be deleted. Without JAX.
 
+On a disk:
+
 `12` is a checkpoint of step 12. `12.saving-TOKEN` is one that is being written, or that a process left when it died.
 `12.replaced-TOKEN` and `12.deleted-TOKEN` are about to be deleted. They are renamed first, so that a half-deleted checkpoint is
-never taken for a whole one.
+never taken for a whole one. In a bucket nothing is renamed: see `trainers.checkpoint.standing`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,15 @@ from pathlib import Path
 
 from trainers.checkpoint import manifest
 from trainers.checkpoint.retention import Retention
+from trainers.checkpoint.standing import Folder, at, committed_in
 from trainers.errors import CheckpointError
-from trainers.storage import durable, ours
+from trainers.storage import documents, durable, ours
+from trainers.storage.opening import place_of
+from trainers.storage.store import Place
 
 MODELS_FOLDER = "models"
+Remove = Callable[[Folder, int], None]
+"""Removes what is saved of a step in a folder, and raises OSError if it cannot."""
 
 ROOM_FACTOR = 1.1
 ROOM_MARGIN_BYTES = 4 << 20
@@ -36,8 +43,16 @@ def local(path: str) -> Path:
     return Path(os.path.abspath(path))
 
 
-def steps(folder: Path) -> list[int]:
-    """Returns the steps that have a checkpoint, oldest first; none if there is no folder."""
+def folder_of(path: str) -> Folder:
+    """Returns the absolute path, or the place in a bucket. Raises StorageRefused for a URL that cannot work."""
+    return place_of(path) if documents.is_url(path) else Path(os.path.abspath(path))
+
+
+def steps(folder: Folder) -> list[int]:
+    """Returns the steps that have a checkpoint, oldest first; none if there is no folder. Raises OSError, or StorageError of a
+    bucket."""
+    if isinstance(folder, Place):
+        return sorted(committed_in(folder))
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -46,8 +61,10 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def on_the_way(folder: Path) -> list[Path]:
-    """Returns the folders that are being written or removed, or were when a process died."""
+def on_the_way(folder: Folder) -> list[Path]:
+    """Returns the folders of a disk that are being written or removed, or were when a process died."""
+    if not isinstance(folder, Path):
+        return []
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -55,7 +72,7 @@ def on_the_way(folder: Path) -> list[Path]:
     return sorted(folder / name for name in names if _ON_THE_WAY.fullmatch(name))
 
 
-def replaced(folder: Path) -> list[int]:
+def replaced(folder: Folder) -> list[int]:
     """Returns the steps whose checkpoint was being replaced by another of the same step when a process died."""
     return [int(path.name.partition(".")[0]) for path in on_the_way(folder) if ".replaced-" in path.name]
 
@@ -64,8 +81,11 @@ def name_on_the_way(step: int | str, what: str, token: str) -> str:
     return f"{step}.{what}-{token}"
 
 
-def obstacle(folder: Path, num_bytes: int) -> str:
-    """Returns why a state of `num_bytes` cannot be saved in `folder` now; empty if it can."""
+def obstacle(folder: Folder, num_bytes: int) -> str:
+    """Returns why a state of `num_bytes` cannot be saved in `folder` now; empty if it can. A bucket is not asked: it has room,
+    and whether it answers shows as it is written to."""
+    if not isinstance(folder, Path):
+        return ""
     if not folder.is_dir():
         return f"the folder {folder} is gone: bring the storage back, and the next save goes there"
     probe = folder / f"{PROBE}{uuid.uuid4().hex}"
@@ -86,58 +106,63 @@ def obstacle(folder: Path, num_bytes: int) -> str:
     return ""
 
 
-def unwritable(folder: Path, error: OSError) -> str:
-    return f"cannot write to {folder}: {error.strerror or error}; make it writable, and the next save goes there"
+def unwritable(folder: Folder, error: Exception) -> str:
+    return f"cannot write to {folder}: {_reason(error)}; make it writable, and the next save goes there"
 
 
-def models_of(folder: Path) -> Path:
+def models_of(folder: Folder) -> Folder:
     """Returns the folder for the checkpoints of the parameters alone."""
     return folder.parent / MODELS_FOLDER
 
 
 def delete_old(
-    folder: Path,
+    folder: Folder,
     newest: int,
     superseded: Iterable[int],
     retention: Retention,
-    keep_model: Callable[[Path, Path], None] | None = None,
+    keep_model: Callable[[Folder, int], None] | None = None,
     abandoned_models: Iterable[int] = (),
-    is_read: Callable[[Path], bool] = lambda checkpoint: False,
+    is_read: Callable[[Folder], bool] = lambda checkpoint: False,
     seen: Seen | None = None,
+    remove: Remove | None = None,
 ) -> list[str]:
     """Deletes the checkpoints that are no longer needed now that `newest` is committed and its files were read back for their
     digests. Returns what went wrong.
 
-    Steps that training has gone back behind (`superseded`) do not count as good. `keep_model(checkpoint, new folder)` creates a
+    Steps that training has gone back behind (`superseded`) do not count as good. `keep_model(checkpoint, step)` creates a
     checkpoint of the parameters alone; if it raises, the whole checkpoint stays. `abandoned_models` belong to a course that was
     rolled back, and are deleted. A checkpoint that `is_read` now stays until a later call. `seen` is what earlier calls for this
     folder have found: with it the work does not grow with the number of checkpoints that stay.
+    `remove` is by default `remove_from_disk`.
     """
-    models_folder = models_of(folder)
+    models_folder, remove = models_of(folder), remove or remove_from_disk
     if retention.keeps_everything:
-        return _delete_models(models_folder, abandoned_models)
+        return _delete_models(models_folder, abandoned_models, remove)
     whole, models, scores = (seen or Seen()).look(folder, superseded, abandoned_models, newest, retention)
     removals = retention.may_go(steps(folder), {newest, *whole}, models, scores)
     problems = []
     for step in removals.checkpoints:
-        if is_read(folder / str(step)):
+        if is_read(at(folder, step)):
             continue
         try:
             if step in removals.into_models and keep_model is not None:
-                keep_model(folder / str(step), models_folder / str(step))
-            delete(folder / str(step))
+                keep_model(at(folder, step), step)
+            remove(folder, step)
         except Exception as error:  # a thread's boundary, and Orbax raises what its layers raise: tried again after the next save
             problems.append(f"the old checkpoint {folder / str(step)} could not be deleted: {_reason(error)}")
-    return problems + _delete_models(models_folder, {*removals.models, *abandoned_models})
+    return problems + _delete_models(models_folder, {*removals.models, *abandoned_models}, remove)
 
 
-def delete_old_models(folder: Path, superseded: Iterable[int], retention: Retention, seen: Seen | None = None) -> list[str]:
-    """Deletes the models that may go, now that a newer one is committed. `folder` is that of the checkpoints; `seen` is as in
-    `delete_old`. Returns what went wrong."""
+def delete_old_models(
+    folder: Folder, superseded: Iterable[int], retention: Retention, seen: Seen | None = None, remove: Remove | None = None
+) -> list[str]:
+    """Deletes the models that may go, now that a newer one is committed. `folder` is that of the checkpoints; `seen` and `remove`
+    are as in `delete_old`. Returns what went wrong."""
     if retention.keeps_everything:
         return []
     whole, models, scores = (seen or Seen()).look(folder, superseded, (), None, retention)
-    return _delete_models(models_of(folder), retention.may_go(steps(folder), whole, models, scores).models)
+    removals = retention.may_go(steps(folder), whole, models, scores)
+    return _delete_models(models_of(folder), removals.models, remove or remove_from_disk)
 
 
 class Seen:
@@ -145,12 +170,12 @@ class Seen:
     newest ones, which the others may be deleted for, are looked at each time. One thread uses it."""
 
     def __init__(self) -> None:
-        self._scores: dict[Path, float | None] = {}
+        self._scores: dict[Folder, float | None] = {}
         """The scores of those that are whole, by folder; None: it has none."""
 
     def look(
         self,
-        folder: Path,
+        folder: Folder,
         superseded: Iterable[int],
         abandoned_models: Iterable[int],
         newest: int | None,
@@ -160,38 +185,38 @@ class Seen:
         scores by step."""
         whole = self._whole(folder, set(superseded), newest, retention)
         models = self._whole(models_of(folder), set(abandoned_models), newest, retention)
-        found = {step: self._scores[models_of(folder) / str(step)] for step in models}
-        found |= {step: self._scores[folder / str(step)] for step in whole}
-        return whole, models, {step: score for step, score in found.items() if score is not None}
+        found = {step: self._scores[path] for step, path in models.items()}
+        found |= {step: self._scores[path] for step, path in whole.items()}
+        return {*whole}, {*models}, {step: score for step, score in found.items() if score is not None}
 
-    def _whole(self, folder: Path, excluded: set[int], newest: int | None, retention: Retention) -> set[int]:
+    def _whole(self, folder: Folder, excluded: set[int], newest: int | None, retention: Retention) -> dict[int, Folder]:
         counted = [step for step in steps(folder) if step not in excluded]
         # The one of this save too, which need not have the highest step: its name may be that of one that was replaced.
         again = {*counted[-(retention.newest or 1) :], newest}
-        whole = set()
+        whole = {}
         for step in counted:
-            path = folder / str(step)
+            path = at(folder, step)
             if step in again or path not in self._scores:
                 self._scores.pop(path, None)
                 # Not kept of one that is not whole: a storage that does not answer just now makes it look so.
                 if not is_whole(path):
                     continue
                 self._scores[path] = _score(path, retention)
-            whole.add(step)
+            whole[step] = path
         return whole
 
 
-def _delete_models(folder: Path, steps: Iterable[int]) -> list[str]:
+def _delete_models(folder: Folder, steps: Iterable[int], remove: Remove) -> list[str]:
     problems = []
     for step in steps:
         try:
-            delete(folder / str(step))
+            remove(folder, step)
         except OSError as error:
             problems.append(f"the old model {folder / str(step)} could not be deleted: {_reason(error)}")
     return problems
 
 
-def _score(checkpoint: Path, retention: Retention) -> float | None:
+def _score(checkpoint: Folder, retention: Retention) -> float | None:
     """Returns the score; None if it has none. It is read from the checkpoint itself: so a restart finds it, and it is deleted
     with the checkpoint. An evaluation that is due at the step of a save runs first, so that the save records its score."""
     if not retention.best:
@@ -206,8 +231,8 @@ def _reason(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a checkpoint is whole, as far as names and sizes show."""
+def is_whole(path: Folder) -> bool:
+    """Whether a checkpoint is whole, as far as names and sizes show. Raises StorageProblem of a bucket that does not answer."""
     try:
         content = manifest.read(path)
     except manifest.DamagedError:
@@ -230,6 +255,12 @@ def put_in_place(work: Path, final: Path, *, replace: ours.Mark | None) -> None:
     durable.sync_folder(final.parent)
     with suppress(OSError):
         ours.delete(old, ours.ON_THE_WAY)
+
+
+def remove_from_disk(folder: Folder, step: int) -> None:
+    """Removes what is saved of a step in the folder of a disk. Raises NotOursError if it is no checkpoint, and OSError."""
+    assert isinstance(folder, Path)
+    delete(folder / str(step))
 
 
 def delete(path: Path) -> None:

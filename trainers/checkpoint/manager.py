@@ -8,21 +8,22 @@ is written last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from trainers.checkpoint import committed, layout, manifest, model_only, trial
+from trainers.checkpoint.commit import CommitError
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.course import Course
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
-from trainers.checkpoint.measured_state import MeasuredState
+from trainers.checkpoint.measured_state import MeasuredState, Measurement
 from trainers.checkpoint.model_saver import ModelSaver
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.restorer import Accept, Restored, Restorer
 from trainers.checkpoint.retention import Retention
+from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.state_saver import StateSaver
 from trainers.checkpoint.tidier import Tidier
 from trainers.checkpoint.trial import UnsavableError
@@ -56,10 +57,10 @@ class CheckpointManager:
     ):
         """`ordered` is what the driver knows was committed; empty without a driver. `term` is the generation of this process.
         `storage_patience_s` limits how long a save may wait for the storage before it begins; None: no limit."""
-        self._storage_patience_s, self._note, self._on_failed = storage_patience_s, note, on_failed
+        self._storage_patience_s = storage_patience_s
         self._measured = MeasuredState(mesh, store, note)
         self._course = Course(term)
-        self._owner = Ownership(layout.local(folder), term, ordered, note)
+        self._owner = Ownership(layout.folder_of(folder), term, ordered, note)
         self._tidier = Tidier(self._owner, self._course, retention, note)
         self._saver = StateSaver(self._owner, self._course, self._tidier, on_saved=on_saved, on_failed=on_failed)
         self._models = ModelSaver(self._owner, self._tidier, note)
@@ -78,32 +79,29 @@ class CheckpointManager:
         self.wait_for_save()
         if step == self.last_saved_step:
             return
-        meta, broken = self._described(step, state, meta)
-        if broken:
-            error = NonFiniteStateError(step, broken)
-            self._on_failed(step, str(error))
-            raise error
+        described = self._measured_as_saved(step, state, meta)
         patience_s = None if patient else self._storage_patience_s
         if problem := self._owner.claim(patience_s):
             self._saver.failed(step, problem)
-            return
-        self._saver.save(step, state, meta, patience_s)
+        else:
+            self._saver.save(step, state, described.meta, patience_s)
+        # Only now: the devices have measured it while the arrays were copied. The save itself has found the same.
+        if described.broken():
+            self._saver.refused()
+            raise described.error()
 
     def save_model(self, step: int, state: TrainState, meta: dict[str, Any], *, patient: bool = False) -> None:
         """Starts a save of the model alone, to the folder `models`; returns when it was copied. A checkpoint may be saved
         at the same time. A failure is noted."""
-        meta, broken = self._described(step, state, meta)
-        if broken:
-            self._note(str(NonFiniteStateError(step, broken)))
-            return
+        described = self._measured_as_saved(step, state, meta)
         patience_s = None if patient else self._storage_patience_s
         if problem := self._owner.claim(patience_s):
             self._models.failed(step, problem)
             return
         # It belongs to the course that is trained now, whatever had its name.
         self._course.abandoned_models -= {step}
-        parts = {part: getattr(state, part) for part in model_only.parts_in(meta["shapes"])}
-        self._models.save(step, parts, meta, patience_s)
+        parts = {part: getattr(state, part) for part in model_only.parts_in(described.measurement.shapes)}
+        self._models.save(step, parts, described.meta, patience_s)
 
     def wait_for_save(self) -> None:
         """Returns when no save is in progress."""
@@ -134,8 +132,8 @@ class CheckpointManager:
         return self._restorer.restore(abstract, accept, before)
 
     @property
-    def folder(self) -> Path:
-        """Where the checkpoints are, each in a folder named by its step."""
+    def folder(self) -> Folder:
+        """Where the checkpoints are: on a disk each in a folder named by its step."""
         return self._owner.folder
 
     def steps(self) -> list[int]:
@@ -143,7 +141,7 @@ class CheckpointManager:
         return layout.steps(self.folder)
 
     def path(self, step: int) -> str:
-        return str(self.folder / str(step))
+        return str(self._owner.at(step))
 
     @property
     def last_saved_step(self) -> int | None:
@@ -167,7 +165,7 @@ class CheckpointManager:
 
     def follow_fence(self, path: str | None) -> None:
         """Once there is something at `path`, another driver has the run, and nothing is committed any more."""
-        self._owner.fence = path
+        self._owner.follow_fence(path)
 
     def fingerprint(self, state: TrainState) -> np.ndarray:
         """Returns uint32[num_leaves, 2], the same on all hosts. All hosts must call this."""
@@ -200,8 +198,27 @@ class CheckpointManager:
             return str(error)
         return trial.problem(state)
 
-    def _described(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """Returns the meta of a checkpoint of this state, and the leaves that are not finite and should be. Waits for the device:
-        what is read back later is compared with the state itself, before Orbax copies anything."""
-        described = {"format": manifest.FORMAT, "step": step, "term": self._course.term, **self._measured.described(state)}
-        return {**meta, **described}, self._measured.broken(described["not_finite"])
+    def _measured_as_saved(self, step: int, state: TrainState, meta: Mapping[str, Any]) -> _AsSaved:
+        # Before Orbax copies anything: what is read back later is compared with the state itself.
+        return _AsSaved(step, {**meta, "format": manifest.FORMAT, "step": step, "term": self._course.term}, self._measured, state)
+
+
+class _AsSaved:
+    """What the meta of a checkpoint says of a state, which the devices still measure."""
+
+    def __init__(self, step: int, about: Mapping[str, Any], measured: MeasuredState, state: TrainState):
+        self.measurement: Measurement = measured.begin(state)
+        self._step, self._about, self._measured = step, about, measured
+
+    def broken(self) -> list[str]:
+        """Returns the leaves that are not finite and should be. Waits for the device."""
+        return self._measured.broken(self.measurement.described()["not_finite"])
+
+    def error(self) -> NonFiniteStateError:
+        return NonFiniteStateError(self._step, self.broken())
+
+    def meta(self) -> dict[str, Any]:
+        """Returns the whole meta. Raises CommitError if the state is broken. Waits for the device."""
+        if self.broken():
+            raise CommitError(str(self.error()))
+        return {**self._about, **self.measurement.described()}

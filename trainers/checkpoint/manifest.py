@@ -6,16 +6,18 @@ their own digest, so that a changed byte in them is noticed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from trainers.storage import durable
+from trainers.checkpoint.standing import Folder
+from trainers.storage import documents, durable
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import NewerDocument, StorageError
+from trainers.storage.store import Place, StorageProblem
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
@@ -24,6 +26,9 @@ STATE_FOLDER = "state"
 NOT_COMMITTED = "it was not completely committed: there is no manifest"
 SMALL_BYTES = 1 << 20
 """The digest of files up to this size is checked before they are loaded; the descriptions of the arrays are among them."""
+TAG = "tag:"
+"""In place of a digest: what a bucket says of an object, and says again while it is the same."""
+READ_BYTES = 16 << 20
 
 
 class DamagedError(Exception):
@@ -42,6 +47,7 @@ class _Manifest(TypedDict):
     step: int | None
     committed_s: float
     files: dict[str, tuple[int, str]]
+    at: NotRequired[str]
 
 
 class _Meta(TypedDict):
@@ -65,6 +71,7 @@ META_KIND = DocumentKind(META_FILE, _Meta, COST, format=FORMAT, without_format=F
 class Entry:
     size: int
     sha256: str
+    """Or TAG and the tag."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +82,20 @@ class Manifest:
     """Unix time."""
     files: dict[str, Entry]
     """All files but the manifest, by their path inside the checkpoint."""
+    at: str = ""
+    """The URL that the tags are of: a copy elsewhere has others."""
 
     @property
     def num_bytes(self) -> int:
         return sum(entry.size for entry in self.files.values())
 
-    def problems(self, folder: Path, names: Iterable[str], *, digest_up_to: int | None) -> Iterator[str]:
-        """Yields what is wrong with these files of the checkpoint in `folder`. Sizes are always compared; digests only of files
-        of at most `digest_up_to` bytes (None: of all)."""
+    def problems(self, folder: Folder, names: Iterable[str], *, digest_up_to: int | None) -> Iterator[str]:
+        """Yields what is wrong with these files of the checkpoint in `folder`. Sizes are always compared, and tags where they are
+        those of this place; digests only of files of at most `digest_up_to` bytes (None: of all). Raises StorageProblem of a
+        bucket that does not answer."""
+        if isinstance(folder, Place):
+            yield from self._problems_in_bucket(folder, names, digest_up_to)
+            return
         for name in names:
             entry = self.files[name]
             try:
@@ -90,16 +103,43 @@ class Manifest:
                 # The size first: that costs no reading.
                 if size != entry.size:
                     yield f"{name} has {size} bytes, {entry.size} were saved"
-                elif (digest_up_to is None or size <= digest_up_to) and digest(folder / name).sha256 != entry.sha256:
+                elif self._is_another(folder / name, entry, digest_up_to):
                     yield f"the contents of {name} are not those that were saved (digests differ)"
             except FileNotFoundError:
                 yield f"{name} is missing"
             except OSError as error:
                 yield f"{name} cannot be read: {error.strerror or error}"
 
+    def _problems_in_bucket(self, folder: Place, names: Iterable[str], digest_up_to: int | None) -> Iterator[str]:
+        found = {entry.name: entry for entry in folder.list()}  # one request for up to a thousand files
+        for name in names:
+            entry, there = self.files[name], found.get(name)
+            if there is None:
+                yield f"{name} is missing"
+            elif there.size != entry.size:
+                yield f"{name} has {there.size} bytes, {entry.size} were saved"
+            elif entry.sha256.startswith(TAG) and self.at == folder.url and entry.sha256 != TAG + there.tag:
+                yield f"{name} is not the object that was saved (its tag is another one)"
+            elif self._is_another(folder / name, entry, digest_up_to):
+                yield f"the contents of {name} are not those that were saved (digests differ)"
 
-def names_below(folder: Path) -> list[str]:
+    @staticmethod
+    def _is_another(file: Folder, entry: Entry, digest_up_to: int | None) -> bool:
+        """Whether the contents are others. Tags say nothing of them."""
+        is_compared = not entry.sha256.startswith(TAG) and (digest_up_to is None or entry.size <= digest_up_to)
+        return is_compared and digest(file).sha256 != entry.sha256
+
+
+def tagged(folder: Place, step: int | None, committed_s: float) -> Manifest:
+    """Returns the manifest of what is in a folder of a bucket now: sizes and tags, by one listing. Raises StorageProblem."""
+    files = {entry.name: Entry(entry.size, TAG + entry.tag) for entry in folder.list() if entry.name != MANIFEST_FILE}
+    return Manifest(step, committed_s, files, folder.url)
+
+
+def names_below(folder: Folder) -> list[str]:
     """Returns the names of the files of the checkpoint in `folder`, sorted, without the manifest."""
+    if isinstance(folder, Place):
+        return [entry.name for entry in folder.list() if entry.name != MANIFEST_FILE]
     names = []
     for parent, _, files in os.walk(folder):
         names += [os.path.relpath(os.path.join(parent, file), folder) for file in files]
@@ -107,47 +147,84 @@ def names_below(folder: Path) -> list[str]:
     return sorted(name.replace(os.sep, "/") for name in names if name != MANIFEST_FILE)
 
 
-def digest(path: Path) -> Entry:
-    """Returns size and digest of the file as it is on disk now. Raises OSError."""
+def digest(path: Folder) -> Entry:
+    """Returns size and digest of the file as it is on disk, or in the bucket, now. Raises OSError."""
+    if isinstance(path, Place):
+        return _digest_of_object(path)
     with open(path, "rb") as file:
         return Entry(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest atomically and reads it back. Raises OSError, or DamagedError if it reads differently."""
+def _digest_of_object(place: Place) -> Entry:
+    sha256, size = hashlib.sha256(), 0
+    while part := place.store.get_part(place.key, size, size + READ_BYTES):
+        sha256.update(part)
+        size += len(part)
+    if part is None:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", place.url)
+    return Entry(size, sha256.hexdigest())
+
+
+def write_document(path: Folder, text: str) -> None:
+    """Writes a document of a checkpoint. On a disk it makes no folder: if that is gone, the storage is, and a new one would be on
+    whatever disk is below the mount point. Raises OSError."""
+    if not isinstance(path, Place):
+        durable.write(path, text)
+    else:
+        documents.write_text(path, text)
+
+
+def write(folder: Folder, manifest: Manifest) -> str:
+    """Writes the manifest atomically and reads it back; returns its digest. Raises OSError, or DamagedError if it reads
+    differently."""
     document = {
         "step": manifest.step,
         "committed_s": manifest.committed_s,
         "files": {name: [entry.size, entry.sha256] for name, entry in manifest.files.items()},
+        **({"at": manifest.at} if manifest.at else {}),
     }
-    durable.write(folder / MANIFEST_FILE, MANIFEST_KIND.text(document))
-    # Read back before the commit: afterwards a torn manifest would look like a damaged checkpoint.
-    if read(folder) != manifest:
+    text = MANIFEST_KIND.text(document)
+    write_document(folder / MANIFEST_FILE, text)
+    # Read back before the commit: afterwards a torn manifest would look like a damaged checkpoint. A bucket tears nothing.
+    if not isinstance(folder, Place) and read(folder) != manifest:
         raise DamagedError(f"{folder / MANIFEST_FILE} does not read as it was written")
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read(folder: Path) -> Manifest:
-    """Returns the manifest. Raises UnfinishedError if there is none, DamagedError if it is damaged, NewerError."""
+def digest_of(folder: Folder) -> str | None:
+    """Returns the digest of the manifest, as `write` has returned it; None if there is none. Raises OSError."""
+    content = documents.read_bytes(folder / MANIFEST_FILE)
+    return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+def read(folder: Folder) -> Manifest:
+    """Returns the manifest. Raises UnfinishedError if there is none, DamagedError if it is damaged, NewerError; and
+    StorageProblem of a bucket that does not answer."""
     document = _read(MANIFEST_KIND, folder / MANIFEST_FILE)
     if document is None:
         raise UnfinishedError(NOT_COMMITTED)
     files = {name: Entry(int(size), str(sha256)) for name, (size, sha256) in document["files"].items()}
-    return Manifest(document["step"], float(document["committed_s"]), files)
+    return Manifest(document["step"], float(document["committed_s"]), files, document.get("at", ""))
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """Returns the meta document of the checkpoint in `folder`. Raises DamagedError, or NewerError."""
+def read_meta(folder: Folder) -> dict[str, Any]:
+    """Returns the meta document of the checkpoint in `folder`. Raises DamagedError, or NewerError; and StorageProblem of a bucket
+    that does not answer."""
     meta = _read(META_KIND, folder / META_FILE)
     if meta is None:
         raise DamagedError(f"{META_FILE} is missing")
     return {**meta, "format": FORMAT}
 
 
-def _read(kind: DocumentKind, path: Path) -> dict[str, Any] | None:
+def _read(kind: DocumentKind, path: Folder) -> dict[str, Any] | None:
     try:
         return kind.read(path)
     except NewerDocument as error:
         raise NewerError(str(error)) from error
+    except StorageProblem as error:
+        if isinstance(path, Place):
+            raise  # nothing is known of the checkpoint: another one must not take its place
+        raise DamagedError(f"{path.name} is damaged: {_line(error)}") from error
     except (OSError, StorageError) as error:
         raise DamagedError(f"{path.name} is damaged: {_line(error)}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +18,24 @@ from trainers.parallel.mesh import replicated
 from trainers.runtime.executables import Program, ProgramStore
 from trainers.step.finite import must_be_finite
 from trainers.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the devices compute of one state."""
+
+    names: list[str]
+    shapes: dict[str, str]
+    _on_device: jax.Array
+
+    def described(self) -> dict[str, Any]:
+        """Returns what a checkpoint's meta says of the arrays in it. Waits for the device; any thread may call it."""
+        rows = wait_for_device(self._on_device)
+        return {
+            "shapes": self.shapes,
+            "fingerprints": dict(zip(self.names, rows[:, :2].tolist(), strict=True)),
+            "not_finite": _not_finite(self.names, rows),
+        }
 
 
 class MeasuredState:
@@ -46,14 +65,13 @@ class MeasuredState:
         """Returns uint32[num_leaves, 2], the same on all hosts. All hosts must call this."""
         return self._rows(state)[:, :2]
 
+    def begin(self, state: TrainState) -> Measurement:
+        """Begins to measure a state, which may be donated as soon as this returns. All hosts must call this."""
+        return Measurement(leaf_names(state), shapes(state), self._program(state))
+
     def described(self, state: TrainState) -> dict[str, Any]:
         """Returns what a checkpoint's meta says of the arrays in it. All hosts must call this."""
-        names, rows = leaf_names(state), self._rows(state)
-        return {
-            "shapes": shapes(state),
-            "fingerprints": dict(zip(names, rows[:, :2].tolist(), strict=True)),
-            "not_finite": _not_finite(names, rows),
-        }
+        return self.begin(state).described()
 
     def broken(self, not_finite: Mapping[str, int]) -> list[str]:
         """Returns the names of the leaves that have more values that are not finite than as the run began. `not_finite` are

@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from pathlib import Path
+
+from trainers.checkpoint.standing import Folder
+
+
+def _named(checkpoint: Folder | str) -> str:
+    where = str(checkpoint)
+    return where if "://" in where else os.path.abspath(where)
+
 
 _lock = threading.Lock()
 _reading: Counter[str] = Counter()
 """How many readers each checkpoint has, by absolute path."""
 
 
-def begin(checkpoint: Path | str) -> None:
+def begin(checkpoint: Folder | str) -> None:
     """Protects a checkpoint until as many calls of `end`. On host 0, which deletes old checkpoints."""
     with _lock:
-        _reading[os.path.abspath(checkpoint)] += 1
+        _reading[_named(checkpoint)] += 1
 
 
-def end(checkpoint: Path | str) -> None:
+def end(checkpoint: Folder | str) -> None:
     with _lock:
-        _reading[os.path.abspath(checkpoint)] -= 1
+        _reading[_named(checkpoint)] -= 1
 
 
-def is_read(checkpoint: Path | str) -> bool:
+def is_read(checkpoint: Folder | str) -> bool:
     with _lock:
-        return _reading[os.path.abspath(checkpoint)] > 0
+        return _reading[_named(checkpoint)] > 0

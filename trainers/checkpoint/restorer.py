@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,21 @@ from trainers.checkpoint.course import Course, term_of
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.checkpoint.measured_state import MeasuredState
 from trainers.checkpoint.ownership import Ownership
+from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.validate import check_files, check_same_model
 from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.runtime import multihost
 from trainers.runtime.events import RefusedCheckpoint
 from trainers.runtime.multihost import first_problem, of_host0, one_line
 from trainers.step.state import TrainState
+from trainers.storage.documents import StorageError
+from trainers.storage.store import Place, StorageProblem
 
+OUTAGE = re.compile(
+    r"ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|INTERNAL|Timeout|timed out|"
+    r"retry attempts failed|[Cc]onnect|HTTP response code: (4(?!04)|5)\d\d|ClientError|HttpError|SlowDown|EBUSY|Errno (5|13|16)\b"
+)
+"""In the messages of tensorstore, and of what reads the descriptions of the arrays, for a bucket that does not answer."""
 Accept = Callable[[dict[str, Any]], str]
 """Returns why a checkpoint with this meta must not be used; empty if it may be."""
 
@@ -85,26 +94,35 @@ class Restorer:
         try:
             steps = sorted(layout.steps(self._owner.folder), reverse=True)
             self._owner.check(steps)
-            complete = [step for step in steps if (self._owner.folder / str(step) / manifest.MANIFEST_FILE).exists()]
-            complete = self._newest_first(complete)
-            if steps:
+            if steps or layout.on_the_way(self._owner.folder):
                 self._owner.claim_again()
+            if self._owner.finish_recorded():
+                steps = sorted(layout.steps(self._owner.folder), reverse=True)
+            complete = self._newest_first([step for step in steps if self._is_complete(step)])
         except CheckpointUnavailableError as error:
             return {"problem": str(error)}
-        except OSError as error:
-            return {"problem": f"{self._owner.folder} cannot be read: {error.strerror or error}"}
+        except (OSError, StorageError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            return {"problem": f"{self._owner.folder} cannot be read: {reason}"}
         return {"complete": complete, "unfinished": [step for step in steps if step not in complete]}
+
+    def _is_complete(self, step: int) -> bool:
+        # In a bucket only what is complete has a record.
+        folder = self._owner.folder
+        return not isinstance(folder, Path) or (folder / str(step) / manifest.MANIFEST_FILE).exists()
 
     def _newest_first(self, steps: list[int]) -> list[int]:
         """Sorts the steps so that those of later generations come first. A checkpoint that an earlier generation (thought dead)
         has saved after a later one began belongs to no course that was continued. `steps` are in falling order."""
+        if isinstance(self._owner.folder, Place):
+            return steps  # nothing of an earlier generation is recorded after a later one
         earlier_terms = (term for term in fence.claims(self._owner.folder) if term < self._owner.term)
         latest = max(earlier_terms, default=NO_DRIVER)
-        newest = term_of(self._owner.folder / str(steps[0])) if steps else latest
+        newest = term_of(self._owner.at(steps[0])) if steps else latest
         if newest is not None and newest >= latest:
             return steps
         # One whose documents cannot be read is sorted by its step: it is tried, and reported as damaged.
-        terms = {step: term_of(self._owner.folder / str(step)) or latest for step in steps}
+        terms = {step: term_of(self._owner.at(step)) or latest for step in steps}
         return sorted(steps, key=lambda step: (terms[step], step), reverse=True)
 
     def _continue_from(self, step: int | None, everything: set[int]) -> None:
@@ -120,8 +138,8 @@ class Restorer:
         meta = self._checked_meta(step, accept, last_resort)
         if meta is None:
             return None
-        check_same_model(meta, abstract, str(self._owner.folder / str(step)))
-        state = self._read_arrays(self._owner.folder / str(step) / manifest.STATE_FOLDER, abstract)
+        check_same_model(meta, abstract, str(self._owner.at(step)))
+        state = self._read_arrays(self._owner.at(step) / manifest.STATE_FOLDER, abstract)
         # A collective. It is safe here: all hosts have just agreed that they could read their arrays.
         found = self._measured.described(state)
         # No exchange: the fingerprints are the same on all hosts, so all raise or none.
@@ -144,6 +162,7 @@ class Restorer:
         path, meta = self._owner.folder / str(step), {}
         problem = refusal = absent = newer = ""
         try:
+            path = self._owner.at(step)
             meta = check_files(path, step, last_resort=last_resort)
             refusal = accept(meta) if accept is not None else ""
         except manifest.NewerError as error:
@@ -152,6 +171,8 @@ class Restorer:
             problem = str(error)
             if not path.is_dir():
                 absent = f"{path} is not to be seen here, and host 0 sees it: is the storage mounted?"
+        except (StorageProblem, StorageError) as error:
+            absent = f"{path} cannot be read: {error}"
         # One exchange for all: a host that raised before it would leave the others waiting.
         mine = {"problem": problem, "refusal": refusal, "absent": absent, "newer": newer}
         answers = multihost.all_hosts("checkpoint files", mine)
@@ -166,14 +187,24 @@ class Restorer:
             return None
         return meta
 
-    def _read_arrays(self, folder: Path, abstract: TrainState) -> TrainState:
-        """Raises DamagedError, on all hosts, if one of them cannot read the arrays."""
+    def _read_arrays(self, folder: Folder, abstract: TrainState) -> TrainState:
+        """Raises DamagedError, on all hosts, if one of them cannot read the arrays, and CheckpointUnavailableError if that is
+        because the storage does not answer."""
         state: Any = None
-        problem = ""
+        problem = absent = ""
         try:
             state = self._arrays.read(folder, abstract)
         except Exception as error:  # Orbax raises whatever its layers raise: anything means that the checkpoint cannot be read
             problem = one_line(error)
-        if problem := first_problem(multihost.all_hosts("checkpoint arrays", problem)):
+            absent = f"{folder} cannot be read: {problem}" if _is_outage(folder, error) else ""
+        answers = multihost.all_hosts("checkpoint arrays", {"problem": problem, "absent": absent})
+        if absent := first_problem([answer["absent"] for answer in answers]):
+            raise CheckpointUnavailableError(absent)
+        if problem := first_problem([answer["problem"] for answer in answers]):
             raise manifest.DamagedError(problem)
         return state
+
+
+def _is_outage(folder: Folder, error: Exception) -> bool:
+    """Whether a bucket did not answer, or not as it should: nothing is known of the checkpoint then."""
+    return isinstance(folder, Place) and OUTAGE.search(f"{type(error).__name__}: {error}") is not None

@@ -11,6 +11,7 @@ from typing import Any
 from trainers.checkpoint import assets, layout, manifest, model_only
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
+from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.validate import check_files, check_same_model, num_bytes_of, shapes
 from trainers.errors import CheckpointError
 from trainers.runtime import multihost
@@ -37,12 +38,13 @@ def save_to(path: str, state: TrainState, meta: dict[str, Any], model_assets: Ma
         raise CheckpointError(f"{path} cannot be written: {error}") from error
     meta = {**meta, "format": manifest.FORMAT, "shapes": shapes(state)}
 
-    def merge(folder: Path) -> None:
+    def merge(folder: Folder) -> None:
         arrays.merge(folder)
+        assert isinstance(work, Path)
         # On host 0 alone, before the digests are taken: so the manifest covers the assets too.
         assets.write(work, model_assets)
 
-    save = Commit(work, final, meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), merge)
+    save = Commit(work, final, lambda: meta, Exchange(work.name), lambda to: arrays.write(to, lambda: state, lambda: None), merge)
     with ThreadPoolExecutor(1) as thread:  # a thread that has an event loop, as in a notebook, cannot run Orbax's
         try:
             thread.submit(save.run).result()

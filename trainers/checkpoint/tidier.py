@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,10 @@ from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.course import Course
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.retention import Retention
+from trainers.checkpoint.standing import Folder
+from trainers.errors import CheckpointError
 from trainers.runtime.multihost import one_line
+from trainers.storage.store import Place
 
 
 class Tidier:
@@ -61,11 +63,12 @@ class Tidier:
     def _tidy(self, newest: int, superseded: frozenset[int], abandoned_models: frozenset[int]) -> None:
         if self._owner.forbidden():
             return  # another driver has the run: what is old is its business now
-        folder, keep = self._owner.folder, partial(model_only.keep, self._arrays, forbidden=self._owner.forbidden)
+        folder = self._owner.folder
         self._deferred = False
         try:
             for problem in layout.delete_old(
-                folder, newest, superseded, self._retention, keep, abandoned_models, self._is_read, self._seen
+                *(folder, newest, superseded, self._retention, self._keep_model, abandoned_models),
+                *(self._is_read, self._seen, self._owner.remove),
             ):
                 self._note(problem)
         except Exception as error:  # a thread's boundary: what is old may stay, training goes on
@@ -76,12 +79,21 @@ class Tidier:
             return
         folder = self._owner.folder
         try:
-            for problem in layout.delete_old_models(folder, frozenset(self._course.superseded), self._retention, self._seen):
+            superseded = frozenset(self._course.superseded)
+            for problem in layout.delete_old_models(folder, superseded, self._retention, self._seen, self._owner.remove):
                 self._note(problem)
         except Exception as error:  # a thread's boundary: what is old may stay, training goes on
             self._note(f"old models of {folder.parent} were not deleted: {one_line(error)}")
 
-    def _is_read(self, checkpoint: Path) -> bool:
+    def _keep_model(self, checkpoint: Folder, step: int) -> None:
+        """Keeps the model of a checkpoint that will be deleted."""
+        models = layout.models_of(self._owner.folder)
+        if isinstance(models, Place):
+            raise CheckpointError("a model is not yet kept of a checkpoint in a bucket: leave checkpoint.keep_model_only out")
+        assert isinstance(checkpoint, Path)
+        model_only.keep(self._arrays, checkpoint, models / str(step), forbidden=self._owner.forbidden)
+
+    def _is_read(self, checkpoint: Folder) -> bool:
         if readers.is_read(checkpoint):
             self._deferred = True
             return True

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from trainers.checkpoint import manifest
+from trainers.checkpoint.standing import Folder
 from trainers.errors import CheckpointError
 
 
 def check_files(
-    path: Path, step: int | None = None, *, last_resort: bool = False, digest_up_to: int | None = manifest.SMALL_BYTES
+    path: Folder, step: int | None = None, *, last_resort: bool = False, digest_up_to: int | None = manifest.SMALL_BYTES
 ) -> dict[str, Any]:
     """Returns the meta. Raises DamagedError, on this host alone, if one of its files is damaged: each host checks a share of the
     files. Files larger than `digest_up_to` are compared by size: fingerprints check their contents after the arrays are read."""

@@ -170,7 +170,7 @@ def failed(error: Exception) -> int:
 
 
 def open_recorders(arguments: TrainingArguments, note: Callable[[str], None]) -> Recorders:
-    folder = str(Path(arguments.run_folder).absolute())
+    folder = arguments.run_folder if is_url(arguments.run_folder) else str(Path(arguments.run_folder).absolute())
     about = About(arguments.name, folder, masked(dataclasses.asdict(arguments)))
     return Recorders(arguments.recorders, about, note, folders=arguments.recorder_folders)
 

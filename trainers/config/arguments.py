@@ -47,7 +47,7 @@ from trainers.config.working_folder import of_a_copy
 
 __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_object"]
 
-ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking")
+ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking", "notify")
 """Top-level keys of a configuration file that concern machines; `python -m trainers.run` ignores them."""
 
 

@@ -70,5 +70,13 @@ DRIVER = _section(
 )
 TRACKING = _section("Tracking", ("mlflow", bool), ("uri", str | None), ("experiment", str), ("report", bool))
 
-KEYS: dict[str, type] = {"hosts": HOSTS, "driver": DRIVER, "tracking": TRACKING}
+NOTIFY = _section(
+    "Notify",
+    ("command", tuple[str, ...]),
+    ("webhook", str | None),
+    ("events", tuple[str, ...]),
+    ("goodput_below", float | None),
+)
+
+KEYS: dict[str, type] = {"hosts": HOSTS, "driver": DRIVER, "tracking": TRACKING, "notify": NOTIFY}
 """The sections by their names. An object of them means nothing, but that the section could be read."""

@@ -27,5 +27,5 @@ def masked_keys(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[s
     if isinstance(data, Mapping | list | tuple):
         for name, value in data.items() if isinstance(data, Mapping) else enumerate(data):
             yield from masked_keys(value, (*path, name))
-    elif isinstance(data, str) and (f"://{MASK}@" in data or ("://" in data and f"={MASK}" in data)):
+    elif isinstance(data, str) and "://" in data and any(part in data for part in (f"://{MASK}@", f"={MASK}", f"/{MASK}")):
         yield path

@@ -9,7 +9,6 @@ from typing import Any
 from trainers import runtime
 from trainers.checkpoint import layout
 from trainers.errors import CheckpointError, CheckpointUnavailableError
-from trainers.storage import durable
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument, NewerDocument
 
@@ -24,7 +23,7 @@ class Record:
     def read(self, run_folder: str) -> Any | None:
         """Returns what was recorded; None if nothing was. A damaged record is set aside, and a note says so. Raises
         CheckpointUnavailableError if it cannot be read, and CheckpointError if a newer program wrote it."""
-        path = layout.local(run_folder) / self.kind.name
+        path = layout.folder_of(run_folder) / self.kind.name
         try:
             found = self.kind.read(path)
         except DamagedDocument as error:
@@ -38,6 +37,4 @@ class Record:
 
     def write(self, run_folder: str, recorded: Mapping[str, Any]) -> None:
         """Raises OSError."""
-        folder = layout.local(run_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        durable.write(folder / self.kind.name, self.kind.text({self.key: recorded}))
+        self.kind.write(layout.folder_of(run_folder) / self.kind.name, {self.key: recorded})

@@ -14,13 +14,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
-from trainers.checkpoint import going_on, weights
+from trainers.checkpoint import going_on, layout, weights
 from trainers.checkpoint.validate import check_same_model
 from trainers.checkpoint.whole import META
 from trainers.config import InitConfig, without_effect
@@ -39,6 +40,7 @@ from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.frozen import FrozenModel, shapes_of
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
+from trainers.storage.row import CHECKPOINTS
 from trainers.surroundings import end_with_parent
 from trainers.tasks.causal_lm import CausalLMTask
 from trainers.text import tokenizers
@@ -180,11 +182,17 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
     return {"step": meta["batch_index"], "told": going_on.told(meta["batch_index"], changed)}
 
 
+def has_begun(trainer: BaseTrainer) -> bool:
+    """Whether the run has checkpoints, as far as can be seen from here. Raises OSError or StorageError of a bucket."""
+    folder = layout.folder_of(trainer.arguments.run_folder) / CHECKPOINTS
+    return folder.is_dir() if isinstance(folder, Path) else bool(layout.steps(folder))
+
+
 def whole_state(trainer: BaseTrainer, doubts: list[str]) -> None:
     """Raises UsageError if `checkpoint.start_from` names no whole state of this model. What cannot be seen from here is added to
     `doubts`."""
     source = trainer.arguments.checkpoint.start_from
-    if source is None or os.path.isdir(f"{trainer.arguments.run_folder}/checkpoints"):
+    if source is None or has_begun(trainer):
         return
 
     def check() -> None:
@@ -199,7 +207,7 @@ def first_parameters(trainer: BaseTrainer, doubts: list[str]) -> str | None:
     `doubts`. Raises UsageError if it does not fit the model."""
     config, state = trainer.arguments.init_from, trainer.assembly.design.state
     # A run that has a checkpoint goes on from that: what it began with may be gone by now.
-    if config is None or os.path.isdir(f"{trainer.arguments.run_folder}/checkpoints"):
+    if config is None or has_begun(trainer):
         return None
     arrays = arrays_of_model(state.params, state.model_state)
     return looked_at("init_from", config, arrays, doubts, trainer.assembly.design.adapted)

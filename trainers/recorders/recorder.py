@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from trainers.published import Distribution
+from trainers.storage import identity
 
 
 class About(NamedTuple):
@@ -23,7 +24,7 @@ class About(NamedTuple):
     def output_folder(self, default: str = "") -> Path:
         """Returns the folder to write in; `default` is below the run's folder."""
         # An absolute `output` takes the place of the run's folder.
-        return Path(self.folder, default if self.output is None else self.output)
+        return Path(identity.local_folder(self.folder), default if self.output is None else self.output)
 
 
 class Recorder(Protocol):

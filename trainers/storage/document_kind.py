@@ -56,6 +56,8 @@ class DocumentKind:
         # A document of a program before there were formats may have a digest.
         written_as = document.get(FORMAT, self.format if self.without_format else None)
         unmarked = self.without_format and FORMAT not in document and DIGEST not in document
+        if unmarked and not contents:
+            raise DamagedDocument(f"{where}: damaged: nothing is in it")  # no program has ever written that
         # First: a flipped bit in the format must not look like a newer program.
         if not unmarked and not sealed.is_whole(document):
             raise DamagedDocument(f"{where}: damaged: its contents do not have the digest that it says")

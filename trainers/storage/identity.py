@@ -15,9 +15,17 @@ from typing import NamedTuple, TypedDict
 from trainers.storage import documents
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument
+from trainers.storage.opening import place_of
 
+HOME = "~/.gangway/runs"
 OF_OLD_RUNS = ("committed.json", "launch.json")
 """Files by which a run that has no identity yet is known to be an old one."""
+
+
+COPY = (
+    "{} is a copy of {}, which is still there: from here on it is a run of its own, and MLflow and W&B begin a new one, with all "
+    "that was recorded so far"
+)
 
 
 class _Document(TypedDict):
@@ -40,7 +48,7 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
     long as the other run is where it was. Raises NewerDocument or OSError."""
     path = documents.join(run_folder, KIND.name)
     if documents.is_url(run_folder):
-        return Identity(_of_path(os.fspath(run_folder)))
+        return _of_bucket(os.fspath(run_folder))
     folder = os.path.realpath(run_folder)
     told: tuple[str, ...] = ()
     try:
@@ -52,13 +60,37 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
         is_old = not told and any(Path(folder, name).exists() for name in OF_OLD_RUNS)
         known = {"id": _of_path(os.path.abspath(run_folder)) if is_old else uuid.uuid4().hex[:16], "folder": ""}
     elif known["folder"] != folder and _is_another(known["folder"], folder, known["id"]):
-        told = (
-            f"{folder} is a copy of {known['folder']}, which is still there: from here on it is a run of its own, and MLflow and "
-            "W&B begin a new one, with all that was recorded so far",
-        )
+        told = (COPY.format(folder, known["folder"]),)
         known = {"id": uuid.uuid4().hex[:16], "folder": ""}
     if known["folder"] != folder:
         KIND.write(path, {"id": known["id"], "folder": folder})
+    return Identity(known["id"], told)
+
+
+def local_folder(run_folder: str | os.PathLike[str]) -> str:
+    """Returns the folder of this machine for what cannot be in a bucket, such as files that lines are appended to: that of the
+    run, and for a run in a bucket one below `~/.gangway/runs`. Raises NewerDocument or OSError."""
+    if not documents.is_url(run_folder):
+        return os.path.abspath(run_folder)
+    return os.path.join(os.path.expanduser(HOME), of(run_folder).id)
+
+
+def _of_bucket(url: str) -> Identity:
+    place, told = place_of(url) / KIND.name, tuple[str, ...]()
+    mine = {"id": uuid.uuid4().hex[:16], "folder": place.parent.url}
+    try:
+        known = KIND.read(place)
+    except DamagedDocument as error:
+        known, told = None, (KIND.set_aside(place, error),)
+    if known is None:
+        # Several may ask for it at once.
+        known = mine if KIND.create(place, mine) else KIND.read(place) or mine
+    if known["folder"] != mine["folder"]:
+        before = known["folder"]
+        if documents.is_url(before) and (there := KIND.read(place_of(before) / KIND.name)) and there["id"] == known["id"]:
+            told = (*told, COPY.format(mine["folder"], before))
+            known = mine
+        KIND.write(place, {"id": known["id"], "folder": mine["folder"]})
     return Identity(known["id"], told)
 
 

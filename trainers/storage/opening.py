@@ -76,8 +76,10 @@ def parse(url: str) -> BucketURL:
         raise refused(str(error)) from error
 
 
-def open_store(url: str | os.PathLike[str], limits: Limits = LIMITS) -> Store:
-    """Returns the store of a path or a URL. Nothing is asked of it yet. Raises StorageRefused if the URL cannot work."""
+def open_store(url: str | os.PathLike[str], limits: Limits | None = None) -> Store:
+    """Returns the store of a path or a URL; `limits` are by default LIMITS. Nothing is asked of it yet. Raises StorageRefused if
+    the URL cannot work."""
+    limits = limits or LIMITS
     where = os.fspath(url)
     if not is_url(where):
         return LocalStore(where)

@@ -8,6 +8,9 @@ To change anything, a writer looks at the newest record, N, and creates record N
 others look again. So nothing of an older driver can come after a newer one has taken over: there is no moment between look and
 commit, and no clock, lock or rename is needed. A record is never deleted or replaced: a writer that slept could create its number
 again. Each record repeats all that holds, so the newest one is enough.
+
+If the newest record is damaged, nobody knows whose the run is: nothing is committed any more, until a driver takes it over with a
+term that is higher than the damaged record can have had.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ CHECKPOINTS = "checkpoints"
 PATIENCE_S = 60.0
 """How long a record is waited for that must be there."""
 PAUSE_S = 0.1
-READS = 20
+READS = 5
 """How often a record that cannot be read is read, with pauses: without hard links it may be seen while it is written."""
 
 
@@ -63,7 +66,9 @@ class _Document(TypedDict):
     writer: str
 
 
-KIND = DocumentKind("row/N.json", _Document, "who has the run is not known", without_format=False)
+KIND = DocumentKind(
+    "row/N.json", _Document, "if it says who has the run, or what is committed, that is not known", without_format=False
+)
 
 
 class Kept(NamedTuple):
@@ -89,6 +94,10 @@ class Record:
     """The highest step whose checkpoint was ever committed."""
     kept: Mapping[str, Mapping[int, Kept]] = field(default_factory=dict)
     """What is committed and not removed: by the folder, such as `checkpoints`, and by step."""
+    damaged: str = ""
+    """What is wrong with the record of this number, if it cannot be read. All else is then of the newest one that can be."""
+    unreadable: int = 0
+    """How many records there are since that one."""
 
     def of(self, folder: str) -> Mapping[int, Kept]:
         """Returns what is committed in a folder of the run, by step."""
@@ -121,7 +130,7 @@ class Row:
             newest = self._newest or self._listed(Record())
             if self._folder.store.is_local:
                 newest = self._listed(newest)
-            while (following := self._read(newest.number + 1)) is not None:
+            while (following := self._after(newest)) is not None:
                 newest = following
             self._newest = newest
             return newest
@@ -133,7 +142,8 @@ class Row:
         def change(before: Record) -> Record:
             if seen is not None and before.term.driver_term != seen.term.driver_term:
                 raise OvertakenError(seen.term, before)
-            term = WriterTerm(max(before.term.driver_term, above_term) + 1)
+            # Each record that cannot be read may have been that of another driver.
+            term = WriterTerm(max(before.term.driver_term + before.unreadable, above_term) + 1)
             return replace(before, what="take-over", term=term, holder=dict(holder))
 
         return self._append(change)
@@ -141,7 +151,7 @@ class Row:
     def claim(self, term: WriterTerm) -> Record:
         """Records that this generation works on the run. Raises OvertakenError if a later one does."""
         newest = self.newest()
-        if newest.term == term:
+        if newest.term == term and not newest.damaged:
             return newest
         return self._append(lambda before: replace(_if_not_overtaken(term, before), what="claim", term=term))
 
@@ -170,28 +180,46 @@ class Row:
         with self._one_at_a_time:
             while True:
                 newest = self.newest()
-                record = replace(change(newest), number=newest.number + 1)
+                record = replace(change(newest), number=newest.number + 1, damaged="", unreadable=0)
                 text = KIND.text(_document(record))
                 if (self._folder / _name(record.number)).create(text.encode()):
                     self._newest = record
                     return record
                 # Another writer was first. Until its record can be read nothing is known: the next number is not to be tried.
-                self._newest = self._awaited(record.number)
+                self._newest = self._awaited(newest)
 
-    def _awaited(self, number: int) -> Record:
+    def _awaited(self, before: Record) -> Record:
+        """Returns the record after `before`, which another writer has created."""
         waited_s = 0.0
-        while (record := self._read(number)) is None:
+        while (record := self._after(before)) is None:
             if waited_s > PATIENCE_S:
-                where = (self._folder / _name(number)).url
+                where = (self._folder / _name(before.number + 1)).url
                 raise StorageUnavailable(errno.EIO, "it was created by another writer, and cannot be read", where)
             self._sleep(PAUSE_S)
             waited_s += PAUSE_S
         return record
 
+    def _after(self, before: Record) -> Record | None:
+        """Returns the record after `before`; None if there is none."""
+        try:
+            return self._read(before.number + 1)
+        except DamagedDocument as error:
+            return replace(before, number=before.number + 1, damaged=str(error), unreadable=before.unreadable + 1)
+
     def _listed(self, known: Record) -> Record:
+        """Returns the newest record of a listing, or `known` if there is no newer one."""
         after = _name(known.number) if known.number else ""
-        numbers = [int(entry.name[:-5]) for entry in self._folder.list(after) if _is_name(entry.name)]
-        return self._awaited(max(numbers)) if numbers else known
+        numbers = sorted((int(entry.name[:-5]) for entry in self._folder.list(after) if _is_name(entry.name)), reverse=True)
+        damaged = ""
+        for unreadable, number in enumerate(numbers):
+            try:
+                record = self._read(number)
+            except DamagedDocument as error:
+                damaged = damaged or str(error)
+                continue
+            if record is not None:
+                return replace(record, number=numbers[0], damaged=damaged, unreadable=unreadable)
+        return replace(known, number=numbers[0], damaged=damaged, unreadable=len(numbers)) if damaged else known
 
     def _read(self, number: int) -> Record | None:
         place = self._folder / _name(number)
@@ -207,6 +235,8 @@ class Row:
 
 
 def _if_not_overtaken(mine: WriterTerm, newest: Record) -> Record:
+    if newest.damaged:
+        raise DamagedDocument(newest.damaged)
     if newest.term > mine:
         raise OvertakenError(mine, newest)
     return newest

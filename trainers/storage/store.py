@@ -142,6 +142,10 @@ class Place:
             raise ValueError(f"{self.url}: nothing is known of what is around a store")
         return Place(self.store, self.key.rpartition("/")[0])
 
+    def with_name(self, name: str) -> Place:
+        """Returns the place beside this one that has another last part."""
+        return self.parent / name
+
     def __str__(self) -> str:
         return self.url
 

@@ -19,7 +19,7 @@ from orchestrator.config.job import ConfigError, DriverConfig, build, load, to_d
 from orchestrator.policies.restart import RestartPolicy
 from tests import ROOT
 from trainers.config import InitConfig, yaml_source
-from trainers.config.arguments import TrainingArguments, from_dict
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments, from_dict
 from trainers.config.section import Section, parse_duration_s
 
 SMALL = "max_num_steps: 10\n"
@@ -443,7 +443,7 @@ def test_from_dict_reads_what_yaml_gives():
 def to_dict_of(training: TrainingArguments) -> dict:
     job = build({"name": "x", "max_num_steps": 1000})
     data = to_dict(job)
-    return {key: data[key] for key in data if key not in ("hosts", "driver", "tracking")} | {"storage": training.storage}
+    return {key: data[key] for key in data if key not in ORCHESTRATOR_SECTIONS} | {"storage": training.storage}
 
 
 @pytest.mark.parametrize(
@@ -488,9 +488,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 @pytest.mark.costs("compiles a program")
 @settings(max_examples=150, deadline=None)
 @given(
-    data=st.dictionaries(
-        st.sampled_from([*TrainingArguments.__dataclass_fields__, "hosts", "driver", "tracking", "arguments"]), values
-    )
+    data=st.dictionaries(st.sampled_from([*TrainingArguments.__dataclass_fields__, *ORCHESTRATOR_SECTIONS, "arguments"]), values)
 )
 def test_any_data_is_a_configuration_or_an_error_in_words(data):
     with suppress(ConfigError):  # Nothing else may come out.

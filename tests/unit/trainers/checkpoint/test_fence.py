@@ -9,6 +9,7 @@ from tests.programs import checkpointing
 from trainers.checkpoint import fence, layout, manifest
 from trainers.checkpoint.commit import Commit
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
+from trainers.storage.row import Record
 
 
 @pytest.fixture
@@ -117,10 +118,83 @@ def test_the_term_is_in_the_names_of_what_is_being_written_and_in_the_checkpoint
 
 
 def frozen_save(monkeypatch, folder, manager, step):
-    """Commits as a process does that was frozen after it had looked at the fence for the last time."""
+    """Commits as a process of before there was a row does, that was frozen after it had looked at the fence for the last time."""
     with monkeypatch.context() as patched:
         patched.setattr(fence, "fenced", lambda *about: "")
+        patched.setattr(manager._owner._row, "newest", Record)
+        patched.setattr(manager._owner._row, "commit", lambda *about: None)
         manager.save_now(step, course="old")
+
+
+def test_between_the_last_look_and_the_commit_there_is_no_gap(folder, monkeypatch):
+    old = generation(folder, 0)
+    old.save_now(4)
+    new = generation(folder, 1)
+    monkeypatch.setattr(fence, "fenced", lambda *about: "")
+    look, asleep = old._owner._row.newest, [True]
+    # It looks, sleeps while a later generation works, and goes on to commit.
+    monkeypatch.setattr(old._owner, "fenced", lambda: (asleep and asleep.pop() and new.save_now(6) and "") or "")
+    old.save_now(8)
+    assert look().of("checkpoints").keys() == {4, 6}
+    assert (old.saved, new.saved, checkpointing.names(folder)) == ([4], [6], ["4", "6"])
+    assert "the run belongs to driver term 1, generation 1 since record" in old.failed[0][1]
+
+
+def test_what_was_recorded_is_whole_for_the_next_generation_though_its_writer_sleeps_before_it_renames(folder, monkeypatch):
+    old = generation(folder, 0)
+    old.save_now(4)
+    put_in_place, read = layout.put_in_place, []
+
+    def sleeps(work, final, *, replace):
+        if final.name == "8" and not read:
+            read.append(None)  # the later generation renames it itself
+            read.append(generation(folder, 1).restored.meta["step"])
+        put_in_place(work, final, replace=replace)
+
+    monkeypatch.setattr(layout, "put_in_place", sleeps)
+    old.save_now(8)
+    assert read == [None, 8]
+    assert checkpointing.names(folder) == ["4", "8"]
+
+
+def test_what_was_written_and_not_recorded_does_not_count(folder, monkeypatch):
+    old = generation(folder, 0)
+    old.save_now(4)
+
+    def dies(*about):
+        raise OSError(errno.EIO, "the process dies here")
+
+    monkeypatch.setattr(old._owner._row, "commit", dies)
+    old.save_now(8)
+    assert any(path.name.startswith("8.saving-1_0_") for path in layout.on_the_way(folder))  # nobody can tell: it stays
+    new = generation(folder, 1)
+    assert new.restored.meta["step"] == 4
+    new.save_now(8)
+    assert layout.on_the_way(folder) == []
+
+
+def test_a_generation_that_another_driver_takes_over_commits_for_that_one(folder):
+    manager = generation(folder, 3)
+    manager.save_now(4)
+    row = manager._owner._row
+    row.take_over({"hostname": "another"})
+    manager.save_now(8)
+    assert "the run belongs to driver term 2, generation 0 on another" in manager.failed[0][1]
+    manager.follow_fence(str(folder.parent / "driver_terms" / "000003.json"))  # as that driver orders
+    manager.save_now(8)
+    assert manager.saved == [4, 8]
+    assert row.newest().term == (2, 3)
+
+
+def test_a_process_without_a_driver_takes_the_run_from_another_one(folder):
+    first, second = checkpointing.manager(folder), checkpointing.manager(folder)
+    first.save_now(4)
+    second.restore(checkpointing.abstract(checkpointing.state(0)))
+    first.save_now(8)
+    assert (first.saved, second.saved) == ([4], [])
+    assert "the run belongs to driver term 2" in first.failed[0][1]
+    second.save_now(8)
+    assert second.saved == [8]
 
 
 def test_what_was_committed_too_late_is_passed_over_for_the_later_generation(folder, monkeypatch):

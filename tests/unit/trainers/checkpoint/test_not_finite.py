@@ -11,7 +11,7 @@ import pytest
 
 from tests.programs import checkpointing
 from trainers.checkpoint import layout
-from trainers.checkpoint.measured_state import MeasuredState
+from trainers.checkpoint.measured_state import Measurement
 from trainers.errors import CheckpointUnavailableError, NonFiniteStateError
 
 
@@ -66,9 +66,9 @@ def test_what_was_infinite_at_the_beginning_may_stay_so_and_not_grow(folder):
 
 def saved_without_a_look(folder, step, monkeypatch):
     """As a version did that did not look."""
-    described = MeasuredState.described
+    described = Measurement.described
     with monkeypatch.context() as patch:
-        patch.setattr(MeasuredState, "described", lambda *given: described(*given) | {"not_finite": {}})
+        patch.setattr(Measurement, "described", lambda *given: described(*given) | {"not_finite": {}})
         manager = checkpointing.manager(folder)
         manager.save(step, broken(step), {"batch_index": step})
         manager.wait()

@@ -1,6 +1,7 @@
 """Of several drivers one has the run; what it has committed, no older one changes."""
 
 import json
+import os
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from trainers.storage import row as row_module
 from trainers.storage.documents import DamagedDocument
 from trainers.storage.local_store import LocalStore
 from trainers.storage.opening import open_store
-from trainers.storage.row import Kept, OvertakenError, Record, Row, WriterTerm
+from trainers.storage.row import NO_DRIVER, Kept, OvertakenError, Record, Row, WriterTerm
 from trainers.storage.store import Place, StorageUnavailable
 
 S3 = pytest.param("s3", marks=pytest.mark.costs("its server is imported and answers slowly"))
@@ -171,5 +172,32 @@ def test_a_record_that_is_being_written_is_read_again_and_a_damaged_one_is_told(
     restore.start()
     assert Row(folder).newest().number == 1
     path.write_text(json.dumps(json.loads(whole) | {"driver_term": 9}))
-    with pytest.raises(DamagedDocument, match=r"00000001\.json: damaged: its contents do not have the digest"):
-        Row(folder, sleep=lambda _: None).newest()
+    newest = Row(folder, sleep=lambda _: None).newest()
+    assert (newest.number, newest.term, newest.unreadable) == (1, NO_DRIVER, 1)
+    assert "00000001.json: damaged: its contents do not have the digest" in newest.damaged
+
+
+@pytest.mark.parametrize("how", ["text", "folder", "pipe"])
+def test_after_damage_nothing_is_committed_until_a_driver_takes_the_run_over(tmp_path, how):
+    folder = Place(LocalStore(tmp_path))
+    row = Row(folder, sleep=lambda _: None)
+    term = row.take_over({"hostname": "a"}).term
+    row.commit(term, 10, KEPT)
+    row.commit(term, 20, KEPT)
+    path = tmp_path / "00000003.json"
+    path.unlink()
+    if how == "text":
+        path.write_text("{}")
+    elif how == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    other = Row(folder, sleep=lambda _: None)
+    for change in (lambda: other.commit(term, 30, KEPT), lambda: other.claim(term), lambda: other.remove(term, [10])):
+        with pytest.raises(DamagedDocument, match=r"00000003\.json: damaged"):
+            change()
+    taken = other.take_over({"hostname": "b"})
+    assert (taken.number, taken.term, taken.of("checkpoints")) == (4, (3, 0), {10: KEPT})
+    with pytest.raises(OvertakenError):
+        row.commit(term, 40, KEPT)
+    assert other.commit(taken.term, 40, KEPT).number == 5

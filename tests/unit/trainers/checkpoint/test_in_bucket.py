@@ -1,0 +1,198 @@
+"""Checkpoints in a bucket: written where they stay, committed by a record, removed by a record; and an outage is no damage."""
+
+import jax
+import pytest
+
+from tests.programs import checkpointing
+from tests.stores.fault_proxy import Fault
+from trainers.checkpoint import commit, layout, manifest, orbax_bucket, standing
+from trainers.checkpoint.fence import WriterTerm
+from trainers.errors import CheckpointUnavailableError
+from trainers.storage import opening
+from trainers.storage.object_store import Limits
+from trainers.storage.opening import place_of
+
+pytestmark = pytest.mark.costs("a bucket, and Orbax's requests to it")
+
+
+@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.slow("as gs://, by another API and a slower server"))])
+def bucket(request, stores, monkeypatch):
+    stores[request.param].set(monkeypatch)
+    monkeypatch.setattr(opening, "LIMITS", Limits(request_s=5.0, patience_s=1.0, first_wait_s=0.01, longest_wait_s=0.1))
+    return stores[request.param]
+
+
+@pytest.fixture
+def folder(bucket):
+    return f"{bucket.url()}/checkpoints"
+
+
+def generation(folder, number, driver_term=1, **settings):
+    """The manager of another process, which has restored what there is."""
+    standing._rows.clear()
+    manager = checkpointing.manager(folder, term=WriterTerm(driver_term, number), **settings)
+    manager.restored = manager.restore(checkpointing.abstract(checkpointing.state(0)))
+    return manager
+
+
+def folders(folder):
+    return place_of(folder).folders()
+
+
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+def test_what_is_saved_is_restored_and_the_old_ones_are_deleted(folder):
+    manager = generation(folder, 0, keep=2)
+    states = {step: manager.save_now(step) for step in (4, 8, 12)}
+    assert (manager.saved, manager.failed, manager.notes) == ([4, 8, 12], [], [])
+    assert manager.steps() == [8, 12]
+    assert [name.partition("-")[0] for name in folders(folder)] == ["12", "8"]
+    assert manager.path(12).startswith(f"{folder}/12-1_0_")
+    again = generation(folder, 1)
+    assert again.restored.meta["step"] == 12
+    assert checkpointing.same(again.restored.state, states[12])
+    content = manifest.read(layout.at(place_of(folder), 12))
+    assert content.at == again.path(12)
+    assert content.files["meta.json"].sha256.startswith("tag:")
+
+
+def test_a_step_that_is_saved_again_takes_the_place_of_the_abandoned_one(folder):
+    old = generation(folder, 0)
+    for step in (4, 8):
+        old.save_now(step)
+    new = generation(folder, 1)
+    new.restore(checkpointing.abstract(checkpointing.state(0)), before=4)
+    state = new.save_now(8, course="new")
+    assert (new.saved, new.failed) == ([8], [])
+    third = generation(folder, 2)
+    assert third.restored.meta["course"] == "new"
+    assert checkpointing.same(third.restored.state, state)
+    third.save_now(12)
+    assert len([name for name in folders(folder) if name.startswith("8-")]) == 1  # what nobody names is deleted
+
+
+def test_an_older_generation_commits_nothing_after_a_later_one(folder):
+    old = generation(folder, 0)
+    old.save_now(4)
+    new = generation(folder, 1)
+    old.save_now(8)
+    new.save_now(8)
+    assert (old.saved, new.saved) == ([4], [8])
+    assert "the run belongs to driver term 1, generation 1" in old.failed[0][1]
+
+
+def test_one_that_sleeps_between_look_and_commit_commits_nothing_and_leaves_nothing(folder, monkeypatch):
+    old = generation(folder, 0)
+    old.save_now(4)
+    row, asleep = old._owner._row, []
+    record = row.commit
+
+    def sleeps(*about):
+        if not asleep:
+            asleep.append(generation(folder, 1))
+            asleep[0].save_now(8, course="new")
+        record(*about)
+
+    monkeypatch.setattr(row, "commit", sleeps)
+    old.save_now(8, course="old")
+    assert (old.saved, asleep[0].saved) == ([4], [8])
+    assert generation(folder, 2).restored.meta["course"] == "new"
+    assert [name.partition("_")[0] for name in folders(folder)] == ["4-1", "8-1"]
+
+
+def test_a_commit_whose_answer_is_lost_is_committed(bucket, folder):
+    manager = generation(folder, 0)
+    bucket.proxy.faults[:] = [Fault("^PUT .*row", "lost", times=4)]
+    manager.save_now(4)
+    assert (manager.saved, manager.failed) == ([4], [])
+    assert generation(folder, 1).restored.meta["step"] == 4
+
+
+def test_where_nobody_can_tell_whether_it_was_committed_nothing_is_deleted(bucket, folder):
+    manager = generation(folder, 0)
+    manager.save_now(4)
+    bucket.proxy.faults[:] = [Fault("^PUT .*row", "lost")]
+    manager.save_now(8)
+    assert manager.saved == [4]
+    bucket.proxy.faults.clear()
+    assert generation(folder, 1).restored.meta["step"] == 8  # it was
+
+
+OUTAGES = [(match, do) for match in ("meta.json", "manifest.json", "row") for do in ("503", "403")]
+OUTAGES = [(f"^GET .*{match}", do) for match, do in OUTAGES] + [("^LIST .*checkpoints", "503"), ("^GET .*state", "403")]
+
+
+@pytest.mark.parametrize(
+    ("match", "do"),
+    [*OUTAGES, pytest.param("^GET .*state", "503", marks=pytest.mark.slow("tensorstore tries for half a minute"))],
+)
+def test_an_outage_lets_no_older_checkpoint_win(bucket, folder, monkeypatch, match, do):
+    monkeypatch.setitem(orbax_bucket.RETRIES, "max_retries", 1)
+    manager = generation(folder, 0)
+    for step in (4, 8):
+        manager.save_now(step)
+    standing._rows.clear()
+    other = checkpointing.manager(folder, term=WriterTerm(1, 1))
+    abstract = checkpointing.abstract(checkpointing.state(0))
+    bucket.proxy.faults[:] = [Fault(match.replace("checkpoints", "8-1_0"), do)]
+    with pytest.raises(CheckpointUnavailableError):
+        other.restore(abstract)
+    bucket.proxy.faults.clear()
+    restored = other.restore(abstract)
+    assert (restored.meta["step"], restored.skipped) == (8, [])
+    other.save_now(12)
+    assert other.steps() == [4, 8, 12]
+
+
+def test_what_is_damaged_is_passed_over(folder):
+    manager = generation(folder, 0)
+    for step in (4, 8, 12):
+        manager.save_now(step)
+    place = layout.at(place_of(folder), 12)
+    data = next(entry for entry in place.list() if "/d/" in entry.name)
+    (place / data.name).put(bytes(data.size))
+    (layout.at(place_of(folder), 8) / "meta.json").put(b"{}")
+    restored = generation(folder, 1).restored
+    assert restored.meta["step"] == 4
+    assert [bad["step"] for bad in restored.skipped] == [12, 8]
+
+
+def test_a_save_that_the_storage_does_not_take_fails_and_the_next_one_is_made(bucket, folder, monkeypatch):
+    manager = generation(folder, 0)
+    manager.save_now(4)
+    bucket.proxy.faults[:] = [Fault("^PUT .*meta", "503")]
+    manager.save_now(8)
+    bucket.proxy.faults.clear()
+    manager.save_now(12)
+    assert (manager.saved, [step for step, _ in manager.failed]) == ([4, 12], [8])
+    assert [name.partition("-")[0] for name in folders(folder)] == ["12", "4"]
+
+
+def test_a_listing_that_lags_merges_no_part_of_a_checkpoint(bucket, folder, monkeypatch):
+    monkeypatch.setattr(commit, "LISTING_PAUSE_S", 0.01)
+    manager = generation(folder, 0)
+    bucket.proxy.faults[:] = [Fault("^LIST .*delimiter.*state", "hide", names="ocdbt.process_0", times=3)]
+    manager.save_now(4)
+    assert (manager.saved, manager.failed) == ([4], [])
+    bucket.proxy.faults[:] = [Fault("^LIST .*delimiter.*state", "hide", names="ocdbt.process_0")]
+    manager.save_now(8)
+    assert "does not list ocdbt.process_0, which a host has written: the bucket lists late" in manager.failed[0][1]
+
+
+def test_models_are_saved_alone_and_tidied(folder):
+    manager = generation(folder, 0)
+    state = checkpointing.state(4)
+    manager.save_model(4, state, {"batch_index": 4, "metrics": {}, "skipped_batches": []})
+    manager.wait()
+    models = place_of(folder).parent / "models"
+    assert layout.steps(models) == [4]
+    assert "state/_METADATA" in manifest.names_below(layout.at(models, 4))
+
+
+def test_a_save_and_a_restore_ask_so_often(bucket, folder):
+    manager = generation(folder, 0)
+    manager.save_now(4)
+    bucket.proxy.counted()
+    manager.save_now(8)
+    counts = {kind: number for kind, number in bucket.proxy.counted().items() if "bytes" not in kind}
+    assert sum(counts.values()) <= 80, counts
+    assert jax.process_count() == 1

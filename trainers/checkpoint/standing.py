@@ -1,0 +1,59 @@
+"""What is committed in a bucket, where nothing can be renamed: the row of the run says which folder counts. Without JAX.
+
+On a disk a committed checkpoint is the folder `checkpoints/12`. In a bucket it is `checkpoints/12-3_1_0c9e41aa`, written there by
+generation 1 of driver term 3, if a record of the run's row names it. A folder that no record names is what a process has left.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainers.storage import ours, row
+from trainers.storage.opening import place_of
+from trainers.storage.row import Kept, Row, WriterTerm
+from trainers.storage.store import Place
+
+Folder = Path | Place
+"""A folder of a disk, or a place in a bucket: never one on a disk."""
+_NAME = re.compile(r"(\d+)-(\d+)_(\d+)_[0-9a-f]{8}")
+UNCOMMITTED = ours.named("a checkpoint on its way", _NAME.pattern)
+_rows: dict[str, Row] = {}
+_lock = threading.Lock()
+
+
+def row_of(folder: Folder) -> Row:
+    """Returns the row of the run whose checkpoints, or models, are in `folder`: the same one for all who ask in this process, so
+    that each asks for what is new only."""
+    run = place_of(folder).parent
+    if run.store.is_local:
+        return Row(run / row.FOLDER)
+    with _lock:
+        return _rows.setdefault(run.url, Row(run / row.FOLDER))
+
+
+def committed_in(folder: Place) -> Mapping[int, Kept]:
+    """Returns what is committed in the folder of a bucket, by step. Raises OSError, or StorageError."""
+    return row_of(folder).newest().of(folder.name)
+
+
+def at(folder: Folder, step: int) -> Folder:
+    """Returns the folder of the checkpoint of a step. Raises OSError, or StorageError."""
+    if not isinstance(folder, Place):
+        return folder / str(step)
+    kept = committed_in(folder).get(step)
+    return folder / (kept.folder if kept else str(step))
+
+
+def name_for(step: int, term: WriterTerm, token: str) -> str:
+    """Returns the name of a new folder in a bucket, which nobody else uses."""
+    return f"{step}-{term.driver_term}_{term.generation}_{token}"
+
+
+def left_by_others(folder: Place, term: WriterTerm) -> list[Place]:
+    """Returns the folders of a bucket that older generations have left, and no record names. Raises OSError, or StorageError."""
+    names = {kept.folder for kept in committed_in(folder).values()}
+    left = [(match, name) for name in folder.folders() if (match := _NAME.fullmatch(name)) and name not in names]
+    return [folder / name for match, name in left if WriterTerm(int(match[2]), int(match[3])) < term]
