@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
+from orchestrator.run_state import mirror
 from trainers.storage import documents
+from trainers.storage.opening import place_of
 
 TIMEOUT_S = 60.0
 NAME, FIGURES = "report.html", "figures"
@@ -14,6 +18,8 @@ NAME, FIGURES = "report.html", "figures"
 def write_report(run_dir: str, *, figures: bool) -> list[str]:
     """Writes `report.html` into the folder of a run, and with `figures` its pictures beside it. Returns what was written. Raises
     OSError that says why it could not be."""
+    if documents.is_url(run_dir):
+        return [_in_bucket(run_dir)]
     page, pictures = documents.join(run_dir, NAME), documents.join(run_dir, FIGURES)
     command = [sys.executable, "-m", "orchestrator.report", run_dir, "--out", page, *(["--figures", pictures] if figures else [])]
     try:
@@ -24,3 +30,17 @@ def write_report(run_dir: str, *, figures: bool) -> list[str]:
         last = (ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
         raise OSError(f"{last}: gangway report {run_dir}")
     return [page, *([pictures] if figures else [])]
+
+
+def _in_bucket(run_dir: str) -> str:
+    """Writes the page from a copy of the run's files, without pictures; returns its URL."""
+    with tempfile.TemporaryDirectory(prefix="gangway-report-") as made:
+        folder = Path(made, run_dir.rstrip("/").rpartition("/")[2])
+        try:
+            mirror.fetch(run_dir, folder)
+            page, *_ = write_report(str(folder), figures=False)
+            place = place_of(run_dir) / NAME
+            place.store.upload(place.key, Path(page))
+        except documents.StorageError as error:
+            raise OSError(str(error)) from error
+    return place.url

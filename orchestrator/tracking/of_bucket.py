@@ -33,19 +33,25 @@ def fetch(run_dir: str) -> None:
     path = Path(identity.local_folder(run_dir), FOLDER, SPOOL)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     here = path.stat().st_size if path.exists() else 0
-    place, end = segments_of(run_dir), 0
-    wanted: list[str] = []
-    for entry in place.list():
+    place = segments_of(run_dir)
+    wanted = in_order(place)
+    if sum(size for _, size in wanted) <= here:
+        return
+    with durable.whole(path) as file:
+        for name, _ in wanted:
+            file.write((place / name).get() or b"")
+
+
+def in_order(segments: Place) -> list[tuple[str, int]]:
+    """Returns names and sizes of the segments that make up the file. Raises OSError."""
+    found, end = [], 0
+    for entry in segments.list():
         match = _NAME.fullmatch(entry.name)
         # Of two drivers that have both written from one offset on, the first counts.
         if match and int(match[1]) == end:
-            wanted.append(entry.name)
+            found.append((entry.name, entry.size))
             end += entry.size
-    if end <= here:
-        return
-    with durable.whole(path) as file:
-        for name in wanted:
-            file.write((place / name).get() or b"")
+    return found
 
 
 class Segments:

@@ -17,7 +17,7 @@ from trainers.storage.object_store import Limits, ObjectStore
 from trainers.storage.opening import open_store
 from trainers.storage.store import Store
 
-QUICK = Limits(request_s=1.0, patience_s=3.0, first_wait_s=0.01, longest_wait_s=0.1)
+QUICK = Limits(request_s=5.0, patience_s=10.0, first_wait_s=0.01, longest_wait_s=0.1)
 NETWORKED = {"s3": emulators.moto, "gs": emulators.fake_gcs}
 
 

@@ -13,7 +13,6 @@ from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.mlflow_shipper import Line, MlflowRun, Shipper, Value, fresh_values, next_batch, read_lines
 from orchestrator.tracking.spool import Spool
 from orchestrator.tracking.tracker import Tracker, flatten, left_over
-from trainers.storage.documents import StorageError
 
 
 def metrics(step, names=("loss",), t=0.0):
@@ -134,11 +133,6 @@ def test_without_mlflow_there_is_the_file_and_no_process(tmp_path):
         {"t": 102, "status": "FINISHED"},
     ]
     assert not [thread for thread in threading.enumerate() if thread.name == "shipper"]
-
-
-def test_object_storage_is_refused_for_now():
-    with pytest.raises(StorageError, match=r"storage: gs://b/a is no folder: .*; set storage=PATH to a local or mounted folder"):
-        Tracker("gs://b/a", TrackingConfig(mlflow=False), "a")
 
 
 def test_flatten():
