@@ -84,7 +84,7 @@ def run(path: str, overrides: Sequence[str], how: How, *, began_s: float) -> int
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except (Interrupted, KeyboardInterrupt):
-        print("error: interrupted before the run began; nothing is left of it", file=sys.stderr)
+        print("error: interrupted before the run began; nothing was kept", file=sys.stderr)
         return EXIT_FAILED
 
 

@@ -25,7 +25,7 @@ NEAR_OF_HELPER = 0.9
 """The same for a name that begins with `_`, as those of helpers do."""
 CALLED_WITH = {"evaluate": 1, "eval": 1}
 """How many arguments the system passes, of methods to which it does not pass all that they must take."""
-OWN = "_is_own_method"
+OWN, SHOWS = "_is_own_method", "_shows_what_is_made_by"
 Method = TypeVar("Method", bound=Callable[..., Any])
 PROPERTIES = (property, functools.cached_property)
 
@@ -34,6 +34,16 @@ def own_method(method: Method) -> Method:
     """Marks a method of a trainer or a callback that your program calls itself, and that the check cannot see being called."""
     setattr(method, OWN, True)
     return method
+
+
+def shows(made_by: str) -> Callable[[Method], Method]:
+    """Marks a property of a trainer that only shows what `made_by` makes: an override of it would have no effect."""
+
+    def mark(getter: Method) -> Method:
+        setattr(getter, SHOWS, made_by)
+        return getter
+
+    return mark
 
 
 def check_overrides(cls: type, elsewhere: Mapping[str, str]) -> None:
@@ -52,6 +62,7 @@ def check_overrides(cls: type, elsewhere: Mapping[str, str]) -> None:
         "has methods that nothing would call",
         _never_called(cls, theirs, ours, elsewhere),
     )
+    _check_all(cls.__name__, "overrides what only shows what there is", {name: _shown_only(ours.get(name)) for name in theirs})
     alike = {name: _mismatch(name, values[0], ours[name]) for name, values in theirs.items() if name in ours}
     _check_all(cls.__name__, "overrides what the trainer calls, but not so that it can be called", alike)
 
@@ -110,6 +121,12 @@ def _never_called(
         elif not (name not in elsewhere and _is_used_by_the_program(cls, name)):
             problems[name] = _remedy(name, hooks, elsewhere)
     return problems
+
+
+def _shown_only(ours: Any) -> str:
+    """Returns what to override in place of one of our members; empty if it may be overridden."""
+    getters = [function for function in _functions(ours) if hasattr(function, SHOWS)] if ours is not None else []
+    return f"nothing reads it: override `{getattr(getters[0], SHOWS)}`" if getters else ""
 
 
 def theirs_of(cls: type) -> set[type]:

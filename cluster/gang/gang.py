@@ -401,13 +401,13 @@ class Gang:
         self._bundles.recall(record)
         self._hire_steward()
         living = placement_groups.living()
-        vacant = []
+        without_agent = []
         for about in record["slots"]:
             slot = Slot(about["number"], bundle_of(about), about["name"], None, avoid_nodes=tuple(about["avoid_nodes"]))
             self.slots.append(slot)
             slot.agent = find_agent(slot.name) if slot.name else None
             if slot.agent is None:
-                vacant.append(slot)
+                without_agent.append(slot)
             else:
                 self._probes.sent(slot, slot.agent.take_over.remote(self.driver_term))
         by_number = {slot.number: slot for slot in self.slots}
@@ -415,11 +415,11 @@ class Gang:
         names = {info["name"] for key, info in living.items() if key in record["groups"]}
         # Only now: until the generation is found, anything may belong to it. This ends the former driver's steward too.
         clear(self.run_name, keep={*names, self._steward_name, *(slot.name for slot in self.slots)}, check_stop=check_stop)
-        self._refill(vacant, living)
+        self._refill(without_agent, living)
 
-    def _refill(self, vacant: Sequence[Slot], living: Mapping[str, Any]) -> None:
+    def _refill(self, without_agent: Sequence[Slot], living: Mapping[str, Any]) -> None:
         """Asks for agents on these slots. Where the group of a slot is not among the living ones, it asks for a new one first."""
-        for slot in vacant:
+        for slot in without_agent:
             if slot.bundle.group.id.hex() not in living:
                 slot.bundle = self._bundles.ask_for_bundle(slot.number, self._avoid_nodes)
             self._fill(slot)

@@ -113,8 +113,8 @@ class SliceGang(Gang):
             slot.bundle, slot.avoid_nodes = Bundle(group, worker, alone=False), ()
             self._fill(slot)
 
-    def _refill(self, vacant: Sequence[Slot], living: Mapping[str, Any]) -> None:
-        for slot in vacant:
+    def _refill(self, without_agent: Sequence[Slot], living: Mapping[str, Any]) -> None:
+        for slot in without_agent:
             slot.unassigned = True
             if self._bundles.hold(slot.bundle) and slot.bundle.group.id.hex() not in living:
                 self._bundles.drop(slot.bundle.group)

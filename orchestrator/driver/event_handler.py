@@ -108,7 +108,7 @@ class EventHandler:
     def handle_answer(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> None:
         """Handles one agent's answer to `poll`."""
         self.catch_up(generation, {host: answer})
-        generation.hear(host, answer["host_state"].get("silence"))
+        generation.note_silence(host, answer["host_state"].get("silence"))
 
     def catch_up(self, generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> None:
         """Handles the answers of several agents to `poll`, all events in the order of their times."""

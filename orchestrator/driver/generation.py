@@ -124,7 +124,7 @@ class Generation:
             case "anomaly":
                 self._on_anomaly(event)
 
-    def hear(self, host: int, silence: Overdue | None) -> None:
+    def note_silence(self, host: int, silence: Overdue | None) -> None:
         """Records whether the host is silent. If all are that are not done, the generation hangs.
 
         One host alone may be silent for ever: often only host 0 prints. If another one hangs, host 0 soon waits for it.

@@ -51,7 +51,7 @@ def write(folders: Sequence[Path], out: Path, figures: Path | None = None) -> No
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
         for name, picture in page.figures(records[0]).items():
-            (figures / f"{name}.png").write_bytes(picture)
+            durable.write_shared(figures / f"{name}.png", picture, 0o666)
 
 
 if __name__ == "__main__":

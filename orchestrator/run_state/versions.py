@@ -14,7 +14,7 @@ from trainers.storage.documents import DamagedDocument, NewerDocument
 
 
 def check_versions(run_dir: str) -> None:
-    """Raises NewerDocument, which names the document. A damaged one is seen to by whoever reads it."""
+    """Raises NewerDocument, which names the document. Whoever reads a damaged one handles it."""
     kinds = [(kind.name, kind) for kind in (STATE_KIND, GANG_KIND, LEASE_KIND, OUTCOME_KIND, identity.KIND, committed.KIND)]
     kinds += [(documents.join(FOLDER, name), kind) for name, kind in KINDS.items()]
     kinds += [(documents.join(CHECKPOINTS, committed.FILE), committed.KIND)]

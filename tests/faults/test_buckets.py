@@ -21,7 +21,7 @@ from trainers.storage.row import Row
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
 STEPS = 60
-pytestmark = pytest.mark.slow("trains whole jobs")
+pytestmark = [pytest.mark.slow("trains whole jobs"), pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ def random_seed():
 
 
 @pytest.mark.slow("trains under many faults")
+@pytest.mark.timeout(600)  # a run under faults and its replay: minutes on a slow machine
 def test_agent_driver_nan_and_a_flipped_byte(tmp_path, monkeypatch, capsys):
     """Parameters and samples equal to those of the replay of its lineage, bit for bit; every fault was noticed and named. A kind
     that is not possible here is left out visibly. The configuration that is shipped is lengthened, and gets a name that is free.

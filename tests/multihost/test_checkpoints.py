@@ -115,7 +115,7 @@ def test_a_save_that_fails_on_one_host_has_failed_on_both_and_is_made_good(tmp_p
 
 
 def test_storage_that_is_not_there_is_no_beginning_on_any_host(trained, tmp_path):
-    """The folder of the checkpoints is gone on all hosts, or one checkpoint is to be seen by one of them alone."""
+    """The folder of the checkpoints is gone on all hosts, or only one of them sees one checkpoint."""
     shutil.copytree(trained / "run", tmp_path / "run")
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "away")
     gone = failure(start(tmp_path, "first", committed_step=6))
@@ -124,7 +124,7 @@ def test_storage_that_is_not_there_is_no_beginning_on_any_host(trained, tmp_path
     assert not (tmp_path / "run" / "checkpoints").exists()
     (tmp_path / "away").rename(tmp_path / "run" / "checkpoints")
     half = failure(start(tmp_path, "second", task=f"{HERE}:UnmountedOnHost1"))
-    assert half["message"].partition(",")[0] == f"host 1: {tmp_path}/run/checkpoints-empty/6 is not to be seen here"
+    assert half["message"].partition(",")[0] == f"host 1: {tmp_path}/run/checkpoints-empty/6 is not visible on this host"
     assert {(event["kind"], event["deterministic"]) for event in (gone, half)} == {("storage", False)}
 
 

@@ -125,7 +125,7 @@ def test_a_vision_transformer_learns_digits_and_takes_the_same_samples_on_two_ho
     summary = run("vit_digits", tmp_path)
     assert (summary["status"], summary["steps"]) == ("finished", 900)
     assert accuracy(tmp_path / "vit_digits") >= 0.97
-    one, two = (run("vit_digits", tmp_path / f"{n}", f"hosts.count={n}", "max_num_steps=40") for n in (1, 2))
+    one, two = (run("vit_digits", tmp_path / f"{n}", f"hosts.count={n}", "max_num_steps=100") for n in (1, 2))
     assert [hosts(tmp_path / f"{n}" / "vit_digits") for n in (1, 2)] == [1, 2]
     assert (two["samples"], two["samples_digest"]) == (one["samples"], one["samples_digest"])
 

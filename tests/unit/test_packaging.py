@@ -49,7 +49,14 @@ def test_pip_is_told_of_no_index_anywhere():
     assert found == []
 
 
-CALLED = {"orbax-checkpoint": "orbax", "pillow": "PIL", "PyYAML": "yaml", "py-spy": "py-spy"}
+CALLED = {
+    "orbax-checkpoint": "orbax",
+    "pillow": "PIL",
+    "PyYAML": "yaml",
+    "py-spy": "py-spy",
+    "vl-convert-python": "vl_convert",
+    "Jinja2": "jinja2",
+}
 """How a dependency is named where it is used, if not by its own name."""
 
 

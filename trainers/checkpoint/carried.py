@@ -14,6 +14,7 @@ from trainers.checkpoint import assets, hugging_face, weights
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, LABELS_FILE, MODEL_FILES, MORE_TEMPLATES, PREPROCESSOR_FILE, TOKENIZER_FILES
 from trainers.errors import TransientError, UsageError
+from trainers.storage import durable
 from trainers.storage.documents import is_url
 
 NAME = "hugging_face"
@@ -100,7 +101,7 @@ def reset_tokenizer(folder: Path) -> None:
         if isinstance(found.get("model"), dict) and found["model"].get("dropout"):
             whole["model"] = found["model"] | {"dropout": None}
         if whole != found:
-            path.write_text(json.dumps(whole))
+            durable.write(path, json.dumps(whole))
 
 
 def _in(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:

@@ -24,7 +24,7 @@ from trainers.checkpoint.trial import UnsavableError, seal_meta
 from trainers.jax_internals import distributed
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem, one_line
-from trainers.storage import documents, ours
+from trainers.storage import ours
 from trainers.storage.documents import StorageError
 from trainers.storage.store import Place
 
@@ -164,7 +164,7 @@ class Commit:
             _await_parts(self.work / manifest.STATE_FOLDER, {*parts} - {""})
         self.merge(self.work / manifest.STATE_FOLDER)
         # Before the names are listed: the manifest covers the meta too.
-        documents.write_text(self.work / manifest.META_FILE, seal_meta(self.meta()))
+        manifest.write_document(self.work / manifest.META_FILE, seal_meta(self.meta()))
         if isinstance(self.work, Place):
             return [[]] * num_hosts  # a bucket tells sizes and tags; to read all that was written would cost as much again
         names = manifest.names_below(self.work)

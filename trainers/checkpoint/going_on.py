@@ -1,4 +1,4 @@
-"""Going on from a run's checkpoint with the settings of now: what has changed, and what that changes. Without JAX."""
+"""Resuming from a checkpoint with changed settings: which settings differ, and what that means. Without JAX."""
 
 from __future__ import annotations
 

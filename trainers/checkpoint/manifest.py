@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
 from trainers.checkpoint.standing import Folder
-from trainers.storage import documents
+from trainers.storage import documents, durable
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import NewerDocument, StorageError
 from trainers.storage.store import Place, StorageProblem
@@ -165,6 +165,15 @@ def _digest_of_object(place: Place) -> Entry:
     return Entry(size, sha256.hexdigest())
 
 
+def write_document(path: Folder, text: str) -> None:
+    """Writes a document of a checkpoint. On a disk it makes no folder: if that is gone, the storage is, and a new one would be on
+    whatever disk is below the mount point. Raises OSError."""
+    if not isinstance(path, Place):
+        durable.write(path, text)
+    else:
+        documents.write_text(path, text)
+
+
 def write(folder: Folder, manifest: Manifest) -> str:
     """Writes the manifest atomically and reads it back; returns its digest. Raises OSError, or DamagedError if it reads
     differently."""
@@ -175,7 +184,7 @@ def write(folder: Folder, manifest: Manifest) -> str:
         **({"at": manifest.at} if manifest.at else {}),
     }
     text = MANIFEST_KIND.text(document)
-    documents.write_text(folder / MANIFEST_FILE, text)
+    write_document(folder / MANIFEST_FILE, text)
     # Read back before the commit: afterwards a torn manifest would look like a damaged checkpoint. A bucket tears nothing.
     if not isinstance(folder, Place) and read(folder) != manifest:
         raise DamagedError(f"{folder / MANIFEST_FILE} does not read as it was written")

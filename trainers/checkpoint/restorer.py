@@ -170,7 +170,7 @@ class Restorer:
         except manifest.DamagedError as error:
             problem = str(error)
             if not path.is_dir():
-                absent = f"{path} is not to be seen here, and host 0 sees it: is the storage mounted?"
+                absent = f"{path} is not visible on this host, but host 0 sees it: is the storage mounted?"
         except (StorageProblem, StorageError) as error:
             absent = f"{path} cannot be read: {error}"
         # One exchange for all: a host that raised before it would leave the others waiting.

@@ -149,8 +149,10 @@ def header(arguments: TrainingArguments, trainer: Any) -> dict[str, Any]:
 
     about: dict[str, Any] = {"ev": "run", "name": arguments.name, "hosts": jax.process_count(), "devices": jax.device_count()}
     known: dict[str, Any] = {"parameters": None, "tokens_per_step": None, "max_steps": arguments.max_num_steps}
-    if (prepare := getattr(trainer, "prepare", None)) is not None:
-        prepare()
+    from trainers.trainer.base_trainer import BaseTrainer
+
+    if isinstance(trainer, BaseTrainer):
+        trainer.prepare()
         each = trainer.task.tokens_per_example
         known["parameters"] = trainer.assembly.design.num_parameters
         known["tokens_per_step"] = arguments.global_batch_size * each

@@ -89,6 +89,6 @@ def _told(path: Path) -> Iterator[None]:
         raise UsageError(f"{path} is written by another process: wait for it, or give another file") from error
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be written: {error.strerror or error}; nothing is left of it: give a file in a folder that is there, "
+            f"{path} cannot be written: {error.strerror or error}; the file was removed: give a file in a folder that is there, "
             "is yours to write, and has room"
         ) from error

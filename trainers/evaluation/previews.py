@@ -89,7 +89,7 @@ class Previews:
         return cls(config, cast(TextTask, task), mesh, seed, Program("preview", jitted, programs, programs.note, frozen))
 
     def __call__(self, params: Any, step: int, model_state: Any = NO_STATE) -> list[dict[str, str]]:
-        """Returns `prompt` and `text`, what follows it, of each preview. `model_state` is what the model has beside its
+        """Returns `prompt` and `text`, what follows it, of each preview. `model_state` is the model's other state, without its
         parameters. All hosts must call this. Raises StageError."""
 
         def prepared(_: Any) -> tuple[Any, ...]:

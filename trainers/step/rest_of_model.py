@@ -1,4 +1,4 @@
-"""What a model has beside its parameters: other state, such as batch statistics, and random streams, such as those of dropout.
+"""The rest of a model, without its parameters: other state, such as batch statistics, and random streams, such as for dropout.
 
 State is carried from step to step like the parameters. A random stream is not: it begins anew with each micro-batch, from a key
 that is a function of what the micro-batch is.

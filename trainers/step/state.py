@@ -53,7 +53,7 @@ class TrainState:
     scaler: dict[str, jax.Array] = field(default_factory=dict)
     """The loss scaler for float16 (`trainers.step.loss_scale`); empty for other types."""
     model_state: dict[str, Any] = field(default_factory=dict)
-    """What the model has beside its parameters, such as batch statistics, in nested dicts; empty if it has nothing."""
+    """The model's other state, such as batch statistics, in nested dicts; empty if it has nothing."""
     pruner_state: Any = field(default_factory=dict)
     """The state of the pruner (`trainers.protocol.Pruner`); empty without one."""
 

@@ -50,7 +50,7 @@ from trainers.optim import pruning
 from trainers.optim.optimizers import build_grouped
 from trainers.optim.schedules import build_schedule
 from trainers.other_systems import INSTEAD_OF_A_METHOD
-from trainers.overrides import check_attributes, check_overrides
+from trainers.overrides import check_attributes, check_overrides, shows
 from trainers.protocol import (
     Batch,
     CheckpointManagerProtocol,
@@ -421,31 +421,37 @@ class BaseTrainer:
     )
 
     @property
+    @shows("configure_model")
     def model(self) -> ModelParts:
         """The parts of the model, after `configure_model`."""
         return self.assembly.design.model
 
     @property
+    @shows("configure_functions")
     def functions(self) -> TrainerConfigureFunctionOutput:
         """The compiled steps and the checkpoint manager, after `configure_functions`."""
         return self.assembly.functions
 
     @property
+    @shows("configure_dataloaders")
     def dataloaders(self) -> TrainerConfigureDataloaderOutput:
         """The loaders, after `configure_dataloaders`."""
         return self.assembly.made_loaders
 
     @property
+    @shows("configure_functions")
     def mesh(self) -> Mesh:
         """The devices of the run. Touches them."""
         return self.assembly.mesh
 
     @property
+    @shows("configure_model")
     def state_shardings(self) -> TrainState:
         """The sharding of each array of the state, after `configure_model`."""
         return self.assembly.state_shardings
 
     @property
+    @shows("configure_model")
     def frozen(self) -> Mapping[str, Any]:
         """The frozen weights on the devices, in nested dicts, by their names: those of `frozen`, and `base` with `lora`. They are
         read now, if they were not: all hosts must call this alike."""

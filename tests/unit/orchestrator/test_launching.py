@@ -90,7 +90,7 @@ def test_somebody_who_interrupts_the_start_gets_a_line_and_no_traceback(job, hap
     monkeypatch.setattr(launching, "load", lambda path, overrides: job)
     assert launching.run("x.yaml", [], launching.How(), began_s=0.0) == outcome.EXIT_FAILED
     assert "Ray is ended" in happened
-    assert capsys.readouterr().err == "error: interrupted before the run began; nothing is left of it\n"
+    assert capsys.readouterr().err == "error: interrupted before the run began; nothing was kept\n"
 
 
 # ---------------------------------------------------------------------- signals
@@ -155,7 +155,7 @@ def test_each_signal_interrupts_the_start_and_nothing_is_left_of_it(job, happene
     finally:
         signal.signal(signal.SIGINT, before)
     assert "Ray is ended" in happened
-    assert capsys.readouterr().err == "error: interrupted before the run began; nothing is left of it\n"
+    assert capsys.readouterr().err == "error: interrupted before the run began; nothing was kept\n"
 
 
 def test_the_file_that_has_the_output_of_the_hosts_is_named_unless_it_is_shown(job):

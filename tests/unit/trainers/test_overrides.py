@@ -185,7 +185,7 @@ def test_an_override_that_is_set_on_the_object_is_an_error(tmp_path):
         ("freeze_module", ("embed",), "it is tuple, and must be a method"),
         ("freeze_module", property(method), "it is property, and must be a method"),
         ("optimizer", method, "it is a property"),
-        ("mesh", method, "it is a property"),
+        ("scheduler", method, "it is a property"),
         ("has_defaults", method, "the trainer has an attribute of this name"),
         ("evaluate", lambda self: 0, ".*expected def evaluate"),
     ],
@@ -238,3 +238,25 @@ def test_the_same_holds_for_callbacks(tmp_path, name, event, problem):
 def test_a_callback_takes_the_keywords_that_it_needs(tmp_path):
     events = {"on_step_end": lambda self, state, loss, **kwargs: 0, "on_save": lambda self, state, step, path: 0, "_x": method}
     trainer(tmp_path, type("Mine", (Callback,), events)())
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("model", "configure_model"),
+        ("mesh", "configure_functions"),
+        ("functions", "configure_functions"),
+        ("dataloaders", "configure_dataloaders"),
+        ("state_shardings", "configure_model"),
+        ("frozen", "configure_model"),
+    ],
+)
+@pytest.mark.parametrize(
+    "how", [property, functools.cached_property, lambda getter: getter], ids=["property", "cached", "method"]
+)
+def test_what_only_shows_what_there_is_cannot_be_overridden(tmp_path, name, remedy, how):
+    refused(
+        tmp_path,
+        {name: how(method)},
+        f"^Mine overrides what only shows what there is:\n  {name}: nothing reads it: override `{remedy}`$",
+    )

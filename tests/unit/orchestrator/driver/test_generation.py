@@ -175,20 +175,20 @@ def silence(waited_s=60.0):
 
 def test_a_gang_hangs_when_all_its_hosts_are_silent():
     generation = taken(num_hosts=3)
-    generation.hear(0, silence())
-    generation.hear(1, silence())
+    generation.note_silence(0, silence())
+    generation.note_silence(1, silence())
     assert not generation.wants_restart
-    generation.hear(0, None)
-    generation.hear(2, silence())
+    generation.note_silence(0, None)
+    generation.note_silence(2, silence())
     assert not generation.wants_restart
-    generation.hear(0, silence())
+    generation.note_silence(0, silence())
     assert generation.broken == dict.fromkeys(range(3), "overdue")
     assert set(generation.overdue) == {0, 1, 2}
 
 
 def test_hosts_that_are_done_break_no_silence():
     generation = taken((0, event("done", step=0, stop_reason="max_steps", result={})))
-    generation.hear(0, silence())
+    generation.note_silence(0, silence())
     assert not generation.wants_restart
-    generation.hear(1, silence())
+    generation.note_silence(1, silence())
     assert generation.broken == {1: "overdue"}

@@ -79,7 +79,7 @@ def test_a_run_that_is_in_use_or_in_a_bucket_is_not_moved(run):
 
 
 @pytest.mark.parametrize(("asked", "name"), [(False, "mine"), (True, "new")])
-def test_without_the_wish_or_without_a_run_nothing_is_moved(run, asked, name):
+def test_without_the_request_or_without_a_run_nothing_is_moved(run, asked, name):
     with fresh.moved_aside(str(run.with_name(name)), asked, free) as line:
         assert line == ""
     assert [path.name for path in run.parent.iterdir()] == ["mine"]

@@ -1,4 +1,4 @@
-"""Checkpoints that were committed and are not to be seen: the storage is to blame, and nothing begins at step 0."""
+"""Checkpoints that were committed and are not visible: the storage is to blame, and nothing begins at step 0."""
 
 import os
 import shutil

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 import trainers.commands.run
@@ -175,3 +176,20 @@ def test_the_exit_status_says_whether_the_training_is_over(run, monkeypatch, rea
     output = TrainerOutput(None, None, None, None, StopReason(reason), {})
     monkeypatch.setattr(trainers.commands.run, "train", lambda arguments, began_s: output)
     assert run()[0] == status
+
+
+def test_a_trainer_of_the_protocol_alone_may_have_a_method_prepare(tmp_path):
+    class Own:
+        def prepare(self):
+            pytest.fail("of its own, and not for the header")
+
+    made = TrainingArguments(name="run", storage=str(tmp_path), max_num_steps=3)
+    assert trainers.commands.run.header(made, Own()) == {
+        "ev": "run",
+        "name": "run",
+        "hosts": 1,
+        "devices": jax.device_count(),
+        "parameters": None,
+        "tokens_per_step": None,
+        "max_steps": made.max_num_steps,
+    }

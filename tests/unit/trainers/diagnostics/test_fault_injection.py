@@ -117,7 +117,7 @@ def test_a_host_out_of_step_is_one_batch_further(folder, injector):
     assert step(injector, 5).batch_index == 6
 
 
-def test_a_stop_is_a_wish_that_all_hosts_agree_on(folder, injector):
+def test_a_stop_is_a_request_that_all_hosts_agree_on(folder, injector):
     order(folder, "stop")
     step(injector)
     assert runtime.current().stop_reason == StopReason.REQUESTED

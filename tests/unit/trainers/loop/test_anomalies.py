@@ -170,7 +170,7 @@ def test_the_status_of_an_update(skip, batches, loss, finite, settings, status):
     assert reduced([[0, 0, skip, 0, batches[0]], [0, 0, 0, 0, batches[1]]], loss, finite, **settings)["status"] == status
 
 
-def test_wishes_waits_and_indices_of_all_hosts_come_out():
+def test_requests_waits_and_indices_of_all_hosts_come_out():
     found = reduced([[0, 3, 0, 250, 7], [2, 1, 0, 70_000, 9]])
     names = ("stop", "saves", "data_wait_us", "batch_index", "newest_batch_index")
     assert [found[name] for name in names] == [2, 3, 70_000, 7, 9]

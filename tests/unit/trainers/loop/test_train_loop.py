@@ -1,4 +1,4 @@
-"""The loop: what it waits for, and when; wishes that become decisions; the order of saving and reading."""
+"""The loop: what it waits for, and when; requests that become decisions; the order of saving and reading."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class World:
         stop, saves, skip, wait, batch_index = flags
         status = UpdateStatus.ORDERED if skip else self.statuses.pop(batch_index, UpdateStatus.APPLIED)
         told = reduced(stop, saves, status, int(wait * 1e6), batch_index, batch_index + (status is UpdateStatus.OUT_OF_STEP))
-        made = OnDevice(self, "bag", self.dispatched, np.ones((len(LAYOUT), 2)))
+        made = OnDevice(self, "sums", self.dispatched, np.ones((len(LAYOUT), 2)))
         rest = {"flags": told, "measured": [], "distributions": []}
         return StepOutput(state + 1, made, *(OnDevice(self, kind, self.dispatched, made) for kind, made in rest.items()))
 
@@ -135,10 +135,10 @@ def test_the_host_never_waits_for_a_step_that_is_not_two_behind():
     assert world.loop.run(0) == (40, StopReason.MAX_STEPS)
     assert world.touched[0] == ("wait", "flags", 1, 1)  # the first step alone: recovery is measured to its end
     between = [touch for touch in world.touched[1:] if touch[3] < 40]
-    assert {kind for _, kind, _, _ in between} == {"flags", "bag", "distributions"}
+    assert {kind for _, kind, _, _ in between} == {"flags", "sums", "distributions"}
     assert all(how == "fetch" and dispatched - step >= 2 for how, _, step, dispatched in between)
-    bags = [step for _, kind, step, _ in world.touched if kind == "bag"]
-    assert bags == [10, 20, 30, 40]  # only what is published is ever fetched
+    fetched = [step for _, kind, step, _ in world.touched if kind == "sums"]
+    assert fetched == [10, 20, 30, 40]  # only what is published is ever fetched
     assert [step for _, kind, step, _ in world.touched if kind == "distributions"] == [20, 40]
     assert [step for kind, step in world.log if kind == "publish"] == [10, 20, 30, 40]
 
@@ -190,7 +190,7 @@ def test_a_save_comes_before_the_next_batch_is_drawn():
     assert order == [("batch", 0), ("batch", 1), ("save", 2), ("batch", 2), ("batch", 3), ("save", 4), ("batch", 4), ("batch", 5)]
 
 
-def test_a_stop_wish_travels_through_the_step_and_stops_two_steps_later():
+def test_a_stop_request_travels_through_the_step_and_stops_two_steps_later():
     world = World(max_steps=None)
     stop_at = 5
 
@@ -206,7 +206,7 @@ def test_a_stop_wish_travels_through_the_step_and_stops_two_steps_later():
     assert state == stop_at + 1 + 2
 
 
-def test_each_save_wish_is_granted_once():
+def test_each_save_request_is_granted_once():
     world = World(max_steps=30)
 
     def batch(k):
@@ -219,7 +219,7 @@ def test_each_save_wish_is_granted_once():
     assert [state for kind, state in world.log if kind == "save"] == [8, 18]
 
 
-def test_a_wish_is_one_more_than_any_host_had():
+def test_a_request_is_one_more_than_any_host_had():
     host_requests = HostRequests(Limits(None, None), None, clock=lambda: 0.0)
     runtime.install(runtime.Runtime(lambda event: None))
     assert host_requests.requested_saves(Agreed(saves=3)) == 0
@@ -228,14 +228,14 @@ def test_a_wish_is_one_more_than_any_host_had():
     assert host_requests.requested_saves(Agreed(saves=4)) == 4
 
 
-def test_minutes_and_limits_are_wishes_by_this_hosts_clock():
+def test_minutes_and_limits_are_requests_by_this_hosts_clock():
     now = [1000.0]
     host_requests = HostRequests(Limits(None, None, deadline_s=1130.0), save_minutes=1.0, clock=lambda: now[0])
     assert (host_requests.stop(), host_requests.requested_saves(Agreed())) == (0, 0)
     now[0] = 1061.0
     assert host_requests.requested_saves(Agreed()) == 1
     now[0] = 1120.0
-    assert (host_requests.stop(), host_requests.requested_saves(Agreed())) == (0, 1)  # counted from the last wish
+    assert (host_requests.stop(), host_requests.requested_saves(Agreed())) == (0, 1)  # counted from the last request
     now[0] = 1130.0
     assert STOP_REASONS[host_requests.stop() - 1] is StopReason.TIME_LIMIT
 
@@ -319,7 +319,7 @@ def test_a_save_made_good_ends_the_tries_and_the_next_failure_begins_anew():
     retry = Retry()
     assert not retry.due(True, 0.0)
     assert retry.due(True, 10.0)
-    assert not retry.due(True, 11.0)  # wished, not started yet
+    assert not retry.due(True, 11.0)  # requested, not started yet
     retry.tried(12.0)
     assert not retry.due(True, 31.0)
     assert not retry.due(False, 40.0)
@@ -327,7 +327,7 @@ def test_a_save_made_good_ends_the_tries_and_the_next_failure_begins_anew():
     assert retry.due(True, 60.0)
 
 
-def test_a_try_that_another_host_wished_counts():
+def test_a_try_that_another_host_requested_counts():
     retry = Retry()
     assert not retry.due(True, 0.0)
     retry.tried(9.0)
@@ -335,7 +335,7 @@ def test_a_try_that_another_host_wished_counts():
     assert retry.due(True, 29.0)
 
 
-def test_a_failed_save_is_a_wish():
+def test_a_failed_save_is_a_request():
     now, failing = [0.0], [True]
     host_requests = HostRequests(Limits(None, None), None, lambda: failing[0], clock=lambda: now[0])
     runtime.install(runtime.Runtime(lambda event: None))

@@ -222,6 +222,21 @@ def test_a_loss_may_be_a_dict_whose_total_drives_the_update_and_whose_parts_are_
     assert not np.allclose(states[0].params["out"], plain.params["out"], atol=1e-4)
 
 
+class OnlyTheSecondTerm(TableTask):
+    """No sample has a target of the first term."""
+
+    def loss(self, model, batch):
+        plain = super().loss(model, batch)
+        return {"first": (plain.loss_sum * 0, plain.num_targets * 0), "second": plain[:2]}
+
+
+@pytest.mark.costs("compiles a step and trains")
+def test_the_loss_of_a_batch_without_targets_of_the_first_term_is_that_of_the_others(tmp_path, events):
+    trainer(tmp_path, task=f"{__name__}:OnlyTheSecondTerm", max_num_steps=1, checkpoint={"save_at_end": False}).train()
+    assert [*losses(events).values()] == by_step(events, "second")
+    assert by_step(events, "second")[0] > 1
+
+
 class MeanOverBatches(TableTask):
     """The loss of a micro-batch is its largest sample id, whatever its number of targets."""
 
