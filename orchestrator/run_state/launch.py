@@ -46,7 +46,7 @@ TIMELINE = "timeline.jsonl"
 PLACE = ("name", "storage")
 """Settings that say where a run is, and not what it does."""
 STORE_EVERY_S = 1.0
-STORE_IN_BUCKET_EVERY_S = 5.0
+STORE_IN_BUCKET_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 5.0, 60.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
 HURRIED_CLOSE_TIMEOUT_S = 1.0
 """The same when the machine is about to be taken away. The next launch ships what is left."""
@@ -130,6 +130,7 @@ class Launch:
         """Problems with the files of an earlier driver, as sentences."""
         self.progress = Progress(Goodput(started_at_s), course_of_points=course, stored_at_s=started_at_s)
         self._folder, self._writer = folder, writer
+        self._looked_at_s = started_at_s
         self._store_every_s = STORE_IN_BUCKET_EVERY_S if documents.is_url(folder.path) else STORE_EVERY_S
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._course = course
@@ -250,8 +251,15 @@ class Launch:
         document = self._document()
         self._write(STATE, lambda: self._folder.write(STATE_KIND, document))
         self._write("the requests", self._look_for_requests)
-        if (path := self.progress.saved_path) is not None and self._gone != path:
+        if (path := self.progress.saved_path) is not None and self._gone != path and self._may_look():
             self._writer.put("the look at the newest checkpoint", lambda: self._look_for(path))
+
+    def _may_look(self) -> bool:
+        """Whether it is time to look for the newest checkpoint. In a bucket, a look is paid for."""
+        if self._store_every_s == STORE_EVERY_S or self._monotonic() - self._looked_at_s >= LOOK_IN_BUCKET_EVERY_S:
+            self._looked_at_s = self._monotonic()
+            return True
+        return False
 
     def new_requests(self) -> Iterator[Request]:
         """Yields what was asked of this launch in its storage since the last call (`gangway stop`)."""

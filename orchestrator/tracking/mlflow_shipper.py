@@ -375,7 +375,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("run_dir", help="the run's folder: STORAGE/NAME")
     parser.add_argument("--follow", type=int, metavar="PID", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    folder = documents.join(os.path.abspath(options.run_dir), FOLDER)
+    folder = documents.join(identity.local_folder(options.run_dir), FOLDER)
     if not documents.exists(documents.join(folder, RUN)):
         parser.error(f"{folder}/{RUN} does not exist: expected the folder of a run that was tracked with MLflow")
     try:

@@ -98,11 +98,13 @@ class Profiler(Callback):
         if self._trace is not None:
             self._report(trace, "another profile was under way")
             return
+        if "://" in trace.folder:
+            self._report(trace, "a profile is not written to a bucket: give profile.folder an absolute path of the machine")
+            return
         self._trace = trace
         runtime.current().profiling = True
         try:
-            if "://" not in trace.folder:
-                os.makedirs(trace.folder, exist_ok=True)  # before the start: once JAX could not write, it never traces again
+            os.makedirs(trace.folder, exist_ok=True)  # before the start: once JAX could not write, it never traces again
             jax.profiler.start_trace(trace.folder)
         except Exception as error:  # a profile that fails must not end the run
             self._over(trace, f"it could not be started: {error}")

@@ -15,6 +15,7 @@ from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, LABELS_FILE, MODEL_FILES, MORE_TEMPLATES, PREPROCESSOR_FILE, TOKENIZER_FILES
 from trainers.errors import TransientError, UsageError
 from trainers.storage import durable
+from trainers.storage.documents import is_url
 
 NAME = "hugging_face"
 """The name of the asset."""
@@ -39,16 +40,25 @@ def of(arguments: TrainingArguments, run_folder: str) -> dict[str, HuggingFaceFi
     """Returns the asset by its name, or nothing if the run has no such files. They are those of what the run begins with, or of
     the base of its adapters: a folder of Hugging Face, or a run that carries such files itself. Where the folders that the
     settings name are gone, the files are those that the run has kept."""
-    kept = Path(run_folder, assets.FOLDER, NAME)
     files: dict[str, Path] = {}
     base = None if arguments.lora is None else arguments.lora.base
     for begun in (base, None if arguments.init_from is None else arguments.init_from.path):
         if begun is not None:
-            files |= _in(_files_of(Path(os.path.expanduser(begun))) or kept, (*MODEL_FILES, PREPROCESSOR_FILE))
+            path = Path(os.path.expanduser(begun))
+            files |= _in(_files_of(path) or _kept(run_folder, path), (*MODEL_FILES, PREPROCESSOR_FILE))
     if (tokenizer := arguments.data.tokenizer) not in (None, BYTES):
         path = Path(os.path.expanduser(str(tokenizer)))
-        files |= {ALONE: path} if path.is_file() else _of_tokenizer(path if path.is_dir() else kept)
+        files |= {ALONE: path} if path.is_file() else _of_tokenizer(path if path.is_dir() else _kept(run_folder, path))
     return {NAME: HuggingFaceFiles(files)} if files else {}
+
+
+def _kept(run_folder: str, begun: Path) -> Path:
+    """Returns the folder with the files that the run has kept of what it began with. Raises UsageError for a run in a bucket."""
+    if not is_url(run_folder):
+        return Path(run_folder, assets.FOLDER, NAME)
+    if not begun.exists():
+        raise UsageError(f"{begun} is gone, and what a run in a bucket has kept of its files is not read: bring it back")
+    return begun
 
 
 def _files_of(begun: Path) -> Path | None:

@@ -92,7 +92,8 @@ def parse(content: str | bytes, where: object) -> Any:
 def exists(path: Where) -> bool:
     """Whether there is such a document, or such a folder. Raises OSError if that cannot be found out."""
     place = place_of(path)
-    return place.exists() or place.is_dir()
+    # In a bucket what is asked for by this is a folder, most often: one request tells that.
+    return place.is_dir() or place.exists() if is_url(path) else place.exists() or place.is_dir()
 
 
 def delete(path: Where) -> None:
