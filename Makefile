@@ -72,7 +72,7 @@ parity: env  ## Make the models that the tests compare ours with, by torch and t
 	@build/parity/bin/python tests/parity_vision.py
 	@$(MAKE) --no-print-directory parity-random
 
-parity-random:
+parity-random: env  ## Compare PAIRS=50 random models with transformers, after `make parity`
 	@$(IN_VENV) -m tests.parity_random draw build/parity_random $(PAIRS)
 	@build/parity/bin/python tests/parity_random.py theirs build/parity_random
 	@$(IN_VENV) -m tests.parity_random compare build/parity_random

@@ -30,6 +30,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "init": Command("orchestrator.init", "write a small project of your own, which runs at once"),
     "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
+    "plan": Command("orchestrator.plan", "what a run will need: memory, time of a step, days, goodput, price; --on v5e-256"),
     "compile": Command("orchestrator.compile", "compile a run for its hosts, which need not be there: memory, exchanges"),
     "train": Command("trainers.run", "the same training in one process, without Ray"),
     "prepare": Command("trainers.prepare", "make the tokens of the data once, for all hosts; trains a tokenizer, too"),

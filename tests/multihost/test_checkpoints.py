@@ -191,8 +191,8 @@ class UnmountedOnHost1(ShardedTableTask):
         from trainers.checkpoint import manager
 
         super().__init__(arguments)
-        real = manager.layout.local
-        manager.layout.local = lambda path: real(f"{path}-empty" if jax.process_index() == 1 else path)
+        real = manager.layout.folder_of
+        manager.layout.folder_of = lambda path: real(f"{path}-empty" if jax.process_index() == 1 else path)
 
 
 class UnreadableOnHost1(ShardedTableTask):

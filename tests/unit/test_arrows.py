@@ -59,8 +59,8 @@ FLOORS = {
         ("planning", "runs"),
         ("report",),
         ("driver", "faultlab", "checkpoints"),
-        ("launching",),
-        ("run", "compile", "profile", "init", "gangway", "chaos", "verify"),
+        ("launching", "compile"),
+        ("run", "plan", "profile", "init", "gangway", "chaos", "verify"),
         ("library", "launched"),
     ),
 }

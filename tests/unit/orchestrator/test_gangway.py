@@ -114,7 +114,7 @@ def test_it_lists_its_commands(words, status, capsys):
     [
         ("rnu", "there is no command 'rnu'; did you mean gangway run?"),
         ("checkpoint", "did you mean gangway checkpoints?"),
-        ("zzz", "there is no command 'zzz'; expected one of init, run, compile, train"),
+        ("zzz", "there is no command 'zzz'; expected one of init, run, plan, compile, train"),
         ("quickstart.yaml", "to train what it describes: gangway run quickstart.yaml"),
     ],
 )

@@ -1,0 +1,227 @@
+"""What a run will need: `gangway plan CONFIG [--on NAME] [key=value ...]`. Nothing is started, and no machine is taken.
+
+It joins the arithmetic of `--dry-run`, the compiled step of `gangway compile`, and the figures of the hardware: memory of a
+device, FLOPs, exchanges, the expected time of a step, tokens a day, days to the end, checkpoints, goodput, and a price.
+NAME: v5e-256 (chips of a slice), v5p-512x4 (of four slices), h100-8x16 (GPUs of a machine x machines); default: `hosts`.
+Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainers.first_line import say
+from trainers.program import program
+from trainers.terminal import command
+
+EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
+SAVE_BYTES_PER_S = 1e9
+"""What one host writes of a checkpoint, to a bucket or a shared disk: an assumption."""
+SMALLER = (
+    ("model.remat=full", "keeps less of the forward pass"),
+    ("accumulation_steps={twice}", "halves the micro-batch"),
+    ("optimizer.moment_dtype=bfloat16", "halves the moments"),
+)
+"""What makes a step need less memory, tried in this order where it does not fit."""
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=program("orchestrator.plan"), description=__doc__.split("\n\n")[1])
+    parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 global_batch_size=512")
+    parser.add_argument("--on", metavar="NAME", help="other machines than `hosts`: v5e-256, v5p-512x4, h100-8x16")
+    parser.add_argument("--price", type=float, metavar="P", help="of a device-hour, in your currency")
+    parser.add_argument("--hours-between-failures", type=float, metavar="H", help="of the whole run; default: by its devices")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_intermixed_args(argv)
+    say(f"planning {options.config}: nothing is started", stream=sys.stderr)
+    # After the first line: this imports much.
+    from orchestrator.config.job import ConfigError, load
+    from orchestrator.planning import hardware
+    from orchestrator.planning.child import PlanError
+    from trainers.config.masking import masked
+    from trainers.storage import not_finite
+
+    try:
+        machines = [] if options.on is None else hardware.overrides_for(options.on)
+        config = load(options.config, [*machines, *options.overrides])
+        found = planned(config, options)
+    except (ConfigError, ValueError) as error:
+        print(f"error: {masked(str(error))}", file=sys.stderr)
+        return EXIT_REFUSED
+    except PlanError as error:
+        print(f"error: {masked(str(error))}", file=sys.stderr)
+        return EXIT_FAILED
+    print(not_finite.dumps(found, indent=1) if options.json else "\n".join(lines(found)))
+    return EXIT_FITS if found["fits"] else EXIT_REFUSED
+
+
+def planned(config: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the plan. Raises ConfigError with what is wrong, and PlanError if the compiler failed."""
+    from orchestrator.planning import hardware, report
+
+    estimate = report.check(config)
+    step = compiled(config)
+    facts = step["facts"]
+    device = hardware.of(config.hosts.kind, config.hosts.accelerator, options.on)
+    found: dict[str, Any] = {
+        "name": config.training.name,
+        "on": options.on,
+        "devices": estimate.num_devices,
+        "hosts": estimate.num_hosts,
+        "mesh": estimate.mesh,
+        "parameters": estimate.parameters,
+        "tokens_per_step": estimate.tokens_per_step,
+        "flops_per_step": estimate.flops_per_step,
+        "checkpoint_bytes": estimate.checkpoint_bytes,
+        "max_steps": estimate.max_steps,
+        "fits": step["problem"] is None,
+        "problem": step["problem"],
+        "remedy": step["remedy"],
+        "memory": dict(facts.get("memory", {})),
+        "memory_of_device": None if device is None else device.memory_bytes,
+        "state_bytes_per_device": estimate.state_bytes_per_device,
+        "exchanged": exchanged(facts),
+    }
+    return found | timed(config, estimate, found, device, options)
+
+
+def compiled(config: Any) -> dict[str, Any]:
+    """Returns the facts of the compiled step. If it does not fit, also why, and the first of SMALLER with which it does."""
+    from orchestrator import compile as compiling
+    from orchestrator.config.job import ConfigError
+
+    try:
+        return {"facts": compiling.facts(config), "problem": None, "remedy": None}
+    except ConfigError as error:
+        if "does not fit in the memory" not in str(error):
+            raise
+        problem = str(error).strip().splitlines()[-1].strip()
+    for override, why in SMALLER:
+        changed = override.format(twice=2 * config.training.accumulation_steps)
+        try:
+            facts = compiling.facts(with_override(config, changed))
+        except ConfigError:
+            continue
+        return {"facts": facts, "problem": problem, "remedy": f"{changed} ({why})"}
+    return {"facts": {}, "problem": problem, "remedy": None}
+
+
+def with_override(config: Any, override: str) -> Any:
+    """Returns the configuration with one setting changed. Raises ConfigError."""
+    from orchestrator.config.job import build, to_dict
+
+    data, (keys, _, value) = to_dict(config), override.partition("=")
+    *sections, last = keys.split(".")
+    within = data
+    for section in sections:
+        within = within[section]
+    within[last] = int(value) if value.isdigit() else value
+    return build(data)
+
+
+def exchanged(facts: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the bytes that one device exchanges in a step, by kind."""
+    found: dict[str, int] = {}
+    for kind, _, _, size in facts.get("exchanged", ()):
+        found[kind] = found.get(kind, 0) + size
+    return found
+
+
+def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what follows from the time of a step; nothing where there are no figures for the hardware, or for the model."""
+    from orchestrator.planning import roofline
+
+    if device is None or estimate.flops_per_step is None or not found["fits"]:
+        return {"step_s": None}
+    several = estimate.num_hosts > 1 if config.hosts.kind == "gpu" else config.hosts.slices > 1
+    work = roofline.Work(
+        flops=estimate.flops_per_step / estimate.num_devices,
+        state_bytes=estimate.state_bytes_per_device or 0,
+        exchanged_bytes=sum(found["exchanged"].values()),
+        crosses_network=several,
+    )
+    step = roofline.step_time(work, device)
+    save_every_s = save_interval_s(config.training.checkpoint, step.seconds)
+    hours = options.hours_between_failures
+    goodput = roofline.expected_goodput(estimate.num_devices, save_every_s, hours_between_failures=hours)
+    days = None if estimate.max_steps is None else estimate.max_steps * step.seconds / goodput / roofline.DAY_S
+    per_day = goodput * roofline.DAY_S / step.seconds * (estimate.tokens_per_step or 0)
+    low, high = device.spread
+    return {
+        "step_s": step.seconds,
+        "step_s_range": [step.seconds * device.reached / high, step.seconds * device.reached / low],
+        "bound_by": step.bound_by,
+        "mfu": roofline.utilization(work, device),
+        "save_every_s": save_every_s,
+        "save_s": (estimate.checkpoint_bytes or 0) / estimate.num_hosts / SAVE_BYTES_PER_S,
+        "goodput": goodput,
+        "tokens_per_day": per_day,
+        "days": days,
+        "price": None if options.price is None or days is None else days * 24 * estimate.num_devices * options.price,
+    }
+
+
+def save_interval_s(checkpoint: Any, step_s: float) -> float:
+    """Returns the time between saves; a day, if only the end saves."""
+    by_steps = [] if checkpoint.save_steps is None else [checkpoint.save_steps * step_s]
+    by_minutes = [] if checkpoint.save_minutes is None else [checkpoint.save_minutes * 60.0]
+    return min([*by_steps, *by_minutes, 86400.0])
+
+
+def lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what a person reads."""
+    from orchestrator.planning.report import scaled
+    from trainers.console.text import seconds
+
+    where = f" on {found['on']}" if found["on"] else ""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    yield f"{found['name']}{where}: {found['devices']} devices on {found['hosts']} hosts, mesh {mesh}"
+    if found["parameters"]:
+        yield f"parameters       {found['parameters']:,} ({scaled(found['parameters']).strip()})"
+    yield from _memory_lines(found)
+    if found["exchanged"]:
+        kinds = ", ".join(f"{kind} {scaled(size)}B" for kind, size in found["exchanged"].items())
+        yield f"exchanged        {kinds}, by one device in a step"
+    if found["flops_per_step"]:
+        yield f"FLOPs a step     {scaled(found['flops_per_step'])}FLOP, {scaled(found['tokens_per_step'])}tokens"
+    if found["step_s"] is None:
+        yield "step             not predicted: there are no figures for this hardware (--on NAME), or it does not fit"
+        return
+    low, high = found["step_s_range"]
+    yield (
+        f"step             {found['step_s']:.3g} s ({low:.3g} to {high:.3g} by published runs), MFU {found['mfu']:.0%}, "
+        f"bound by {found['bound_by']}"
+    )
+    yield f"tokens           {scaled(found['tokens_per_day'])}a day"
+    yield (
+        f"checkpoint       {scaled(found['checkpoint_bytes'] or 0)}B, every {seconds(found['save_every_s'])}; written in some "
+        f"{seconds(found['save_s'])}, beside the steps"
+    )
+    yield f"goodput          {found['goodput']:.1%} expected"
+    if found["days"] is not None:
+        yield f"whole run        {found['max_steps']:,} steps in {found['days']:.3g} days"
+    if found["price"] is not None:
+        yield f"price            {found['price']:,.0f}"
+
+
+def _memory_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    from orchestrator.planning.report import scaled
+
+    memory, limit = found["memory"], found["memory_of_device"]
+    if found["problem"]:
+        yield f"memory           {found['problem']}"
+        yield f"to make it fit   {found['remedy'] or 'none of the usual changes is enough: take more devices'}"
+    if memory:
+        of = f" of {scaled(limit)}B ({memory['peak'] / limit:.0%})" if limit else ""
+        state, rest = memory["arguments"], max(0, memory["peak"] - memory["arguments"])
+        peak = f"{scaled(memory['peak'])}B of a device at the peak{of}"
+        yield f"memory           {peak}: state and batch {scaled(state)}B, the rest {scaled(rest)}B"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""`gangway plan`: what a run will need, of a real compiled step."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import pytest
+
+from orchestrator import compile as compiling
+from orchestrator import plan
+from orchestrator.config.job import ConfigError, load
+from tests import ROOT
+
+TINY = str(ROOT / "configs" / "tiny.yaml")
+
+
+@pytest.mark.costs("compiles a step for several devices")
+def test_a_plan_for_other_machines(tmp_path, capsys):
+    words = [TINY, f"storage={tmp_path}", "--on", "h100-2x2", "--price", "2", "--hours-between-failures", "10", "dtype=bfloat16"]
+    assert plan.main([*words, "--json"]) == plan.EXIT_FITS
+    found = json.loads(capsys.readouterr().out)
+    assert (found["devices"], found["hosts"], found["fits"], found["problem"]) == (4, 2, True, None)
+    assert found["memory"]["peak"] > found["memory"]["arguments"] > found["state_bytes_per_device"] > 0
+    assert found["step_s"] > 0
+    assert found["step_s_range"][0] < found["step_s"] < found["step_s_range"][1]
+    assert found["days"] == pytest.approx(found["max_steps"] * found["step_s"] / found["goodput"] / 86400)
+    assert found["price"] == pytest.approx(found["days"] * 24 * 4 * 2)
+    assert found["tokens_per_day"] == pytest.approx(found["tokens_per_step"] * found["goodput"] * 86400 / found["step_s"])
+
+
+def lines_of(**changes):
+    found = {
+        "name": "a",
+        "on": "v5e-4",
+        "devices": 4,
+        "hosts": 1,
+        "mesh": {"data": 4},
+        "parameters": 1000,
+        "memory": {"peak": 8e9, "arguments": 3e9},
+        "memory_of_device": 16e9,
+        "problem": None,
+        "remedy": None,
+        "exchanged": {"all-reduce": 1000},
+        "flops_per_step": 1e12,
+        "tokens_per_step": 512,
+        "step_s": None,
+    }
+    return list(plan.lines(found | changes))
+
+
+def test_what_a_person_reads():
+    timed = {
+        "step_s": 2.0,
+        "step_s_range": [1.5, 3.0],
+        "mfu": 0.5,
+        "bound_by": "products",
+        "tokens_per_day": 2e7,
+        "checkpoint_bytes": 12e9,
+        "save_every_s": 600.0,
+        "save_s": 12.0,
+        "goodput": 0.99,
+        "days": 3.5,
+        "max_steps": 1000,
+        "price": 1234.5,
+    }
+    assert lines_of(**timed) == [
+        "a on v5e-4: 4 devices on 1 hosts, mesh data 4",
+        "parameters       1,000 (1 k)",
+        "memory           8 GB of a device at the peak of 16 GB (50%): state and batch 3 GB, the rest 5 GB",
+        "exchanged        all-reduce 1 kB, by one device in a step",
+        "FLOPs a step     1 TFLOP, 512 tokens",
+        "step             2 s (1.5 to 3 by published runs), MFU 50%, bound by products",
+        "tokens           20 Ma day",
+        "checkpoint       12 GB, every 10 min 00 s; written in some 12.0 s, beside the steps",
+        "goodput          99.0% expected",
+        "whole run        1,000 steps in 3.5 days",
+        "price            1,234",
+    ]
+    assert lines_of()[-1].startswith("step             not predicted: there are no figures for this hardware")
+
+
+def test_a_step_that_does_not_fit_is_refused_with_the_change_that_was_tried(monkeypatch, tmp_path):
+    """Here in place of the compiler: one that has room for full rematerialization alone."""
+    tried = []
+
+    def facts(config):
+        tried.append((config.training.model.remat, config.training.accumulation_steps))
+        if config.training.accumulation_steps < 2:
+            raise ConfigError("tiny", ["the step does not fit in the memory of a device: 20G exceeds 15.75G"])
+        return {"memory": {"peak": 1, "arguments": 1}, "exchanged": []}
+
+    monkeypatch.setattr(compiling, "facts", facts)
+    found = plan.compiled(load(TINY, [f"storage={tmp_path}", "global_batch_size=16"]))
+    assert tried == [("none", 1), ("full", 1), ("none", 2)]
+    assert found["problem"] == "the step does not fit in the memory of a device: 20G exceeds 15.75G"
+    assert found["remedy"] == "accumulation_steps=2 (halves the micro-batch)"
+    assert lines_of(problem=found["problem"], remedy=found["remedy"])[2:4] == [
+        "memory           the step does not fit in the memory of a device: 20G exceeds 15.75G",
+        "to make it fit   accumulation_steps=2 (halves the micro-batch)",
+    ]
+
+
+def test_saves_by_steps_and_by_minutes():
+    both = types.SimpleNamespace(save_steps=100, save_minutes=10.0)
+    assert plan.save_interval_s(both, 2.0) == 200.0
+    assert plan.save_interval_s(both, 60.0) == 600.0
+    assert plan.save_interval_s(types.SimpleNamespace(save_steps=None, save_minutes=None), 1.0) == 86400.0
+
+
+def test_wrong_words_are_refused(capsys):
+    assert plan.main([TINY, "--on", "v5f-256"]) == plan.EXIT_REFUSED
+    assert "did you mean v5" in capsys.readouterr().err
