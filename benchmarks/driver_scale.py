@@ -120,7 +120,7 @@ class OneRun:
         silence_s = max(POLL_S, self.hosts / HOSTS_PER_POLL_S) + SILENCE_S
         silent = FAULTS[name] is cut_off
         knowable_s = self.struck_s + silence_s if silent else min(self.world.trouble_told_s, default=self.struck_s)
-        tell_incident(name, self.made.launch.incidents[-1], knowable_s + fake_gang.EPOCH_S, self.meter.read()[0])
+        tell_incident(name, self.made.launch.progress.incidents[-1], knowable_s + fake_gang.EPOCH_S, self.meter.read()[0])
         if self.left:
             self.play.save()  # so that the next restart is not delayed for want of progress
             self.play.after(6.5, self.strike)

@@ -92,7 +92,7 @@ def test_two_slices_are_counted_slice_by_slice_and_find_each_other(take):
     assert {env["MEGASCALE_NUM_SLICES"] for env in envs} == {"2"}
     assert {env["MEGASCALE_COORDINATOR_ADDRESS"] for env in envs} == {gang.descriptions[0]["host_ip"]}
     assert {env["MEGASCALE_PORT"] for env in envs} == {"8081"}
-    assert [gang.slice_of(host) for host in range(4)] == [0, 0, 1, 1]
+    assert [gang.orders(host)["slice"] for host in range(4)] == [0, 0, 1, 1]
     assert gang.orders(3)["slice"] == 1
 
 
@@ -207,7 +207,7 @@ def test_of_two_slices_the_whole_one_keeps_its_hosts(cluster, take):
     """A run of one slice or two, which has lost a machine."""
     gang = take(tpu(min_slices=1, max_slices=2))
     assert len(gang.members) == 4
-    assert [gang.slice_of(host) for host in range(4)] == [0, 0, 1, 1]
+    assert [gang.orders(host)["slice"] for host in range(4)] == [0, 0, 1, 1]
     (name, _), lost, kept = workers(gang)[3], gang.members[3], gang.members[:2]
     pids = [about["pid"] for about in gang.descriptions[:2]]
     with without(cluster, lost.node_id, name):
