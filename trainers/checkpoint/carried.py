@@ -25,12 +25,18 @@ LENGTHS = ("truncation", "padding")
 
 
 class HuggingFaceFiles:
-    """Files by their names in a folder of Hugging Face."""
+    """Files by their names in a folder of Hugging Face. `gone` is a folder that has some of them and is not there: nothing is
+    saved then, but whoever only looks at a run needs none."""
 
-    def __init__(self, files: Mapping[str, Path]):
-        self.files = files
+    def __init__(self, files: Mapping[str, Path], gone: Path | None = None):
+        self.files, self._gone = files, gone
 
     def save_pretrained(self, folder: str) -> None:
+        """Raises UsageError if a folder of theirs is gone."""
+        if self._gone is not None:
+            raise UsageError(
+                f"{self._gone} is gone, and what a run in a bucket has kept of its files is not read: bring the folder back"
+            )
         for name, path in self.files.items():
             Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, Path(folder, name))
@@ -39,26 +45,25 @@ class HuggingFaceFiles:
 def of(arguments: TrainingArguments, run_folder: str) -> dict[str, HuggingFaceFiles]:
     """Returns the asset by its name, or nothing if the run has no such files. They are those of what the run begins with, or of
     the base of its adapters: a folder of Hugging Face, or a run that carries such files itself. Where the folders that the
-    settings name are gone, the files are those that the run has kept."""
+    settings name are gone, the files are those that the run has kept; of a run in a bucket these are not read."""
     files: dict[str, Path] = {}
+    named = [arguments.data.tokenizer] if arguments.data.tokenizer not in (None, BYTES) else []
     base = None if arguments.lora is None else arguments.lora.base
     for begun in (base, None if arguments.init_from is None else arguments.init_from.path):
         if begun is not None:
+            named.append(begun)
             path = Path(os.path.expanduser(begun))
             files |= _in(_files_of(path) or _kept(run_folder, path), (*MODEL_FILES, PREPROCESSOR_FILE))
     if (tokenizer := arguments.data.tokenizer) not in (None, BYTES):
         path = Path(os.path.expanduser(str(tokenizer)))
         files |= {ALONE: path} if path.is_file() else _of_tokenizer(path if path.is_dir() else _kept(run_folder, path))
-    return {NAME: HuggingFaceFiles(files)} if files else {}
+    gone = [path for path in (Path(os.path.expanduser(name)) for name in named) if is_url(run_folder) and not path.exists()]
+    return {NAME: HuggingFaceFiles(files, next(iter(gone), None))} if files or gone else {}
 
 
 def _kept(run_folder: str, begun: Path) -> Path:
-    """Returns the folder with the files that the run has kept of what it began with. Raises UsageError for a run in a bucket."""
-    if not is_url(run_folder):
-        return Path(run_folder, assets.FOLDER, NAME)
-    if not begun.exists():
-        raise UsageError(f"{begun} is gone, and what a run in a bucket has kept of its files is not read: bring it back")
-    return begun
+    """Returns the folder with the files that the run has kept of what it began with; of a run in a bucket `begun`."""
+    return begun if is_url(run_folder) else Path(run_folder, assets.FOLDER, NAME)
 
 
 def _files_of(begun: Path) -> Path | None:

@@ -123,7 +123,7 @@ def test_everything_that_a_launch_cannot_take_is_told_at_once(tmp_path):
     with pytest.raises(UsageError) as raised:
         library.launch(wrong, hosts=2, seed=3, drivr={})
     told = str(raised.value)
-    assert "seed: launch takes hosts, driver, tracking and their keys, and Training(...) takes all others" in told
+    assert "seed: launch takes hosts, driver, tracking, notify and their keys, and Training(...) takes all others" in told
     assert "drivr: launch takes" in told
     assert "did you mean driver?" in told
     assert "run_dir: a launch keeps its checkpoints there" in told

@@ -16,6 +16,7 @@ from tests.unit.training import arguments
 from trainers.base import BaseTrainer
 from trainers.checkpoint import carried, export
 from trainers.config.hf_files import MORE_TEMPLATES
+from trainers.errors import UsageError
 from trainers.export import to_hugging_face
 from trainers.text import tokenizers
 
@@ -127,3 +128,13 @@ def test_all_chat_templates_of_a_tokenizer_are_carried(words, tmp_path):
     of = carried.of(arguments(tmp_path, **SETTINGS, data=DATA | {"tokenizer": str(words)}), str(tmp_path / "run"))
     of[carried.NAME].save_pretrained(str(tmp_path))
     assert (tmp_path / MORE_TEMPLATES / "tool_use.jinja").read_text() == "{{ messages }}"
+
+
+def test_of_a_run_in_a_bucket_a_folder_that_is_gone_is_an_error_when_its_files_are_saved_and_not_before(tmp_path):
+    """A plan or a compilation needs none of them."""
+    gone = tmp_path / "gone"
+    settings = arguments(tmp_path, **SETTINGS, data=DATA | {"tokenizer": str(gone)})
+    (files,) = carried.of(settings, "gs://bucket/run").values()
+    with pytest.raises(UsageError, match=f"{gone} is gone, and what a run in a bucket has kept of its files is not read"):
+        files.save_pretrained(str(tmp_path))
+    assert carried.of(settings, str(tmp_path / "run")) == {}
