@@ -130,15 +130,16 @@ class Launch:
         """Problems with the files of an earlier driver, as sentences."""
         self.progress = Progress(Goodput(started_at_s), course_of_points=course, stored_at_s=started_at_s)
         self._folder, self._writer = folder, writer
-        self._looked_at_s = started_at_s
-        self._store_every_s = STORE_IN_BUCKET_EVERY_S if documents.is_url(folder.path) else STORE_EVERY_S
+        self._in_bucket = documents.is_url(folder.path)
+        self._store_every_s = STORE_IN_BUCKET_EVERY_S if self._in_bucket else STORE_EVERY_S
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._course = course
         self._num_published = self._num_marks = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
         self._told_gone: str | None = None
-        self._monotonic, self._stored_at_s = monotonic, monotonic()
+        self._monotonic = monotonic
+        self._stored_at_s = self._looked_at_s = monotonic()
         self._restore()
         # The trainers keep a record of commits too: it may be newer than a `launch.json` that was lost or damaged.
         self.progress.committed = self.progress.committed.and_(recorded).and_(Committed(run=uuid.uuid4().hex[:12]))
@@ -256,10 +257,11 @@ class Launch:
 
     def _may_look(self) -> bool:
         """Whether it is time to look for the newest checkpoint. In a bucket, a look is paid for."""
-        if self._store_every_s == STORE_EVERY_S or self._monotonic() - self._looked_at_s >= LOOK_IN_BUCKET_EVERY_S:
-            self._looked_at_s = self._monotonic()
-            return True
-        return False
+        now_s = self._monotonic()
+        if self._in_bucket and now_s - self._looked_at_s < LOOK_IN_BUCKET_EVERY_S:
+            return False
+        self._looked_at_s = now_s
+        return True
 
     def new_requests(self) -> Iterator[Request]:
         """Yields what was asked of this launch in its storage since the last call (`gangway stop`)."""

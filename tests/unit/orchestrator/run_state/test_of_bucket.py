@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.driver import halt
 from orchestrator.run_state import mirror, requests
+from orchestrator.run_state.launch import open_launch
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.tracking import of_bucket
 from orchestrator.tracking.config import TrackingConfig
@@ -71,6 +72,28 @@ def test_a_run_keeps_its_identity_when_it_is_moved_and_a_copy_gets_its_own(run):
     assert identity.of(f"{run}-again") == (first.id, ())
     place_of(f"{run}/run.json").put(b"{")
     assert "run.json: damaged" in identity.of(run).told[0]
+
+
+def test_a_newest_checkpoint_that_is_deleted_in_a_bucket_is_told_within_a_minute(run):
+    """The two clocks are far apart, as they are on a machine."""
+    now = {"s": 100.0}
+    tracking = TrackingConfig(mlflow=False)
+    opened = open_launch(run, "launch", 1.7e9, tracking, {}, lambda: 1.7e9 + now["s"], monotonic=lambda: now["s"])
+    try:
+        checkpoint = place_of(f"{run}/checkpoints/40-1_0_0c9e41aa/meta.json")
+        checkpoint.put(b"{}")
+        opened.saved(40, checkpoint.parent.url)
+        checkpoint.store.delete(checkpoint.key)
+        now["s"] += 30
+        opened.store()
+        assert opened.flush(30)
+        assert not opened.checkpoint_is_gone(), "each look is paid for"
+        now["s"] += 31
+        opened.store()
+        assert opened.flush(30)
+        assert [opened.checkpoint_is_gone() for _ in range(2)] == [True, False]
+    finally:
+        opened.close("FINISHED", 30.0)
 
 
 def test_metrics_are_here_and_their_segments_in_the_bucket(run):
