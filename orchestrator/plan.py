@@ -93,7 +93,7 @@ def planned(config: Any, options: argparse.Namespace) -> dict[str, Any]:
 def compiled(config: Any) -> dict[str, Any]:
     """Returns the facts of the compiled step. If it does not fit, also why, and the first of SMALLER with which it does."""
     from orchestrator import compile as compiling
-    from orchestrator.config.job import ConfigError
+    from orchestrator.config.job import ConfigError, build, to_dict
 
     try:
         return {"facts": compiling.facts(config), "problem": None, "remedy": None}
@@ -104,24 +104,11 @@ def compiled(config: Any) -> dict[str, Any]:
     for override, why in SMALLER:
         changed = override.format(twice=2 * config.training.accumulation_steps)
         try:
-            facts = compiling.facts(with_override(config, changed))
+            facts = compiling.facts(build(to_dict(config), overrides=[changed]))
         except ConfigError:
             continue
         return {"facts": facts, "problem": problem, "remedy": f"{changed} ({why})"}
     return {"facts": {}, "problem": problem, "remedy": None}
-
-
-def with_override(config: Any, override: str) -> Any:
-    """Returns the configuration with one setting changed. Raises ConfigError."""
-    from orchestrator.config.job import build, to_dict
-
-    data, (keys, _, value) = to_dict(config), override.partition("=")
-    *sections, last = keys.split(".")
-    within = data
-    for section in sections:
-        within = within[section]
-    within[last] = int(value) if value.isdigit() else value
-    return build(data)
 
 
 def exchanged(facts: Mapping[str, Any]) -> dict[str, int]:
@@ -180,7 +167,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
     where = f" on {found['on']}" if found["on"] else ""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
-    yield f"{found['name']}{where}: {found['devices']} devices on {found['hosts']} hosts, mesh {mesh}"
+    devices, hosts = (f"{found[one]} {one if found[one] != 1 else one[:-1]}" for one in ("devices", "hosts"))
+    yield f"{found['name']}{where}: {devices} on {hosts}, mesh {mesh}"
     if found["parameters"]:
         yield f"parameters       {found['parameters']:,} ({scaled(found['parameters']).strip()})"
     yield from _memory_lines(found)
@@ -197,7 +185,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         f"step             {found['step_s']:.3g} s ({low:.3g} to {high:.3g} by published runs), MFU {found['mfu']:.0%}, "
         f"bound by {found['bound_by']}"
     )
-    yield f"tokens           {scaled(found['tokens_per_day'])}a day"
+    yield f"tokens           {scaled(found['tokens_per_day']).strip()} a day"
     yield (
         f"checkpoint       {scaled(found['checkpoint_bytes'] or 0)}B, every {seconds(found['save_every_s'])}; written in some "
         f"{seconds(found['save_s'])}, beside the steps"

@@ -27,7 +27,7 @@ from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.policies.watchdog import WatchdogConfig
 from orchestrator.tracking.config import TrackingConfig
 from trainers import settings
-from trainers.config import attention, near_keys
+from trainers.config import attention, near_keys, yaml_source
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
 from trainers.config.conversion import convert_sections
 from trainers.config.masking import MASK, masked
@@ -117,9 +117,12 @@ def load(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> JobConf
     return _job(settings.load(path, overrides, SECTIONS, _cross_check))
 
 
-def build(data: Mapping[str, Any], name: str = "configuration") -> JobConfig:
-    """Makes a configuration from data in the form of the file, such as `to_dict` returns. Raises ConfigError."""
-    return _job(settings.build(Source(name, dict(data)), SECTIONS, _cross_check))
+def build(data: Mapping[str, Any], name: str = "configuration", overrides: Iterable[str] = ()) -> JobConfig:
+    """Makes a configuration from data in the form of the file, such as `to_dict` returns; `overrides` are those of `load`. Raises
+    ConfigError."""
+    source = Source(name, dict(data))
+    yaml_source.override(source, overrides)
+    return _job(settings.build(source, SECTIONS, _cross_check))
 
 
 def to_dict(config: JobConfig) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What a device of each kind can do, and how much of it training reaches. Figures of the vendors, and of published runs.
 
-TPU: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. NVIDIA: the data sheets of A100, H100 and H200 (SXM). What training
-reaches is the middle of published utilizations of dense models in bfloat16: of MaxText's and AXLearn's for TPUs, of both and of
-Megatron's for GPUs.
+TPU: https://cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. NVIDIA: the data sheets of A100, H100 and H200 (SXM). The peaks are
+those that the metric `mfu` is computed from. What training reaches is the middle of published utilizations of dense models in
+bfloat16: of MaxText's and AXLearn's for TPUs, of both and of Megatron's for GPUs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import re
 from dataclasses import dataclass
 
 from trainers.config.section import did_you_mean
+from trainers.metrics.peak_flops import peak_flops_per_s
 
-GB, TB = 1e9, 1e12
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,23 @@ class Hardware:
     """The least and the greatest of the published shares."""
 
 
+def _peak(kind: str) -> float:
+    """`kind` is JAX's name of the device."""
+    peak = peak_flops_per_s(kind, "bfloat16")
+    assert peak is not None, kind
+    return peak
+
+
 DEVICES = {
     hardware.name: hardware
     for hardware in (
-        Hardware("v4", 275 * TB, 32 * GB, 1228 * GB, 270 * GB, 3 * GB, 0.57, (0.52, 0.62)),
-        Hardware("v5e", 197 * TB, 16 * GB, 819 * GB, 200 * GB, 3 * GB, 0.63, (0.60, 0.67)),
-        Hardware("v5p", 459 * TB, 95 * GB, 2765 * GB, 600 * GB, 6 * GB, 0.67, (0.64, 0.71)),
-        Hardware("v6e", 918 * TB, 32 * GB, 1640 * GB, 448 * GB, 6 * GB, 0.443, (0.38, 0.51)),
-        Hardware("a100", 312 * TB, 80 * GB, 2039 * GB, 300 * GB, 25 * GB, 0.50, (0.43, 0.56)),
-        Hardware("h100", 989 * TB, 80 * GB, 3350 * GB, 450 * GB, 50 * GB, 0.46, (0.38, 0.55)),
-        Hardware("h200", 989 * TB, 141 * GB, 4800 * GB, 450 * GB, 50 * GB, 0.46, (0.38, 0.55)),
+        Hardware("v4", _peak("TPU v4"), 32 * GB, 1228 * GB, 270 * GB, 3 * GB, 0.57, (0.52, 0.62)),
+        Hardware("v5e", _peak("TPU v5 lite"), 16 * GB, 819 * GB, 200 * GB, 3 * GB, 0.63, (0.60, 0.67)),
+        Hardware("v5p", _peak("TPU v5p"), 95 * GB, 2765 * GB, 600 * GB, 6 * GB, 0.67, (0.64, 0.71)),
+        Hardware("v6e", _peak("TPU v6 lite"), 32 * GB, 1640 * GB, 448 * GB, 6 * GB, 0.443, (0.38, 0.51)),
+        Hardware("a100", _peak("A100"), 80 * GB, 2039 * GB, 300 * GB, 25 * GB, 0.50, (0.43, 0.56)),
+        Hardware("h100", _peak("H100"), 80 * GB, 3350 * GB, 450 * GB, 50 * GB, 0.46, (0.38, 0.55)),
+        Hardware("h200", _peak("H200"), 141 * GB, 4800 * GB, 450 * GB, 50 * GB, 0.46, (0.38, 0.55)),
     )
 }
 TPU, GPU = ("v4", "v5e", "v5p", "v6e"), ("a100", "h100", "h200")

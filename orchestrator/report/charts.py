@@ -26,8 +26,9 @@ def lines(
     """A line for each curve, with its name and its last value at its end."""
     names = list(curves)
     colors = {name: SERIES[number % len(SERIES)] for number, name in enumerate(names)}
-    rows = [{"x": px, "y": py, "of": name} for name, points in curves.items() for px, py in thinned(points)]
-    ends = [{"x": points[-1][0], "y": points[-1][1], "of": name} for name in names if (points := thinned(curves[name]))]
+    drawn = {name: thinned(points) for name, points in curves.items()}
+    rows = [{"x": px, "y": py, "of": name} for name, points in drawn.items() for px, py in points]
+    ends = [{"x": points[-1][0], "y": points[-1][1], "of": name} for name, points in drawn.items() if points]
     largest = max((abs(y) for points in curves.values() for _, y in points), default=0.0)
     axis: dict[str, Any] = {"title": None, "tickCount": 5}
     if percent or largest >= 10_000 or 0 < largest < 0.01:

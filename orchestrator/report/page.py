@@ -160,10 +160,10 @@ def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
     found = []
     for title, unit, names in wanted:
         drawn = {
-            _label(run, name, several): _course(record.curve(name), name)
+            _label(run, name, several): _course(points, name)
             for run, record in records.items()
             for name in names
-            if len(record.curve(name)) > (0 if name.startswith("eval_") else 1)
+            if len(points := record.curve(name)) > (0 if name.startswith("eval_") else 1)
         }
         if drawn:
             found.append(charts.lines(title, unit, drawn, percent=title.startswith("Model FLOPs")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 MAX_POINTS = 600
@@ -28,11 +29,11 @@ def smoothed(points: Sequence[tuple[float, float]], share: float = 0.02) -> list
     if size == 1:
         return list(points)
     total, result = 0.0, []
-    window: list[float] = []
+    window: deque[float] = deque()
     for x, y in points:
         window.append(y)
         total += y
         if len(window) > size:
-            total -= window.pop(0)
+            total -= window.popleft()
         result.append((x, total / len(window)))
     return result

@@ -90,9 +90,12 @@ def _of_hosts(marks: Sequence[Mark], states: Sequence[Mark], began_s: float, las
     """A host starts in the phases that it has told. It trains when the run does, and until the run does something else."""
     bars = []
     changes = [mark for mark in states if KINDS.get(str(mark.about.get("state"))) not in ("starting", None)]
-    for host in sorted({mark.about["host"] for mark in marks if mark.ev == "phase" and "host" in mark.about}):
+    by_host: dict[int, list[Mark]] = {}
+    for mark in marks:
+        if mark.ev == "phase" and "host" in mark.about:
+            by_host.setdefault(mark.about["host"], []).append(mark)
+    for host, own in sorted(by_host.items()):
         row = f"host {host}"
-        own = [mark for mark in marks if mark.ev == "phase" and mark.about.get("host") == host]
         for mark, until_s in _until_next(own, last_s):
             end_s = min([until_s, *(change.at_s for change in changes if change.at_s > mark.at_s)])
             bars.append(Bar(row, mark.at_s - began_s, end_s - began_s, "starting"))

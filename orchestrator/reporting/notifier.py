@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import subprocess
@@ -145,4 +144,4 @@ def _reason(error: Exception) -> str:
             return f"it did not end within {COMMAND_TIMEOUT_S:.0f} s"
         case FileNotFoundError():
             return f"there is no program {error.filename}"
-    return type(error).__name__ if isinstance(error, json.JSONDecodeError) else str(error)
+    return str(error)

@@ -33,7 +33,7 @@ def fetch(run_dir: str, folder: Path) -> None:
 
 def _metrics(run_dir: str) -> bytes:
     segments = of_bucket.segments_of(run_dir)
-    copied = b"".join((segments / name).get() or b"" for name, _ in of_bucket.in_order(segments))
+    copied = b"".join(of_bucket.contents(segments, of_bucket.in_order(segments)))
     # On the driver's machine there may be more than was copied yet.
     here = Path(identity.local_folder(run_dir), FOLDER, SPOOL)
     return max(copied, here.read_bytes() if here.exists() else b"", key=len)

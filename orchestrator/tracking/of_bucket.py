@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from orchestrator.tracking.spool import FOLDER, SPOOL
@@ -38,8 +38,7 @@ def fetch(run_dir: str) -> None:
     if sum(size for _, size in wanted) <= here:
         return
     with durable.whole(path) as file:
-        for name, _ in wanted:
-            file.write((place / name).get() or b"")
+        file.writelines(contents(place, wanted))
 
 
 def in_order(segments: Place) -> list[tuple[str, int]]:
@@ -52,6 +51,11 @@ def in_order(segments: Place) -> list[tuple[str, int]]:
             found.append((entry.name, entry.size))
             end += entry.size
     return found
+
+
+def contents(segments: Place, wanted: Iterable[tuple[str, int]]) -> Iterator[bytes]:
+    """Yields what the segments hold that `in_order` has returned. Raises OSError."""
+    return ((segments / name).get() or b"" for name, _ in wanted)
 
 
 class Segments:

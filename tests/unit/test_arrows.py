@@ -125,6 +125,7 @@ LIGHT_MODULES = tuple(
         "foreign_errors",
         "metrics/__init__",
         "metrics/host_usage",
+        "metrics/peak_flops",
         "models/__init__",
         "models/hf/__init__",
         "models/hf/computed",

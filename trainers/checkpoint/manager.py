@@ -212,7 +212,7 @@ class _AsSaved:
 
     def broken(self) -> list[str]:
         """Returns the leaves that are not finite and should be. Waits for the device."""
-        return self._measured.broken(self.measurement.described()["not_finite"])
+        return self._measured.broken(self.measurement.described["not_finite"])
 
     def error(self) -> NonFiniteStateError:
         return NonFiniteStateError(self._step, self.broken())
@@ -221,4 +221,4 @@ class _AsSaved:
         """Returns the whole meta. Raises CommitError if the state is broken. Waits for the device."""
         if self.broken():
             raise CommitError(str(self.error()))
-        return {**self._about, **self.measurement.described()}
+        return {**self._about, **self.measurement.described}

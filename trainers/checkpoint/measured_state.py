@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -28,8 +29,9 @@ class Measurement:
     shapes: dict[str, str]
     _on_device: jax.Array
 
-    def described(self) -> dict[str, Any]:
-        """Returns what a checkpoint's meta says of the arrays in it. Waits for the device; any thread may call it."""
+    @cached_property
+    def described(self) -> Mapping[str, Any]:
+        """What a checkpoint's meta says of the arrays in it. The first look waits for the device; it may be in any thread."""
         rows = wait_for_device(self._on_device)
         return {
             "shapes": self.shapes,
@@ -71,7 +73,7 @@ class MeasuredState:
 
     def described(self, state: TrainState) -> dict[str, Any]:
         """Returns what a checkpoint's meta says of the arrays in it. All hosts must call this."""
-        return self.begin(state).described()
+        return dict(self.begin(state).described)
 
     def broken(self, not_finite: Mapping[str, int]) -> list[str]:
         """Returns the names of the leaves that have more values that are not finite than as the run began. `not_finite` are

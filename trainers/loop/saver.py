@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from trainers.loop.time_used import TimeUsed
 from trainers.protocol import CheckpointManagerProtocol
 from trainers.runtime import multihost
 from trainers.step.state import TrainState
+
+LAST_SAVE_PAUSES_S = (1.0, 5.0)
+"""Before each further try to save the last step."""
 
 
 @dataclass
@@ -90,20 +94,31 @@ class Saver:
             raise CheckpointError(_unsavable(problem))
         self.callbacks.report_saved(self.info, self.complete)
 
-    def finish(self, *, must_have_last: bool) -> int | None:
-        """Waits for the save in progress, and returns the step of the last checkpoint. Raises SaveFailedError if
-        `must_have_last` and that is not the last step."""
+    def finish(self, last: TrainState | None = None) -> int | None:
+        """Waits for the save in progress, and returns the step of the last checkpoint. `last` is the state of the last step, if
+        its checkpoint must be there: a save of it that has failed is tried again after each of LAST_SAVE_PAUSES_S, since a
+        restart would have to train those steps anew. Raises SaveFailedError if it fails each time."""
         manager, step = self.manager, self.info.batch_index
-        # Old checkpoints too: the process ends soon, and would leave them half deleted.
-        manager.wait()
-        self.report_saved()
         # All hosts raise or none: a host that raised alone would leave the others in the next exchange.
-        if must_have_last and not multihost.every_host("saved at the end", manager.last_saved_step == step):
-            why = getattr(manager, "problem", "")
-            raise SaveFailedError(
-                f"training is over, but the checkpoint of its last step, {step}, could not be saved{why and f': {why}'}"
-            )
+        pauses_s = iter(LAST_SAVE_PAUSES_S)
+        while not self._ended(last):
+            if (pause_s := next(pauses_s, None)) is None:
+                why = getattr(manager, "problem", "")
+                raise SaveFailedError(
+                    f"training is over, but the checkpoint of its last step, {step}, could not be saved{why and f': {why}'}"
+                )
+            time.sleep(pause_s)
+            assert last is not None
+            self.save(last, patient=True)
         return multihost.from_host0("last checkpoint", manager.last_saved_step)
+
+    def _ended(self, last: TrainState | None) -> bool:
+        """Waits for the save in progress. Returns whether nothing is left to be saved."""
+        # Old checkpoints too: the process ends soon, and would leave them half deleted.
+        self.manager.wait()
+        self.report_saved()
+        saved = self.manager.last_saved_step == self.info.batch_index
+        return last is None or multihost.every_host("saved at the end", saved)
 
     def meta(self, batch_index: int) -> dict[str, Any]:
         """Returns the JSON that a checkpoint carries beside the state; `restore` reads it back."""

@@ -29,14 +29,22 @@ def write(path: Path, text: str) -> None:
 
 
 def write_shared(path: Path, contents: bytes, mode: int) -> None:
-    """Like `write`, with a mode, to which the umask applies.
+    """Like `write`, with a mode, to which the umask applies."""
+    with replaced(path, mode) as file:
+        file.write(contents)
+
+
+@contextmanager
+def replaced(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yields a file beside `path`, which gets that name when the block ends; nothing is left if the block raises. Several
+    processes may do so at the same time: the last one wins. Raises OSError. For one writer at a time see `whole`.
 
     A process that is killed leaves a file whose name ends in `.tmp`, which no later write replaces.
     """
     temporary = beside(path)
     try:
         with created(temporary, mode) as file:
-            file.write(contents)
+            yield file
             file.flush()
             sync(file.fileno())
         # Only after the sync: otherwise a power cut could leave the new name on an empty file.

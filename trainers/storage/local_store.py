@@ -130,17 +130,8 @@ class LocalStore(Store):
         target = self.path(name)
         with open(path, "rb") as source, _problems(target):
             _make(target.parent)
-            temporary = durable.beside(target)
-            try:
-                with durable.created(temporary) as file:
-                    shutil.copyfileobj(source, file, 1 << 20)
-                    file.flush()
-                    durable.sync(file.fileno())
-                os.replace(temporary, target)
-            except BaseException:
-                ours.delete(temporary, ours.TEMPORARY)
-                raise
-            durable.sync_folder(target.parent)
+            with durable.replaced(target) as file:
+                shutil.copyfileobj(source, file, 1 << 20)
 
     def download(self, name: str, path: Path) -> None:
         with _problems(self.path(name)):

@@ -114,8 +114,8 @@ class OvertakenError(Exception):
 
 
 class Row:
-    """The row of a run, of one writer. Every method raises OSError if the storage fails, and StorageError if a record is damaged
-    or of a newer program. Threads must not share one."""
+    """The row of a run, of one writer. Its threads may share one. Every method raises OSError if the storage fails, and
+    StorageError if a record is damaged or of a newer program."""
 
     def __init__(self, folder: Place, *, sleep: Callable[[float], None] = time.sleep):
         self._folder, self._sleep = folder, sleep

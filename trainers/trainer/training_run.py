@@ -317,7 +317,7 @@ class TrainingRun:
             saver.save_model(state, patient=True)
         host.phase("finish")
         with self.info.showing(state):
-            saved = saver.finish(must_have_last=must_save)
+            saved = saver.finish(state if must_save else None)
         metrics = self._final_metrics(state)
         if reason.finished:
             metrics["sample"] = next((preview["prompt"] + preview["text"] for preview in loop.previewer.generate(state)), None)

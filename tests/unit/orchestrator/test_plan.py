@@ -65,13 +65,13 @@ def test_what_a_person_reads():
         "price": 1234.5,
     }
     assert lines_of(**timed) == [
-        "a on v5e-4: 4 devices on 1 hosts, mesh data 4",
+        "a on v5e-4: 4 devices on 1 host, mesh data 4",
         "parameters       1,000 (1 k)",
         "memory           8 GB of a device at the peak of 16 GB (50%): state and batch 3 GB, the rest 5 GB",
         "exchanged        all-reduce 1 kB, by one device in a step",
         "FLOPs a step     1 TFLOP, 512 tokens",
         "step             2 s (1.5 to 3 by published runs), MFU 50%, bound by products",
-        "tokens           20 Ma day",
+        "tokens           20 M a day",
         "checkpoint       12 GB, every 10 min 00 s; written in some 12.0 s, beside the steps",
         "goodput          99.0% expected",
         "whole run        1,000 steps in 3.5 days",

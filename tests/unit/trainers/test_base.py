@@ -210,7 +210,9 @@ def test_what_is_no_saved_state_cannot_be_loaded(tmp_path, events):
         made.load_pretrained(str(tmp_path / "nothing"))
 
 
-def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path, events):
+def test_a_last_checkpoint_that_cannot_be_saved_is_an_error(tmp_path, events, monkeypatch):
+    monkeypatch.setattr("trainers.loop.saver.LAST_SAVE_PAUSES_S", (0.0,))
+
     class FillTheDisk(Callback):
         """A file where the folder of the checkpoints should be made."""
 

@@ -13,7 +13,7 @@ from trainers.checkpoint import trial
 from trainers.errors import CheckpointError, SaveFailedError, kind_of
 from trainers.loop.evaluator import Evaluator
 from trainers.loop.lineage import Lineage
-from trainers.loop.saver import Saver
+from trainers.loop.saver import LAST_SAVE_PAUSES_S, Saver
 from trainers.loop.time_used import TimeUsed
 
 
@@ -53,6 +53,14 @@ def saver(tmp_path, events):
     )
 
 
+@pytest.fixture
+def slept(monkeypatch):
+    """How long it has waited, in seconds."""
+    found = []
+    monkeypatch.setattr("time.sleep", found.append)
+    return found
+
+
 @pytest.mark.parametrize("patient", [True, False])
 def test_a_save_waits_for_the_one_before_and_hands_on_state_meta_and_patience(saver, events, patient):
     saver.save("state", patient=patient)
@@ -85,13 +93,23 @@ def test_a_checkpoint_that_became_complete_is_told_to_the_callbacks_once(saver):
     assert told == [(saver.info, saver.complete)]
 
 
-def test_at_the_end_the_last_step_must_have_been_saved(saver):
-    assert saver.finish(must_have_last=False) == 3
+def test_at_the_end_the_last_step_must_have_been_saved(saver, slept):
+    assert saver.finish() == 3
     with pytest.raises(SaveFailedError, match="the checkpoint of its last step, 5, could not be saved"):
-        saver.finish(must_have_last=True)
+        saver.finish("state")
     saver.manager.last_saved_step = 5
-    assert saver.finish(must_have_last=True) == 5
-    assert [name for name, _, _ in saver.manager.asked] == ["wait"] * 3
+    assert saver.finish("state") == 5
+    again = ["wait", "wait_for_save", "save"]
+    assert [name for name, _, _ in saver.manager.asked] == ["wait", *again, *again, "wait", "wait"]
+    assert slept == list(LAST_SAVE_PAUSES_S)
+
+
+def test_a_last_save_that_failed_is_tried_again_while_the_state_is_at_hand(saver, slept, monkeypatch):
+    monkeypatch.setattr(
+        Manager, "save", lambda self, step, *given, **named: setattr(self, "last_saved_step", step), raising=False
+    )
+    assert saver.finish("state") == 5
+    assert slept == [1.0]
 
 
 def test_what_was_recorded_comes_back_and_at_the_beginning_there_is_nothing(saver, events):
@@ -109,10 +127,10 @@ def test_a_save_that_can_never_work_ends_the_run_at_once_and_for_good(saver):
     assert kind_of(caught.value)["deterministic"]
 
 
-def test_why_the_last_save_failed_is_said_at_the_end(saver):
+def test_why_the_last_save_failed_is_said_at_the_end(saver, slept):
     saver.manager.problem = "no room in /data"
     with pytest.raises(SaveFailedError, match=r"its last step, 5, could not be saved: no room in /data"):
-        saver.finish(must_have_last=True)
+        saver.finish("state")
 
 
 @pytest.mark.costs("compiles a step")
