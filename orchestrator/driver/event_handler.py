@@ -138,7 +138,7 @@ class EventHandler:
         return [event for _, event in sorted(found.items())]
 
     def _takes(self, generation: Generation, host: int, event: Mapping[str, Any]) -> bool:
-        """Whether an event is one of this generation. One that is no event is dropped, and told once of each host."""
+        """Whether an event is one of this generation. One that is no event is dropped, and reported once for each host."""
         if problem := problem_of(event):
             kind = str(event.get("ev"))[:50] if isinstance(event, Mapping) else ""
             if (host, kind) not in self._odd:

@@ -285,7 +285,7 @@ def test_the_driver_reaches_only_the_light_modules_of_trainers():
     assert reached <= allowed
 
 
-def test_a_wrong_configuration_is_told_without_waiting_for_ray():
+def test_a_wrong_configuration_is_reported_without_waiting_for_ray():
     reached = imported_with(
         *("orchestrator.launching", "orchestrator.planning.report", "orchestrator.config.job"),
         *("orchestrator", "orchestrator.library"),

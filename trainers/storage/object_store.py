@@ -92,7 +92,7 @@ class ObjectStore(Store):
         self._bulk = client if bulk is None else bulk
         self._client, self._prefix, self._advice = client, f"{prefix}/" if prefix else "", advice
         self.keeps_versions = False
-        """Whether a write has shown that the bucket keeps what is replaced and deleted; told by S3 alone."""
+        """Whether a write has shown that the bucket keeps what is replaced and deleted; only S3 says so."""
 
     def get(self, name: str) -> bytes | None:
         import obstore

@@ -120,7 +120,7 @@ def test_what_a_rollback_took_back_is_not_drawn(tmp_path):
     assert record.read(tmp_path).curve("loss") == [(10.0, 3.0), (20.0, 2.0)]
 
 
-def test_settings_that_changed_at_a_resume_are_told(tmp_path):
+def test_settings_that_changed_at_a_resume_are_reported(tmp_path):
     folder = tmp_path / "tracking"
     folder.mkdir()
     rows = [{"t": 1.0, "params": {"seed": "0", "a": "1"}}, {"t": 2.0, "params": {"seed": "0", "a": "2"}}]
