@@ -16,6 +16,7 @@ from cluster.agent import events as agent_events
 from orchestrator.board import BoardLike
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.host_times import HostTimes
+from orchestrator.driver.outages import Outages
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.state import DriverState
 from orchestrator.events import HostEvent, Level, Status, problem_of
@@ -35,6 +36,7 @@ from trainers.runtime.events import (
     Notice,
     Preview,
     Profile,
+    RequestsFailed,
     Restored,
     Saved,
     SaveFailed,
@@ -82,6 +84,7 @@ class EventHandler:
         self.launch, self.board, self.reporter, self.gauges, self.clock = launch, board, reporter, gauges, clock
         self.recorders = recorders
         self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.progress.step_s.items()}
+        self.outages = Outages(launch.progress, self.note, clock)
         self.new_checkpoint = False
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
@@ -182,7 +185,7 @@ class EventHandler:
                 self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
             case "saved":
                 self._on_saved(host, event)
-            case "save_failed" | "notice":
+            case "save_failed" | "notice" | "requests_failed":
                 self._on_warning(host, event)
             case "restored":
                 self._on_restored(host, event)
@@ -272,8 +275,10 @@ class EventHandler:
         else:
             self.note(f"host {host}: {event['message']}")
 
-    def _on_warning(self, host: int, event: SaveFailed | Notice | agent_events.MachineNotice) -> None:
-        if event["ev"] == "notice":
+    def _on_warning(self, host: int, event: SaveFailed | Notice | RequestsFailed | agent_events.MachineNotice) -> None:
+        if event["ev"] == "requests_failed":
+            self.outages.failed(event["number"], event["why"], f"host {host}")
+        elif event["ev"] == "notice":
             self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
         else:
             failed = f"the checkpoint of step {event['step']} failed"

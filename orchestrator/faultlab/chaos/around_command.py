@@ -10,7 +10,7 @@ import re
 import time
 
 from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
-from orchestrator.faultlab.testbed.live_run import Run
+from orchestrator.faultlab.testbed.live_run import Run, step_of
 from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 
 FULL_S = 15.0
@@ -78,7 +78,7 @@ def free_disk_and_go_on(testbed: Testbed, injection: Injection) -> None:
 
 
 def newest_saved(run: Run) -> int:
-    return int(run.checkpoints()[-1].name) if run.checkpoints() else 0
+    return step_of(run.checkpoints()[-1]) if run.checkpoints() else 0
 
 
 def last_words(run: Run, injection: Injection) -> tuple[int, int] | None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import psutil
 
-from orchestrator.faultlab.testbed.live_run import Run, RunError
+from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.testbed.local_cluster import Cluster
 from orchestrator.faultlab.testbed.resources import MlflowServer, SmallDisk
+from trainers.checkpoint.standing import Folder
+from trainers.storage.opening import place_of
 
 SLOW_S, SLOW_STEPS = 0.3, 25
 TRACKING_DOWN_S = 3.0
@@ -204,16 +206,19 @@ def _damage(testbed: Testbed, fault: Fault, change: Callable[[bytes, random.Rand
     """Damages a file of the newest checkpoint, and kills a process so that it has to be read."""
     rng = random.Random(fault.salt)
     newest = testbed.run.checkpoints()[-1]
-    path = pick_file(newest, rng)
-    data = path.read_bytes()
-    path.write_bytes(change(data, rng))
-    return {**kill_process(testbed, fault), "checkpoint": int(newest.name), "file": str(path.relative_to(newest))}
+    name = pick_file(newest, rng)
+    path = newest / name
+    if isinstance(path, Path):
+        path.write_bytes(change(path.read_bytes(), rng))
+    else:
+        path.put(change(path.get() or b"", rng))
+    return {**kill_process(testbed, fault), "checkpoint": step_of(newest), "file": name}
 
 
-def pick_file(folder: Path, rng: random.Random) -> Path:
-    """One that holds something."""
+def pick_file(folder: Folder, rng: random.Random) -> str:
+    """Returns the name in the folder of one that holds something."""
     # Sorted: the same seed has to choose the same file again.
-    return rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+    return rng.choice(sorted(entry.name for entry in place_of(folder).list() if entry.size))
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
@@ -242,10 +247,16 @@ def a_program_was_refused(testbed: Testbed, injection: Injection) -> bool:
     return len(REFUSED.findall(testbed.run.console())) > injection.details["said_before"]
 
 
+def on_disk(run: Run) -> Path:
+    """Returns the folder of a run that is not in a bucket."""
+    assert isinstance(run.run_dir, Path)
+    return run.run_dir
+
+
 def take_checkpoints_away(testbed: Testbed, fault: Fault) -> Details:
     """As when a share is not mounted any more: the folder is gone, or an empty one lies in its place. Then a process is killed,
     and the run looks for its checkpoints."""
-    folder = testbed.run.run_dir / CHECKPOINTS
+    folder = on_disk(testbed.run) / CHECKPOINTS
     empty = bool(fault.salt % 2)
     folder.rename(folder.with_name(CHECKPOINTS_AWAY))
     if empty:
@@ -255,7 +266,7 @@ def take_checkpoints_away(testbed: Testbed, fault: Fault) -> Details:
 
 def bring_checkpoints_back(testbed: Testbed, injection: Injection) -> None:
     """Over what was written in their place meanwhile, if anything was: that is kept beside them."""
-    folder = testbed.run.run_dir / CHECKPOINTS
+    folder = on_disk(testbed.run) / CHECKPOINTS
     with suppress(FileNotFoundError):
         injection.details["written_meanwhile"] = sorted(path.name for path in folder.iterdir())
         folder.rename(folder.with_name(f"{CHECKPOINTS}-meanwhile-{injection.incidents_before}"))

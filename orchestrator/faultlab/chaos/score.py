@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection
 from orchestrator.run_state.goodput import check_sum
+from orchestrator.run_state.stored import CHECKPOINTS
+from trainers.checkpoint.standing import Folder, committed_in
+from trainers.storage.store import Place
 
 LEDGER_TOLERANCE = 1e-3
 """Of the wall clock: by so much its categories may miss it."""
@@ -169,8 +172,18 @@ def _problems(injection: Injection, incidents: Sequence[Incident]) -> Iterator[s
             yield f"went on from step {incident['resumed_step']}, with a checkpoint of step {injection.oldest_checkpoint}"
 
 
-def unfinished_files(run_dir: Path) -> list[str]:
+def unfinished_files(run_dir: Folder) -> list[str]:
+    if isinstance(run_dir, Place):
+        return _unfinished_objects(run_dir)
     return sorted(f"file {path.relative_to(run_dir)}" for pattern in UNFINISHED for path in run_dir.rglob(pattern))
+
+
+def _unfinished_objects(run: Place) -> list[str]:
+    names = [entry.name for entry in run.list()]
+    left = [name for name in names if any(fnmatch(part, pattern) for part in name.split("/") for pattern in UNFINISHED)]
+    committed = {kept.folder for kept in committed_in(run / CHECKPOINTS).values()}
+    nobodys = [name for name in (run / CHECKPOINTS).folders() if name not in committed]
+    return sorted([*(f"object {name}" for name in left), *(f"a checkpoint that no record names: {name}" for name in nobodys)])
 
 
 def kept(summary: Mapping[str, Any]) -> dict[str, Any]:
