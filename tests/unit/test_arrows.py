@@ -47,7 +47,7 @@ FLOORS = {
         ("loop", "diagnostics"),
         ("trainer",),
         ("planning", "commands", "worker", "library", "base"),
-        ("run", "evaluate", "generate", "export", "prepare", "reference", "data.__main__"),
+        ("run", "evaluate", "generate", "export", "prepare", "reference", "data.__main__", "pyfunc"),
     ),
     "cluster": (("hosts", "ray_internals"), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
@@ -76,6 +76,7 @@ LIGHT_MODULES = tuple(
         "checkpoint/going_on",
         "checkpoint/layout",
         "checkpoint/manifest",
+        "checkpoint/mlflow_model",
         "checkpoint/readers",
         "checkpoint/retention",
         "checkpoint/standing",
