@@ -59,6 +59,7 @@ class _State(TypedDict):
     trained_step: NotRequired[int]
     committed: NotRequired[committed.Committed]
     published: dict[str, int]
+    newest: NotRequired[dict[str, dict[str, Any]]]
     seen: _Seen
 
 
