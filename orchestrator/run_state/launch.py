@@ -28,7 +28,7 @@ from orchestrator.run_state.incident_log import Entry
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
 from orchestrator.run_state.processes import this_machine
-from orchestrator.run_state.progress import Progress
+from orchestrator.run_state.progress import Progress, kind_of
 from orchestrator.run_state.requests import Request
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
@@ -221,6 +221,8 @@ class Launch:
         # Read here: the write may come much later, if the storage hangs.
         at_s = self.clock()
         self._num_published += 1
+        if (kind := kind_of(metrics)) is not None:
+            self.progress.newest[kind] = dict(metrics)
         # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
         self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
 

@@ -163,6 +163,7 @@ LIGHT_MODULES = tuple(
         "storage/refused",
         "storage/row",
         "storage/sealed",
+        "storage/several",
         "storage/shapes",
         "storage/store",
     )

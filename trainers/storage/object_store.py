@@ -242,7 +242,8 @@ class ObjectStore(Store):
         return f"{self.url}/{name}" if name else self.url
 
     def _entry(self, item: Mapping[str, Any]) -> Entry:
-        return Entry(item["path"].removeprefix(self._prefix), item["size"], item["e_tag"] or item["version"] or "")
+        name, tag = item["path"].removeprefix(self._prefix), item["e_tag"] or item["version"] or ""
+        return Entry(name, item["size"], tag, item["last_modified"].timestamp())
 
     def _note_version(self, answer: Any) -> None:
         # Of Google every object has a generation, whether old ones are kept or not.

@@ -246,13 +246,17 @@ def test_the_last_lines_of_the_newest_logs(start, storage, capsys):
 
 
 def test_what_is_added_to_a_log_is_shown_line_by_line(tmp_path):
-    path, sizes = tmp_path / "a.log", {}
-    path.write_text("one\ntw")
-    assert list(logs._added(path, sizes)) == ["one"]
-    path.write_text("one\ntwo\n")
-    assert list(logs._added(path, sizes)) == ["two"]
-    path.write_text("new\n")  # it was emptied, for it had grown too large
-    assert list(logs._added(path, sizes)) == ["new"]
+    path, sizes = tmp_path / "logs" / "host-0000" / "process-1.log", {}
+    path.parent.mkdir(parents=True)
+
+    def added(text):
+        path.write_text(text)
+        (log,) = logs.newest(tmp_path, None)
+        return list(logs._added(log, sizes))
+
+    assert added("one\ntw") == ["one"]
+    assert added("one\ntwo\n") == ["two"]
+    assert added("new\n") == ["new"], "it was emptied, for it had grown too large"
 
 
 @pytest.mark.costs("waits for two requests")
