@@ -40,6 +40,7 @@ from trainers.protocol import Loss, TrainerConfigureModelOutput, TrainerProtocol
 from trainers.step.frozen import FrozenModel, shapes_of
 from trainers.step.loss import LossFunction
 from trainers.step.state import TrainState, arrays_of_model, num_parameters, state_shardings
+from trainers.storage.documents import is_url
 from trainers.storage.row import CHECKPOINTS
 from trainers.surroundings import end_with_parent
 from trainers.tasks.causal_lm import CausalLMTask
@@ -253,10 +254,12 @@ def seen_from_here(asked_by: str, source: str, look: Callable[[], Any], doubts: 
         return look()
     except CheckpointMissingError as error:
         # Where not even the folder around it is to be seen, the storage may be one that only the hosts have.
-        if os.path.isdir(os.path.dirname(os.path.abspath(source))):
+        if is_url(source) or os.path.isdir(os.path.dirname(os.path.abspath(source))):
             raise UsageError(f"{asked_by}: {error}") from error
         doubts.append(f"{asked_by}: {error}")
     except CheckpointUnavailableError as error:
+        if is_url(source):  # of a bucket all machines see the same
+            raise UsageError(f"{asked_by}: {error}") from error
         doubts.append(f"{asked_by}: {error}")
     except CheckpointError as error:
         raise UsageError(f"{asked_by}: {error}") from error

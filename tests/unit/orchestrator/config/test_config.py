@@ -568,7 +568,7 @@ def test_init_from_may_be_a_path_or_a_section(write, tmp_path):
     [
         ("{include: [embed]}", "init_from.path: missing; it has no default"),
         ("{path: a, inclde: [embed]}", 'init_from.inclde: unknown key (found ["embed"]); did you mean init_from.include?'),
-        ("gs://bucket/run", "init_from.path = 'gs://bucket/run': expected a local or mounted folder or file"),
+        ("gcs://bucket/run", "init_from.path = 'gcs://bucket/run': expected a folder or file, local or mounted, or s3://"),
         (
             "{path: a, exclude: ['(']}",
             "init_from.exclude = '(': expected a regular expression (missing ), unterminated subpattern",
