@@ -19,12 +19,12 @@ def handler():
     ignore = SimpleNamespace(report=lambda *args: None, set=lambda *args: None)
     launch = SimpleNamespace(
         progress=Progress(Goodput(0.0), generations=1),
-        publish=lambda step, metrics: None,
+        publish=lambda step, metrics: tracked.append(metrics),
     )
-    published = []
+    published, tracked = [], []
     recorders = SimpleNamespace(record=lambda step, metrics, distributions: published.append((step, metrics)))
     made = EventHandler(launch, Board(), ignore, recorders, ignore, StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
-    made.published = published
+    made.published, made.tracked = published, tracked
     return made
 
 
@@ -45,6 +45,21 @@ def test_of_the_use_of_the_machines_the_largest_value_is_published(handler):
     tell(handler, generation, 0, "metrics", step=1, metrics={"loss": 2.0, CPU: 10.0, MEMORY: 7.0})
     tell(handler, generation, 0, "metrics", step=1, metrics={"eval_loss": 2.0})
     assert handler.published == [(1, {"loss": 2.0, CPU: 80.0, MEMORY: 7.0}), (1, {"eval_loss": 2.0})]
+
+
+def test_trackers_have_what_each_host_uses_of_its_machine_every_ten_seconds(handler):
+    generation, times = Generation(0, 40), iter([0.0, 9.0, 10.0])
+    handler.start(generation)
+    for host in (1, 31, 32):
+        beat(handler, generation, host, **{CPU: 90.0 + host})
+    found = []
+    for step, now_s in enumerate(times, 1):
+        handler.clock = lambda now_s=now_s: now_s
+        tell(handler, generation, 0, "metrics", step=step, metrics={"loss": 2.0, CPU: 10.0})
+        found.append({name: value for name, value in handler.tracked[-1].items() if name.startswith("system/")})
+    by_host = {f"system/host-0/{CPU}": 10.0, f"system/host-1/{CPU}": 91.0, f"system/host-31/{CPU}": 121.0}
+    assert found == [by_host, {}, by_host]
+    assert not [name for _, metrics in handler.published for name in metrics if name.startswith("system/")]
 
 
 def test_what_a_host_of_an_earlier_gang_used_is_forgotten(handler):
