@@ -48,6 +48,8 @@ from trainers.runtime.phases import PHASES
 KEPT_STEP_TIMES = 100
 SHOWN_HOSTS = 32
 """The time line has the phases and the busy seconds of so many hosts."""
+BY_HOST_EVERY_S = 10.0
+"""How often what each host uses of its machine is tracked, of as many hosts as the time line has."""
 SHOWN_PROCESSES = 8
 
 
@@ -97,6 +99,8 @@ class EventHandler:
         """Hosts and kinds of events that were left out."""
         self._usage: dict[int, Mapping[str, float]] = {}
         """How much of its machine each host used, by its newest heartbeat."""
+        self._by_host_s = float("-inf")
+        """When that was last tracked."""
         self._processes: dict[int, Process] = {}
         """The training process of each host that has joined."""
 
@@ -235,15 +239,31 @@ class EventHandler:
         kind = event.get("kind") or ("eval" if any(name.startswith("eval_") for name in metrics) else "train")
         # A replayed step gives the same metrics again: they must not be published twice.
         if launch.progress.is_new(step, kind):
+            by_host: dict[str, float] = {}
             if host_usage.CPU in metrics:
+                by_host = self._use_by_host(metrics)
                 # Host 0 has sent its own: the fullest machine is the one to know of.
                 metrics = metrics | host_usage.largest([metrics, *self._usage.values()])
             goodput = launch.progress.goodput_of_run(self.clock())
             self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind, "goodput": goodput})
-            launch.publish(step, metrics)
+            launch.publish(step, {**metrics, **by_host})
             self.recorders.record(step, metrics, event.get("distributions"))
             self.reporter.report({"step": step, **metrics})
             self.telling.publish(metrics)
+
+    def _use_by_host(self, of_host_0: Mapping[str, float]) -> dict[str, float]:
+        """Returns what each host uses of its machine, by the names that trackers have for it; {} until it is time again."""
+        now_s = self.clock()
+        if now_s - self._by_host_s < BY_HOST_EVERY_S:
+            return {}
+        self._by_host_s = now_s
+        usages = {host: usage for host, usage in self._usage.items() if host < SHOWN_HOSTS} | {0: of_host_0}
+        return {
+            f"system/host-{host}/{name}": usage[name]
+            for host, usage in sorted(usages.items())
+            for name in host_usage.NAMES
+            if name in usage
+        }
 
     def _on_preview(self, event: Preview) -> None:
         step, previews = event["step"], event["previews"]

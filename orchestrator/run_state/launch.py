@@ -37,14 +37,12 @@ from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence, layout
 from trainers.checkpoint.committed import Committed
-from trainers.config.arguments import ORCHESTRATOR_SECTIONS
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, PLACE
 from trainers.storage import documents, identity, not_finite
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument
 
 TIMELINE = "timeline.jsonl"
-PLACE = ("name", "storage")
-"""Settings that say where a run is, and not what it does."""
 STORE_EVERY_S = 1.0
 STORE_IN_BUCKET_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 5.0, 60.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
@@ -69,7 +67,7 @@ def open_launch(
     lease_lost = threading.Event()
     above_term = _latest_term(run_dir)
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
-    tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
+    tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params, launch=(launch_id, started_at_s))
     recorded = committed.of_run(layout.folder_of(run_dir), layout.folder_of(run_dir) / CHECKPOINTS)
     folder, course = RunFolder(run_dir), _course(params)
     return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, course, monotonic)

@@ -11,9 +11,9 @@ from importlib import metadata
 from typing import Any
 
 from orchestrator.run_state.incident_log import KEPT_INCIDENTS
-from orchestrator.run_state.launch import PLACE, Launch
+from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.stored import SUMMARY_KIND
-from trainers.config.arguments import ORCHESTRATOR_SECTIONS
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, PLACE
 from trainers.storage import documents
 
 SUMMARY = "summary.json"

@@ -33,13 +33,13 @@ def handler():
     gauges = Told("run")
     launch = SimpleNamespace(
         progress=Progress(Goodput(0.0), generations=1),
-        publish=lambda step, metrics: None,
+        publish=lambda step, metrics: tracked.append(metrics),
         mark=lambda *args, **fields: None,
     )
-    published = []
+    published, tracked = [], []
     recorders = SimpleNamespace(record=lambda step, metrics, distributions: published.append((step, metrics)))
     made = EventHandler(launch, Board(), ignore, recorders, gauges, StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
-    made.published, made.told = published, gauges.told
+    made.published, made.tracked, made.told = published, tracked, gauges.told
     return made
 
 
@@ -71,6 +71,21 @@ def test_prometheus_gets_what_is_published_the_state_and_each_host(handler):
     told = handler.told
     assert (told["gangway_loss",], told["gangway_hosts",], told["gangway_host_memory_bytes", "1"]) == (2.0, 2, 4.0)
     assert (told["gangway_state", "recovering"], told["gangway_state", "training"]) == (1.0, 0.0)
+
+
+def test_trackers_have_what_each_host_uses_of_its_machine_every_ten_seconds(handler):
+    generation, times = Generation(0, 40), iter([0.0, 9.0, 10.0])
+    handler.start(generation)
+    for host in (1, 31, 32):
+        beat(handler, generation, host, **{CPU: 90.0 + host})
+    found = []
+    for step, now_s in enumerate(times, 1):
+        handler.clock = lambda now_s=now_s: now_s
+        tell(handler, generation, 0, "metrics", step=step, metrics={"loss": 2.0, CPU: 10.0})
+        found.append({name: value for name, value in handler.tracked[-1].items() if name.startswith("system/")})
+    by_host = {f"system/host-0/{CPU}": 10.0, f"system/host-1/{CPU}": 91.0, f"system/host-31/{CPU}": 121.0}
+    assert found == [by_host, {}, by_host]
+    assert not [name for _, metrics in handler.published for name in metrics if name.startswith("system/")]
 
 
 def test_what_a_host_of_an_earlier_gang_used_is_forgotten(handler):
