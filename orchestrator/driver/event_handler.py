@@ -16,6 +16,7 @@ from cluster.agent import events as agent_events
 from orchestrator.board import BoardLike
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.host_times import HostTimes
+from orchestrator.driver.outages import Outages
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.state import DriverState
 from orchestrator.driver.telling import Telling
@@ -36,6 +37,7 @@ from trainers.runtime.events import (
     Notice,
     Preview,
     Profile,
+    RequestsFailed,
     Restored,
     Saved,
     SaveFailed,
@@ -84,6 +86,7 @@ class EventHandler:
         self.telling = Telling(gauges, launch.progress)
         self.recorders = recorders
         self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.progress.step_s.items()}
+        self.outages = Outages(launch.progress, self.note, clock)
         self.new_checkpoint = False
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
@@ -141,7 +144,7 @@ class EventHandler:
         return [event for _, event in sorted(found.items())]
 
     def _takes(self, generation: Generation, host: int, event: Mapping[str, Any]) -> bool:
-        """Whether an event is one of this generation. One that is no event is dropped, and told once of each host."""
+        """Whether an event is one of this generation. One that is no event is dropped, and reported once for each host."""
         if problem := problem_of(event):
             kind = str(event.get("ev"))[:50] if isinstance(event, Mapping) else ""
             if (host, kind) not in self._odd:
@@ -185,7 +188,7 @@ class EventHandler:
                 self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
             case "saved":
                 self._on_saved(host, event)
-            case "save_failed" | "notice":
+            case "save_failed" | "notice" | "requests_failed":
                 self._on_warning(host, event)
             case "restored":
                 self._on_restored(host, event)
@@ -274,8 +277,10 @@ class EventHandler:
         else:
             self.note(f"host {host}: {event['message']}")
 
-    def _on_warning(self, host: int, event: SaveFailed | Notice | agent_events.MachineNotice) -> None:
-        if event["ev"] == "notice":
+    def _on_warning(self, host: int, event: SaveFailed | Notice | RequestsFailed | agent_events.MachineNotice) -> None:
+        if event["ev"] == "requests_failed":
+            self.outages.failed(event["number"], event["why"], f"host {host}")
+        elif event["ev"] == "notice":
             self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
         else:
             failed = f"the checkpoint of step {event['step']} failed"

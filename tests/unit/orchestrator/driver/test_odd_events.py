@@ -42,7 +42,7 @@ def handler(board):
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
-def test_an_odd_event_is_told_once_and_the_next_one_is_handled(odd):
+def test_an_odd_event_is_reported_once_and_the_next_one_is_handled(odd):
     board = Board()
     events, generation = handler(board), Generation(0, 1)
     sound = {"ev": "phase", "t": 2.0, "n": 1, "phase": "join", "generation": 0}

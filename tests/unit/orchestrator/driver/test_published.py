@@ -101,11 +101,11 @@ def notes_after(handler, machines):
         (["a", "b"], "training processes 4711 (host 0 on a), 4712 (host 1 on b)"),
     ],
 )
-def test_the_processes_that_one_may_kill_are_told_in_each_generation(handler, machines, line):
+def test_the_processes_that_one_may_kill_are_reported_in_each_generation(handler, machines, line):
     assert notes_after(handler, machines) == [line]
     assert notes_after(handler, machines) == [line]
 
 
-def test_of_many_processes_some_are_told(handler):
+def test_of_many_processes_some_are_reported(handler):
     (line,) = notes_after(handler, ["a"] * 10)
     assert line.endswith("4718 (host 7), and 2 more")
