@@ -827,3 +827,7 @@ def test_whatever_needs_the_machine_ends_a_precompilation(start, end):
     assert wait_until(lambda: is_gone(process.pid))
     if end == "shutdown":
         assert agent.precompile({"cmd": "precompile", "then": "done"}, LONG_S) == "this host does not train"
+
+
+def test_an_agent_is_called_after_its_run_and_its_host(start):
+    assert repr(start(run_name="tiny")) == "tiny, logs"

@@ -87,7 +87,8 @@ def test_a_submitted_job_trains_and_is_seen(dashboard, submit, gauges, tmp_path)
         runs = {run["name"]: run["status"] for run in json.load(answer)["train_runs"]}
     assert runs["tiny"] == "FINISHED"
     actors = list_actors(filters=[("class_name", "=", "HostAgent")], detail=True, limit=100)
-    assert len(actors) >= 2
+    names = [re.fullmatch(r"tiny-\w+, host-(\d+)", actor.repr_name) for actor in actors]
+    assert {int(name.group(1)) for name in names} == {0, 1}
     assert {name for name, run in gauges if run == "tiny"} == EXPORTED
     assert 0 < gauges["gangway_step", "tiny"] <= summary["steps"]
     assert 0 < gauges["gangway_goodput_ratio", "tiny"] < 1
