@@ -131,7 +131,7 @@ def test_what_a_rollback_took_back_is_not_drawn(tmp_path):
     assert record.read(tmp_path).curve("loss") == [(10.0, 3.0), (20.0, 2.0)]
 
 
-def test_settings_that_changed_at_a_resume_are_told(tmp_path):
+def test_settings_that_changed_at_a_resume_are_reported(tmp_path):
     folder = tmp_path / "tracking"
     folder.mkdir()
     rows = [{"t": 1.0, "params": {"seed": "0", "a": "1"}}, {"t": 2.0, "params": {"seed": "0", "a": "2"}}]
@@ -185,7 +185,8 @@ def test_a_line_has_its_name_at_its_end_and_the_parts_of_the_bar_are_the_whole()
     assert [(row["what"], row["from"], row["to"]) for row in rows] == [("step", 0.0, 0.9), ("recovery", 0.9, 1.0)]
 
 
-def test_a_report_that_cannot_be_written_says_how_to_make_it(tmp_path):
+def test_a_report_that_cannot_be_written_says_how_to_make_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # as of a driver that Ray Train has started: this program is not in its folder
     with pytest.raises(OSError, match=rf"there is no .*: gangway report {tmp_path / 'none'}"):
         child.write_report(str(tmp_path / "none"), figures=False)
 
