@@ -21,7 +21,7 @@ from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.storage import documents
 
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture

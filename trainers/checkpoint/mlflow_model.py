@@ -50,7 +50,8 @@ def write_about(folder: Path, *, is_classifier: bool) -> None:
 
     params = {} if is_classifier else PARAMS
     shown = [{"name": name, "type": kind, "default": default, "shape": None} for name, (kind, default) in params.items()]
-    texts, results = [{"type": "string", "name": "text", "required": True}], [{"type": "string", "required": True}]
+    # Without a name: MLflow refuses plain lists for columns with names.
+    texts = [{"type": "string", "required": True}]
     about = {
         "flavors": {
             "python_function": {
@@ -63,7 +64,7 @@ def write_about(folder: Path, *, is_classifier: bool) -> None:
         "utc_time_created": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         "signature": {
             "inputs": json.dumps(texts),
-            "outputs": json.dumps(results),
+            "outputs": json.dumps(texts),
             "params": json.dumps(shown) if shown else None,
         },
     }

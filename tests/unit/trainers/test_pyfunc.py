@@ -40,6 +40,7 @@ def test_the_folder_says_how_mlflow_loads_it(registered):
     about = yaml.safe_load((registered / "MLmodel").read_text())
     flavor = about["flavors"]["python_function"]
     assert (flavor["loader_module"], flavor["data"]) == ("trainers.pyfunc", "model")
+    assert json.loads(about["signature"]["inputs"]) == [{"type": "string", "required": True}]  # MLflow takes a list of texts then
     assert {each["name"] for each in json.loads(about["signature"]["params"])} == set(asked_for({}))
     assert (registered / "requirements.txt").read_text().startswith("gangway==")
     assert (registered / "model" / "config.json").is_file()
