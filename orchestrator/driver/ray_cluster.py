@@ -28,7 +28,8 @@ AUTH_MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Lets Ray use the loopback address. Despite its name the variable applies on Linux too. Without it Ray replaces 127.0.0.1 by
 another address of the machine wherever it is given."""
-RUN_OF_JOB = "gangway_run"
+RUN_OF_JOB = "job_name"
+"""The key of the metadata that Ray's page of jobs shows as the name."""
 ASKED_BY_NOBODY = ("start_api_server", "start_monitor", "start_log_monitor")
 """Processes that Ray starts beside the cluster of one machine, and waits for: the server of the dashboard, which runs without a
 dashboard too, the autoscaler, and what copies logs to the driver. They take seconds of each start, and memory of each run."""

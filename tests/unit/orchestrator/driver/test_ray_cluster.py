@@ -3,9 +3,11 @@
 import os
 import socket
 import sys
+from unittest import mock
 
 import pytest
 
+from orchestrator.config.job import build
 from orchestrator.driver import ray_cluster
 
 
@@ -90,3 +92,11 @@ def test_what_ray_starts_is_in_a_session_of_its_own_and_only_that():
     finally:
         process.communicate(b"\n")
     assert services.ConsolePopen is before
+
+
+def test_rays_page_of_jobs_has_the_name_of_the_run(monkeypatch):
+    started = {}
+    monkeypatch.setattr("ray.init", lambda *address, **options: started.update(options))
+    with mock.patch.dict(os.environ, RAY_ADDRESS="10.0.0.7:6379"):  # `connect` sets more
+        ray_cluster.connect(build({"name": "mine", "max_num_steps": 1}))
+    assert started["job_config"].metadata == {"job_name": "mine"}
