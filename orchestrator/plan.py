@@ -64,12 +64,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def planned(config: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the plan. Raises ConfigError with what is wrong, and PlanError if the compiler failed."""
-    from orchestrator.planning import hardware, report
+    from orchestrator.planning import hardware, memory, report
 
     estimate = report.check(config)
-    step = compiled(config)
-    facts = step["facts"]
     device = hardware.of(config.hosts.kind, config.hosts.accelerator, options.on)
+    room = memory.room(config.hosts, device)
+    step = compiled(config, room)
+    facts = step["facts"]
     found: dict[str, Any] = {
         "name": config.training.name,
         "on": options.on,
@@ -85,28 +86,36 @@ def planned(config: Any, options: argparse.Namespace) -> dict[str, Any]:
         "problem": step["problem"],
         "remedy": step["remedy"],
         "memory": dict(facts.get("memory", {})),
-        "memory_of_device": None if device is None else device.memory_bytes,
+        "memory_of_device": None if room is None else room.of_device,
         "state_bytes_per_device": estimate.state_bytes_per_device,
         "exchanged": exchanged(facts),
     }
     return found | timed(config, estimate, found, device, options)
 
 
-def compiled(config: Any) -> dict[str, Any]:
-    """Returns the facts of the compiled step. If it does not fit, also why, and the first of SMALLER with which it does."""
+def compiled(config: Any, room: Any = None) -> dict[str, Any]:
+    """Returns the facts of the compiled step. If it does not fit, also why, and the first of SMALLER with which it does. `room`
+    (`orchestrator.planning.memory`) judges where the compiler knows no limit."""
     from orchestrator import compile as compiling
     from orchestrator.config.job import ConfigError, build, to_dict
+    from orchestrator.planning.memory import DOES_NOT_FIT
+
+    def facts_of(config: Any) -> dict[str, Any]:
+        facts = compiling.facts(config)
+        if room is not None and (why := room.lacks(facts["memory"])):
+            raise ConfigError(config.training.name, [why])
+        return facts
 
     try:
-        return {"facts": compiling.facts(config), "problem": None, "remedy": None}
+        return {"facts": facts_of(config), "problem": None, "remedy": None}
     except ConfigError as error:
-        if "does not fit in the memory" not in str(error):
+        if DOES_NOT_FIT not in str(error):
             raise
         problem = str(error).strip().splitlines()[-1].strip()
     for override, why in SMALLER:
         changed = override.format(twice=2 * config.training.accumulation_steps)
         try:
-            facts = compiling.facts(build(to_dict(config), overrides=[changed]))
+            facts = facts_of(build(to_dict(config), overrides=[changed]))
         except ConfigError:
             continue
         return {"facts": facts, "problem": problem, "remedy": f"{changed} ({why})"}
