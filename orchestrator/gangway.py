@@ -32,6 +32,9 @@ COMMANDS = {
     "run": Command("orchestrator.run", "train on one machine or many; --dry-run shows what would run"),
     "plan": Command("orchestrator.plan", "what a run will need: memory, time of a step, days, goodput, price; --on v5e-256"),
     "compile": Command("orchestrator.compile", "compile a run for its hosts, which need not be there: memory, exchanges"),
+    "deploy": Command(
+        "orchestrator.deploy.__main__", "write the files with which a run goes onto KubeRay, TPU VMs, SLURM or Ray's launcher"
+    ),
     "train": Command("trainers.run", "the same training in one process, without Ray"),
     "prepare": Command("trainers.prepare", "make the tokens of the data once, for all hosts; trains a tokenizer, too"),
     "data": Command("trainers.data.__main__", "look at the data of a configuration as training will see it"),

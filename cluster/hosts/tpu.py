@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import math
 
 CHIPS_PER_HOST = {"v2": 4, "v3": 4, "v4": 4, "v5p": 4, "v5litepod": 4, "v6e": 4, "v7x": 4}
 """TPU chips of one VM, by generation: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm."""
@@ -14,6 +16,12 @@ CORES_PER_CHIP = {"v5litepod": 1, "v6e": 1}
 """Cores of one chip where that is not 2: cloud names count cores (`v4-16` has 8 chips)."""
 TOPOLOGY_NAMES = {"v5litepod": "v5e"}
 """Where JAX names a topology otherwise than Ray does."""
+FLAT_TOPOLOGIES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+"""Shapes in which v5e and v6e are offered: https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus."""
+SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+"""Shapes of fewer than 64 chips in which v4, v5p and v7x are offered, on the same page. Larger ones have sides that are
+multiples of 4 and do not fall from left to right, up to LARGEST_CUBE."""
+LARGEST_CUBE = {"v4": (12, 16, 16), "v5p": (16, 16, 24), "v7x": (8, 16, 16)}
 ALIASES = {"v5e": "v5litepod", "v5lite": "v5litepod", "tpu7x": "v7x", "v7": "v7x"}
 
 
@@ -43,3 +51,30 @@ def topology_name(accelerator: str, topology: str) -> str:
     """Returns how JAX names the topology of a slice: `v5e:4x4`."""
     name = generation(accelerator)
     return f"{TOPOLOGY_NAMES.get(name, name)}:{'x'.join(map(str, topology_dims(topology)))}"
+
+
+def offered(name: str) -> tuple[str, ...]:
+    """Returns the topologies in which slices of a generation (`v5litepod`, `v5p`, ...) can be had, by their chips; none of v2 and
+    v3, whose machines are called by their size alone."""
+    if name in EIGHT_CHIP_GENERATIONS:
+        return FLAT_TOPOLOGIES
+    if name not in LARGEST_CUBE:
+        return ()
+    sides = (range(4, most + 1, 4) for most in LARGEST_CUBE[name])
+    cubes = sorted(
+        (dims for dims in itertools.product(*sides) if list(dims) == sorted(dims)), key=lambda dims: (math.prod(dims), dims)
+    )
+    powers = [dims for dims in cubes if name != "v7x" or all(side & (side - 1) == 0 for side in dims)]
+    return (*SMALL_CUBES, *("x".join(map(str, dims)) for dims in powers))
+
+
+def topology_problem(accelerator: str, topology: str) -> str | None:
+    """Returns why no slice of this topology can be had, with those of about as many chips; None if it can. Raises ValueError
+    where `generation` and `topology_dims` do."""
+    shapes, chips = offered(generation(accelerator)), math.prod(topology_dims(topology))
+    if "x".join(map(str, topology_dims(topology))) in shapes:
+        return None
+    if not shapes:
+        return f"{accelerator} has no slices that are ordered by a topology; expected v4, v5e, v5p, v6e or v7x"
+    near = sorted(shapes, key=lambda shape: abs(math.log(math.prod(topology_dims(shape)) / chips)))[:3]
+    return f"{chips} chips of {accelerator} are not offered in this shape; the nearest: {', '.join(near)}"

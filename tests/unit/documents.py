@@ -15,7 +15,10 @@ DOCUMENTS = (
 )
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 FILE_NAME = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
-COMMAND = re.compile(r"\.ci/|([A-Z_]+=\S+ )*(python|gangway|pytest|make|ray|mlflow|export|source|cd|git|pip|kill|pkill)\b")
+COMMAND = re.compile(
+    r"\.ci/|([A-Z_]+=\S+ )*(python|gangway|pytest|make|ray|mlflow|export|source|cd|git|pip|kill|pkill"
+    r"|docker|kubectl|gcloud|sbatch|scancel|bash)\b"
+)
 
 
 class Block(NamedTuple):

@@ -57,7 +57,7 @@ FLOORS = {
         ("run_state",),
         ("config", "reporting"),
         ("planning", "runs"),
-        ("report",),
+        ("report", "deploy"),
         ("driver", "faultlab", "checkpoints"),
         ("launching", "compile"),
         ("run", "plan", "profile", "init", "gangway", "chaos", "verify"),

@@ -29,8 +29,11 @@ PLACEHOLDER = re.compile(r"[A-Z_]+|key=value")
 """What a reader replaces: CONFIG, RUN_DIR."""
 MADE = {"models/smollm2": ROOT / "tests" / "unit" / "data" / "parity" / "llama3"}
 """Folders of Hugging Face that a command of the documents makes, and one that stands for them here."""
-NOT_OURS = {"cd", "source", "git", "kill", "pkill", "export", "pip", "pytest", "lm_eval"}
-"""Programs of every machine, and one that reads what is exported."""
+NOT_OURS = {
+    *("cd", "source", "git", "kill", "pkill", "export", "pip", "pytest", "lm_eval"),
+    *("docker", "kubectl", "gcloud", "sbatch", "scancel"),
+}
+"""Programs of every machine or of a cluster, and one that reads what is exported."""
 
 
 class Parsed(BaseException):
@@ -59,6 +62,8 @@ def check_words(words: list[str], tmp_path: Path) -> None:
         check_gangway(arguments, tmp_path)
     elif program == "make":
         check_make(arguments)
+    elif program == "bash":
+        check_deployed(*arguments)
     elif program in ("ray", "mlflow"):
         check_click(program, arguments, tmp_path)
     elif "/" in program:
@@ -72,6 +77,12 @@ def check_gangway(arguments: list[str], tmp_path: Path) -> None:
     if name != "COMMAND":
         assert name in COMMANDS_OF_GANGWAY, f"gangway {name}: expected one of {', '.join(COMMANDS_OF_GANGWAY)}"
         check_module(COMMANDS_OF_GANGWAY[name].module.removesuffix(".__main__"), arguments, tmp_path)
+
+
+def check_deployed(script: str, step: str) -> None:
+    """`script` is one that `gangway deploy` writes."""
+    assert script == "deploy/tpu-vm/tpu_vm.sh", script
+    assert f"\n{step}() {{" in (ROOT / "configs" / "deploy" / "tpu_vm.sh.jinja").read_text(), f"{script} has no step {step}"
 
 
 def check_make(arguments: list[str]) -> None:

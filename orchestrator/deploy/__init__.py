@@ -1,0 +1,1 @@
+"""Deployments: a configuration in, the files with which it runs on a cluster out."""

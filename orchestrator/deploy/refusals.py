@@ -1,0 +1,113 @@
+"""Why a configuration cannot be deployed as it was asked: every reason, with the key or option, the value, and the way out."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.hosts.tpu import topology_problem
+from orchestrator.config.job import JobConfig, to_dict
+from orchestrator.deploy import paths, secrets
+from orchestrator.deploy.machines import GPUS_OF_MACHINES
+from orchestrator.deploy.request import TARGETS, Request
+from trainers.config.section import did_you_mean
+from trainers.storage import documents
+
+OF_ONE_MACHINE = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/local", "/localscratch")
+"""Folders that each machine has for itself."""
+OPTIONS = ("image", "project", "zone", "machine", "spot")
+EXAMPLES = {
+    "image": "europe-docker.pkg.dev/my-project/images/llama:1",
+    "project": "my-project",
+    "zone": "us-east5-b",
+    "machine": "a3-highgpu-8g or p5.48xlarge",
+}
+IMAGE = re.compile(r"[a-z0-9][a-z0-9._/-]*(?::\d+/[a-z0-9._/-]+)?(?::[\w.-]+|@sha256:[0-9a-f]{64})")
+ZONES = {"google": re.compile(r"([a-z]+-[a-z]+\d+)-[a-z]"), "amazon": re.compile(r"([a-z]{2}-[a-z-]+-\d)[a-z]")}
+
+
+def problems(config: JobConfig, request: Request) -> Iterator[str]:
+    """Yields a line for each reason."""
+    yield from _kind(config, request)
+    yield from _storage(config, request)
+    if config.driver.address:
+        yield f"driver.address = {config.driver.address!r}: leave it out: the deployment says where its Ray is"
+    yield from secrets.problems(config)
+    yield from _options(request)
+    yield from _machine(config, request)
+    if request.to != "slurm":
+        yield from paths.problems(to_dict(config), os.getcwd())
+    if request.to != "slurm" and not _is_inside(request.out):
+        yield f"--out {request.out}: expected a folder inside the working folder, from which your code is taken"
+
+
+def _kind(config: JobConfig, request: Request) -> Iterator[str]:
+    hosts = config.hosts
+    if hosts.kind not in request.target.kinds:
+        others = [name for name, target in TARGETS.items() if hosts.kind in target.kinds]
+        expected = " or ".join(request.target.kinds)
+        yield f"hosts.kind = {hosts.kind}: --to {request.to} is for {expected}; for {hosts.kind} hosts: --to {', '.join(others)}"
+    if hosts.kind == "tpu" and (problem := topology_problem(hosts.accelerator or "", hosts.topology or "")):
+        yield f"hosts.topology = {hosts.topology}: {problem}"
+
+
+def _storage(config: JobConfig, request: Request) -> Iterator[str]:
+    storage = config.training.storage
+    if documents.is_url(storage):
+        return
+    if request.to != "slurm":
+        yield (
+            f"storage = {storage}: a folder of this machine, which the hosts of {request.to} do not share; "
+            "set storage to a bucket: gs://... or s3://..."
+        )
+    elif any(Path(storage).is_relative_to(folder) for folder in OF_ONE_MACHINE):
+        yield f"storage = {storage}: each machine has its own; set storage to a folder that all machines share, or to a bucket"
+
+
+def _options(request: Request) -> Iterator[str]:
+    for name in OPTIONS:
+        value, target = getattr(request, name), request.target
+        if value and name not in (*target.needs, *target.takes):
+            yield f"--{name}: --to {request.to} has no use for it; leave it out"
+        if not value and name in target.needs:
+            yield f"--to {request.to} needs --{name}, such as {EXAMPLES[name]}"
+    if request.image and not IMAGE.fullmatch(request.image):
+        yield f"--image {request.image}: expected a name with a tag, in lower case, such as {EXAMPLES['image']}"
+    if request.image and request.image.endswith(":latest"):
+        yield f"--image {request.image}: a tag that moves: hosts of one gang may get different images; give it a version"
+    if request.zone and region(request) is None:
+        example = "us-east-1a" if request.is_amazon else "us-east5-b"
+        yield f"--zone {request.zone}: expected a zone of {'Amazon' if request.is_amazon else 'Google'}, such as {example}"
+
+
+def _machine(config: JobConfig, request: Request) -> Iterator[str]:
+    hosts, machine = config.hosts, request.machine
+    if request.to != "ray-cluster":
+        return
+    if not request.is_amazon and not request.project:
+        yield f"--to ray-cluster on Google needs --project, such as {EXAMPLES['project']}"
+    if request.is_amazon and request.project:
+        yield f"--project {request.project}: machines of Amazon have none; leave it out"
+    if hosts.kind == "tpu":
+        if machine:
+            yield f"--machine {machine}: hosts.accelerator and hosts.topology say which TPU machines; leave it out"
+    elif not machine:
+        yield f"--to ray-cluster with {hosts.kind} hosts needs --machine, such as {EXAMPLES['machine']}"
+    elif hosts.kind == "gpu":
+        count = GPUS_OF_MACHINES.get(machine)
+        if count is None:
+            yield f"--machine {machine}: not known to have GPUs{did_you_mean(machine, GPUS_OF_MACHINES, at_most=3)}"
+        elif count != (asked := hosts.devices_per_host or 1):
+            yield f"hosts.devices_per_host = {asked}: --machine {machine} has {count} GPUs; set it to {count}"
+
+
+def region(request: Request) -> str | None:
+    """Returns the region of the zone; None if that is not one of the request's cloud."""
+    match = ZONES["amazon" if request.is_amazon else "google"].fullmatch(request.zone or "")
+    return match and match[1]
+
+
+def _is_inside(folder: Path) -> bool:
+    return folder.resolve().is_relative_to(Path.cwd().resolve())

@@ -1,0 +1,109 @@
+"""What a configuration cannot be deployed with is refused by name, before anything is written; and no file has a secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ray._private.accelerators.tpu import VALID_TPU_TOPOLOGY
+
+from cluster.hosts.tpu import offered, topology_problem
+from orchestrator.deploy.files import resource_name
+from orchestrator.deploy.request import TARGETS
+from tests import ROOT
+from tests.unit.orchestrator.deploy.of_configs import BUCKET, GPU, TPU, deploy, refusal
+
+TINY = ROOT / "configs" / "tiny.yaml"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("to", "config", "words", "said"),
+    [
+        ("kuberay", TPU, (), "--to kuberay is for gpu or cpu; for tpu hosts: --to gke-tpu, tpu-vm, ray-cluster"),
+        ("slurm", TPU, (), "hosts.kind = tpu: --to slurm is for gpu or cpu"),
+        ("gke-tpu", GPU, (BUCKET,), "hosts.kind = gpu: --to gke-tpu is for tpu"),
+        ("kuberay", TINY, ("storage=runs",), "runs: a folder of this machine, which the hosts of kuberay do not share"),
+        ("slurm", TINY, ("storage=/tmp/gangway-runs",), "storage = /tmp/gangway-runs: each machine has its own"),
+        ("gke-tpu", TPU, ("hosts.accelerator=v7x", "hosts.topology=4x4x12"), "hosts.topology = 4x4x12: 192 chips of v7x"),
+        ("tpu-vm", TPU, ("hosts.topology=4x4x2",), "4x4x2: 32 chips of v5p are not offered in this shape; the nearest: 2x4x4"),
+        ("gke-tpu", TPU, ("hosts.accelerator=v5q",), "did you mean v5"),
+        ("gke-tpu", TPU, ("driver.address=10.0.0.1:6379",), "driver.address = '10.0.0.1:6379': leave it out"),
+        ("kuberay", GPU, (BUCKET, 'notify.webhook="https://hooks.slack.com/services/abc"'), "notify.webhook: it holds a secret"),
+        ("kuberay", GPU, (BUCKET, 'tracking.uri="https://me:abc@example.org"'), "tracking.uri: it holds a secret"),
+        ("kuberay", GPU, (BUCKET, 'hosts.env={"RAY_AUTH_TOKEN": "abc"}'), "hosts.env.RAY_AUTH_TOKEN: leave it out"),
+        ("gke-tpu", TPU, ("data.prepared=/usr",), "data.prepared = /usr: a file or folder of this machine outside"),
+        ("gke-tpu", TPU, ("--out", "../elsewhere"), "--out ../elsewhere: expected a folder inside the working folder"),
+        ("slurm", TINY, ("storage=runs", "--spot"), "--spot: --to slurm has no use for it"),
+        ("ray-cluster", GPU, (BUCKET,), "needs --machine, such as a3-highgpu-8g"),
+        ("ray-cluster", GPU, (BUCKET, "--machine", "a3-highgpu-9g"), "9g: not known to have GPUs; did you mean a3-highgpu-"),
+        ("ray-cluster", GPU, (BUCKET, "--machine", "a3-highgpu-4g"), "devices_per_host = 8: --machine a3-highgpu-4g has 4"),
+        ("ray-cluster", TPU, ("--machine", "a3-highgpu-8g"), "--machine a3-highgpu-8g: hosts.accelerator and hosts.topology say"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_deployed_is_refused_by_name(capsys, to, config, words, said):
+    assert said in refusal(capsys, to, config, *words).replace(str(Path.cwd()) + "/", "")
+
+
+@pytest.mark.parametrize(
+    ("to", "config", "options", "said"),
+    [
+        ("kuberay", GPU, (), "--to kuberay needs --image"),
+        ("kuberay", GPU, ("--image", "example.org/llama"), "expected a name with a tag"),
+        ("kuberay", GPU, ("--image", "example.org/llama:latest"), "a tag that moves"),
+        ("kuberay", GPU, ("--image", "example.org/Llama:1"), "in lower case"),
+        ("tpu-vm", TPU, ("--zone", "us-east5-b"), "--to tpu-vm needs --project"),
+        ("tpu-vm", TPU, ("--project", "p", "--zone", "us-east-1a"), "expected a zone of Google"),
+        ("ray-cluster", TPU, ("--zone", "us-east5-b"), "on Google needs --project"),
+        ("ray-cluster", GPU, ("--zone", "us-east5-b", "--machine", "p5.48xlarge"), "expected a zone of Amazon"),
+    ],
+)
+def test_what_is_missing_of_the_options_is_said(capsys, to, config, options, said):
+    assert said in refusal(capsys, to, config, BUCKET, options=options)
+
+
+def test_all_reasons_are_told_at_once(capsys):
+    said = refusal(capsys, "kuberay", TPU, "storage=runs", "driver.address=10.0.0.1:6379", options=())
+    assert "4 problems" in said
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_no_file_has_a_secret(to):
+    config = TPU if "tpu" in TARGETS[to].kinds else GPU
+    machine = ("--machine", "a3-highgpu-8g") if to == "ray-cluster" and config is GPU else ()
+    words = 'hosts.env={"API_KEY": "abc-secret", "XLA_FLAGS": "--xla_a=1"}'
+    folder = deploy(to, config, BUCKET, words, *machine)
+    texts = {path.name: path.read_text() for path in folder.iterdir() if path.is_file()}
+    assert [name for name, text in texts.items() if "abc-secret" in text] == []
+    assert "--xla_a=1" in texts["config.yaml"]
+    # What starts the hosts asks for it.
+    assert any(word in text for text in texts.values() for word in ("optional: false", "API_KEY", "gangway.env"))
+
+
+@pytest.mark.parametrize(
+    ("name", "spelled"), [("v4", "v4"), ("v5e", "v5litepod"), ("v5p", "v5p"), ("v6e", "v6e"), ("v7x", "v7x")]
+)
+def test_the_topologies_that_are_offered_are_those_that_ray_knows(name, spelled):
+    shapes = offered(spelled)
+    # Ray names each order of the sides, and one shape that Google does not offer.
+    known = {shape for shape in VALID_TPU_TOPOLOGY[spelled] if (dims := list(map(int, shape.split("x")))) == sorted(dims)}
+    assert set(shapes) - {"2x2x1"} == known - {"2x8"} - {"2x2x1"}
+    assert all(topology_problem(name, shape) is None for shape in shapes)
+
+
+@pytest.mark.parametrize(
+    ("name", "resource"),
+    [("llama3-8b", "llama3-8b"), ("Llama_3 8B", "llama-3-8b"), ("8b", "run-8b"), ("a" * 40, "a" * 40)],
+)
+def test_a_name_becomes_one_that_clouds_take(name, resource):
+    assert resource_name(name) == resource
+
+
+def test_names_that_are_cut_or_of_other_letters_stay_different():
+    for one, other in (("a" * 50, "a" * 51), ("один", "два")):
+        assert resource_name(one) != resource_name(other)
+        assert len(resource_name(one)) <= 40
