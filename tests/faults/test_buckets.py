@@ -24,7 +24,7 @@ from trainers.storage.row import KIND, Row
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
 STEPS = 60
-pytestmark = [pytest.mark.slow("trains whole jobs"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow("trains whole jobs"), pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory):
     """The fingerprints of the last state of a run on a disk."""
     folder = tmp_path_factory.mktemp("undisturbed")
     command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={folder}", "tracking.mlflow=false"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=240, capture_output=True)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=400, capture_output=True)
     return manifest.read_meta(folder / "tiny" / "checkpoints" / str(STEPS))["fingerprints"]
 
 
@@ -77,7 +77,7 @@ class Job:
     def said(self):
         return self.log.read_text()
 
-    def wait_until(self, condition, timeout_s=150):
+    def wait_until(self, condition, timeout_s=300):
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.said()
@@ -94,7 +94,7 @@ class Job:
         """The training process that is host `host` now."""
         return json.loads((self.orders / "members" / f"host-{host:04d}.json").read_text())["pid"]
 
-    def ended(self, timeout_s=240):
+    def ended(self, timeout_s=300):
         return self.process.wait(timeout_s)
 
     def close(self):
