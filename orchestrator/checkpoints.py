@@ -1,4 +1,4 @@
-"""`python -m orchestrator.checkpoints RUN_DIR|CONFIG`: lists the checkpoints of a run, and whether they are intact.
+"""`python -m orchestrator.checkpoints RUN|CONFIG`: lists the checkpoints of a run, and whether they are intact.
 
 It only reads files, and may be used while the run goes on. With --accept-loss it records that there are no newer checkpoints.
 Exit status: 0; 1 when a checkpoint is damaged; 2 when there is no such run, or it is in use and a loss is to be accepted.
@@ -10,21 +10,21 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
+from orchestrator.config.locate import REFUSALS, parser_of_run, run_of, told
 from orchestrator.run_state.lease import RunInUse, wait_until_free
-from orchestrator.run_state.stored import STATE, STATE_KIND
-from trainers.checkpoint import committed, layout, manifest
+from orchestrator.run_state.stored import CHECKPOINTS, STATE, STATE_KIND
+from trainers.checkpoint import committed, layout, manifest, standing
 from trainers.checkpoint.committed import Committed
+from trainers.checkpoint.standing import Folder
 from trainers.first_line import say
-from trainers.storage import documents, not_finite
+from trainers.storage import not_finite
 from trainers.storage.documents import DamagedDocument
+from trainers.storage.store import Place
 from trainers.terminal import command
 
 EXIT_FINE = 0
@@ -40,7 +40,8 @@ class Row:
     step: int
     path: str
     state: str
-    """`verified`: every byte is what was saved; `whole`: every file is there and has its size, small ones their contents;
+    """`verified`: every byte is what was saved; `whole`: every file is there and has its size, small ones their contents, and
+    those that were saved to a bucket are the same objects;
     `damaged`; `incomplete`: there is no manifest; `unfinished`: being saved, or left by a save that was cut short."""
     why: list[str] = field(default_factory=list)
     committed_s: float | None = None
@@ -54,7 +55,11 @@ class Row:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of_run("orchestrator.checkpoints", "The checkpoints of a run.")
-    parser.add_argument("--verify", action="store_true", help="compare the digest of every file: reads everything")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the digest of every file: reads everything (saved to a bucket: tags)",
+    )
     parser.add_argument(
         "--accept-loss",
         action="store_true",
@@ -64,13 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     say(f"reading the checkpoints of {arguments.run}", stream=sys.stderr)  # --verify may take long, and so may a storage
     try:
-        folder = checkpoints_of(arguments.run, arguments.overrides)
+        run = run_of(arguments.run, arguments.overrides)
+        folder = layout.folder_of(run.url) / CHECKPOINTS
         if arguments.accept_loss:
             accept_loss(folder)
-    except (ConfigError, NoRunError, RunInUse, documents.StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        rows = list(inspect(folder, verify=arguments.verify))
+    except (*REFUSALS, RunInUse) as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return EXIT_REFUSED
-    rows = list(inspect(folder, verify=arguments.verify))
     if arguments.json:
         print(not_finite.dumps([asdict(row) for row in rows], indent=1))
     else:
@@ -78,10 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_DAMAGED if any(row.state == "damaged" for row in rows) else EXIT_FINE
 
 
-def accept_loss(folder: Path) -> None:
-    """Records that the newest checkpoint in `folder` is the newest one that was ever committed. Raises RunInUse."""
+def accept_loss(folder: Folder) -> None:
+    """Records that the newest checkpoint in `folder` is the newest one that was ever committed. Raises RunInUse, OSError or
+    StorageError."""
     # Not while a driver lives: it would write its own record over this one.
     wait_until_free(str(folder.parent), waiting=lambda message: print(message, file=sys.stderr))
+    if isinstance(folder, Place):
+        standing.accept_loss(folder)
     newest = max(layout.steps(folder), default=None)
     document = _state(folder.parent / STATE)
     run = committed.of_run(folder.parent, folder).run
@@ -96,7 +105,7 @@ def accept_loss(folder: Path) -> None:
             committed.write(location, Committed(run, newest))
 
 
-def _state(path: Path) -> dict[str, Any] | None:
+def _state(path: Folder) -> dict[str, Any] | None:
     """Returns what the last driver stored. A damaged document is set aside, as a driver would do."""
     try:
         return STATE_KIND.read(path)
@@ -105,19 +114,19 @@ def _state(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def inspect(folder: Path, *, verify: bool) -> Iterator[Row]:
-    """Yields a row per checkpoint, oldest first. One that is deleted meanwhile is left out."""
+def inspect(folder: Folder, *, verify: bool) -> Iterator[Row]:
+    """Yields a row per checkpoint, oldest first. One that is deleted meanwhile is left out. Raises OSError, or StorageError of a
+    bucket."""
     for step in layout.steps(folder):
-        row = _inspect_one(folder / str(step), step, verify)
-        if (folder / str(step)).exists():
+        path = layout.at(folder, step)
+        row = _inspect_one(path, step, verify)
+        if not row.why or path.is_dir():
             yield row
-    for path in layout.on_the_way(folder):
-        number, _, what = path.name.partition(".")
-        if what.startswith("saving"):
-            yield Row(int(number), str(path), "unfinished", ["being saved, or what a save that was cut short has left"])
+    for step, path in layout.unfinished(folder):
+        yield Row(step, str(path), "unfinished", ["being saved, or what a save that was cut short has left"])
 
 
-def _inspect_one(path: Path, step: int, verify: bool) -> Row:
+def _inspect_one(path: Folder, step: int, verify: bool) -> Row:
     try:
         content = manifest.read(path)
     except manifest.UnfinishedError as error:
@@ -125,11 +134,11 @@ def _inspect_one(path: Path, step: int, verify: bool) -> Row:
     except manifest.DamagedError as error:
         return _with_meta(Row(step, str(path), "damaged", [str(error)]), path)
     problems = list(content.problems(path, content.files, digest_up_to=None if verify else manifest.SMALL_BYTES))
-    state = "damaged" if problems else "verified" if verify else "whole"
+    state = "damaged" if problems else "verified" if verify and not content.has_tags else "whole"
     return _with_meta(Row(step, str(path), state, problems, content.committed_s, content.num_bytes), path)
 
 
-def _with_meta(row: Row, path: Path) -> Row:
+def _with_meta(row: Row, path: Folder) -> Row:
     try:
         meta = manifest.read_meta(path)
     except manifest.DamagedError as error:
@@ -139,7 +148,7 @@ def _with_meta(row: Row, path: Path) -> Row:
     return replace(row, num_hosts=num_hosts, lineage=lineage, skipped_batches=meta.get("skipped_batches", []))
 
 
-def show(folder: Path, rows: Sequence[Row], console: Console) -> None:
+def show(folder: Folder, rows: Sequence[Row], console: Console) -> None:
     if not rows:
         console.print(f"no checkpoint in {folder} yet")
         return

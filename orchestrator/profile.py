@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent.answers import Profiled
-from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
+from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
 from trainers.first_line import say
 from trainers.runtime.orders import Profile
-from trainers.storage.documents import StorageError
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
@@ -43,10 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--steps {options.steps}: expected at least 1")
     say(f"looking for the run {options.run}", stream=sys.stderr)
     try:
-        run_dir = checkpoints_of(options.run, options.overrides).parent
+        run = run_of(options.run, options.overrides)
+        if not run.store.is_local:
+            raise NoRunError(f"profiles need a run in a local or mounted folder, not {run}: its hosts write them there")
+        run_dir = Path(run.url)
         outcomes = profile(run_dir, options.steps, options.hosts, options.timeout)
-    except (ConfigError, NoRunError, StorageError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except REFUSALS as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return EXIT_REFUSED
     for outcome in outcomes:
         print(f"host {outcome['host']}: {outcome['problem'] or outcome['path']}")

@@ -3,51 +3,80 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.job import load
+from orchestrator.config.job import ConfigError, load
 from orchestrator.run_state.launch import CHECKPOINTS, STATE
+from orchestrator.run_state.lease import TERMS
 from trainers.checkpoint import committed
 from trainers.program import program
 from trainers.storage import documents
+from trainers.storage.object_store import Limits
+from trainers.storage.opening import place_of
+from trainers.storage.store import Place, StorageProblem
+
+LIMITS = Limits(request_s=10.0, patience_s=15.0)
+"""Somebody waits for the answer."""
+
+
+RUN_HELP = "a run's folder, its URL in a bucket, or the YAML file that it was started with"
 
 
 class NoRunError(Exception):
     """What was named is not a run."""
 
 
+REFUSALS = (ConfigError, NoRunError, documents.StorageError, OSError)
+"""What a command that reads a run may raise: its user can do something about it."""
+
+
+def told(error: Exception) -> str:
+    """Returns what a refusal says, for people."""
+    return f"{error.filename}: {error.strerror}" if isinstance(error, StorageProblem) else str(error)
+
+
 def parser_of_run(module: str, description: str) -> argparse.ArgumentParser:
-    """Returns the parser of a command about a run, with what `checkpoints_of` takes: `run` and `overrides`. For
+    """Returns the parser of a command about a run, with what `run_of` takes: `run` and `overrides`. For
     `parse_intermixed_args`."""
     parser = argparse.ArgumentParser(prog=program(module), description=description)
-    parser.add_argument("run", metavar="RUN_DIR|CONFIG", help="a run's folder, or the YAML file it was started with")
+    parser.add_argument("run", metavar="RUN|CONFIG", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     return parser
 
 
-def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
-    return any((folder / name).exists() for name in (CHECKPOINTS, STATE, "driver_terms", committed.FILE))
+def is_run(place: Place) -> bool:
+    """Whether a folder is that of a run. Raises OSError."""
+    inside = {*place.folders()}
+    return bool(inside & {CHECKPOINTS, TERMS}) or any((place / name).exists() for name in (STATE, committed.FILE))
 
 
-def runs_in(storage: Path) -> list[Path]:
-    """Returns the folders of the runs of a storage, by name. Raises OSError."""
-    return sorted(Path(entry.path) for entry in os.scandir(storage) if entry.is_dir() and is_run(Path(entry.path)))
+def runs_in(storage: Place) -> list[Place]:
+    """Returns the folders in a storage that may be runs, by name; in a bucket nobody has looked yet whether they are, for each
+    look is paid for. Raises OSError."""
+    if not storage.store.is_local:
+        return [storage / name for name in storage.folders()]
+    # Links count here: a run may lie on another disk.
+    found = sorted(path for path in Path(storage.url).iterdir() if path.is_dir())
+    return [place for path in found if is_run(place := storage / path.name)]
 
 
-def checkpoints_of(run: str, overrides: Sequence[str] = ()) -> Path:
-    """The folder of a run's checkpoints, which may not be there yet. Raises NoRunError or ConfigError."""
-    if Path(run).is_dir():
-        if not is_run(Path(run)):
-            raise NoRunError(f"{run} is not a run's folder: expected one with {CHECKPOINTS}/ in it, such as STORAGE/NAME")
-        return Path(run) / CHECKPOINTS
+def run_of(run: str, overrides: Sequence[str] = ()) -> Place:
+    """Returns where a run is: the one that has this folder, or that was started with this configuration. Raises NoRunError,
+    ConfigError, or OSError of a storage that does not answer."""
+    if documents.is_url(run) or Path(run).is_dir():
+        return _checked(place_of(run, LIMITS), run)
     if not Path(run).exists() and Path(run).suffix not in (".yaml", ".yml"):
-        raise NoRunError(f"there is no {run}: give a run's folder, or the YAML file it was started with")
-    run_dir = load(run, overrides).run_dir
-    if documents.is_url(run_dir):
-        raise NoRunError(f"{run_dir} is no local or mounted folder: mount the bucket, and give the run's folder in it")
-    if not Path(run_dir).is_dir():
-        raise NoRunError(f"{run} was not started yet with this storage and name: there is no {run_dir}")
-    return Path(run_dir) / CHECKPOINTS
+        raise NoRunError(f"there is no {run}: give a run's folder, its URL, or the YAML file it was started with")
+    place = place_of(load(run, overrides).run_dir, LIMITS)
+    if not place.is_dir():
+        raise NoRunError(f"{run} was not started yet with this storage and name: there is no {place}")
+    return place
+
+
+def _checked(place: Place, named: str) -> Place:
+    if is_run(place):
+        return place
+    if not place.store.is_local and not place.is_dir():
+        raise NoRunError(f"there is no run at {named}: nothing is there")
+    raise NoRunError(f"{named} is not a run's folder: expected one with {CHECKPOINTS}/ in it, such as STORAGE/NAME")

@@ -105,10 +105,13 @@ def _render(**found: Any) -> str:
 
 
 def _names(records: Sequence[Record]) -> list[str]:
-    """Returns a name for each run: that of its folder, or with the folder above it where two are the same."""
-    names = [record.overview.name for record in records]
-    paths = [Path(record.overview.folder) for record in records]
-    return [f"{path.parent.name}/{name}" if names.count(name) > 1 else name for name, path in zip(names, paths, strict=True)]
+    """Returns a name for each run: that of its folder, or with so many of the folders above it that no two are the same."""
+    folders = [record.overview.folder.split("/") for record in records]
+    for depth in range(1, max(map(len, folders))):
+        names = ["/".join(parts[-depth:]) for parts in folders]
+        if len({*names}) == len({*map(tuple, folders)}):
+            return names
+    return [record.overview.folder for record in records]
 
 
 def head(record: Record) -> dict[str, Any]:

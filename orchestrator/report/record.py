@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from orchestrator.run_state import lines
 from orchestrator.run_state.goodput import CATEGORIES
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.launch import TIMELINE
@@ -19,7 +19,9 @@ from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL, entry
 from trainers.storage.document_kind import DocumentKind
-from trainers.storage.documents import DamagedDocument, StorageError
+from trainers.storage.documents import DamagedDocument, StorageError, Where
+from trainers.storage.opening import place_of
+from trainers.storage.store import Place
 
 MAX_STACKS_CHARS = 20_000
 MAX_SAMPLES = 3
@@ -95,9 +97,10 @@ class Record:
         return sorted({name for one in self.published for name in one.metrics})
 
 
-def read(folder: Path) -> Record:
-    """Reads a run's folder. Never raises for what is missing or damaged: `problems` says it."""
-    problems: list[str] = []
+def read(run: Where) -> Record:
+    """Reads a run's folder. Never raises for what is missing or damaged: `problems` says it. Raises StorageProblem of a bucket
+    that does not answer."""
+    folder, problems = place_of(run), list[str]()
     about = overview.read(folder)
     published, settings, resumes = _tracked(folder, problems)
     incidents = _incidents(folder, problems)
@@ -118,7 +121,7 @@ def read(folder: Path) -> Record:
     )
 
 
-def _document(folder: Path, kind: DocumentKind, problems: list[str]) -> Mapping[str, Any]:
+def _document(folder: Place, kind: DocumentKind, problems: list[str]) -> Mapping[str, Any]:
     try:
         return kind.read(folder / kind.name) or {}
     except (StorageError, OSError) as error:
@@ -131,23 +134,22 @@ def _seconds(state: Mapping[str, Any]) -> dict[str, float]:
     return {name: now.get(name, 0.0) + earlier.get(name, 0.0) for name in CATEGORIES}
 
 
-def _lines(path: Path, problems: list[str]) -> Iterator[bytes]:
+def _lines(name: str, found: Callable[[], Iterator[bytes]], problems: list[str]) -> Iterator[bytes]:
     try:
-        with open(path, "rb") as file:
-            yield from file
+        yield from found()
     except FileNotFoundError:
-        problems.append(f"{path.name} is not there")
+        problems.append(f"{name} is not there")
     except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+        problems.append(f"{name} cannot be read: {error.strerror or error}")
 
 
-def _tracked(folder: Path, problems: list[str]) -> tuple[list[Published], dict[str, str], list[Resume]]:
+def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[str, str], list[Resume]]:
     """Returns what was published, the newest settings, and how they changed."""
     published: dict[tuple[int, bool], Published] = {}
     settings: dict[str, str] = {}
     resumes: list[Resume] = []
     damaged = 0
-    for line in _lines(folder / TRACKING / SPOOL, problems):
+    for line in _lines(SPOOL, lambda: lines.metrics(folder), problems):
         try:
             found = entry(line)
         except DamagedDocument:
@@ -171,9 +173,9 @@ def _tracked(folder: Path, problems: list[str]) -> tuple[list[Published], dict[s
     return sorted(published.values(), key=lambda one: one.at_s), settings, resumes
 
 
-def _marks(folder: Path, problems: list[str]) -> list[Mark]:
+def _marks(folder: Place, problems: list[str]) -> list[Mark]:
     found, damaged = [], 0
-    for line in _lines(folder / TIMELINE, problems):
+    for line in _lines(TIMELINE, lambda: lines.of(folder / TIMELINE), problems):
         try:
             document = json.loads(line)
             found.append(Mark(float(document["t"]), str(document["launch"]), str(document["ev"]), document))
@@ -184,7 +186,7 @@ def _marks(folder: Path, problems: list[str]) -> list[Mark]:
     return sorted(found, key=lambda mark: mark.at_s)
 
 
-def _incidents(folder: Path, problems: list[str]) -> list[Incident]:
+def _incidents(folder: Place, problems: list[str]) -> list[Incident]:
     try:
         return incidents_of.of_run(folder)
     except (StorageError, OSError) as error:
@@ -192,31 +194,29 @@ def _incidents(folder: Path, problems: list[str]) -> list[Incident]:
         return []
 
 
-def _stacks(folder: Path, incidents: list[Incident]) -> dict[str, str]:
+def _stacks(folder: Place, incidents: list[Incident]) -> dict[str, str]:
     """Returns the stacks of the incidents that have some: the newest ones are kept in the run's folder."""
     texts = {}
     for incident in incidents:
         place = incident.evidence.get("stacks")
         # The run may lie elsewhere now: the folder of an incident has the same name there.
-        path = folder / "incidents" / Path(str(place)).name if place else None
-        if path is None or not path.is_dir():
-            continue
-        for file in sorted(path.glob("*.txt")):
-            try:
-                texts[f"{place}/{file.name}"] = file.read_text(errors="replace")[:MAX_STACKS_CHARS]
-            except OSError:
-                continue
+        stacks = folder / "incidents" / name if (name := str(place or "").rstrip("/").rpartition("/")[2]) else None
+        for file in stacks.list() if stacks else []:
+            assert stacks is not None
+            if file.name.endswith(".txt"):
+                text = (stacks / file.name).get() or b""
+                texts[f"{place}/{file.name}"] = text.decode(errors="replace")[:MAX_STACKS_CHARS]
     return texts
 
 
-def _samples(folder: Path, problems: list[str]) -> list[tuple[int, str]]:
+def _samples(folder: Place, problems: list[str]) -> list[tuple[int, str]]:
     found = []
-    paths = sorted((folder / "previews").glob("*.json"), key=lambda path: int(path.stem) if path.stem.isdecimal() else -1)
-    for path in reversed(paths[-MAX_SAMPLES:]):
+    names = [entry.name.removesuffix(".json") for entry in (folder / "previews").list() if entry.name.endswith(".json")]
+    for name in sorted(names, key=lambda name: int(name) if name.isdecimal() else -1)[: -MAX_SAMPLES - 1 : -1]:
         try:
-            document = PREVIEWS_KIND.read(path) or {}
+            document = PREVIEWS_KIND.read(folder / "previews" / f"{name}.json") or {}
         except (StorageError, OSError) as error:
-            problems.append(f"previews/{path.name} cannot be read: {error}")
+            problems.append(f"previews/{name}.json cannot be read: {error}")
             continue
         for preview in document.get("previews", [])[:2]:
             found.append((document["step"], f"{preview.get('prompt', '')}{preview.get('text', '')}"))

@@ -28,7 +28,7 @@ from orchestrator.run_state.incident_log import Entry
 from orchestrator.run_state.incidents import Action, Incident
 from orchestrator.run_state.lease import Lease, Time, acquire
 from orchestrator.run_state.processes import this_machine
-from orchestrator.run_state.progress import Progress
+from orchestrator.run_state.progress import Progress, kind_of
 from orchestrator.run_state.requests import Request
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.run_state.storage_writer import Writer
@@ -87,7 +87,7 @@ def _latest_term(run_dir: str) -> int:
     the lease files were deleted: checkpoints of a higher term would fence the new driver out."""
     try:
         stored = (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
-    except DamagedDocument:  # told by `Launch`
+    except DamagedDocument:  # reported by `Launch`
         stored = 0
     if documents.is_url(run_dir):
         return stored  # the row has all others
@@ -163,7 +163,7 @@ class Launch:
         """Records that the agents are in another generation than `gang.json` says: the previous driver ended before it was
         stored."""
         assert self.progress.gang is not None
-        # No number may be used twice: the events of generations are told apart by it.
+        # No number may be used twice: the events of generations are distinguished by it.
         self.progress.generations = max(self.progress.generations, number + 1)
         self.progress.gang, self.progress.seen = {**self.progress.gang, "generation": number}, {}
         self._store_gang()
@@ -221,6 +221,8 @@ class Launch:
         # Read here: the write may come much later, if the storage hangs.
         at_s = self.clock()
         self._num_published += 1
+        if (kind := kind_of(metrics)) is not None:
+            self.progress.newest[kind] = dict(metrics)
         # A key for each: a waiting job with the same key would be replaced, and its metrics lost.
         self._writer.put(f"metrics {self._num_published}", lambda: self.tracker.log_metrics(step, metrics, at_s))
 

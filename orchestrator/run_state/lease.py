@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
@@ -109,7 +109,7 @@ def holder_of(run_dir: str) -> Holder | None:
     """Returns the latest driver of the run that has written `lease.json`, alive or not; None before the first one, or if the
     document is damaged. Raises NewerDocument."""
     with suppress(DamagedDocument):
-        return _holder(LEASE_KIND.read(_lease_path(run_dir)))
+        return holder_in(LEASE_KIND.read(_lease_path(run_dir)))
     return None
 
 
@@ -287,13 +287,13 @@ def _latest(run_dir: str) -> tuple[Holder | None, int]:
 
 def _in_record(record: Record) -> Holder | None:
     """Returns the driver that a record names; None for a process without a driver, which holds nothing."""
-    return _holder(dict(record.holder)) if "launch_id" in record.holder else None
+    return holder_in(dict(record.holder)) if "launch_id" in record.holder else None
 
 
 def _claim(run_dir: str, driver_term: int) -> Holder | None:
     """Returns the driver with that term; None if there is none."""
     try:
-        return _holder(LEASE_KIND.read(_term_path(run_dir, driver_term)))
+        return holder_in(LEASE_KIND.read(_term_path(run_dir, driver_term)))
     except DamagedDocument:  # it is being written, or its driver died while writing
         return Holder(
             driver_term=driver_term, launch_id=UNKNOWN, hostname=UNKNOWN, machine="", pid=0, since_s=0.0, renewed_at_s=0.0
@@ -334,7 +334,8 @@ def _name(run_dir: str) -> str:
     return os.path.basename(run_dir.rstrip("/"))
 
 
-def _holder(data: dict[str, Any] | None) -> Holder | None:
+def holder_in(data: Mapping[str, Any] | None) -> Holder | None:
+    """Returns the driver that the contents of `lease.json` name."""
     names = {field.name for field in fields(Holder)}
     return Holder(**{name: value for name, value in data.items() if name in names}) if data is not None else None
 

@@ -8,7 +8,7 @@ from orchestrator.run_state.incident_log import NAME as INCIDENTS
 from orchestrator.run_state.launch import TIMELINE
 from orchestrator.tracking import of_bucket
 from orchestrator.tracking.spool import FOLDER, SPOOL
-from trainers.storage import identity
+from trainers.storage import identity, several
 from trainers.storage.opening import place_of
 
 LEFT_OUT = ("checkpoints", "models", "row", "logs", "requests")
@@ -33,7 +33,7 @@ def fetch(run_dir: str, folder: Path) -> None:
 
 def _metrics(run_dir: str) -> bytes:
     segments = of_bucket.segments_of(run_dir)
-    copied = b"".join(of_bucket.contents(segments, of_bucket.in_order(segments)))
+    copied = b"".join(several.contents(segments, [name for name, _ in of_bucket.in_order(segments)]))
     # On the driver's machine there may be more than was copied yet.
     here = Path(identity.local_folder(run_dir), FOLDER, SPOOL)
     return max(copied, here.read_bytes() if here.exists() else b"", key=len)

@@ -17,6 +17,16 @@ from orchestrator.run_state.time_used import TimeUsed
 from trainers.checkpoint.committed import Committed
 from trainers.storage import identity
 
+TRAIN, EVAL = "train", "eval"
+"""The kinds of what is published."""
+
+
+def kind_of(metrics: Mapping[str, Any]) -> str | None:
+    """Returns of which kind these published metrics are; None: of another one."""
+    if any(name.startswith("eval_") for name in metrics):
+        return EVAL
+    return TRAIN if "loss" in metrics or "step_time_s" in metrics else None
+
 
 @dataclass
 class Progress:
@@ -59,8 +69,10 @@ class Progress:
     earlier_incidents: list[tuple[str, Incident]] = field(default_factory=list)
     """The newest incidents of earlier launches, oldest first, each with the id of its launch."""
 
-    published: dict[str, int] = field(default_factory=lambda: {"train": -1, "eval": -1})
+    published: dict[str, int] = field(default_factory=lambda: {TRAIN: -1, EVAL: -1})
     """The newest step whose metrics were published, by kind."""
+    newest: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The newest metrics that were published, by kind: for those who look at the run, `gangway status`."""
     course_of_points: str | None = None
     """The digest of the settings under which the published points were trained. It differs from that of the launch until training
     has begun: only then is it known which points a new course leaves."""
@@ -127,6 +139,7 @@ class Progress:
             "committed": dataclasses.asdict(self.committed),
             "failed_requests": self.failed_requests,
             "published": dict(self.published),
+            "newest": dict(self.newest),
             "course": self.course_of_points,
             # With its generation: if only one of the two files was written, the numbers are not used.
             "seen": {
@@ -170,6 +183,7 @@ class Progress:
         recorded = state.get("committed", {"step": self.checkpoint_step})
         self.committed = Committed(recorded.get("run"), recorded.get("step"))
         self.published, self.course_of_points = state["published"], state.get("course", self.course_of_points)
+        self.newest = dict(state.get("newest", {}))
         self.time_used = TimeUsed.resume(state["time_used"], same_launch=is_same, step_s=step_s)
 
     def _restore_gang(self, state: Mapping[str, Any], gang: Mapping[str, Any] | None, launch_id: str) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.run_state import requests
+from orchestrator.run_state import lines, requests
 from orchestrator.run_state.requests import Request
 from trainers.storage import documents, durable
 from trainers.storage.document_kind import DocumentKind, set_aside
 from trainers.storage.opening import place_of
+from trainers.storage.store import StorageRefused
 
 READ_BYTES = 16 << 20
-"""How much is read from the end of a file of lines."""
+"""How much is read from the end of lines."""
 ROTATE_BYTES = 64 << 20
 """A larger file of lines is renamed to `NAME.old`, and a new one begins."""
 
@@ -41,9 +41,8 @@ class RunFolder:
     def append(self, name: str, text: str) -> None:
         """Appends lines to a file, and syncs it to the disk."""
         path = documents.join(self.path, name)
-        if documents.is_url(path):
-            # A bucket has nothing to append to: each time an object, and by their names they are in order.
-            (place_of(path) / f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}").put(text.encode())
+        if lines.is_in_parts(place_of(path)):
+            lines.add_part(place_of(path), text)
             return
         if durable.is_in_the_way(path):
             set_aside(path)
@@ -63,22 +62,10 @@ class RunFolder:
 
     def last_lines(self, name: str) -> list[str]:
         """Returns the lines at the end of a file; none if there is no file."""
-        if documents.is_url(self.path):
-            return self._last_objects(documents.join(self.path, name))
         try:
-            with durable.reading(documents.join(self.path, name)) as file:
-                begin = max(0, os.fstat(file.fileno()).st_size - READ_BYTES)
-                file.seek(begin)
-                lines = file.read().decode(errors="replace").splitlines()
-                return lines[1:] if begin else lines  # the first one began before
-        except (FileNotFoundError, IsADirectoryError):
-            return []
-
-    def _last_objects(self, url: str) -> list[str]:
-        place, found, num_bytes = place_of(url), [], 0
-        for entry in reversed(place.list()):
-            num_bytes += entry.size
-            if num_bytes > READ_BYTES:
-                break
-            found.append((place / entry.name).get() or b"")
-        return b"".join(reversed(found)).decode(errors="replace").splitlines()
+            found = lines.newest(place_of(documents.join(self.path, name)), READ_BYTES)
+        except StorageRefused as error:
+            if error.errno == errno.EISDIR:  # what lies there is no file: it is set aside when lines are appended
+                return []
+            raise
+        return [line.decode(errors="replace") for line in found]

@@ -60,6 +60,7 @@ class _State(TypedDict):
     committed: NotRequired[committed.Committed]
     failed_requests: NotRequired[int]
     published: dict[str, int]
+    newest: NotRequired[dict[str, dict[str, Any]]]
     seen: _Seen
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
+from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import STOP, Kind
 from orchestrator.runs import overview
 from orchestrator.runs.overview import ENDED, LIVE, Overview
+from trainers.storage.documents import Where
+from trainers.storage.opening import place_of
 
 EXIT_FINE, EXIT_NOT_DONE, EXIT_REFUSED = 0, 1, 2
 TIMEOUT_S = 300.0
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 0.5, 2.0
 
 
 def main(kind: Kind, module: str, description: str, argv: Sequence[str] | None = None) -> int:
@@ -26,28 +26,29 @@ def main(kind: Kind, module: str, description: str, argv: Sequence[str] | None =
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
     options = parser.parse_intermixed_args(argv)
     try:
-        folder = checkpoints_of(options.run, options.overrides).parent
-        done, line = ask(folder, kind, options.timeout)
-    except (ConfigError, NoRunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        done, line = ask(run_of(options.run, options.overrides), kind, options.timeout)
+    except REFUSALS as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return EXIT_REFUSED
     print(line)
     return EXIT_FINE if done else EXIT_NOT_DONE
 
 
-def ask(folder: Path, kind: Kind, timeout_s: float = TIMEOUT_S) -> tuple[bool, str]:
+def ask(run: Where, kind: Kind, timeout_s: float = TIMEOUT_S) -> tuple[bool, str]:
     """Sends a request to a run, and waits until it is done. Returns whether it is, and a line that says what happened. Raises
     NoRunError if the run does not go on, or OSError."""
+    folder = place_of(run)
     before = overview.read(folder)
     if before.kind != LIVE or before.launch_id is None:
         raise NoRunError(f"the run in {folder} does not go on now: {before.state}")
-    path = requests.send(str(folder), kind, before.launch_id)
+    look_every_s = LOOK_EVERY_S if folder.store.is_local else LOOK_IN_BUCKET_EVERY_S
+    path = requests.send(folder.url, kind, before.launch_id)
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         now = overview.read(folder)
         if (line := _result(kind, before, now, taken=not requests.is_waiting(path))) is not None:
             return True, line
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(look_every_s)
     heard = "the driver has not read the request" if requests.is_waiting(path) else "the driver has read the request"
     return False, f"not done within {timeout_s:g} s: {heard}; the run is {overview.read(folder).state}"
 

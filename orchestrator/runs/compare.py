@@ -1,6 +1,6 @@
 """`gangway compare RUN RUN [RUN ...]`: the settings in which runs differ, and how they did, side by side.
 
-Each RUN is a run's folder. Exit status: 0; 2 when one of them is no run.
+Each RUN is a run's folder, or its URL. Exit status: 0; 2 when one of them is no run.
 """
 
 from __future__ import annotations
@@ -8,23 +8,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of
+from orchestrator.config.locate import REFUSALS, NoRunError, run_of, told
+from orchestrator.run_state import lines
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
-from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL, entry
+from orchestrator.tracking.spool import entry
 from trainers.console.text import printable, seconds
 from trainers.program import program
 from trainers.published import SYSTEM, number
 from trainers.storage import documents, not_finite
+from trainers.storage.documents import Where
+from trainers.storage.opening import place_of
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -37,17 +37,17 @@ NOT_COMPARED = frozenset({"name", "storage"})
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.compare"), description="Runs side by side.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs, or their URLs")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
     if len(options.runs) < 2:
         parser.error("expected at least two runs")
     try:
-        folders = [checkpoints_of(run).parent for run in options.runs]
+        folders = [run_of(run) for run in options.runs]
         settings = differing([settings_of(folder) for folder in folders])
         results = [results_of(overview.read(folder)) for folder in folders]
-    except (ConfigError, NoRunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except REFUSALS as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
         print(not_finite.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
@@ -56,19 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_FINE
 
 
-def settings_of(folder: Path) -> dict[str, str]:
+def settings_of(run: Where) -> dict[str, str]:
     """Returns the settings of the newest launch of a run, by their dotted names. Raises NoRunError if none is recorded."""
     found: dict[str, str] | None = None
     try:
-        with open(folder / TRACKING / SPOOL, "rb") as file:
-            for line in file:
-                # A cheap look first: most lines are metrics.
-                if b'"params"' in line[:60]:
-                    found = entry(line).get("params", found)
+        for line in lines.metrics(place_of(run)):
+            # A cheap look first: most lines are metrics.
+            if b'"params"' in line[:60]:
+                found = entry(line).get("params", found)
     except (OSError, documents.DamagedDocument) as error:
-        raise NoRunError(f"the settings of the run in {folder} cannot be read: {error}") from error
+        raise NoRunError(f"the settings of the run in {run} cannot be read: {told(error)}") from error
     if found is None:
-        raise NoRunError(f"the run in {folder} has recorded no settings")
+        raise NoRunError(f"the run in {run} has recorded no settings")
     return found
 
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of
-from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL, entry
+from orchestrator.config.locate import REFUSALS, RUN_HELP, NoRunError, run_of, told
+from orchestrator.run_state import lines
+from orchestrator.tracking.spool import entry
 from trainers.config.section import did_you_mean
 from trainers.console import curves
 from trainers.program import program
 from trainers.published import SYSTEM
 from trainers.storage import not_finite
-from trainers.storage.documents import DamagedDocument
+from trainers.storage.documents import DamagedDocument, Where
+from trainers.storage.opening import place_of
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -31,34 +30,33 @@ Curves = dict[str, list[tuple[int, float]]]
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("orchestrator.runs.history"), description="The course of a run's metrics.")
-    parser.add_argument("run", metavar="RUN", help="a run's folder, or the YAML file it was started with")
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("metrics", nargs="*", metavar="METRIC", help="such as loss eval_loss; default: all losses")
     parser.add_argument("--list", action="store_true", help="the names of all metrics")
     parser.add_argument("--json", action="store_true", help="for programs: [step, value] by the name of the metric")
     options = parser.parse_args(argv)
     try:
-        found = read(checkpoints_of(options.run).parent)
+        found = read(run_of(options.run))
         if options.list:
             print("\n".join(sorted(found)))
             return EXIT_FINE
         chosen = {name: found[name] for name in named(options.metrics, found)}
-    except (ConfigError, NoRunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except REFUSALS as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return EXIT_REFUSED
     print(not_finite.dumps(chosen) if options.json else "\n".join(curves.chart(chosen)))
     return EXIT_FINE
 
 
-def read(run: Path) -> Curves:
+def read(run: Where) -> Curves:
     """Returns the curve of each metric that a run has tracked: (step, value) by step, of each step the newest value. Raises
     NoRunError if it has tracked nothing."""
     by_name: dict[str, dict[int, float]] = {}
-    path = run / TRACKING / SPOOL
     try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        lines = []
-    for line in lines:
+        found = list(lines.metrics(place_of(run)))
+    except FileNotFoundError as error:
+        raise NoRunError(f"{run} has tracked no metrics yet: there is no {error.filename}") from error
+    for line in found:
         try:
             record = entry(line)
         except DamagedDocument:  # half written
@@ -67,7 +65,7 @@ def read(run: Path) -> Curves:
             # Null: it was not finite.
             by_name.setdefault(name, {})[record["step"]] = float("nan") if value is None else value
     if not by_name:
-        raise NoRunError(f"{run} has tracked no metrics yet: there is none in {path}")
+        raise NoRunError(f"{run} has tracked no metrics yet")
     return {name: sorted(points.items()) for name, points in by_name.items()}
 
 

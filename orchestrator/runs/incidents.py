@@ -1,4 +1,4 @@
-"""`gangway incidents RUN_DIR|CONFIG [NUMBER]`: the incidents of a run, or one with all that is known of it.
+"""`gangway incidents RUN|CONFIG [NUMBER]`: the incidents of a run, or one with all that is known of it.
 
 Exit status: 0; 2 when there is no such run or incident.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
+from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
 from orchestrator.reporting.text import action_of, recovery
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
@@ -23,7 +21,8 @@ from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.runs import overview
 from trainers.console.text import printable, seconds, sentence
 from trainers.storage import not_finite
-from trainers.storage.documents import StorageError
+from trainers.storage.documents import Where
+from trainers.storage.opening import place_of
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -36,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_intermixed_args(argv)
     try:
-        found = of_run(checkpoints_of(options.run, options.overrides).parent)
+        found = of_run(run_of(options.run, options.overrides))
         if options.number is not None and not 1 <= options.number <= len(found):
             raise NoRunError(f"--number {options.number}: the run has {len(found)} incidents")
-    except (ConfigError, NoRunError, StorageError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except REFUSALS as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return EXIT_REFUSED
     chosen = found if options.number is None else [found[options.number - 1]]
     if options.json:
@@ -52,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_FINE
 
 
-def of_run(run_dir: Path) -> list[Incident]:
+def of_run(run: Where) -> list[Incident]:
     """Returns the incidents of all launches of a run, oldest first. Raises NewerDocument or OSError."""
-    return [entry.incident for entry in incident_log.of_all_launches(RunFolder(str(run_dir)).last_lines(incident_log.NAME))]
+    return [entry.incident for entry in incident_log.of_all_launches(RunFolder(place_of(run).url).last_lines(incident_log.NAME))]
 
 
 def show(screen: Console, incidents: Sequence[Incident]) -> None:

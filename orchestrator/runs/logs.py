@@ -1,4 +1,4 @@
-"""`gangway logs RUN_DIR|CONFIG [--host N] [--follow]`: what the processes of a run have printed, from its folder.
+"""`gangway logs RUN|CONFIG [--host N] [--follow]`: what the processes of a run have printed, from its folder.
 
 Exit status: 0; 2 when there is no such run or host.
 """
@@ -9,18 +9,30 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from typing import NamedTuple
 
-from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of, parser_of_run
+from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
 from trainers.console.text import printable
+from trainers.storage.documents import Where
+from trainers.storage.opening import place_of
+from trainers.storage.store import Entry, Place
 from trainers.terminal import command, nobody_looks
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 FOLDER = "logs"
+_LOG = re.compile(r"host-(\d+)/process-[^/]*\.log")
 LINES = 50
-FOLLOW_EVERY_S = 1.0
+FOLLOW_EVERY_S, FOLLOW_IN_BUCKET_EVERY_S = 1.0, 10.0
 TAIL_BYTES = 4 << 20
+
+
+class Log(NamedTuple):
+    """The newest log of a host."""
+
+    host: int
+    place: Place
+    size: int
+    """Bytes, as of the look."""
 
 
 @command
@@ -36,75 +48,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.lines < 0:
         parser.error(f"--lines {options.lines}: expected 0 or more")
     try:
-        run_dir = checkpoints_of(options.run, options.overrides).parent
-        found = newest(run_dir, options.host)
-    except (ConfigError, NoRunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        run = run_of(options.run, options.overrides)
+        found = newest(run, options.host)
+        for log in found:
+            print(f"==> host {log.host}: {log.place} <==")
+            for line in last_lines(log, options.lines):
+                print(printable(line))
+        if options.follow:
+            follow(run, options.host, found)
+    except REFUSALS as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return EXIT_REFUSED
-    for host, path in found:
-        print(f"==> host {host}: {path} <==")
-        for line in last_lines(path, options.lines):
-            print(printable(line))
-    if options.follow:
-        follow(run_dir, options.host, found)
     return EXIT_FINE
 
 
-def newest(run_dir: Path, host: int | None) -> list[tuple[int, Path]]:
-    """Returns (host, its newest log) of the hosts of a run that have one. Raises NoRunError if there is none."""
-    folders = sorted((run_dir / FOLDER).glob("host-*")) if (run_dir / FOLDER).is_dir() else []
-    numbered = {int(found[1]): folder for folder in folders if (found := re.fullmatch(r"host-(\d+)", folder.name))}
-    if host is not None and host not in numbered:
-        there = ", ".join(map(str, numbered)) or "none"
-        raise NoRunError(f"{run_dir} has no log of host {host}; there are those of: {there}")
-    chosen = numbered if host is None else {host: numbered[host]}
+def newest(run: Where, host: int | None) -> list[Log]:
+    """Returns the newest log of each host of a run that has one, or of one host. Raises NoRunError if there is none, and
+    OSError."""
+    folder = place_of(run) / FOLDER
+    by_host: dict[int, list[Entry]] = {}
+    for entry in folder.list():
+        if match := _LOG.fullmatch(entry.name):
+            by_host.setdefault(int(match[1]), []).append(entry)
+    if host is not None and host not in by_host:
+        there = ", ".join(map(str, sorted(by_host))) or "none"
+        raise NoRunError(f"{run} has no log of host {host}; there are those of: {there}")
     # A process that stands by has a log, too: an empty one.
-    logs = {
-        number: sorted((path for path in folder.glob("process-*.log") if path.stat().st_size), key=_changed_s)
-        for number, folder in chosen.items()
+    chosen = {
+        number: [one for one in by_host[number] if one.size] for number in ([host] if host is not None else sorted(by_host))
     }
-    found_logs = [(number, paths[-1]) for number, paths in logs.items() if paths]
-    if not found_logs:
-        raise NoRunError(f"{run_dir} has no logs yet: its hosts copy them to {run_dir / FOLDER} every half minute")
-    return found_logs
+    newest_of = {number: max(found, key=lambda one: (one.changed_s, one.name)) for number, found in chosen.items() if found}
+    if not newest_of:
+        raise NoRunError(f"{run} has no logs yet: its hosts copy them to {folder} every half minute")
+    return [Log(number, folder / entry.name, entry.size) for number, entry in newest_of.items()]
 
 
-def last_lines(path: Path, number: int) -> list[str]:
-    """Returns the last lines of a file; 0: all."""
-    with open(path, "rb") as file:
-        if number:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
+def last_lines(log: Log, number: int) -> list[str]:
+    """Returns the last lines of a log; 0: all. Raises OSError."""
+    begin = max(0, log.size - TAIL_BYTES) if number else 0
+    lines = (log.place.store.get_part(log.place.key, begin, log.size) or b"").decode(errors="replace").splitlines()
     return lines[-number:] if number else lines
 
 
-def follow(run_dir: Path, host: int | None, shown: Sequence[tuple[int, Path]]) -> None:
+def follow(run: Where, host: int | None, shown: Sequence[Log]) -> None:
     """Shows what is added to the logs, those of later processes too, until Ctrl-C, or until nobody reads it any more."""
-    sizes = {path: path.stat().st_size for _, path in shown}
+    sizes = {log.place.url: log.size for log in shown}
+    every_s = FOLLOW_EVERY_S if place_of(run).store.is_local else FOLLOW_IN_BUCKET_EVERY_S
     try:
         while not nobody_looks():
-            time.sleep(FOLLOW_EVERY_S)
-            for number, path in newest(run_dir, host):
-                for line in _added(path, sizes):
-                    print(f"host {number}  {printable(line)}", flush=True)
+            time.sleep(every_s)
+            for log in newest(run, host):
+                for line in _added(log, sizes):
+                    print(f"host {log.host}  {printable(line)}", flush=True)
     except KeyboardInterrupt:
         return
 
 
-def _added(path: Path, sizes: dict[Path, int]) -> Iterator[str]:
-    before, size = sizes.get(path, 0), path.stat().st_size
+def _added(log: Log, sizes: dict[str, int]) -> Iterator[str]:
+    before = sizes.get(log.place.url, 0)
     # A log that has grown too large is emptied, and begins anew.
-    before = before if before <= size else 0
-    with open(path, "rb") as file:
-        file.seek(before)
-        added = file.read(size - before)
+    before = before if before <= log.size else 0
+    added = (log.place.store.get_part(log.place.key, before, log.size) or b"") if before < log.size else b""
     whole = added[: added.rfind(b"\n") + 1]
-    sizes[path] = before + len(whole)
+    sizes[log.place.url] = before + len(whole)
     yield from whole.decode(errors="replace").splitlines()
-
-
-def _changed_s(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 if __name__ == "__main__":

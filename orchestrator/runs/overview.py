@@ -6,21 +6,22 @@ tells it: clocks of two machines are never compared.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
-from orchestrator.run_state import lease
+from orchestrator.run_state import lease, lines
 from orchestrator.run_state.goodput import CATEGORIES
+from orchestrator.run_state.progress import EVAL, TRAIN, kind_of
 from orchestrator.run_state.stored import GANG_KIND, OUTCOME_KIND, STATE_KIND, SUMMARY_KIND
-from orchestrator.tracking.spool import FOLDER as TRACKING
-from orchestrator.tracking.spool import SPOOL, entry
+from orchestrator.tracking.spool import entry
 from trainers.storage import documents
 from trainers.storage.document_kind import DocumentKind
+from trainers.storage.documents import Where
+from trainers.storage.opening import place_of
+from trainers.storage.store import Place, StorageProblem
 
 TAIL_BYTES = 1 << 16
 """How much is read from the end of the file of metrics: its newest lines."""
@@ -54,7 +55,7 @@ class Overview:
     name: str
     folder: str
     kind: str
-    """`live`; `ended`; `lost`: its driver is gone and has told no end; `unknown`: its files do not say."""
+    """`live`; `ended`; `lost`: its driver is gone and has recorded no end; `unknown`: its files do not say."""
     state: str
     """In words: `training`, `finished`, `driver gone`."""
     launch_id: str | None = None
@@ -84,23 +85,25 @@ class Overview:
         return max(0, self.max_steps - self.step) * step_s
 
 
-def read(folder: Path, now_s: float | None = None) -> Overview:
-    """Returns how a run is. Never raises for what is damaged: `problems` says it."""
+def read(run: Where, now_s: float | None = None) -> Overview:
+    """Returns how the run in this folder is. Never raises for what is damaged: `problems` says it. Raises StorageProblem of a
+    bucket that does not answer."""
+    folder = place_of(run)
     files = _Files(folder)
     state, ended = files.document(STATE_KIND), files.document(OUTCOME_KIND)
     launch_id = state.get("launch_id")
     is_over = bool(ended) and ended.get("launch_id") == launch_id
-    about = files.document(SUMMARY_KIND)
-    about = about if about.get("launch_id") == launch_id and is_over else {}
+    about = files.document(SUMMARY_KIND) if is_over else {}
+    about = about if about.get("launch_id") == launch_id else {}
     kind, words, changed_s = _life(files, state, ended if is_over else {}, time.time() if now_s is None else now_s)
-    train, evaluation = files.last_metrics()
+    train, evaluation = files.last_metrics(state)
     seconds = state.get("goodput", {}).get("seconds", {})
     whole_s = sum(seconds.get(name, 0.0) for name in CATEGORIES)
     published = [number for number in (state.get("published") or {}).values() if isinstance(number, int) and number >= 0]
     steps = [number for number in (about.get("steps"), state.get("checkpoint_step"), *published) if number is not None]
     return Overview(
         name=folder.name,
-        folder=str(folder),
+        folder=folder.url,
         kind=kind,
         state=words,
         launch_id=launch_id,
@@ -146,7 +149,7 @@ def _num_hosts(gang: Mapping[str, Any]) -> int | None:
 class _Files:
     """The files of a run's folder. What cannot be read is a problem, and counts as absent."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Place):
         self.folder = folder
         self.problems: list[str] = []
 
@@ -154,45 +157,44 @@ class _Files:
         try:
             return kind.read(self.folder / kind.name) or {}
         except (documents.StorageError, OSError) as error:
+            if isinstance(error, StorageProblem) and not self.folder.store.is_local:
+                raise  # so would all others be: nothing is known of the run
             self.problems.append(f"{kind.name} cannot be read: {error}")
             return {}
 
     def holder(self) -> lease.Holder | None:
-        # Its problem is told, and `holder_of` passes over it.
-        return lease.holder_of(str(self.folder)) if self.document(lease.LEASE_KIND) else None
+        return lease.holder_in(self.document(lease.LEASE_KIND) or None)
 
     def changed_s(self, name: str) -> float | None:
+        place = self.folder / name
         try:
-            return (self.folder / name).stat().st_mtime
+            found = place.store.entry(place.key)
         except OSError:
             return None
+        return None if found is None else found.changed_s
 
-    def last_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+    def last_metrics(self, state: Mapping[str, Any]) -> tuple[Mapping[str, float], Mapping[str, float]]:
         """Returns the newest metrics of the training, and those of the newest evaluation."""
-        train: dict[str, float] = {}
-        evaluation: dict[str, float] = {}
-        for line in self._newest_lines():
-            metrics = line.get("metrics") or {}
-            if any(name.startswith("eval_") for name in metrics):
-                evaluation = evaluation or metrics
-            elif "loss" in metrics or "step_time_s" in metrics:
-                train = train or metrics
-            if train and evaluation:
-                break
-        return train, evaluation
+        found: dict[str, Mapping[str, float]] = dict(state.get("newest") or {})
+        # A run of before they were in `launch.json` has them at the end of what it has tracked.
+        if TRAIN not in found and (not state or max((state.get("published") or {}).values(), default=-1) >= 0):
+            for line in self._newest_lines():
+                metrics = line.get("metrics") or {}
+                if (kind := kind_of(metrics)) is not None:
+                    found.setdefault(kind, metrics)
+                if {TRAIN, EVAL} <= found.keys():
+                    break
+        return found.get(TRAIN, {}), found.get(EVAL, {})
 
     def _newest_lines(self) -> Iterator[dict[str, Any]]:
         try:
-            with open(self.folder / TRACKING / SPOOL, "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - TAIL_BYTES))
-                lines = file.read().splitlines()
+            found = lines.newest_metrics(self.folder, TAIL_BYTES)
         except OSError:
             return
-        for line in reversed(lines):
+        for line in reversed(found):
             try:
                 yield entry(line)
-            except documents.DamagedDocument:  # the first one is cut, and the last one may be half written
+            except documents.DamagedDocument:  # the last one may be half written
                 continue
 
 

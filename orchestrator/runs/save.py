@@ -1,4 +1,4 @@
-"""`gangway save RUN_DIR|CONFIG`: lets a run save now and go on, from any machine that sees its storage.
+"""`gangway save RUN|CONFIG`: lets a run save now and go on, from any machine that sees its storage.
 
 Exit status: 0; 1 when it has not saved in time; 2 when there is no such run, or it does not go on.
 """

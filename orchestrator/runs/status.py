@@ -11,28 +11,28 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.job import ConfigError
-from orchestrator.config.locate import NoRunError, checkpoints_of, is_run, runs_in
+from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, is_run, run_of, runs_in, told
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.console.view import measures_of
 from trainers.program import program
 from trainers.published import counted, own, shown
-from trainers.storage import not_finite
+from trainers.storage import documents, not_finite, several
+from trainers.storage.opening import place_of
 from trainers.terminal import command, nobody_looks
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
 STORAGE = "runs"
 """The storage of a configuration that names none."""
-EVERY_S = 2.0
+EVERY_S, IN_BUCKET_EVERY_S = 2.0, 10.0
+"""How often it looks again; in a bucket each look is paid for."""
 GAP = 2
 """Between two columns."""
 WIDE = 250
@@ -49,16 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="?",
         default=STORAGE,
         metavar="STORAGE|RUN|CONFIG",
-        help=f"a folder of runs, a run's folder, or the YAML file it was started with (default: {STORAGE})",
+        help=f"a folder of runs, a run's folder, a URL of these, or the YAML file it was started with (default: {STORAGE})",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
-    parser.add_argument("--watch", action="store_true", help="show it again every two seconds, until Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="show it again every two seconds (of a bucket: ten), until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_intermixed_args(argv)
     try:
         found = look(options.place, options.overrides)
-    except (ConfigError, NoRunError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except REFUSALS as error:
+        print(f"error: {told(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
         print(not_finite.dumps([as_document(one) for one in found], indent=1))
@@ -78,7 +78,7 @@ def watch(screen: Console, place: str, overrides: Sequence[str]) -> None:
         with Live(console=screen, auto_refresh=False, screen=True) as live:
             while not nobody_looks():
                 live.update(page(look(place, overrides), place, time.time(), screen.width), refresh=True)
-                time.sleep(EVERY_S)
+                time.sleep(IN_BUCKET_EVERY_S if documents.is_url(place) else EVERY_S)
     except KeyboardInterrupt:
         pass
     screen.print(page(look(place, overrides), place, time.time(), screen.width))
@@ -86,16 +86,16 @@ def watch(screen: Console, place: str, overrides: Sequence[str]) -> None:
 
 def look(place: str, overrides: Sequence[str] = ()) -> list[Overview]:
     """Returns how the runs of a storage are, those that go on first; of a run's folder or a configuration, that of the run.
-    Raises NoRunError, ConfigError or OSError."""
-    folder = Path(place)
+    Raises what REFUSALS names."""
+    folder = place_of(place, LIMITS)
     if folder.is_dir() and not is_run(folder):
-        found = [overview.read(run) for run in runs_in(folder)]
+        found = [run for run in several.each(overview.read, runs_in(folder)) if run.launch_id or is_run(place_of(run.folder))]
         if not found:
             raise NoRunError(f"{place} has no runs: expected folders of runs in it, or a run's own folder")
         return sorted(found, key=lambda one: (ORDER.index(one.kind), -(one.changed_s or 0.0)))
-    if not folder.exists() and place == STORAGE:
+    if not documents.is_url(place) and not folder.exists() and place == STORAGE:
         raise NoRunError(f"there is no folder {STORAGE} here: name the storage, or a run's folder")
-    return [overview.read(checkpoints_of(place, overrides).parent)]
+    return [overview.read(run_of(place, overrides))]
 
 
 def as_document(run: Overview) -> dict[str, object]:
@@ -103,7 +103,7 @@ def as_document(run: Overview) -> dict[str, object]:
 
 
 def page(runs: Sequence[Overview], place: str, now_s: float, width: int) -> Group:
-    only_one = len(runs) == 1 and Path(runs[0].folder) != Path(place) / runs[0].name
+    only_one = len(runs) == 1 and runs[0].folder != (place_of(place) / runs[0].name).url
     return Group(*details(runs[0], now_s)) if only_one else Group(table(runs, now_s, width))
 
 

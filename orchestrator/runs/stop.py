@@ -1,4 +1,4 @@
-"""`gangway stop RUN_DIR|CONFIG`: lets a run save and stop, from any machine that sees its storage.
+"""`gangway stop RUN|CONFIG`: lets a run save and stop, from any machine that sees its storage.
 
 Exit status: 0; 1 when it has not stopped in time; 2 when there is no such run, or it does not go on.
 """

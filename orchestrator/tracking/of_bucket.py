@@ -10,14 +10,16 @@ from __future__ import annotations
 import re
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.tracking.spool import FOLDER, SPOOL
-from trainers.storage import documents, durable, identity
+from trainers.storage import documents, durable, identity, several
 from trainers.storage.opening import place_of
 from trainers.storage.store import Place
 
+SEGMENTS = "segments"
+"""The folder of the segments, in that of the tracking."""
 EVERY_S = 10.0
 MOST_BYTES = 16 << 20
 _NAME = re.compile(r"(\d{15})-[0-9a-f]{8}\.jsonl")
@@ -25,7 +27,7 @@ _NAME = re.compile(r"(\d{15})-[0-9a-f]{8}\.jsonl")
 
 def segments_of(run_dir: str) -> Place:
     """Returns where the segments of a run in a bucket are."""
-    return place_of(run_dir) / FOLDER / "segments"
+    return place_of(run_dir) / FOLDER / SEGMENTS
 
 
 def fetch(run_dir: str) -> None:
@@ -38,7 +40,7 @@ def fetch(run_dir: str) -> None:
     if sum(size for _, size in wanted) <= here:
         return
     with durable.whole(path) as file:
-        file.writelines(contents(place, wanted))
+        file.writelines(several.contents(place, [name for name, _ in wanted]))
 
 
 def in_order(segments: Place) -> list[tuple[str, int]]:
@@ -51,11 +53,6 @@ def in_order(segments: Place) -> list[tuple[str, int]]:
             found.append((entry.name, entry.size))
             end += entry.size
     return found
-
-
-def contents(segments: Place, wanted: Iterable[tuple[str, int]]) -> Iterator[bytes]:
-    """Yields what the segments hold that `in_order` has returned. Raises OSError."""
-    return ((segments / name).get() or b"" for name, _ in wanted)
 
 
 class Segments:

@@ -15,7 +15,7 @@ ON_THIS_MACHINE = "it is given the folder of this machine that stands for a run 
 A_NAME = "it takes the name alone, or a URL stays one"
 CHECKED = {
     "orchestrator/config/job.py": ASKS,
-    "orchestrator/config/locate.py": REFUSED,
+    "orchestrator/config/locate.py": ASKS,
     "orchestrator/faultlab/chaos/command.py": ASKS,
     "orchestrator/faultlab/testbed/live_run.py": ON_THIS_MACHINE,
     "orchestrator/run_state/finished.py": ASKS,

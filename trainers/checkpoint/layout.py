@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainers.checkpoint import manifest
 from trainers.checkpoint.retention import Retention
-from trainers.checkpoint.standing import Folder, at, committed_in
+from trainers.checkpoint.standing import Folder, at, committed_in, unrecorded
 from trainers.errors import CheckpointError
 from trainers.storage import documents, durable, ours
 from trainers.storage.opening import place_of
@@ -70,6 +70,14 @@ def on_the_way(folder: Folder) -> list[Path]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(folder / name for name in names if _ON_THE_WAY.fullmatch(name))
+
+
+def unfinished(folder: Folder) -> list[tuple[int, Folder]]:
+    """Returns (step, folder) of what is being saved, or what a save that was cut short has left. Raises OSError, or StorageError
+    of a bucket."""
+    if isinstance(folder, Place):
+        return [(int(place.name.partition("-")[0]), place) for place in unrecorded(folder)]
+    return [(int(path.name.partition(".")[0]), path) for path in on_the_way(folder) if ".saving-" in path.name]
 
 
 def replaced(folder: Folder) -> list[int]:

@@ -89,6 +89,11 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(entry.size for entry in self.files.values())
 
+    @property
+    def has_tags(self) -> bool:
+        """Whether it has tags in place of digests: it was saved to a bucket."""
+        return any(entry.sha256.startswith(TAG) for entry in self.files.values())
+
     def problems(self, folder: Folder, names: Iterable[str], *, digest_up_to: int | None) -> Iterator[str]:
         """Yields what is wrong with these files of the checkpoint in `folder`. Sizes are always compared, and tags where they are
         those of this place; digests only of files of at most `digest_up_to` bytes (None: of all). Raises StorageProblem of a

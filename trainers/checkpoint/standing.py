@@ -6,7 +6,9 @@ generation 1 of driver term 3, if a record of the run's row names it. A folder t
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,8 +54,23 @@ def name_for(step: int, term: WriterTerm, token: str) -> str:
     return f"{step}-{term.driver_term}_{term.generation}_{token}"
 
 
-def left_by_others(folder: Place, term: WriterTerm) -> list[Place]:
-    """Returns the folders of a bucket that older generations have left, and no record names. Raises OSError, or StorageError."""
+def unrecorded(folder: Place) -> list[Place]:
+    """Returns the folders of a bucket that no record names: they are being written, or were left. Raises OSError, or
+    StorageError."""
+    found = folder.folders()  # first: what is committed meanwhile has a record then
     names = {kept.folder for kept in committed_in(folder).values()}
-    left = [(match, name) for name in folder.folders() if (match := _NAME.fullmatch(name)) and name not in names]
-    return [folder / name for match, name in left if WriterTerm(int(match[2]), int(match[3])) < term]
+    return [folder / name for name in found if _NAME.fullmatch(name) and name not in names]
+
+
+def left_by_others(folder: Place, term: WriterTerm) -> list[Place]:
+    """Returns those of `unrecorded` that older generations have left. Raises OSError, or StorageError."""
+    matches = [(place, _NAME.fullmatch(place.name)) for place in unrecorded(folder)]
+    return [place for place, match in matches if match and WriterTerm(int(match[2]), int(match[3])) < term]
+
+
+def accept_loss(folder: Place) -> None:
+    """Records that the newest checkpoint that is there in a bucket is the newest one that was ever committed, and that those
+    count no longer which are not there. Raises OSError, or StorageError."""
+    there = {*folder.folders()}
+    gone = [step for step, kept in committed_in(folder).items() if kept.folder not in there]
+    row_of(folder).accept_loss({"hostname": socket.gethostname(), "pid": os.getpid()}, gone, folder.name)

@@ -170,7 +170,7 @@ def _problems(where: Path) -> Iterator[None]:
 
 
 def _entry(name: str, status: os.stat_result) -> Entry:
-    return Entry(name, status.st_size, f"{status.st_mtime_ns:x}-{status.st_ino:x}")
+    return Entry(name, status.st_size, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime)
 
 
 def _below(folder: Path, prefix: str, after: str) -> Iterator[Entry]:

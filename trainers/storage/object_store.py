@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +26,8 @@ T = TypeVar("T")
 PART_BYTES = 16 << 20
 """What one request of a download fetches, and of an upload sends."""
 PARTS_AT_ONCE = 4
+DELETED_AT_ONCE = 1000
+"""Objects: what one request of S3 takes."""
 NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.I)
 _STATUS = re.compile(r"status code: (\d{3})|\b(4\d\d|5\d\d) [A-Z][a-z]+")
 _FULL = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|NotEnoughSpace")
@@ -94,7 +95,7 @@ class ObjectStore(Store):
         self._bulk = client if bulk is None else bulk
         self._client, self._prefix, self._advice = client, f"{prefix}/" if prefix else "", advice
         self.keeps_versions = False
-        """Whether a write has shown that the bucket keeps what is replaced and deleted; told by S3 alone."""
+        """Whether a write has shown that the bucket keeps what is replaced and deleted; only S3 says so."""
 
     def get(self, name: str) -> bytes | None:
         import obstore
@@ -195,13 +196,15 @@ class ObjectStore(Store):
         self._ask("delete", name, lambda key: obstore.delete(self._client, key))
 
     def delete_all(self, prefix: str) -> None:
+        checked_name(prefix)
+        keys = [self._prefix + entry.name for entry in self.list(prefix)]
+        for begin in range(0, len(keys), DELETED_AT_ONCE):
+            self._delete_some(prefix, keys[begin : begin + DELETED_AT_ONCE])
+
+    def _delete_some(self, prefix: str, keys: Sequence[str]) -> None:
         import obstore
 
-        checked_name(prefix)
-        names = [entry.name for entry in self.list(prefix)]
-        for begin in range(0, len(names), 1000):
-            keys = [self._prefix + name for name in names[begin : begin + 1000]]
-            self._ask("delete", prefix, partial(_delete_each, obstore, self._client, keys))
+        self._ask("delete", prefix, lambda _: obstore.delete(self._client, keys))
 
     def upload(self, name: str, path: Path) -> None:
         import obstore
@@ -242,7 +245,8 @@ class ObjectStore(Store):
         return f"{self.url}/{name}" if name else self.url
 
     def _entry(self, item: Mapping[str, Any]) -> Entry:
-        return Entry(item["path"].removeprefix(self._prefix), item["size"], item["e_tag"] or item["version"] or "")
+        name, tag = item["path"].removeprefix(self._prefix), item["e_tag"] or item["version"] or ""
+        return Entry(name, item["size"], tag, item["last_modified"].timestamp())
 
     def _note_version(self, answer: Any) -> None:
         # Of Google every object has a generation, whether old ones are kept or not.
@@ -329,10 +333,6 @@ class _Attempts:
         # Not all hosts at the same moment.
         time.sleep(self._wait_s * (0.5 + random.random() / 2))
         self._wait_s = min(2 * self._wait_s, limits.longest_wait_s)
-
-
-def _delete_each(obstore: Any, client: Any, keys: Sequence[str], prefix: str) -> None:
-    obstore.delete(client, keys)
 
 
 def _status(text: str) -> int | None:

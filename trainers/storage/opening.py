@@ -88,8 +88,9 @@ def open_store(url: str | os.PathLike[str], limits: Limits | None = None) -> Sto
     return client.at(str(parts), parts.prefix)
 
 
-def place_of(path: str | os.PathLike[str] | Place) -> Place:
-    """Returns the place of a path or a URL; the store of a URL is the whole bucket, that of a path the folder around it."""
+def place_of(path: str | os.PathLike[str] | Place, limits: Limits | None = None) -> Place:
+    """Returns the place of a path or a URL; the store of a URL is the whole bucket, that of a path the folder around it. `limits`
+    are as for `open_store`."""
     if isinstance(path, Place):
         return path
     where = os.fspath(path)
@@ -97,7 +98,7 @@ def place_of(path: str | os.PathLike[str] | Place) -> Place:
         folder, name = os.path.split(os.path.abspath(where))
         return Place(LocalStore(folder), name)
     parts = parse(where)
-    return Place(open_store(f"{parts.scheme}://{parts.bucket}"), parts.prefix)
+    return Place(open_store(f"{parts.scheme}://{parts.bucket}", limits), parts.prefix)
 
 
 class _Clients(NamedTuple):

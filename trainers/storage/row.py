@@ -86,7 +86,7 @@ class Record:
 
     number: int = 0
     what: str = ""
-    """What has changed with it: take-over, claim, commit or removal."""
+    """What has changed with it: take-over, claim, commit, removal or loss."""
     term: WriterTerm = NO_DRIVER
     holder: Mapping[str, Any] = field(default_factory=dict)
     """Who the driver of that term is, for people."""
@@ -173,6 +173,19 @@ class Row:
         def change(before: Record) -> Record:
             there = {step: kept for step, kept in _if_not_overtaken(term, before).of(folder).items() if step not in gone}
             return replace(before, what="removal", term=term, kept={**before.kept, folder: there})
+
+        return self._append(change)
+
+    def accept_loss(self, holder: Mapping[str, Any], gone: Iterable[int], folder: str = CHECKPOINTS) -> Record:
+        """Records that what was in `folder` of the steps `gone` is lost, and that the highest step that is left is the newest one
+        that counts. It takes the run over for that: nothing of an older driver comes after it."""
+        lost = set(gone)
+
+        def change(before: Record) -> Record:
+            there = {step: kept for step, kept in before.of(folder).items() if step not in lost}
+            term = WriterTerm(before.term.driver_term + before.unreadable + 1)
+            kept, highest = {**before.kept, folder: there}, max(there, default=None)
+            return replace(before, what="loss", term=term, holder=dict(holder), step=highest, kept=kept)
 
         return self._append(change)
 

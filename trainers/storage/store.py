@@ -41,6 +41,8 @@ class Entry(NamedTuple):
     """Bytes."""
     tag: str
     """Another one if the object is another one: the ETag of a bucket, and of a file its time and number."""
+    changed_s: float
+    """Unix time of its last write, by the clock of the storage."""
 
 
 class Store(ABC):

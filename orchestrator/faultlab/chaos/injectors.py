@@ -62,7 +62,7 @@ class Testbed:
 
 
 Details = dict[str, Any]
-"""What is to be told of an injection: whose process, which file, which batch. `host` and `at_s`, if there, are better known."""
+"""What is recorded of an injection: whose process, which file, which batch. `host` and `at_s`, if there, are better known."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Injection:
     """When it was over, as far as it lies with us."""
     details: Details
     incidents_before: int = 0
-    """So many were known when the fault was injected. Not told by times: a clock may be what is set."""
+    """So many were known when the fault was injected. Not by times: a clock may be what is set."""
     oldest_checkpoint: int = 0
     """The step of the oldest one that was there: nothing may go on from before it."""
     problem: str | None = None
@@ -234,17 +234,17 @@ REFUSED = re.compile(r"\S+\.xla could not be loaded")
 def flip_programs(testbed: Testbed, fault: Fault) -> Details:
     """In place, as a disk would. Whoever takes the process's place must not run what is left."""
     assert testbed.programs is not None
-    rng, told = random.Random(fault.salt), len(REFUSED.findall(testbed.run.console()))
+    rng, before = random.Random(fault.salt), len(REFUSED.findall(testbed.run.console()))
     paths = sorted(testbed.programs.glob("train_step-*.xla"))
     if not paths:
         raise RunError(f"no host has kept its train step in {testbed.programs}")
     for path in paths:
         path.write_bytes(flipped(path.read_bytes(), rng))
-    return {**kill_process(testbed, fault), "files": [path.name for path in paths], "told_before": told}
+    return {**kill_process(testbed, fault), "files": [path.name for path in paths], "said_before": before}
 
 
 def a_program_was_refused(testbed: Testbed, injection: Injection) -> bool:
-    return len(REFUSED.findall(testbed.run.console())) > injection.details["told_before"]
+    return len(REFUSED.findall(testbed.run.console())) > injection.details["said_before"]
 
 
 def on_disk(run: Run) -> Path:
@@ -280,9 +280,9 @@ def time_is_up(testbed: Testbed, injection: Injection) -> bool:
 def fill_disk(testbed: Testbed, fault: Fault) -> Details:
     assert testbed.disk is not None
     # Counted before: saves that failed earlier do not show this fault.
-    told = testbed.run.console().count(SAVE_FAILED)
+    before = testbed.run.console().count(SAVE_FAILED)
     testbed.disk.fill()
-    return {"told_before": told}
+    return {"said_before": before}
 
 
 SAVE_FAILED = "failed, training goes on"
@@ -290,7 +290,7 @@ SAVE_FAILED = "failed, training goes on"
 
 
 def a_save_has_failed(testbed: Testbed, injection: Injection) -> bool:
-    return testbed.run.console().count(SAVE_FAILED) > injection.details["told_before"]
+    return testbed.run.console().count(SAVE_FAILED) > injection.details["said_before"]
 
 
 def free_disk(testbed: Testbed, injection: Injection) -> None:
@@ -373,6 +373,6 @@ def an_odd_event_was_told(testbed: Testbed, injection: Injection) -> bool:
 
 
 def order_odd_events(testbed: Testbed, fault: Fault) -> Details:
-    # One name for each fault: the same mistake is told once.
+    # One name for each fault: the same mistake is reported once.
     name = f"odd_{fault.salt:x}".translate(str.maketrans("0123456789", "ghijklmnop"))
     return {**ordered("odd_event", name=name)(testbed, fault), "name": name}

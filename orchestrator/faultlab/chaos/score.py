@@ -113,7 +113,7 @@ def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Distu
         f"{len(injections)} of {len(planned)} faults injected": len(injections) == len(planned),
         "each was noticed, and named with its host": all(outcome.wrong is None for outcome in outcomes),
         "the ledger's categories sum to the wall clock": not check_sum(summary["goodput"], summary["wall_s"], LEDGER_TOLERANCE),
-        "no time is told that is not within the run": not times_outside(run),
+        "no time is recorded that is not within the run": not times_outside(run),
         f"all metrics have arrived{f': {run.not_shipped}' if run.not_shipped else ''}": run.not_shipped is None,
         "nothing left behind": not run.left_behind,
     }
@@ -125,12 +125,12 @@ def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Distu
 def times_outside(run: Disturbed) -> list[str]:
     """What the run tells that cannot be: it lasted longer than it did, or something happened before it or after."""
     earliest_s, latest_s = run.began_s - CLOCK_TOLERANCE_S, run.ended_s + CLOCK_TOLERANCE_S
-    told = [] if run.summary["wall_s"] <= latest_s - run.began_s else [f"it lasted {run.summary['wall_s']:.0f} s"]
+    wrong = [] if run.summary["wall_s"] <= latest_s - run.began_s else [f"it lasted {run.summary['wall_s']:.0f} s"]
     for number, incident in enumerate(run.summary["incidents"]):
         failed_s, seconds = incident["failed_at_s"], incident["recovery_s"].values()
         if not (earliest_s <= failed_s <= failed_s + incident["total_s"] <= latest_s and all(s >= 0 for s in seconds)):
-            told.append(f"incident {number}: {failed_s - run.began_s:.0f} s after the beginning, for {incident['total_s']:.0f} s")
-    return told
+            wrong.append(f"incident {number}: {failed_s - run.began_s:.0f} s after the start, for {incident['total_s']:.0f} s")
+    return wrong
 
 
 def same(summary: Mapping[str, Any], reference: Mapping[str, Any], digest: str) -> bool:

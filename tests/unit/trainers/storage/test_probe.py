@@ -37,7 +37,7 @@ def test_a_good_bucket_passes_and_nothing_is_left_in_it(scheme, stores, monkeypa
         ("az://bucket/run", "storage: az://bucket/run: az:// is not known"),
     ],
 )
-def test_a_url_that_cannot_work_is_told(url, message):
+def test_a_url_that_cannot_work_is_reported(url, message):
     with pytest.raises(StorageError, match=message):
         check_writable(url)
 
