@@ -18,7 +18,9 @@ from trainers.storage.opening import open_store
 from trainers.storage.store import Store
 
 QUICK = Limits(request_s=5.0, patience_s=10.0, first_wait_s=0.01, longest_wait_s=0.1)
-NETWORKED = {"s3": emulators.moto, "gs": emulators.fake_gcs}
+NETWORKED = {"s3": emulators.moto, "gs": emulators.fake_gcs, "weed": emulators.seaweed}
+SCHEMES = {"weed": "s3"}
+"""Of those whose name is not their scheme."""
 
 
 class Bucket(NamedTuple):
@@ -47,7 +49,7 @@ class Bucket(NamedTuple):
 
 @contextmanager
 def buckets() -> Iterator[dict[str, Bucket]]:
-    """Yields a bucket of each kind, by scheme; each server starts when it is asked for first."""
+    """Yields a bucket of each of NETWORKED; each server starts when it is asked for first."""
     with ExitStack() as stack:
         yield _Started(stack)
 
@@ -57,11 +59,11 @@ class _Started(dict[str, Bucket]):
         super().__init__()
         self._stack = stack
 
-    def __missing__(self, scheme: str) -> Bucket:
-        address = self._stack.enter_context(NETWORKED[scheme]())
+    def __missing__(self, kind: str) -> Bucket:
+        address = self._stack.enter_context(NETWORKED[kind]())
         proxy = FaultProxy(address)
-        self[scheme] = Bucket(scheme, address, proxy, self._stack.enter_context(proxy.serving()))
-        return self[scheme]
+        self[kind] = Bucket(SCHEMES.get(kind, kind), address, proxy, self._stack.enter_context(proxy.serving()))
+        return self[kind]
 
 
 def memory_store(limits: Limits = QUICK) -> ObjectStore:
@@ -73,7 +75,7 @@ def memory_store(limits: Limits = QUICK) -> ObjectStore:
 def store_of(
     kind: str, found: dict[str, Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: Limits = QUICK
 ) -> Store:
-    """Returns an empty store: `local`, `memory`, or that of a scheme."""
+    """Returns an empty store: `local`, `memory`, or one of NETWORKED."""
     if kind == "local":
         return LocalStore(tmp_path / "store")
     if kind == "memory":

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
+import tempfile
+import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
+import pytest
+
+from tests import ROOT
 from tests.stores.fake_gcs import FakeGCS
 
+SEAWEED = ROOT / "build" / "weed" / "bin" / "weed"
 BUCKET = "gangway-tests"
 OF_S3 = {
     **{"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "testtest", "AWS_REGION": "us-east-1"},
@@ -45,6 +55,51 @@ def make_bucket(url: str, name: str) -> None:
     who = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=none"
     request = urllib.request.Request(f"{url}/{name}", method="PUT", headers={"Authorization": who})
     urllib.request.urlopen(request, timeout=30).read()
+
+
+@contextmanager
+def seaweed() -> Iterator[str]:
+    """Yields the address of SeaweedFS, a real store, with the bucket BUCKET. Skips the test where it is not installed."""
+    if not SEAWEED.exists():
+        pytest.skip("SeaweedFS is not installed: `make build/weed`")
+    with tempfile.TemporaryDirectory(prefix="weed-") as folder, open(Path(folder, "log"), "wb") as log:
+        (Path(folder) / "data").mkdir()
+        names = ("s3", "master", "volume", "filer")
+        ports = dict(zip((*names, *(f"{name}.grpc" for name in names)), free_ports(2 * len(names)), strict=True))
+        options = [f"-{name.partition('.')[0]}.port{name[len(name.partition('.')[0]) :]}={port}" for name, port in ports.items()]
+        # Else it tells its makers of this test, listens on all addresses, and takes ports that another one on this machine has.
+        options += ["-master.telemetry=false", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+        options += ["-master.volumeSizeLimitMB=64", "-volume.max=20", f"-dir={folder}/data", "-filer", "-s3"]
+        # With keys in its environment it would let in those alone.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        process = subprocess.Popen([str(SEAWEED), "server", *options], stdout=log, stderr=log, env=env)
+        url = f"http://127.0.0.1:{ports['s3']}"
+        try:
+            _wait_for_bucket(url, process, Path(folder, "log"))
+            yield url
+        finally:
+            process.kill()  # at SIGTERM it waits for open connections
+            process.wait()
+
+
+def _wait_for_bucket(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + 120
+    while True:
+        try:
+            return make_bucket(url, BUCKET)
+        except OSError as error:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"SeaweedFS did not start: {log.read_text(errors='replace')[-2000:]}") from error
+            time.sleep(0.2)
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports of this machine that nobody has."""
+    with ExitStack() as sockets:
+        taken = [sockets.enter_context(socket.socket()) for _ in range(count)]
+        for one in taken:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in taken]
 
 
 @contextmanager

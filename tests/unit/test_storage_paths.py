@@ -16,9 +16,8 @@ A_NAME = "it takes the name alone, or a URL stays one"
 CHECKED = {
     "orchestrator/config/job.py": ASKS,
     "orchestrator/config/locate.py": ASKS,
-    "orchestrator/faultlab/chaos/command.py": REFUSED,
-    "orchestrator/faultlab/testbed/live_run.py": REFUSED,
-    "orchestrator/faultlab/verify/command.py": REFUSED,
+    "orchestrator/faultlab/chaos/command.py": ASKS,
+    "orchestrator/faultlab/testbed/live_run.py": ON_THIS_MACHINE,
     "orchestrator/run_state/finished.py": ASKS,
     "orchestrator/run_state/fresh.py": ASKS,
     "orchestrator/run_state/launch.py": ASKS,

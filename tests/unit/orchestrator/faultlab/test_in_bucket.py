@@ -59,10 +59,11 @@ def test_checkpoints_of_a_bucket_have_their_steps_and_count_from_when_they_were_
     saved(20)
     assert [step_of(path) for path in run.checkpoints()] == [20, 100]
     now["s"] = 200.0
+    saved(60)  # complete by then, if nobody has looked
     at_s = run.now_s()
     now["s"] = 300.0
     assert (run.saved_after(at_s), run.saved_after(50.0)) == (False, True)
-    saved(40)
+    saved(120)
     assert run.saved_after(at_s)
 
 
