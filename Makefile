@@ -12,7 +12,7 @@ COUNT ?= 5
 PAIRS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help files env install quickstart test test-slow test-all soak parity parity-random mutants lint format lock clean
+.PHONY: help files env install quickstart test test-slow test-all dashboard soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -47,10 +47,10 @@ quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=...
 test: env build/tpu  ## Run the tests of every commit, in about twelve minutes: those with Ray beside the others, of which two files run at a time (WORKERS=0: one by one; ARGS="-k name ...")
 	@$(IN_VENV) -m tests.parts $(WORKERS) -m "not slow" $(ARGS)
 
-test-slow: env build/tpu  ## Run the tests that `make test` leaves out
+test-slow: env build/tpu build/prometheus  ## Run the tests that `make test` leaves out
 	@$(IN_VENV) -m tests.parts $(WORKERS) -m slow $(ARGS)
 
-test-all: env build/tpu  ## Run all tests: less than an hour
+test-all: env build/tpu build/prometheus  ## Run all tests: less than an hour
 	@$(IN_VENV) -m tests.parts $(WORKERS) $(ARGS)
 
 # The compiler for TPUs, for the tests of configurations of real sizes. Those are skipped where it cannot be had.
@@ -58,6 +58,16 @@ build/tpu: tests/tpu.txt | env
 	@rm -rf $@ $@.tmp
 	@if $(IN_VENV) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.tmp -r tests/tpu.txt; then mv $@.tmp $@; touch $@; \
 		else echo 'The compiler for TPUs cannot be installed: the tests that need it are skipped' >&2; fi
+
+# A Prometheus for the test of the dashboard, unpacked beside the system. The test is skipped where it cannot be had.
+build/prometheus:
+	@rm -rf $@ $@.tmp; mkdir -p $@.tmp
+	@if (cd $@.tmp && apt-get download --quiet=2 prometheus && dpkg -x prometheus_*.deb .) >/dev/null 2>&1; then mv $@.tmp $@; \
+		else rm -rf $@.tmp; echo 'Prometheus cannot be had from apt: the test of the dashboard is skipped' >&2; fi
+
+dashboard: env  ## Write the dashboard of Grafana anew, docs/grafana/gangway.json
+	@$(IN_VENV) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --target build/grafana -r tests/grafana.txt
+	@PYTHONPATH=build/grafana $(IN_VENV) -m tests.grafana
 
 soak: env  ## Every kind of fault at a real job, one run for each of SEEDS (ARGS="key=value ...")
 	@rm -rf build/soak

@@ -20,6 +20,8 @@ from trainers.terminal import command
 EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 SAVE_BYTES_PER_S = 1e9
 """What one host writes of a checkpoint, to a bucket or a shared disk: an assumption."""
+COPY_BYTES_PER_S = 5e9
+"""What one device copies to the memory of its host, for which a save holds up training: an assumption."""
 SMALLER = (
     ("model.remat=full", "keeps less of the forward pass"),
     ("accumulation_steps={twice}", "halves the micro-batch"),
@@ -120,11 +122,44 @@ def exchanged(facts: Mapping[str, Any]) -> dict[str, int]:
 
 
 def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what follows from the time of a step; nothing where there are no figures for the hardware, or for the model."""
+    """Returns what follows from the time of a step; nothing where that is not known, but why."""
+    from orchestrator.planning import roofline, trial
+
+    if estimate.flops_per_step is None or not found["fits"]:
+        return {"step_s": None, "not_predicted": "the model's FLOPs are not known" if found["fits"] else "it does not fit"}
+    if device is not None:
+        step = by_figures(config, estimate, found, device)
+    elif config.hosts.kind == "cpu":
+        try:
+            step = by_trial(trial.of(config, flops=estimate.flops_per_step, peak_bytes=found["memory"]["peak"]))
+        except trial.NotTried as error:
+            return {"step_s": None, "not_predicted": str(error)}
+    else:
+        return {"step_s": None, "not_predicted": "there are no figures for this hardware (--on NAME)"}
+    step_s = step["step_s"]
+    save_every_s = save_interval_s(config.training.checkpoint, step_s)
+    hours = options.hours_between_failures
+    goodput = roofline.expected_goodput(estimate.num_devices, save_every_s, hours_between_failures=hours)
+    days = None if estimate.max_steps is None else estimate.max_steps * step_s / goodput / roofline.DAY_S
+    per_day = goodput * roofline.DAY_S / step_s * (estimate.tokens_per_step or 0)
+    written_s = (estimate.checkpoint_bytes or 0) / estimate.num_hosts / SAVE_BYTES_PER_S
+    held_s = (estimate.checkpoint_bytes or 0) / estimate.num_devices / COPY_BYTES_PER_S
+    best_s = roofline.best_save_interval_s(estimate.num_devices, held_s, hours)
+    return step | {
+        "save_every_s": save_every_s,
+        "save_s": written_s,
+        "best_save_steps": max(1, round(max(best_s, written_s) / step_s)),
+        "goodput": goodput,
+        "tokens_per_day": per_day,
+        "days": days,
+        "price": None if options.price is None or days is None else days * 24 * estimate.num_devices * options.price,
+    }
+
+
+def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any) -> dict[str, Any]:
+    """Returns the time of a step by the figures of the hardware, with the range of published runs."""
     from orchestrator.planning import roofline
 
-    if device is None or estimate.flops_per_step is None or not found["fits"]:
-        return {"step_s": None}
     several = estimate.num_hosts > 1 if config.hosts.kind == "gpu" else config.hosts.slices > 1
     work = roofline.Work(
         flops=estimate.flops_per_step / estimate.num_devices,
@@ -133,24 +168,20 @@ def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, opt
         crosses_network=several,
     )
     step = roofline.step_time(work, device)
-    save_every_s = save_interval_s(config.training.checkpoint, step.seconds)
-    hours = options.hours_between_failures
-    goodput = roofline.expected_goodput(estimate.num_devices, save_every_s, hours_between_failures=hours)
-    days = None if estimate.max_steps is None else estimate.max_steps * step.seconds / goodput / roofline.DAY_S
-    per_day = goodput * roofline.DAY_S / step.seconds * (estimate.tokens_per_step or 0)
     low, high = device.spread
     return {
         "step_s": step.seconds,
         "step_s_range": [step.seconds * device.reached / high, step.seconds * device.reached / low],
+        "source": "published runs",
         "bound_by": step.bound_by,
         "mfu": roofline.utilization(work, device),
-        "save_every_s": save_every_s,
-        "save_s": (estimate.checkpoint_bytes or 0) / estimate.num_hosts / SAVE_BYTES_PER_S,
-        "goodput": goodput,
-        "tokens_per_day": per_day,
-        "days": days,
-        "price": None if options.price is None or days is None else days * 24 * estimate.num_devices * options.price,
     }
+
+
+def by_trial(tried: Any) -> dict[str, Any]:
+    """Returns the time of a step as it was measured on this machine: there is no peak of a CPU to compare it with."""
+    span = [tried.fastest_s, tried.slowest_s]
+    return {"step_s": tried.fastest_s, "step_s_range": span, "source": "a trial on this machine", "bound_by": None, "mfu": None}
 
 
 def save_interval_s(checkpoint: Any, step_s: float) -> float:
@@ -178,18 +209,18 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if found["flops_per_step"]:
         yield f"FLOPs a step     {scaled(found['flops_per_step'])}FLOP, {scaled(found['tokens_per_step'])}tokens"
     if found["step_s"] is None:
-        yield "step             not predicted: there are no figures for this hardware (--on NAME), or it does not fit"
+        yield f"step             not predicted: {found['not_predicted']}"
         return
     low, high = found["step_s_range"]
-    yield (
-        f"step             {found['step_s']:.3g} s ({low:.3g} to {high:.3g} by published runs), MFU {found['mfu']:.0%}, "
-        f"bound by {found['bound_by']}"
-    )
+    reached = "" if found["mfu"] is None else f", MFU {found['mfu']:.0%}, bound by {found['bound_by']}"
+    yield f"step             {found['step_s']:.3g} s ({low:.3g} to {high:.3g} by {found['source']}){reached}"
     yield f"tokens           {scaled(found['tokens_per_day']).strip()} a day"
     yield (
         f"checkpoint       {scaled(found['checkpoint_bytes'] or 0)}B, every {seconds(found['save_every_s'])}; written in some "
         f"{seconds(found['save_s'])}, beside the steps"
     )
+    least = f"checkpoint.save_steps={found['best_save_steps']}"
+    yield f"saves            {least} would lose least at this rate of failures (Young, 1974)"
     yield f"goodput          {found['goodput']:.1%} expected"
     if found["days"] is not None:
         yield f"whole run        {found['max_steps']:,} steps in {found['days']:.3g} days"

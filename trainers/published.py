@@ -14,6 +14,8 @@ SYSTEM = frozenset(
         *("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "samples_per_s", "flops_per_token"),
         *("tflops_per_s_per_device", "mfu", "device_memory_bytes", "device_memory_peak_bytes"),
         *("host_cpu_percent", "host_memory_bytes", "host_memory_total_bytes", "process_memory_bytes"),
+        *("host_disk_read_bytes_per_s", "host_disk_written_bytes_per_s"),
+        *("host_network_received_bytes_per_s", "host_network_sent_bytes_per_s"),
     )
 )
 """The names that the system publishes."""

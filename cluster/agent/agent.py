@@ -77,7 +77,7 @@ class HostAgent:
     ):
         if private_files:
             os.umask(PRIVATE_UMASK)  # its processes inherit it
-        self._run_name = run_name
+        self._run_name, self._host = run_name, os.path.basename(log_dir.rstrip("/"))
         # One lock for the state: the calls of the driver, the readers of pipes and the watchdog are different threads.
         self._changed = threading.Condition()
         self._state = AgentState(module, lease_s, now().s)
@@ -93,8 +93,7 @@ class HostAgent:
         # Of `hosts.env` too: it is added to the paths that this process has, and does not replace them.
         paths = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
         full_env = child_env(os.environ, {**variables, "PYTHONPATH": os.pathsep.join(import_path(paths))})
-        copies, host = log_dir.rstrip("/"), os.path.basename(log_dir.rstrip("/"))
-        self._logs = Logs(local_log_dir, run_name or "agents", host, copies, self._on_note)
+        self._logs = Logs(local_log_dir, run_name or "agents", self._host, log_dir.rstrip("/"), self._on_note)
 
         def watch(process: ProcessRecord, child: ChildProcess) -> None:
             child.watch(partial(self._on_event, process), partial(self._on_exit, process))
@@ -107,6 +106,10 @@ class HostAgent:
         if sources := preemption.sources(notice_file, metadata):
             on_notice: Callable[..., None] = lambda notice: self._feed(inputs.Notice(notice))  # noqa: E731
             _in_background("notices", preemption.poll_sources, sources, on_notice, self._on_note)
+
+    def __repr__(self) -> str:
+        """What Ray's dashboard shows of the actor. Ray asks once, when the actor is made: what changes would stand still."""
+        return f"{self._run_name or 'no run'}, {self._host}"
 
     # ------------------------------------------------------------------ calls
 

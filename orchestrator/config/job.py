@@ -197,14 +197,14 @@ def _among(data: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 def as_settings(options: str) -> str:
     """Returns how options that a command does not know, such as `--learning_rate=1e-3`, are given to it: as settings."""
     schema: Any = settings.schema_of(TrainingArguments, SECTIONS)
-    known, told = {".".join(key) for key in near_keys.all_keys(schema)}, []
+    known, detail = {".".join(key) for key in near_keys.all_keys(schema)}, []
     for name, value in re.findall(r"--([\w.-]+)(?:[= ](?!-)(\S+))?", options):
         key = name.replace("-", "_")
         section, _, last = key.rpartition(".")
         here = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section]
         found = [key] if key in known else near_keys.near(schema, section, here, last)
-        told += [f"{each}={value or 'VALUE'}" for each in found[:1]]
-    return f"settings are given as key=value{f': {chr(32).join(told)}' if told else ', such as optimizer.learning_rate=1e-3'}"
+        detail += [f"{each}={value or 'VALUE'}" for each in found[:1]]
+    return f"settings are given as key=value{f': {chr(32).join(detail)}' if detail else ', such as optimizer.learning_rate=1e-3'}"
 
 
 def _job(made: Settings) -> JobConfig:
@@ -231,6 +231,17 @@ def _cross_check(made: Settings, wrong: set[str]) -> Iterator[str]:
             yield f"driver.console_hosts = {given}: there is no host {absent[0]}; expected 0 to {last}, or all"
     if config.driver.precompile and config.hosts.kind == "tpu":
         yield "driver.precompile = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
+    if "tracking" not in wrong and (model := config.tracking.register_model) is not None:
+        if documents.is_url(config.training.storage):
+            yield (
+                f"tracking.register_model = {model!r}: models are exported from folders, and storage = "
+                f"{config.training.storage!r} is a bucket; leave it out, and export a copy of the checkpoint"
+            )
+        if not config.training.checkpoint.save_at_end:
+            yield (
+                f"tracking.register_model = {model!r}: checkpoint.save_at_end = false keeps no model of the end; set it to "
+                "true, or leave register_model out"
+            )
     if not wrong & {"storage", "name"} and (problem := _storage_problem(config.run_dir)):
         yield f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to"
 

@@ -31,6 +31,8 @@ from trainers.storage import documents
 STORAGE_DELAYS_S = (0.5, 1.0, 2.0, 5.0, *(10.0 for _ in range(60)))
 """The delays between a new driver's attempts to read the run's storage: ten minutes in all."""
 CONFIG = "config.yaml"
+REGISTRATION_TIMEOUT_S = 900.0
+"""How much longer the end of a launch waits for the final model to be in MLflow. What is left then is sent by the next start."""
 NOTICES_CLOSE_TIMEOUT_S = 15.0
 """How long the end of a launch waits until its notices are sent."""
 Result = TypeVar("Result")
@@ -149,9 +151,12 @@ def conclude(
     report = None
     if config.tracking.report and not hurried(board):
         report = unwritten.unless_done("the report", lambda: keep_report(launch, config))
+    unwritten.unless_done("the model", lambda: register_model(launch, board, config, end))
     limit_s = HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S
     if undelivered := unwritten.unless_done("the state of the run", lambda: launch.close(tracked_as, limit_s)):
         _warn(board, undelivered)
+    elif model := launch.tracker.registered() if config.tracking.register_model else None:
+        board.post({"ev": "note", "message": f"registered in MLflow: {model}", "level": "info"})
     # Built again after the close, so that it covers the time that the close took.
     final = document()
     unwritten.unless_done(summary.SUMMARY, lambda: summary.write(launch.run_dir, final))
@@ -179,6 +184,17 @@ def conclude(
     }
     board.post({"ev": "summary", "summary": {**final, **extra}})
     return outcome
+
+
+def register_model(launch: Launch, board: BoardLike, config: JobConfig, end: Ending) -> None:
+    """Has the model of a run that has finished registered in MLflow, if that is wanted. The close waits for it."""
+    name, step, path = config.tracking.register_model, launch.progress.checkpoint_step, launch.progress.saved_path
+    if name is None or end.status != "finished":
+        return
+    if step is None or path is None:
+        raise OSError(f"there is no checkpoint to register as {name}")
+    board.post({"ev": "note", "message": f"the model of step {step} is being registered in MLflow as {name}", "level": "info"})
+    launch.tracker.register_model(name, path, step, 0.0 if hurried(board) else REGISTRATION_TIMEOUT_S)
 
 
 def keep_report(launch: Launch, config: JobConfig) -> str:

@@ -28,6 +28,7 @@ AUTH_MODE, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Lets Ray use the loopback address. Despite its name the variable applies on Linux too. Without it Ray replaces 127.0.0.1 by
 another address of the machine wherever it is given."""
+RUN_OF_JOB = "gangway_run"
 ASKED_BY_NOBODY = ("start_api_server", "start_monitor", "start_log_monitor")
 """Processes that Ray starts beside the cluster of one machine, and waits for: the server of the dashboard, which runs without a
 dashboard too, the autoscaler, and what copies logs to the driver. They take seconds of each start, and memory of each run."""
@@ -56,7 +57,7 @@ def connect(config: JobConfig) -> bool:
     if named is not None:
         address, source = named
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address, job_config=named_after(config), log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, ray.exceptions.AuthenticationError) as error:
             raise head.ClusterError(f"the Ray cluster at {address} (from {source}): {str(error).splitlines()[0]}") from error
         return True
@@ -71,11 +72,19 @@ def connect(config: JobConfig) -> bool:
             "local",
             num_cpus=cpus,
             include_dashboard=config.driver.dashboard,
+            job_config=named_after(config),
             log_to_driver=False,
             logging_level=logging.WARNING,
             _temp_dir=os.path.join(private_folder(), "ray"),
         )
     return config.driver.supervise
+
+
+def named_after(config: JobConfig) -> Any:
+    """Returns what Ray's dashboard shows as the metadata of the job: the name of the run. Ray takes it at the start only."""
+    from ray.job_config import JobConfig as RayJobConfig
+
+    return RayJobConfig(metadata={RUN_OF_JOB: config.training.name})
 
 
 @contextlib.contextmanager

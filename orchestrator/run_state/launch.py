@@ -37,14 +37,12 @@ from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
 from trainers.checkpoint import committed, fence, layout
 from trainers.checkpoint.committed import Committed
-from trainers.config.arguments import ORCHESTRATOR_SECTIONS
+from trainers.config.arguments import ORCHESTRATOR_SECTIONS, PLACE
 from trainers.storage import documents, identity, not_finite
 from trainers.storage.document_kind import DocumentKind
 from trainers.storage.documents import DamagedDocument
 
 TIMELINE = "timeline.jsonl"
-PLACE = ("name", "storage")
-"""Settings that say where a run is, and not what it does."""
 STORE_EVERY_S = 1.0
 STORE_IN_BUCKET_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 5.0, 60.0
 TRACKING_CLOSE_TIMEOUT_S = 10.0
@@ -69,7 +67,7 @@ def open_launch(
     lease_lost = threading.Event()
     above_term = _latest_term(run_dir)
     lease = acquire(run_dir, launch_id, Time(wall=clock), on_lost=lease_lost.set, waiting=waiting, above_term=above_term)
-    tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params)
+    tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params, launch=(launch_id, started_at_s))
     recorded = committed.of_run(layout.folder_of(run_dir), layout.folder_of(run_dir) / CHECKPOINTS)
     folder, course = RunFolder(run_dir), _course(params)
     return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, course, monotonic)
@@ -87,7 +85,7 @@ def _latest_term(run_dir: str) -> int:
     the lease files were deleted: checkpoints of a higher term would fence the new driver out."""
     try:
         stored = (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
-    except DamagedDocument:  # told by `Launch`
+    except DamagedDocument:  # reported by `Launch`
         stored = 0
     if documents.is_url(run_dir):
         return stored  # the row has all others
@@ -163,7 +161,7 @@ class Launch:
         """Records that the agents are in another generation than `gang.json` says: the previous driver ended before it was
         stored."""
         assert self.progress.gang is not None
-        # No number may be used twice: the events of generations are told apart by it.
+        # No number may be used twice: the events of generations are distinguished by it.
         self.progress.generations = max(self.progress.generations, number + 1)
         self.progress.gang, self.progress.seen = {**self.progress.gang, "generation": number}, {}
         self._store_gang()

@@ -55,7 +55,7 @@ class Overview:
     name: str
     folder: str
     kind: str
-    """`live`; `ended`; `lost`: its driver is gone and has told no end; `unknown`: its files do not say."""
+    """`live`; `ended`; `lost`: its driver is gone and has recorded no end; `unknown`: its files do not say."""
     state: str
     """In words: `training`, `finished`, `driver gone`."""
     launch_id: str | None = None

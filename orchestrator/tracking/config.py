@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from trainers.config.masking import MASK, masked
 from trainers.config.section import Section, require
 
+MAX_NAME = 250
 OWN_STORE = "sqlite:///mlflow.db"
 """The store in the storage of a run, for a process that works there."""
 
@@ -33,11 +34,27 @@ class TrackingConfig(Section):
     report: bool = True
     """Whether the end of a launch writes `report.html`, a page about the run, into its folder."""
 
+    register_model: str | None = None
+    """The name under which the model of a run that has finished is registered in MLflow, where `mlflow.pyfunc.load_model` loads
+    it: a new version for each end. Default: no model is registered."""
+
     def __post_init__(self):
         require(bool(self.experiment.strip()), f"experiment = {self.experiment!r}: expected a name")
         require(
             self.uri is None or "://" in self.uri,
             f"uri = {self._shown()!r}: expected a URL such as http://host:5000 or sqlite:////path/mlflow.db",
+        )
+        self._check_model()
+
+    def _check_model(self) -> None:
+        name = self.register_model
+        require(
+            name is None or (bool(name.strip()) and not set(name) & set("/:'%") and len(name) <= MAX_NAME),
+            f"register_model = {name!r}: expected a name of at most {MAX_NAME} characters, without / : ' %",
+        )
+        require(
+            name is None or self.mlflow,
+            f"register_model = {name!r}: mlflow = false keeps no model; set mlflow to true, or leave register_model out",
         )
 
     def _shown(self) -> str:

@@ -16,13 +16,14 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator.tracking import mlflow_store
+from orchestrator.tracking import launches, mlflow_store, registration
 from orchestrator.tracking.config import OWN_STORE
+from orchestrator.tracking.launches import KEY_TAG, NAME_TAG, PARENT_TAG
 from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, STATE_KIND, State, entry, read_document
 from orchestrator.tracking.tracker import left_over
@@ -38,7 +39,9 @@ MAX_VALUES = 900
 """The most values of one request; MLflow takes 1000."""
 MAX_LINES = 500
 MAX_PARAM_LENGTH = 6000
-KEY_TAG = "gangway.key"
+CHANGED = "changed."
+"""How the names of the tags begin that have settings which later launches have changed."""
+PLACE_TAG = "gangway.run_dir"
 LEFT_TAG = "gangway.course_left"
 """The tag of a run whose training has gone back to take another course: which steps have points of both."""
 ATTEMPTS_AT_END = 3
@@ -138,6 +141,7 @@ class MlflowRun:
         if named is None:
             raise LookupError(f"{self._path} is gone: the next start of the run writes it again")
         self._run_dir = os.path.dirname(folder)
+        self._key = named["key"]
         # The store of the storage has no path in its address: a path may have letters that mean something else in a URL.
         uri = OWN_STORE if named["uri"] is None else real_uri(named["uri"])
         if named["uri"] is None:
@@ -175,8 +179,6 @@ class MlflowRun:
             self._send_tags(record["tags"])
         elif "artifact" in record:
             self._send_artifact(identity.outside(record["artifact"], self._run_dir), record["folder"] or None)
-        elif "model" in record:
-            self._register(record["model"], record["source"])
         elif record.get("status") == "RUNNING":
             self.client.update_run(self.run_id, status="RUNNING")
         elif "status" in record:
@@ -195,25 +197,31 @@ class MlflowRun:
 
     def _find_run(self, named: dict[str, Any]) -> tuple[bool, str]:
         """Returns whether the run existed, and its id. If it or its store was deleted, it is created again from the file."""
-        key = named["key"]
-        runs = self.client.search_runs([self._experiment_id], filter_string=f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
-        if runs:
-            return True, runs[0].info.run_id
-        tags = {KEY_TAG: key, "gangway.run_dir": self._run_dir}
+        tags = {KEY_TAG: named["key"], PLACE_TAG: self._run_dir}
+        if found := self._run_with(named["key"]):
+            self.client.set_tag(found, PLACE_TAG, self._run_dir)  # it may have been moved
+            return True, found
         return False, self.client.create_run(self._experiment_id, run_name=named["run_name"], tags=tags).info.run_id
 
-    def _send_params(self, params: dict[str, str]) -> None:
-        from mlflow.entities import Param
+    def _run_with(self, key: str) -> str | None:
+        runs = self.client.search_runs([self._experiment_id], filter_string=f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+        return runs[0].info.run_id if runs else None
 
+    def _send_params(self, params: dict[str, str]) -> None:
         params = {name: value[:MAX_PARAM_LENGTH] for name, value in params.items()}
         # MLflow refuses a second value of a parameter: it becomes a tag.
         changed = {name: value for name, value in params.items() if self._params.get(name, value) != value}
         fresh = {name: value for name, value in params.items() if name not in self._params}
-        # 100: as many as MLflow takes in one request.
-        for some in _chunks(list(fresh.items()), 100):
-            self.client.log_batch(self.run_id, params=[Param(*item) for item in some])
+        self._log_params(self.run_id, fresh)
         self._params |= fresh
-        self._send_tags({f"changed.{name}": value for name, value in changed.items()})
+        self._send_tags({f"{CHANGED}{name}": value for name, value in changed.items()})
+
+    def _log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        # 100: as many as MLflow takes in one request.
+        for some in _chunks(list(params.items()), 100):
+            self.client.log_batch(run_id, params=[Param(name, value[:MAX_PARAM_LENGTH]) for name, value in some])
 
     def _send_tags(self, tags: dict[str, str]) -> None:
         from mlflow.entities import RunTag
@@ -233,18 +241,30 @@ class MlflowRun:
         send = self.client.log_artifacts if os.path.isdir(path) else self.client.log_artifact
         send(self.run_id, path, folder)
 
-    def _register(self, name: str, source: str) -> None:
-        from mlflow.exceptions import MlflowException
+    def params(self) -> dict[str, str]:
+        """Returns the parameters that MLflow has, as the launches have changed them."""
+        tags = self.client.get_run(self.run_id).data.tags
+        changed = {name.removeprefix(CHANGED): value for name, value in tags.items() if name.startswith(CHANGED)}
+        return self._params | changed
 
-        try:
-            self.client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        versions = self.client.search_model_versions(f"name = '{name}'")
-        # An attempt that died before it was recorded may have made this version.
-        if not any((version.run_id, version.source) == (self.run_id, source) for version in versions):
-            self.client.create_model_version(name, source=source, run_id=self.run_id)
+    def nested(self, launch: str, name: str, params: Mapping[str, str], began_s: float) -> str:
+        """Returns the id of the nested run of a launch, which is made if there is none."""
+        key = f"{self._key}/{launch}"
+        if found := self._run_with(key):
+            return found
+        tags = {KEY_TAG: key, PARENT_TAG: self.run_id, NAME_TAG: name}
+        made = self.client.create_run(self._experiment_id, start_time=int(began_s * 1000), run_name=name, tags=tags).info.run_id
+        self._log_params(made, params)
+        return made
+
+    def end_nested(self, run_id: str, status: str, at_s: float) -> None:
+        self.client.set_terminated(run_id, status, int(at_s * 1000))
+
+    def register(self, record: Mapping[str, Any]) -> str:
+        """Registers the model of a line of the spool; returns its version."""
+        checkpoint = identity.outside(record["source"], self._run_dir)
+        folder = os.path.dirname(self._path)
+        return registration.register(self.client, self.run_id, record["model"], record["step"], checkpoint, folder)
 
 
 class Shipper:
@@ -254,12 +274,14 @@ class Shipper:
         stored = read_document(folder, STATE)
         self._state = State(**{item.name: stored[item.name] for item in fields(State) if item.name in stored})
         self._state.offset = max(0, self._state.offset)
+        self._is_older = bool(stored) and "launch" not in stored
+        """Whether an older program has shipped so far: its lines told nothing of launches."""
         self._run: MlflowRun | None = None
         self._attempts = 0
         """How many attempts in a row have failed."""
 
     def ship(self) -> int:
-        """Ships until told to drain, and then until all is shipped. Returns the exit status."""
+        """Ships until asked to drain, and then until all is shipped. Returns the exit status."""
         while True:
             # Read before the shipping: if nothing is left after that, all lines of the run are shipped.
             draining = self._drain.is_set()
@@ -296,6 +318,9 @@ class Shipper:
         # The state may be that of another store, to which not all was sent.
         if not run.found or self._state.run_id not in (None, run.run_id):
             self._state = State()
+        elif self._is_older:
+            self._state.settings = run.params()
+        self._is_older = False
         self._state.run_id = run.run_id
         return run
 
@@ -308,6 +333,7 @@ class Shipper:
             for values in _chunks(fresh, MAX_VALUES):
                 self._send_values(values, run)
             self._state.last_step |= {value.name: value.step for value in fresh}
+            self._state.last_s = batch[-1].record["t"] if batch[-1].record else None
         elif "go_back" in record:
             step = int(record["go_back"])
             if (last := max(self._state.last_step.values(), default=-1)) > step:
@@ -315,11 +341,21 @@ class Shipper:
             self._state.last_step = {name: min(sent, step) for name, sent in self._state.last_step.items()}
         else:
             try:
-                run.send_record(record)
+                self._send_record(record, run)
             except Exception as error:
                 if not self._is_refusal(error, run):
                     raise
                 self._set_aside(record, str(error))
+
+    def _send_record(self, record: dict[str, Any], run: MlflowRun) -> None:
+        if "model" in record:
+            self._state.model = run.register(record)
+            return
+        if "launch" in record:
+            launches.begin(run, self._state, record)  # first: the run still has the settings of before
+        run.send_record(record)
+        if record.get("status", "RUNNING") != "RUNNING":
+            launches.end(run, self._state, record["status"], record["t"])
 
     def _send_values(self, values: Sequence[Value], run: MlflowRun) -> None:
         """Sends values. If they are refused, it tries the halves, until the wrong value is alone and can be set aside."""
@@ -352,8 +388,9 @@ class Shipper:
         self._attempts += 1
         self._run = None  # The next attempt connects again.
         text = masked(str(error).strip())
-        message = (text or type(error).__name__).splitlines()[0]
-        self._state.problem = f"MLflow does not take metrics now: {message[:300]}"
+        message = (text or type(error).__name__).splitlines()[0][:300]
+        is_export = isinstance(error, registration.RegistrationError)
+        self._state.problem = message if is_export else f"MLflow does not take metrics now: {message}"
         print(f"attempt {self._attempts}: {type(error).__name__}: {text}", file=sys.stderr, flush=True)
         self._save()
 

@@ -43,6 +43,16 @@ class State:
     problem: str | None = None
     run_id: str | None = None
     """The run of MLflow to which all of this was sent."""
+    last_s: float | None = None
+    """When the last metrics that were sent were taken."""
+    launch: str | None = None
+    """The newest launch."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Its settings."""
+    nested: str | None = None
+    """Its nested run, while it goes on."""
+    model: str | None = None
+    """The newest version of a registered model, such as `models:/tiny/3`."""
 
 
 RUN_KIND = DocumentKind(RUN, _Run, "the run is looked for in MLflow again")
@@ -61,12 +71,13 @@ class _Entry(TypedDict):
     tags: NotRequired[dict[str, str]]
     artifact: NotRequired[str]
     folder: NotRequired[str]
+    launch: NotRequired[str]
     model: NotRequired[str]
     source: NotRequired[str]
     status: NotRequired[str]
 
 
-NEEDED_WITH = {"metrics": "step", "artifact": "folder", "model": "source"}
+NEEDED_WITH = {"metrics": ("step",), "artifact": ("folder",), "model": ("source", "step"), "launch": ("params",)}
 """What an entry must have beside a key."""
 
 
@@ -75,7 +86,10 @@ def entry(line: bytes) -> dict[str, Any]:
     record = not_finite.shown(documents.parse(line, SPOOL))
     problem = shapes.problem(_Entry, record)
     missing = [
-        f"{other} is missing" for key, other in NEEDED_WITH.items() if not problem and key in record and other not in record
+        f"{other} is missing"
+        for key, others in NEEDED_WITH.items()
+        for other in others
+        if not problem and key in record and other not in record
     ]
     if problem or missing:
         raise DamagedDocument(f"not an entry of tracking: {problem or missing[0]}")
@@ -127,14 +141,14 @@ def read_document(folder: str, name: str) -> dict[str, Any]:
 
 def set_damaged_aside(folder: str) -> list[str]:
     """Sets the damaged documents of the folder aside; returns a sentence about each. Raises NewerDocument."""
-    told = []
+    notes = []
     for name, kind in KINDS.items():
         path = documents.join(folder, name)
         try:
             kind.read(path)
         except DamagedDocument as error:
-            told.append(kind.set_aside(path, error))
-    return told
+            notes.append(kind.set_aside(path, error))
+    return notes
 
 
 def _ends_with_newline(file: int) -> bool:

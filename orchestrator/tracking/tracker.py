@@ -39,7 +39,9 @@ class Tracker:
         run_name: str,
         params: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.time,
+        launch: tuple[str, float] | None = None,
     ):
+        """`launch`: the id and the beginning, in unix seconds, of the launch that these parameters belong to."""
         self._run_dir = identity.local_folder(run_dir)
         """On this machine: for a run in a bucket, the folder that stands for it."""
         self._folder = documents.join(self._run_dir, FOLDER)
@@ -58,12 +60,16 @@ class Tracker:
         self._segments = Segments(run_dir, documents.join(self._folder, SPOOL)) if documents.is_url(run_dir) else None
         self._shipper: ShipperProcess | None = None
         self._closed = False
+        self._model: dict[str, Any] | None = None
+        self._wait_s = 0.0
         named = identity.of(run_dir)
-        self.problems += named.told
+        self.problems += named.notes
         self.identity = named.id
         # An earlier launch may have marked the run as ended.
         self._append(status="RUNNING")
-        if params:
+        if params and launch is not None:
+            self._append(launch[1], launch=launch[0], params=flatten(params))
+        elif params:
             self.set_params(params)
         if config.mlflow:
             # Before the shipper starts, which reads it.
@@ -94,9 +100,10 @@ class Tracker:
         where = where if documents.is_url(where) else identity.inside(os.path.abspath(where), self._run_dir)
         self._append(artifact=where, folder=folder)
 
-    def register_model(self, name: str, path: str) -> None:
-        """A new version of the model `name`, whose files are at `path` (a folder or URL)."""
-        self._append(model=name, source=path if documents.is_url(path) else Path(path).absolute().as_uri())
+    def register_model(self, name: str, checkpoint: str, step: int, wait_s: float) -> None:
+        """Registers this checkpoint under `name`, after all else is shipped. `close` waits `wait_s` longer for it."""
+        self._model = {"model": name, "source": identity.inside(os.path.abspath(checkpoint), self._run_dir), "step": step}
+        self._wait_s = wait_s
 
     def problem(self) -> str | None:
         """Returns the present problems of tracking, for people; None if there are none."""
@@ -127,14 +134,27 @@ class Tracker:
         require(status in ENDINGS, f"status {status!r}: expected one of {', '.join(ENDINGS)}")
         if not self._closed:
             self._append(status=status)
+            if self._model is not None:
+                # After the status: an export that takes long, or fails, holds nothing else up.
+                self._append(**self._model)
             self._spool.close()
             if self._segments is not None:
                 self._segments.close(timeout_s)
         self._closed = True
         if self._shipper is None:
             return self._spool.problem
-        self._shipper.close(timeout_s)
-        return left_over(self._folder) or self._spool.problem
+        self._shipper.close(timeout_s + self._wait_s)
+        return left_over(self._folder) or self._spool.problem or self._not_registered()
+
+    def registered(self) -> str | None:
+        """Returns the newest version of the registered model that this run has made, such as `models:/tiny/3`; None: none."""
+        return read_document(self._folder, STATE).get("model")
+
+    def _not_registered(self) -> str | None:
+        """Returns what MLflow, or the export, has said against the model for good."""
+        if self._model is None or (self.registered() or "").startswith(f"models:/{self._model['model']}/"):
+            return None
+        return f"the model is not registered as {self._model['model']}: {self._folder}/rejected.jsonl says why"
 
     def _append(self, at_s: float | None = None, **record: Any) -> None:
         self._spool.append({"t": self._clock() if at_s is None else at_s, **record})

@@ -72,7 +72,7 @@ FILES = {
         'line 2: hosts.kind: expected one of cpu, gpu, tpu (found "gpus"); did you mean gpu?',
         'line 3: driver.console_hosts: expected all or a list, such as [a, b] (found "some")',
         "line 3: driver.watchdog: expected a section with keys among import_s, ",
-        "line 4: tracking: expected a section with keys among mlflow, uri, experiment, report (found [1])",
+        "line 4: tracking: expected a section with keys among mlflow, uri, experiment, report, register_model (found [1])",
     ),
     "an unknown key in a list and in a named section": refused(
         STEPS + "optimizer: {groups: [{pattern: a, forzen: true}]}\nevaluation: {units: {far: {max_batchs: 1}}}\n",

@@ -12,8 +12,9 @@ import jax
 
 from trainers import runtime
 from trainers.callbacks.callback import Callback, RunInfo
-from trainers.checkpoint import readers
+from trainers.checkpoint import layout, readers
 from trainers.checkpoint.export import on_the_way, to_hugging_face
+from trainers.checkpoint.standing import Folder
 from trainers.errors import CheckpointError
 from trainers.storage import ours
 
@@ -65,7 +66,7 @@ class HuggingFaceExport(Callback):
         try:
             # An existing export may come from before a rollback: it was trained on batches that are left out now.
             if self.all_hosts:
-                self._together(Path(path), out)
+                self._together(layout.folder_of(path), out)
             else:
                 to_hugging_face(path, out, replace=True)
         except Exception as error:  # a thread's boundary: reported, training goes on
@@ -73,7 +74,7 @@ class HuggingFaceExport(Callback):
         finally:
             readers.end(path)
 
-    def _together(self, path: Path, out: Path) -> None:
+    def _together(self, path: Folder, out: Path) -> None:
         work, host = on_the_way(path, out), jax.process_index()
         try:
             to_hugging_face(path, out, replace=True, host=host, num_hosts=jax.process_count())

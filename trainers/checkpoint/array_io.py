@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -18,11 +20,18 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from trainers.checkpoint.standing import Folder
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointError, CheckpointUnavailableError
+from trainers.runtime.multihost import one_line
 from trainers.storage.store import Place
 
 # Without a limit, a storage that hangs would keep this save, and with it every later one, for ever.
 WRITE_TIMEOUT_S = 1800
+OUTAGE = re.compile(
+    r"ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|INTERNAL|Timeout|timed out|"
+    r"retry attempts failed|[Cc]onnect|HTTP response code: (4(?!04)|5)\d\d|ClientError|HttpError|SlowDown|EBUSY|"
+    r"Forbidden|PermissionError|Access ?Denied|Errno (5|13|16)\b"
+)
+"""In the messages of tensorstore, and of what reads the descriptions of the arrays, for a bucket that does not answer."""
 
 
 class ArrayFiles:
@@ -96,6 +105,22 @@ class ArrayFiles:
         values = self.read_parts(source, names)
         self.write(target, lambda: values, lambda: None)
         self.merge(target)
+
+
+def is_outage(folder: Folder, error: Exception) -> bool:
+    """Whether a bucket did not answer, or not as it should: nothing is known of the checkpoint then."""
+    return isinstance(folder, Place) and OUTAGE.search(f"{type(error).__name__}: {error}") is not None
+
+
+@contextmanager
+def outages_told(folder: Folder) -> Iterator[None]:
+    """Raises as CheckpointUnavailableError what is raised within because a bucket does not answer, and all else as it is."""
+    try:
+        yield
+    except Exception as error:  # Orbax raises whatever its layers raise
+        if not is_outage(folder, error):
+            raise
+        raise CheckpointUnavailableError(f"{folder} cannot be read: {one_line(error)}") from error
 
 
 def _path(folder: Folder) -> epath.Path:

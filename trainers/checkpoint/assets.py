@@ -13,7 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from trainers.checkpoint import layout, manifest
+from trainers.checkpoint import layout, manifest, model_files
+from trainers.checkpoint.standing import Folder
 from trainers.errors import CheckpointError, CheckpointUnavailableError, UsageError
 from trainers.storage import documents, durable, ours
 from trainers.storage.document_kind import DocumentKind
@@ -96,11 +97,15 @@ def _upload(place: Place, assets: Mapping[str, Any]) -> None:
             (place / name).store.upload((place / name).key, work / name)
 
 
-def folder_of(checkpoint: Path) -> Path | None:
-    """Returns the folder with the assets of a checkpoint: its own, or that of its run; None if it has none."""
-    for folder in (checkpoint / FOLDER, checkpoint.parents[1] / FOLDER):
-        if (folder / INDEX).is_file():
-            return folder
+def folder_of(checkpoint: Folder) -> Path | None:
+    """Returns the folder with the assets of a checkpoint: its own, or that of its run; None if it has none. Of a bucket it is a
+    copy (`model_files.here`). Raises StorageProblem of a bucket that does not answer."""
+    around: list[Folder] = [checkpoint]
+    if not isinstance(checkpoint, Place) or checkpoint.key.count("/") > 1:
+        around.append(checkpoint.parent.parent)
+    for folder in around:
+        if model_files.is_file(folder / FOLDER / INDEX):
+            return model_files.here(folder / FOLDER)
     return None
 
 
@@ -108,20 +113,35 @@ def read(path: str) -> dict[str, Any]:
     """Returns the assets in what `save_pretrained` wrote, in a run's folder or in a run's checkpoint, by name: text, bytes and
     JSON values as they were; for an object, the folder that it saved itself to. Raises CheckpointError, or
     CheckpointUnavailableError if the storage does not answer."""
-    folder = folder_of(layout.local(path)) or layout.local(path) / FOLDER
+    checkpoint = layout.folder_of(path)
+    return _read(_found(checkpoint) or checkpoint / FOLDER)
+
+
+def _found(checkpoint: Folder) -> Path | None:
     try:
-        kinds = _kinds(folder / INDEX) if folder.is_dir() else {}
-        return {name: _read_asset(folder / name, kind) for name, kind in kinds.items()}
+        return folder_of(checkpoint)
+    except OSError as error:
+        raise CheckpointUnavailableError(f"the assets of {checkpoint} cannot be read: {error}") from error
+
+
+def _read(folder: Folder) -> dict[str, Any]:
+    """Returns the assets in a folder; none if it is not there. In a bucket it is not: `folder_of` has copied one that is."""
+    if isinstance(folder, Place) or not folder.is_dir():
+        return {}
+    try:
+        return {name: _read_asset(folder / name, kind) for name, kind in _kinds(folder / INDEX).items()}
     except OSError as error:
         raise CheckpointUnavailableError(f"the assets in {folder} cannot be read: {error}") from error
     except (ValueError, StorageError) as error:
         raise CheckpointError(f"the assets in {folder} cannot be read: {error}") from error
 
 
-def copy_into(folder: Path, checkpoint: Path) -> None:
+def copy_into(folder: Path, checkpoint: Folder) -> None:
     """Copies the assets of a checkpoint, if it has some, to the folder of an export: what an object has saved lies there among
     the other files. Raises what `read` raises, or OSError."""
-    for name, asset in read(str(checkpoint)).items():
+    if (kept := _found(checkpoint)) is None:
+        return
+    for name, asset in _read(kept).items():
         if isinstance(asset, Path):
             # Several objects may bring files: all go to the same folder.
             for file in manifest.names_below(asset):
@@ -129,7 +149,7 @@ def copy_into(folder: Path, checkpoint: Path) -> None:
                 # Not `copytree`: the export has the permissions that new files have, not those of the run's folder.
                 shutil.copyfile(asset / file, folder / file)
         else:
-            shutil.copyfile((folder_of(checkpoint) or checkpoint) / name, folder / name)
+            shutil.copyfile(kept / name, folder / name)
 
 
 def _kinds(path: Path) -> dict[str, str]:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainers.checkpoint import assets, hugging_face, weights
+from trainers.checkpoint import assets, hugging_face, model_files, weights
+from trainers.checkpoint.standing import Folder
 from trainers.config.arguments import TrainingArguments
 from trainers.config.hf_files import BYTES, LABELS_FILE, MODEL_FILES, MORE_TEMPLATES, PREPROCESSOR_FILE, TOKENIZER_FILES
 from trainers.errors import TransientError, UsageError
@@ -52,12 +53,13 @@ def of(arguments: TrainingArguments, run_folder: str) -> dict[str, HuggingFaceFi
     for begun in (base, None if arguments.init_from is None else arguments.init_from.path):
         if begun is not None:
             named.append(begun)
-            path = Path(os.path.expanduser(begun))
-            files |= _in(_files_of(path) or _kept(run_folder, path), (*MODEL_FILES, PREPROCESSOR_FILE))
+            folder = _files_of(begun) or _kept(run_folder, Path(os.path.expanduser(begun)))
+            files |= _in(folder, (*MODEL_FILES, PREPROCESSOR_FILE))
     if (tokenizer := arguments.data.tokenizer) not in (None, BYTES):
         path = Path(os.path.expanduser(str(tokenizer)))
         files |= {ALONE: path} if path.is_file() else _of_tokenizer(path if path.is_dir() else _kept(run_folder, path))
-    gone = [path for path in (Path(os.path.expanduser(name)) for name in named) if is_url(run_folder) and not path.exists()]
+    here = (Path(os.path.expanduser(name)) for name in named if not is_url(name))
+    gone = [path for path in here if is_url(run_folder) and not path.exists()]
     return {NAME: HuggingFaceFiles(files, next(iter(gone), None))} if files or gone else {}
 
 
@@ -66,15 +68,15 @@ def _kept(run_folder: str, begun: Path) -> Path:
     return begun if is_url(run_folder) else Path(run_folder, assets.FOLDER, NAME)
 
 
-def _files_of(begun: Path) -> Path | None:
+def _files_of(begun: str) -> Path | None:
     """Returns the folder with the files of Hugging Face of what a run begins with; None if it has none, or is not there."""
-    if hugging_face.is_folder(begun):
-        return begun
     try:
-        found = weights.find(str(begun))
-    except (TransientError, UsageError):  # what is wrong with it, the reader of the weights says
+        found = weights.find(begun if is_url(begun) else os.path.expanduser(begun))
+        if hugging_face.is_folder(found):
+            return model_files.model_here(found)
+        return None if found.name.endswith(weights.FILE_SUFFIX) else folder_of(found)
+    except (TransientError, UsageError, OSError):  # what is wrong with it, the reader of the weights says
         return None
-    return folder_of(found) if found.is_dir() else None
 
 
 def _of_tokenizer(folder: Path) -> dict[str, Path]:
@@ -88,7 +90,7 @@ def labels_of(dataset: Any) -> dict[str, list[str]]:
     return {LABELS_FILE: list(names)} if names else {}
 
 
-def folder_of(checkpoint: Path) -> Path | None:
+def folder_of(checkpoint: Folder) -> Path | None:
     """Returns the folder with these files of a checkpoint; None if it has none."""
     folder = assets.folder_of(checkpoint)
     return folder / NAME if folder is not None and (folder / NAME).is_dir() else None

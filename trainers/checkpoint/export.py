@@ -1,4 +1,4 @@
-"""A model in the files of other programs: one file of safetensors, or a folder of Hugging Face or of PEFT."""
+"""A model in the files of other programs: one file of safetensors, or a folder of Hugging Face, of PEFT or of MLflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from trainers.checkpoint import assets, layout, manifest
+from trainers.checkpoint import assets, layout, manifest, mlflow_model, tensor_files
+from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
@@ -31,20 +32,42 @@ MAX_FILE_BYTES = 5 * 10**9
 Tensors = Mapping[str, np.ndarray]
 
 
-def to_safetensors(checkpoint: Path | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
+def to_safetensors(checkpoint: Folder | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
     """Writes the file `out`, atomically, and before it the model's assets to the folder beside it whose name ends in `.assets`.
     Of a run with LoRA it has the adapters merged with their base (`base`: where that is now), or with `adapter` the adapters
     alone. Raises CheckpointError if the checkpoint is damaged, or `out` exists."""
     from trainers.checkpoint.whole import read, read_merged
 
-    params, meta = read(Path(checkpoint)) if adapter else read_merged(Path(checkpoint), base)
+    checkpoint = layout.folder_of(str(checkpoint))
+    params, meta = read(checkpoint) if adapter else read_merged(checkpoint, base)
     if adapter:
         _adapters(meta, checkpoint)
     about = {"batch_index": str(meta["batch_index"]), "arguments": json.dumps(meta["arguments"])}
     _check_new(Path(out))
-    if folder := assets.folder_of(Path(checkpoint)):
+    if folder := assets.folder_of(checkpoint):
         _write_atomically(Path(out).with_suffix(".assets"), lambda work: _copy_assets(folder, work))
     _write_atomically(Path(out), lambda work: _save_file(flat(params), work, about))
+
+
+def to_mlflow(checkpoint: Path | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
+    """Writes the folder `out`, atomically, which `mlflow.pyfunc.load_model` loads where Gangway is installed: in it `model`, a
+    folder of `to_hugging_face`; of a classifier, a file of `to_safetensors`. Raises CheckpointError if the checkpoint is damaged
+    or `out` exists, and UsageError if nothing can be predicted with the model from a text."""
+    if adapter:
+        raise UsageError("--adapter: MLflow loads whole models; leave it out, or write --format huggingface")
+    task = manifest.read_meta(Path(checkpoint))["arguments"]["task"]
+    is_classifier = mlflow_model.predicts(task) == mlflow_model.LABELS
+
+    def write(work: Path) -> None:
+        data = work / mlflow_model.DATA
+        work.mkdir()
+        if is_classifier:
+            to_safetensors(checkpoint, data / mlflow_model.CLASSIFIER_FILE, base=base)
+        else:
+            to_hugging_face(checkpoint, data, base=base)
+        mlflow_model.write_about(work, is_classifier=is_classifier)
+
+    _write_atomically(Path(out), write)
 
 
 def _copy_assets(folder: Path, work: Path) -> None:
@@ -54,22 +77,20 @@ def _copy_assets(folder: Path, work: Path) -> None:
     carried.reset_tokenizer(work)
 
 
-def from_safetensors(path: Path | str) -> dict[str, Any]:
+def from_safetensors(path: Folder | str) -> dict[str, Any]:
     """Returns the parameters in a file of `to_safetensors`, for `train(model_parameters=...)`."""
-    from safetensors.numpy import load_file
-
-    params: dict[str, Any] = {}
-    for name, value in load_file(path).items():
+    where, params = layout.folder_of(str(path)), dict[str, Any]()
+    for name in tensor_files.head(where).headers:
         *folders, last = name.split(".")
         within = params
         for folder in folders:
             within = within.setdefault(folder, {})
-        within[last] = value
+        within[last] = tensor_files.read(where, name)
     return params
 
 
 def to_hugging_face(
-    checkpoint: Path | str,
+    checkpoint: Folder | str,
     out: Path | str,
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -89,7 +110,7 @@ def to_hugging_face(
     from trainers.checkpoint import carried, hugging_face_out
     from trainers.checkpoint.whole import open_parameters
 
-    checkpoint, out = Path(checkpoint), Path(out)
+    checkpoint, out = layout.folder_of(str(checkpoint)), Path(out)
     if adapter:
         _to_peft(checkpoint, out, base, replace=replace)
         return
@@ -139,7 +160,7 @@ def _config_of(arguments: Mapping[str, Any]) -> Config:
     return vision if vision.tokens_per_image is None else ImageTextConfig(vision, from_dict(ModelConfig, arguments["model"]))
 
 
-def on_the_way(checkpoint: Path, out: Path) -> Path:
+def on_the_way(checkpoint: Folder, out: Path) -> Path:
     """Returns the folder that several hosts write together: the same on all of them, for this checkpoint alone. It is there until
     all files of weights are."""
     return out.with_name(f"{out.name}.saving-{manifest.digest(checkpoint / manifest.MANIFEST_FILE).sha256[:8]}")
@@ -170,7 +191,7 @@ def _original(folder: Path, config: Config, about: Mapping[str, Any]) -> dict[st
     return original | {name: about["torch_dtype"]}
 
 
-def _context_of(checkpoint: Path, meta: Mapping[str, Any]) -> int:
+def _context_of(checkpoint: Folder, meta: Mapping[str, Any]) -> int:
     """Returns the length of the texts that a model is for: that of the folder of Hugging Face that the run began with, if its
     rows were not longer."""
     rows = meta["arguments"]["data"]["sequence_length"]
@@ -206,7 +227,7 @@ def _class_names(folder: Path) -> dict[str, Any]:
     return {"id2label": {str(number): name for number, name in enumerate(names)}, "label2id": {n: i for i, n in enumerate(names)}}
 
 
-def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) -> None:
+def _to_peft(checkpoint: Folder, out: Path, base: str | None, *, replace: bool) -> None:
     from trainers.checkpoint import carried
     from trainers.checkpoint.whole import META, base_path, read
     from trainers.models.hf.peft import to_adapter
@@ -227,7 +248,7 @@ def _to_peft(checkpoint: Path, out: Path, base: str | None, *, replace: bool) ->
     _write_atomically(out, write, replace=replace)
 
 
-def _adapters(meta: Mapping[str, Any], checkpoint: Path | str) -> LoraConfig:
+def _adapters(meta: Mapping[str, Any], checkpoint: Folder | str) -> LoraConfig:
     """Returns the settings of the adapters. Raises UsageError if there are none."""
     from trainers.checkpoint.whole import adapters_of
 
@@ -237,7 +258,11 @@ def _adapters(meta: Mapping[str, Any], checkpoint: Path | str) -> LoraConfig:
     return config
 
 
-FORMATS: dict[str, Callable[..., None]] = {"safetensors": to_safetensors, "huggingface": to_hugging_face}
+FORMATS: dict[str, Callable[..., None]] = {
+    "safetensors": to_safetensors,
+    "huggingface": to_hugging_face,
+    "mlflow": to_mlflow,
+}
 
 
 def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:

@@ -6,12 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from trainers.checkpoint import model_files, tensor_files
+from trainers.checkpoint.standing import Folder as Where
+from trainers.checkpoint.tensor_files import DTYPES, Header
 from trainers.config.hf_files import CONFIG_FILE
 from trainers.config.section import repeated
 from trainers.errors import CheckpointError, UsageError
@@ -27,8 +29,6 @@ SAMPLED_BYTES = 1 << 20
 """The digest has so many bytes of the beginning and of the end of each file: all of a large model would take minutes."""
 COMPARED_BYTES = 16 << 20
 SHOWN = 8
-DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""The names of types in a file of safetensors; those that a parameter may have."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Folder:
-    path: Path
+    path: Where
     config: Config
-    file_of: Mapping[str, Path]
+    file_of: Mapping[str, Where]
     leaves: Mapping[str, Leaf]
     """By our name, such as `layers.query`."""
     left_out: tuple[str, ...] = ()
@@ -55,34 +55,34 @@ class Folder:
 
     def digest(self) -> str:
         """Returns the digest of the configuration, and of the beginning and the end of each file. Raises OSError."""
-        digest = hashlib.sha256((self.path / CONFIG_FILE).read_bytes())
-        for path in sorted(set(self.file_of.values())):
-            size = path.stat().st_size
+        digest = hashlib.sha256(model_files.content(self.path / CONFIG_FILE))
+        for path in sorted(set(self.file_of.values()), key=str):
+            size = model_files.size(path)
             digest.update(f"{path.name} {size}".encode())
-            with open(path, "rb") as file:
-                digest.update(file.read(SAMPLED_BYTES))
-                file.seek(max(0, size - SAMPLED_BYTES))
-                digest.update(file.read())
+            digest.update(model_files.part(path, 0, SAMPLED_BYTES))
+            digest.update(model_files.part(path, max(0, size - SAMPLED_BYTES), size))
         return digest.hexdigest()
 
 
-def is_folder(path: Path) -> bool:
-    return (path / CONFIG_FILE).is_file() and ((path / ONE_FILE).is_file() or (path / INDEX_FILE).is_file())
+def is_folder(path: Where) -> bool:
+    """Whether there is such a folder. Raises StorageProblem of a bucket that does not answer."""
+    names = (path / name for name in (ONE_FILE, INDEX_FILE))
+    return model_files.is_file(path / CONFIG_FILE) and any(map(model_files.is_file, names))
 
 
-def read_config(path: Path) -> Config:
+def read_config(path: Where) -> Config:
     """Returns the configuration of the model in a folder. Raises CheckpointError that names what is not understood, and
     OSError."""
     try:
-        return hf_config.read(json.loads((path / CONFIG_FILE).read_text()))
+        return hf_config.read(json.loads(model_files.content(path / CONFIG_FILE)))
     except (UsageError, ValueError) as error:
         raise CheckpointError(f"{path / CONFIG_FILE}: {error}") from error
 
 
-def look(path: Path) -> Folder:
+def look(path: Where) -> Folder:
     """Returns what is in a folder. Raises CheckpointError that names every tensor that is missing, left over, or of another shape
     than those of its kind; and OSError."""
-    config, left_out = read_config(path), text_part.left_out(json.loads((path / CONFIG_FILE).read_text()))
+    config, left_out = read_config(path), text_part.left_out(json.loads(model_files.content(path / CONFIG_FILE)))
     file_of, headers = _tensors(path)
     problems: list[str] = []
     leaves, expected = {}, sources(config, headers)
@@ -119,7 +119,7 @@ def look(path: Path) -> Folder:
 
 
 def _check_tied(
-    path: Path, config: Config, file_of: Mapping[str, Path], headers: Mapping[str, Header], leaves: Mapping[str, Leaf]
+    path: Where, config: Config, file_of: Mapping[str, Where], headers: Mapping[str, Header], leaves: Mapping[str, Leaf]
 ) -> None:
     """Raises CheckpointError if the files have a table of the logits that is not the one that the configuration ties it to:
     transformers takes both then. Both are read whole, a few rows at a time: most folders have no such table."""
@@ -131,7 +131,8 @@ def _check_tied(
     step = max(1, COMPARED_BYTES // (4 * width))
     spans = [(slice(start, min(rows, start + step)),) for start in range(0, rows, step)]
     if headers[head] == headers[embed] and all(
-        np.array_equal(_slice(file_of[head], head, span), _slice(file_of[embed], embed, span)) for span in spans
+        np.array_equal(tensor_files.read(file_of[head], head, span), tensor_files.read(file_of[embed], embed, span))
+        for span in spans
     ):
         return
     raise CheckpointError(
@@ -173,7 +174,7 @@ def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
     wanted = tuple(slice(span.start, span.stop) for span in (spans[::-1] if leaf.place.turned else spans))
 
     def part_of(tensor: str) -> np.ndarray:
-        part = _slice(folder.file_of[tensor], tensor, wanted)
+        part = tensor_files.read(folder.file_of[tensor], tensor, wanted)
         return part.T if leaf.place.turned else part
 
     if not leaf.stacked:
@@ -185,31 +186,20 @@ def _part(folder: Folder, leaf: Leaf, index: tuple[slice, ...]) -> np.ndarray:
     return whole.reshape(*tensors.shape, *whole.shape[1:])
 
 
-def _slice(path: Path, tensor: str, wanted: tuple[slice, ...]) -> np.ndarray:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="numpy") as file:
-        return file.get_slice(tensor)[wanted]
-
-
-Header = tuple[str, tuple[int, ...]]
-"""The type and the shape of a tensor."""
-
-
-def _tensors(path: Path) -> tuple[dict[str, Path], dict[str, Header]]:
+def _tensors(path: Where) -> tuple[dict[str, Where], dict[str, Header]]:
     """Returns the file of each tensor, and its header. As transformers does, it reads `model.safetensors` where that is, and the
     index else. Raises CheckpointError."""
-    if (path / ONE_FILE).is_file():
-        headers = _headers(path / ONE_FILE)
+    if model_files.is_file(path / ONE_FILE):
+        headers = dict(tensor_files.head(path / ONE_FILE).headers)
         return dict.fromkeys(headers, path / ONE_FILE), headers
     indexed = _weight_map(path / INDEX_FILE)
-    if missing := sorted(name for name in set(indexed.values()) if not (path / name).is_file()):
+    if missing := sorted(name for name in set(indexed.values()) if not model_files.is_file(path / name)):
         raise CheckpointError(f"{path / INDEX_FILE} names {', '.join(missing)}, which {path} has not: copy the whole folder")
-    file_of: dict[str, Path] = {}
+    file_of: dict[str, Where] = {}
     headers = {}
     problems = []
     for name in sorted(set(indexed.values())):
-        for tensor, header in _headers(path / name).items():
+        for tensor, header in tensor_files.head(path / name).headers.items():
             if tensor not in indexed and tensor in file_of:
                 problems.append(f"{tensor} is in {file_of[tensor].name} and in {name}, and the index does not say which counts")
             if indexed.get(tensor, name) == name:
@@ -221,10 +211,10 @@ def _tensors(path: Path) -> tuple[dict[str, Path], dict[str, Header]]:
     return file_of, headers
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _weight_map(index: Where) -> dict[str, str]:
     """Returns the file of each tensor by an index. Raises CheckpointError."""
     try:
-        found = json.loads(index.read_text(), object_pairs_hook=_once)["weight_map"]
+        found = json.loads(model_files.content(index), object_pairs_hook=_once)["weight_map"]
         if not found or not all(isinstance(name, str) for name in found.values()):
             raise ValueError("expected a weight_map with the file of each tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -236,17 +226,6 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if twice := repeated(name for name, _ in pairs):
         raise ValueError(f"{twice[0]} is there twice")
     return dict(pairs)
-
-
-def _headers(path: Path) -> dict[str, Header]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            parts = {tensor: file.get_slice(tensor) for tensor in file.offset_keys()}
-            return {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in parts.items()}
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is no whole file of safetensors: {error}") from error
 
 
 def _shown(kind: Header) -> str:

@@ -18,7 +18,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from trainers.checkpoint.hugging_face import DTYPES, INDEX_FILE, ONE_FILE
+from trainers.checkpoint.hugging_face import INDEX_FILE, ONE_FILE
+from trainers.checkpoint.tensor_files import DTYPES
 from trainers.errors import UsageError
 from trainers.models.hf.tensors import sources
 from trainers.models.hf.vision_config import Config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 
 from trainers.checkpoint import fence, layout, manifest
-from trainers.checkpoint.array_io import ArrayFiles
+from trainers.checkpoint.array_io import ArrayFiles, is_outage
 from trainers.checkpoint.course import Course, term_of
 from trainers.checkpoint.fence import NO_DRIVER, WriterTerm
 from trainers.checkpoint.measured_state import MeasuredState
@@ -26,11 +25,6 @@ from trainers.step.state import TrainState
 from trainers.storage.documents import StorageError
 from trainers.storage.store import Place, StorageProblem
 
-OUTAGE = re.compile(
-    r"ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|INTERNAL|Timeout|timed out|"
-    r"retry attempts failed|[Cc]onnect|HTTP response code: (4(?!04)|5)\d\d|ClientError|HttpError|SlowDown|EBUSY|Errno (5|13|16)\b"
-)
-"""In the messages of tensorstore, and of what reads the descriptions of the arrays, for a bucket that does not answer."""
 Accept = Callable[[dict[str, Any]], str]
 """Returns why a checkpoint with this meta must not be used; empty if it may be."""
 
@@ -196,15 +190,10 @@ class Restorer:
             state = self._arrays.read(folder, abstract)
         except Exception as error:  # Orbax raises whatever its layers raise: anything means that the checkpoint cannot be read
             problem = one_line(error)
-            absent = f"{folder} cannot be read: {problem}" if _is_outage(folder, error) else ""
+            absent = f"{folder} cannot be read: {problem}" if is_outage(folder, error) else ""
         answers = multihost.all_hosts("checkpoint arrays", {"problem": problem, "absent": absent})
         if absent := first_problem([answer["absent"] for answer in answers]):
             raise CheckpointUnavailableError(absent)
         if problem := first_problem([answer["problem"] for answer in answers]):
             raise manifest.DamagedError(problem)
         return state
-
-
-def _is_outage(folder: Folder, error: Exception) -> bool:
-    """Whether a bucket did not answer, or not as it should: nothing is known of the checkpoint then."""
-    return isinstance(folder, Place) and OUTAGE.search(f"{type(error).__name__}: {error}") is not None

@@ -9,14 +9,16 @@ from types import MappingProxyType
 from typing import Any
 
 from trainers.checkpoint import assets, layout, manifest, model_only
-from trainers.checkpoint.array_io import ArrayFiles
+from trainers.checkpoint.array_io import ArrayFiles, outages_told
 from trainers.checkpoint.commit import Commit, CommitError, Exchange, begin
 from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.validate import check_files, check_same_model, num_bytes_of, shapes
-from trainers.errors import CheckpointError
+from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.runtime import multihost
 from trainers.runtime.multihost import first_problem
 from trainers.step.state import TrainState, arrays_of_model
+from trainers.storage.documents import StorageError
+from trainers.storage.store import StorageProblem
 
 NO_ASSETS: Mapping[str, Any] = MappingProxyType({})
 
@@ -57,11 +59,12 @@ def load_from(path: str, abstract: TrainState) -> tuple[TrainState, dict[str, An
 
     Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
     """
-    folder = layout.local(path)
+    folder = layout.folder_of(path)
     meta = _checked_meta("checkpoint files", folder, path)
     # Before the arrays are read: the error of Orbax would not say which arrays differ.
     check_same_model(meta, abstract, path)
-    return ArrayFiles().read(folder / manifest.STATE_FOLDER, abstract), meta
+    with outages_told(folder):
+        return ArrayFiles().read(folder / manifest.STATE_FOLDER, abstract), meta
 
 
 def load_model(path: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
@@ -71,20 +74,27 @@ def load_model(path: str, abstract: Any) -> tuple[Any, dict[str, Any]]:
 
     Every file is checked against the manifest. Raises CheckpointError if any is not what was saved.
     """
-    folder = layout.local(path)
+    folder = layout.folder_of(path)
     meta = _checked_meta("model files", folder, path)
     check_same_model({"shapes": model_only.within_parts(meta["shapes"])}, abstract, path)
-    parts = ArrayFiles().read(folder / manifest.STATE_FOLDER, model_only.in_parts(abstract, meta["shapes"]))
+    with outages_told(folder):
+        parts = ArrayFiles().read(folder / manifest.STATE_FOLDER, model_only.in_parts(abstract, meta["shapes"]))
     return arrays_of_model(parts[model_only.PART], parts.get(model_only.STATE, {})), meta
 
 
-def _checked_meta(topic: str, folder: Path, path: str) -> dict[str, Any]:
-    """Returns the meta. Raises CheckpointError on all hosts if one of them finds a file that is not what was saved."""
-    meta, problem = {}, ""
+def _checked_meta(topic: str, folder: Folder, path: str) -> dict[str, Any]:
+    """Returns the meta. Raises CheckpointError on all hosts if one of them finds a file that is not what was saved, and
+    CheckpointUnavailableError if the storage does not answer one of them."""
+    meta, problem, absent = {}, "", ""
     try:
         meta = check_files(folder, digest_up_to=None)
     except manifest.DamagedError as error:
         problem = str(error)
-    if problem := first_problem(multihost.all_hosts(topic, problem)):
+    except (StorageProblem, StorageError) as error:
+        absent = str(error)
+    answers = multihost.all_hosts(topic, {"problem": problem, "absent": absent})
+    if absent := first_problem([answer["absent"] for answer in answers]):
+        raise CheckpointUnavailableError(f"{path} cannot be read: {absent}")
+    if problem := first_problem([answer["problem"] for answer in answers]):
         raise CheckpointError(f"{path} is not whole: {problem}")
     return meta

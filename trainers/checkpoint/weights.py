@@ -1,22 +1,25 @@
-"""Parameters on disk, of another run, in a file or in a folder of Hugging Face: what is there, and reading each device's part."""
+"""Saved parameters, of another run, in a file or in a folder of Hugging Face: what is there, and reading each device's part."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from trainers.checkpoint import hugging_face, layout, manifest
+from trainers.checkpoint import hugging_face, layout, manifest, model_files, standing, tensor_files
 from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.model_only import part_of
+from trainers.checkpoint.standing import Folder
+from trainers.checkpoint.tensor_files import DTYPES
 from trainers.checkpoint.validate import check_files
 from trainers.config import LoraConfig, ModelConfig
 from trainers.config.weights import InitConfig
@@ -24,6 +27,9 @@ from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointU
 from trainers.models import lora
 from trainers.models.hf import peft_in
 from trainers.optim.optimizers import SCHEDULE_FREE
+from trainers.storage.documents import StorageError
+from trainers.storage.row import CHECKPOINTS
+from trainers.storage.store import Place, StorageRefused
 
 FILE_SUFFIX = ".safetensors"
 SHOWN = 20
@@ -32,7 +38,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class Stored:
-    """One parameter on disk."""
+    """One saved parameter."""
 
     key: tuple[str, ...]
     """Where it is in a state: its part there, then its names; of a file: the one name."""
@@ -45,7 +51,7 @@ class Stored:
 class Weights:
     """The parameters at `path`, by name."""
 
-    path: Path
+    path: Folder
     parameters: Mapping[str, Stored]
     about: str
     """`step 100`, if that is known."""
@@ -56,41 +62,76 @@ class Weights:
 
     @property
     def is_file(self) -> bool:
-        return self.path.suffix == FILE_SUFFIX
+        return self.path.name.endswith(FILE_SUFFIX)
 
     def digest(self) -> str:
-        """Returns the digest of the file, or of the checkpoint's manifest, which has those of all its files. Raises OSError."""
+        """Returns the digest of the file, or of the checkpoint's manifest, which has those of all its files, or in a bucket their
+        tags. Raises OSError."""
         if self.folder is not None:
             return self.folder.digest()
         if self.adapter is not None:
-            return hashlib.sha256(b"".join((self.path / name).read_bytes() for name in peft_in.FILES)).hexdigest()
-        with open(self.path if self.is_file else self.path / manifest.MANIFEST_FILE, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return hashlib.sha256(b"".join(model_files.content(self.path / name) for name in peft_in.FILES)).hexdigest()
+        return manifest.digest(self.path if self.is_file else self.path / manifest.MANIFEST_FILE).sha256
 
 
-def find(source: str) -> Path:
+def find(source: str) -> Folder:
     """Returns the checkpoint or file that `source` stands for: of a run's folder, its newest whole checkpoint, or else its newest
-    checkpoint of the parameters alone. Raises CheckpointError, or CheckpointMissingError if there is nothing."""
-    path = layout.local(source)
-    if path.is_file():
-        if path.suffix != FILE_SUFFIX:
+    checkpoint of the parameters alone. Raises CheckpointError, CheckpointMissingError if there is nothing, and
+    CheckpointUnavailableError if the storage does not answer."""
+    with reading(source):
+        return _found(layout.folder_of(source))
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raises what the storage raises within as CheckpointMissingError, CheckpointUnavailableError or CheckpointError."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointMissingError(f"there is no {what}") from error
+    except StorageRefused as error:
+        if error.errno == errno.EINVAL:  # no URL that could ever work
+            raise CheckpointError(f"{what}: {error.strerror}") from error
+        raise CheckpointUnavailableError(f"{what} cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise CheckpointUnavailableError(f"{what} cannot be read: {error.strerror or error}") from error
+    except StorageError as error:
+        raise CheckpointError(f"{what} cannot be read: {error}") from error
+
+
+def _found(path: Folder) -> Folder:
+    if model_files.is_file(path):
+        if not path.name.endswith(FILE_SUFFIX):
             raise CheckpointError(f"{path} is a file: expected a folder, or a file {FILE_SUFFIX}")
         return path
+    if isinstance(path, Place) and path.name.isdecimal() and (committed := _committed_as(path)) is not None:
+        return committed
     if not path.is_dir():
         raise CheckpointMissingError(f"there is no {path}")
     # What has a manifest is a checkpoint itself, even if it has such a folder.
-    if (path / manifest.MANIFEST_FILE).exists() or hugging_face.is_folder(path) or peft_in.is_adapter(path):
+    if (path / manifest.MANIFEST_FILE).exists() or hugging_face.is_folder(path) or _is_adapter(path):
         return path
-    folders = [path / "checkpoints", path / layout.MODELS_FOLDER]
+    folders = [path / CHECKPOINTS, path / layout.MODELS_FOLDER]
     if not any(folder.is_dir() for folder in folders):
         raise CheckpointError(
             f"{path} is no checkpoint: it has no {manifest.MANIFEST_FILE}, no folder checkpoints of a run, and no "
             f"{hugging_face.CONFIG_FILE} beside files {FILE_SUFFIX}"
         )
     for folder in folders:
-        if whole := [step for step in layout.steps(folder) if layout.is_whole(folder / str(step))]:
-            return folder / str(whole[-1])
+        there = (standing.at(folder, step) for step in reversed(layout.steps(folder)))
+        if (newest := next(filter(layout.is_whole, there), None)) is not None:
+            return newest
     raise CheckpointError(f"{path} has no complete checkpoint yet")
+
+
+def _committed_as(path: Place) -> Place | None:
+    """Returns the folder of the checkpoint that is called `RUN/checkpoints/STEP` on a disk; None if none of that step counts."""
+    kept = standing.committed_in(path.parent).get(int(path.name)) if path.parent.key else None
+    return None if kept is None else path.with_name(kept.folder)
+
+
+def _is_adapter(path: Folder) -> bool:
+    return all(model_files.is_file(path / name) for name in peft_in.FILES)
 
 
 class Adapted(NamedTuple):
@@ -100,19 +141,15 @@ class Adapted(NamedTuple):
     lora: LoraConfig
 
 
-def look(path: Path, adapted: Adapted | None = None) -> Weights:
+def look(path: Folder, adapted: Adapted | None = None) -> Weights:
     """Returns what is at `path`, one of `find`. Raises CheckpointError, CheckpointMissingError or CheckpointUnavailableError.
     An adapter of PEFT is read for a run with LoRA alone (`adapted`)."""
-    try:
-        if path.suffix == FILE_SUFFIX:
+    with reading(path):
+        if path.name.endswith(FILE_SUFFIX):
             return _look_at_file(path)
-        if peft_in.is_adapter(path):
+        if _is_adapter(path):
             return _look_at_adapter(path, adapted)
         return _look_at_folder(path) if hugging_face.is_folder(path) else _look_at_checkpoint(path)
-    except FileNotFoundError as error:
-        raise CheckpointMissingError(f"there is no {path}") from error
-    except OSError as error:
-        raise CheckpointUnavailableError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def match(
@@ -211,7 +248,7 @@ def compare(weights: Weights, pairs: Mapping[str, str], rows: list[list[int]]) -
         )
 
 
-def _look_at_checkpoint(path: Path) -> Weights:
+def _look_at_checkpoint(path: Folder) -> Weights:
     try:
         meta = check_files(path)
         if meta.get("fingerprints") is None:  # what `save_pretrained` wrote: here the digests of the arrays' files must do
@@ -246,61 +283,49 @@ def stored(meta: Mapping[str, Any]) -> dict[str, Stored]:
     return parameters
 
 
-def _look_at_folder(path: Path) -> Weights:
+def _look_at_folder(path: Folder) -> Weights:
     folder = hugging_face.look(path)
     parameters = {name: Stored((name,), leaf.shape, leaf.dtype) for name, leaf in folder.leaves.items()}
     without = "; its encoder of images is left out" if folder.left_out else ""
     return Weights(path, parameters, f"{folder.config.family} of Hugging Face{without}", folder)
 
 
-def _look_at_adapter(path: Path, adapted: Adapted | None) -> Weights:
+def _look_at_adapter(path: Folder, adapted: Adapted | None) -> Weights:
     if adapted is None:
         raise CheckpointError(
             f"{path} is an adapter of PEFT: a run with the section lora begins with it, by init_from; for all else merge it with "
             "its base first (PEFT's merge_and_unload)"
         )
     try:
-        arrays = peft_in.read(path, *adapted)
+        arrays = peft_in.read(model_files.here(path, lambda name: name in peft_in.FILES), *adapted)
     except (UsageError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     parameters = {name: Stored((name,), array.shape, array.dtype.name) for name, array in arrays.items()}
     return Weights(path, parameters, "an adapter of PEFT", adapter=arrays)
 
 
-def _look_at_file(path: Path) -> Weights:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            about, parameters = file.metadata() or {}, {}
-            for name in file.offset_keys():
-                part = file.get_slice(name)
-                if part.get_dtype() not in hugging_face.DTYPES:
-                    expected = ", ".join(hugging_face.DTYPES)
-                    raise CheckpointError(f"{path}: {name} is {part.get_dtype()}: expected one of {expected}")
-                parameters[name] = Stored((name,), tuple(part.get_shape()), hugging_face.DTYPES[part.get_dtype()])
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is no file of safetensors: {error}") from error
+def _look_at_file(path: Folder) -> Weights:
+    head = tensor_files.head(path)
+    about, parameters = head.metadata, {}
+    for name, (dtype, shape) in head.headers.items():
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{path}: {name} is {dtype}: expected one of {', '.join(DTYPES)}")
+        parameters[name] = Stored((name,), shape, DTYPES[dtype])
     return Weights(path, parameters, f"step {about['batch_index']}" if "batch_index" in about else "")
 
 
 def _from_file(weights: Weights, name: str, sharding: Any, dtype: Any = None) -> jax.Array:
-    from safetensors import safe_open
-
-    stored = weights.parameters[name]
     read_before: dict[Any, np.ndarray] = {}
-    with safe_open(weights.path, framework="numpy") as file:
 
-        def part(index: Any) -> np.ndarray:
-            # Once for all devices of this host that have the same part.
-            key = tuple((place.start, place.stop) for place in index)
-            if key not in read_before:
-                # Without dimensions there is nothing to slice.
-                value = file.get_slice(name)[index] if stored.shape else file.get_tensor(name)
-                read_before[key] = value if dtype is None else value.astype(dtype, copy=False)
-            return read_before[key]
+    def part(index: Any) -> np.ndarray:
+        # Once for all devices of this host that have the same part.
+        key = tuple((place.start, place.stop) for place in index)
+        if key not in read_before:
+            value = tensor_files.read(weights.path, name, index)
+            read_before[key] = value if dtype is None else value.astype(dtype, copy=False)
+        return read_before[key]
 
-        return jax.make_array_from_callback(stored.shape, sharding, part)
+    return jax.make_array_from_callback(weights.parameters[name].shape, sharding, part)
 
 
 def _at(tree: Any, key: tuple[str, ...]) -> Any:

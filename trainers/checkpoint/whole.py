@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from trainers.checkpoint import hugging_face, manifest, weights
-from trainers.checkpoint.array_io import ArrayFiles
+from trainers.checkpoint import hugging_face, manifest, tensor_files, weights
+from trainers.checkpoint.array_io import ArrayFiles, outages_told
 from trainers.checkpoint.model_only import PART, STATE, parts_in
+from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig
 from trainers.config.arguments import from_dict
 from trainers.config.frozen import BASE
@@ -31,7 +31,7 @@ OPTIMIZER = "opt_state"
 """The name of the optimizer's state, in a TrainState and in the files."""
 
 
-def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(checkpoint: Folder) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (the parameters to evaluate, with the model's other state; meta); of a run with LoRA the adapters alone. Every
     byte is checked first. Raises CheckpointError that names the damage."""
     meta = _checked(checkpoint)
@@ -39,7 +39,7 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def open_parameters(
-    checkpoint: Path, base: str | None = None, host: int = 0, num_hosts: int = 1
+    checkpoint: Folder, base: str | None = None, host: int = 0, num_hosts: int = 1
 ) -> tuple[dict[str, tuple[Shape, str]], Callable[[str], np.ndarray], dict[str, Any]]:
     """Returns (shape and type of each array that `read_merged` returns, by name; a function that reads one; meta). One array is
     in memory at a time, but for a run with LoRA or with averages that are computed from two trees. Every byte is checked first,
@@ -56,23 +56,30 @@ def open_parameters(
 
     def read_one(name: str) -> np.ndarray:
         stored = found[name]
-        return files.read_one(folder, stored.key) if 0 not in stored.shape else _empty(stored)
+        with outages_told(folder):
+            return files.read_one(folder, stored.key) if 0 not in stored.shape else _empty(stored)
 
     return shapes, read_one, meta
 
 
-def _checked(checkpoint: Path, host: int = 0, num_hosts: int = 1) -> dict[str, Any]:
+def _checked(checkpoint: Folder, host: int = 0, num_hosts: int = 1) -> dict[str, Any]:
     """Returns the meta. The files are checked, of several hosts each its share."""
     try:
-        content = manifest.read(checkpoint)
-        if problem := next(content.problems(checkpoint, sorted(content.files)[host::num_hosts], digest_up_to=None), ""):
-            raise manifest.DamagedError(problem)
-        return manifest.read_meta(checkpoint)
+        with weights.reading(checkpoint):
+            content = manifest.read(checkpoint)
+            if problem := next(content.problems(checkpoint, sorted(content.files)[host::num_hosts], digest_up_to=None), ""):
+                raise manifest.DamagedError(problem)
+            return manifest.read_meta(checkpoint)
     except manifest.DamagedError as error:
         raise CheckpointError(f"{checkpoint} cannot be exported: {error}") from error
 
 
-def _arrays(checkpoint: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+def _arrays(checkpoint: Folder, meta: Mapping[str, Any]) -> dict[str, Any]:
+    with outages_told(checkpoint):
+        return _arrays_of(checkpoint, meta)
+
+
+def _arrays_of(checkpoint: Folder, meta: Mapping[str, Any]) -> dict[str, Any]:
     arrays, folder = ArrayFiles(), checkpoint / manifest.STATE_FOLDER
     parts = arrays.read_parts(folder, parts_in(meta["shapes"]))
     params = parts[PART]
@@ -91,7 +98,7 @@ def _empty(stored: weights.Stored) -> np.ndarray:
     return np.zeros(stored.shape, jnp.dtype(stored.dtype))
 
 
-def read_merged(checkpoint: Path, base: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_merged(checkpoint: Folder, base: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns what `read` returns, with the adapters of a run with LoRA merged with its base, each weight in the type that it is
     stored with there. `base` says where the base is now. Raises like `read` and `base_path`."""
     params, meta = read(checkpoint)
@@ -105,7 +112,7 @@ def adapters_of(meta: Mapping[str, Any]) -> LoraConfig | None:
     return None if lora is None else from_dict(LoraConfig, lora)
 
 
-def base_path(meta: Mapping[str, Any], instead: str | None = None) -> Path:
+def base_path(meta: Mapping[str, Any], instead: str | None = None) -> Folder:
     """Returns where the base is; `instead` says where it has gone. Raises CheckpointError if it is not what the adapters were
     trained on, and CheckpointUnavailableError if it cannot be read."""
     origin = meta[META][BASE]
@@ -119,7 +126,7 @@ def base_path(meta: Mapping[str, Any], instead: str | None = None) -> Path:
     return path
 
 
-def _with_base(adapters: Any, config: LoraConfig, base: Path) -> dict[str, Any]:
+def _with_base(adapters: Any, config: LoraConfig, base: Folder) -> dict[str, Any]:
     named, params = flat(adapters), dict[str, Any]()
     # The adapted weights, and those that were trained whole.
     targets = {name.removesuffix(A) for name in named if not name.endswith(B)}
@@ -135,15 +142,14 @@ def _with_base(adapters: Any, config: LoraConfig, base: Path) -> dict[str, Any]:
     return params
 
 
-def _weights(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+def _weights(path: Folder) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the weights at `path`, one of `weights.find`, by name."""
     found = weights.look(path)
     if found.folder is not None:
         for name in found.parameters:
             yield name, hugging_face.read_whole(found.folder, name)
     elif found.is_file:
-        from safetensors.numpy import load_file
-
-        yield from load_file(path).items()
+        for name in found.parameters:
+            yield name, tensor_files.read(path, name)
     else:
         yield from flat(read(path)[0]).items()

@@ -8,7 +8,10 @@ assets go to a folder beside it, which ends in `.assets`.
 `huggingface`: a folder with `config.json`, files of weights and the assets (a tokenizer), as `transformers` reads models of the
 families of `model.family`. One parameter is in memory at a time. A run that began with a folder of Hugging Face gives its
 `config.json` back.
-RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, or what `save_pretrained` wrote.
+`mlflow`: a folder that `mlflow.pyfunc.load_model` loads where Gangway is installed: texts in; texts out, or the labels of a
+classifier.
+RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, or what `save_pretrained` wrote. It and OUT may
+lie in a bucket (`gs://`, `s3://`); an export for a bucket is made in a temporary folder of this machine first.
 
 Of a run with `lora`, the adapters are merged with their base. `--adapter` writes the adapters alone: as `huggingface`, a folder
 of the library PEFT; as `safetensors`, one file under their own names.
@@ -20,12 +23,14 @@ import argparse
 import os
 import re
 import sys
+from functools import partial
 from typing import Any
 
 from trainers.checkpoint.export import FORMATS
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.first_line import say
 from trainers.program import program
+from trainers.storage.documents import is_url
 from trainers.terminal import command
 
 
@@ -33,7 +38,7 @@ from trainers.terminal import command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("trainers.export"), description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
-    parser.add_argument("out", metavar="OUT", help="a new file (safetensors) or folder (huggingface)")
+    parser.add_argument("out", metavar="OUT", help="a new file (safetensors) or folder (huggingface, mlflow)")
     parser.add_argument("--format", choices=FORMATS, default="safetensors")
     parser.add_argument("--adapter", action="store_true", help="the adapters of a run with lora alone, not merged")
     parser.add_argument("--base", metavar="PATH", help="where the base of a run with lora is now, if it was moved")
@@ -44,18 +49,22 @@ def main(argv: list[str] | None = None) -> int:
     say(f"reading {options.source}", stream=sys.stderr)
     os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are left to the processes that train
     # After the first line: it imports JAX.
-    from trainers.checkpoint import weights
+    from trainers.checkpoint import export_to_bucket, weights
 
     try:
         checkpoint = weights.find(options.source)
-        if checkpoint.is_file():
+        if checkpoint.name.endswith(weights.FILE_SUFFIX):
             raise CheckpointError(f"{checkpoint} is a file: expected a run or a checkpoint")
         more: dict[str, Any] = {"adapter": options.adapter, "base": options.base}
         if options.max_shard_size is not None:
             if options.format != "huggingface":
                 raise UsageError("--max-shard-size: safetensors is one file; leave it out, or add --format huggingface")
             more["max_file_bytes"] = options.max_shard_size
-        FORMATS[options.format](checkpoint, options.out, **more)
+        write = partial(FORMATS[options.format], checkpoint, **more)
+        if is_url(options.out):
+            export_to_bucket.export(options.out, write)
+        else:
+            write(options.out)
     except (UsageError, TransientError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

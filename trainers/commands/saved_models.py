@@ -17,8 +17,11 @@ from trainers.config.arguments import TrainingArguments
 from trainers.config.model import OF_EXECUTION
 from trainers.errors import UsageError
 from trainers.settings import recorded
+from trainers.storage.documents import is_url, join
+from trainers.storage.row import CHECKPOINTS
 
 if TYPE_CHECKING:  # they import JAX: the first line is there before that
+    from trainers.checkpoint.standing import Folder
     from trainers.checkpoint.weights import Weights
 
 
@@ -26,7 +29,7 @@ def look(source: str, step: int | None = None) -> Weights:
     """Returns what is at `source`, or in the checkpoint of a step of this run."""
     from trainers.checkpoint import weights
 
-    return weights.look(weights.find(source if step is None else str(Path(source, "checkpoints", str(step)))))
+    return weights.look(weights.find(source if step is None else join(source, CHECKPOINTS, str(step))))
 
 
 def arguments_of(found: Weights) -> TrainingArguments:
@@ -53,7 +56,8 @@ def _arguments_of_folder(found: Weights) -> TrainingArguments:
         config = config.model
     if not isinstance(config, ModelConfig):
         raise UsageError(f"{found.path} is a model of the family {config.family}: expected a decoder of texts")
-    tokenizer = str(found.path) if has_tokenizer(found.path) else BYTES
+    folder = str(files_of(found))
+    tokenizer = folder if has_tokenizer(folder) else BYTES
     if tokenizer == BYTES:
         print(f"{found.path} has no tokenizer: a token is a byte", file=sys.stderr)
     return TrainingArguments(name="generate", max_num_steps=1, model=config, data=DataConfig(tokenizer=tokenizer), **with_images)
@@ -75,19 +79,19 @@ def _arguments_of_run(found: Weights) -> TrainingArguments:
 
 
 def files_of(found: Weights) -> Path | None:
-    """Returns the folder with the files of Hugging Face that belong to a model; None if it has none."""
-    from trainers.checkpoint import carried
+    """Returns the folder with the files of Hugging Face that belong to a model; None if it has none. Of a bucket it is a copy."""
+    from trainers.checkpoint import carried, model_files
 
-    return found.path if found.folder is not None else carried.folder_of(found.path)
+    return model_files.model_here(found.path) if found.folder is not None else carried.folder_of(found.path)
 
 
 def recorded_with(source: str, overrides: Sequence[str]) -> TrainingArguments:
     """Returns the arguments that the checkpoint of `source` was trained with, changed by `key=value`. Raises UsageError if it has
     recorded none, or if a value is masked there."""
-    from trainers.checkpoint import manifest, weights
+    from trainers.checkpoint import manifest, model_files, weights
 
     path = weights.find(source)
-    if not (path / manifest.META_FILE).is_file():
+    if not model_files.is_file(path / manifest.META_FILE):
         raise UsageError(f"{path} has recorded no configuration: name one after it, which has the held-out data")
     try:
         meta = manifest.read_meta(path)
@@ -107,9 +111,14 @@ def with_model_of(source: str, arguments: TrainingArguments) -> TrainingArgument
     lora = theirs.lora or arguments.lora  # for a model without adapters see `without_adapters`
     if lora is not None and theirs.lora is None:
         lora = dataclasses.replace(lora, new_tokens=0)  # it has the vocabulary of its folder
-    if arguments.lora is not None and lora is not None and not Path(os.path.expanduser(str(lora.base))).exists():
+    if arguments.lora is not None and lora is not None and not _is_there(str(lora.base)):
         lora = dataclasses.replace(lora, base=arguments.lora.base)  # it has moved; the digest is compared
     return dataclasses.replace(arguments, model=model, vision=vision, data=data, lora=lora)
+
+
+def _is_there(base: str) -> bool:
+    # Whether a bucket still has it, its reader finds out.
+    return is_url(base) or Path(os.path.expanduser(base)).exists()
 
 
 def without_adapters(source: str, arguments: TrainingArguments) -> TrainingArguments:
@@ -146,7 +155,7 @@ def state_of(trainer: Any, source: str) -> tuple[str, Any, int | None]:
         return str(path), state if step is None else dataclasses.replace(state, batch_index=jnp.int32(step)), step
     if hugging_face.is_folder(path):
         return str(path), beginning(trainer, _arrays_of_folder(trainer, path), None).make(), None
-    if path.is_file():
+    if path.name.endswith(weights.FILE_SUFFIX):
         return str(path), beginning(trainer, from_safetensors(path), None).make(), None
     try:
         meta = manifest.read_meta(path)
@@ -165,14 +174,14 @@ def state_of(trainer: Any, source: str) -> tuple[str, Any, int | None]:
     return str(path), dataclasses.replace(state, **counters), step
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: Folder) -> int | None:
     """Returns the number of batches that a checkpoint has drawn; None for a file or a folder that does not say it."""
-    from trainers.checkpoint import manifest
+    from trainers.checkpoint import manifest, model_files
 
-    return int(manifest.read_meta(path)["batch_index"]) if (path / manifest.META_FILE).is_file() else None
+    return int(manifest.read_meta(path)["batch_index"]) if model_files.is_file(path / manifest.META_FILE) else None
 
 
-def _arrays_of_folder(trainer: Any, path: Path) -> dict[str, Any]:
+def _arrays_of_folder(trainer: Any, path: Folder) -> dict[str, Any]:
     """Returns the parameters in a folder of Hugging Face, in nested dicts. Raises CheckpointError if they do not fit."""
     import jax
 

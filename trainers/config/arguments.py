@@ -49,6 +49,8 @@ __all__ = ["ORCHESTRATOR_SECTIONS", "TrainingArguments", "from_dict", "load_obje
 
 ORCHESTRATOR_SECTIONS = ("hosts", "driver", "tracking", "notify")
 """Top-level keys of a configuration file that concern machines; `python -m trainers.run` ignores them."""
+PLACE = ("name", "storage")
+"""Settings that say where a run is, and not what it does."""
 
 
 @dataclass(frozen=True, kw_only=True)

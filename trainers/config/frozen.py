@@ -26,7 +26,7 @@ class FrozenConfig(Section):
     """The type in the memory of the devices. null: that of the model that the task builds."""
 
     def __post_init__(self):
-        require_none(not_local(self, "path"))
+        require_none(not_readable(self, "path"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class LoraConfig(Section):
     def _problems(self) -> Iterator[str]:
         yield from too_small(self, 1, "rank")
         yield from too_small(self, 0, "new_tokens")
-        yield from not_local(self, "base")
+        yield from not_readable(self, "base")
         if self.alpha <= 0:
             yield f"alpha = {self.alpha}: expected a positive number"
         if not 0 <= self.dropout < 1:
@@ -78,8 +78,8 @@ class LoraConfig(Section):
                 yield f"{key} = {target!r}: expected a regular expression ({error})"
 
 
-def not_local(config: Any, name: str) -> Iterator[str]:
-    """Yields the problem of a field that is no path of a file system (null passes)."""
+def not_readable(config: Any, name: str) -> Iterator[str]:
+    """Yields the problem of a field that is no path of a file system, and no URL of a bucket (null passes)."""
     value = getattr(config, name)
-    if value is not None and (not value or "://" in value):
-        yield f"{name} = {value!r}: expected a local or mounted folder or file"
+    if value is not None and (not value or ("://" in value and not re.fullmatch(r"(gs|s3)://[^/?#]+(/[^?#]*)?", value))):
+        yield f"{name} = {value!r}: expected a folder or file, local or mounted, or s3://BUCKET/NAME or gs://BUCKET/NAME"

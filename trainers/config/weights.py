@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from trainers.config.frozen import not_readable
 from trainers.config.section import Section, require_none
 
 
@@ -20,7 +21,7 @@ class InitConfig(Section):
     path: str
     """The folder of a run (its newest whole checkpoint), a checkpoint, what `save_pretrained` wrote, a folder `models/STEP`, a
     file that `python -m trainers.export` wrote, a folder of Hugging Face with a decoder of one of the families, or with `lora`
-    the folder of an adapter of PEFT."""
+    the folder of an adapter of PEFT. Each may lie in a bucket: `s3://` and `gs://`."""
     include: tuple[str, ...] = ()
     """Which parameters of the model are taken from there: regular expressions that are searched in names such as
     `layers.query`. []: all. The others begin as in any new run."""
@@ -45,8 +46,7 @@ class InitConfig(Section):
         return name
 
     def _problems(self) -> Iterator[str]:
-        if not self.path or "://" in self.path:
-            yield f"path = {self.path!r}: expected a local or mounted folder or file"
+        yield from not_readable(self, "path")
         for field in ("include", "exclude"):
             for pattern in getattr(self, field):
                 try:

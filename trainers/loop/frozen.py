@@ -10,12 +10,11 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypedDict
 
 import jax
 
-from trainers.checkpoint import weights
+from trainers.checkpoint import layout, weights
 from trainers.checkpoint.array_fingerprints import fingerprints
 from trainers.checkpoint.whole import META
 from trainers.config import InitConfig
@@ -147,7 +146,7 @@ class FrozenWeights:
         return origin
 
     def _look(self, name: str, source: Source) -> _Found:
-        found = together(source.asked_by, lambda: weights.look(Path(self._origins[name]["checkpoint"])))
+        found = together(source.asked_by, lambda: weights.look(layout.folder_of(self._origins[name]["checkpoint"])))
         wanted = source.named
         # The same on all hosts: each has read the same document.
         shapes = {name: leaf.shape for name, leaf in wanted.items()}

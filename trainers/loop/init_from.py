@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypedDict
 
 import jax
 
-from trainers.checkpoint import weights
+from trainers.checkpoint import layout, weights
 from trainers.config.weights import InitConfig, from_plain, plain
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError
 from trainers.loop.record import Record
@@ -61,7 +60,7 @@ def load(
     """
     wanted = {parameter_path(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     chosen = from_host0(lambda: _choose(config, origin, run_folder, adapted))
-    found = together("init_from", lambda: weights.look(Path(chosen["checkpoint"]), adapted))
+    found = together("init_from", lambda: weights.look(layout.folder_of(chosen["checkpoint"]), adapted))
     # The same on all hosts: each has read the same document.
     pairs = weights.match(found, {name: leaf.shape for name, leaf in wanted.items()}, config)
     arrays = together("init_from", lambda: weights.read(found, pairs, {name: leaf.sharding for name, leaf in wanted.items()}))

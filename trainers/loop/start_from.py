@@ -6,14 +6,14 @@ A run that starts again before its own first checkpoint begins with the same one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypedDict
 
 import jax
 
 from trainers import runtime
-from trainers.checkpoint import going_on, layout, manifest, weights
+from trainers.checkpoint import going_on, layout, manifest, model_files, weights
 from trainers.checkpoint.standalone import load_from
+from trainers.checkpoint.standing import Folder
 from trainers.config.arguments import TrainingArguments
 from trainers.errors import CheckpointError, CheckpointUnavailableError
 from trainers.loop.init_from import from_host0, together
@@ -21,6 +21,8 @@ from trainers.loop.record import Record
 from trainers.loop.time_used import META as TIME_USED
 from trainers.step.state import TrainState
 from trainers.storage.document_kind import DocumentKind
+from trainers.storage.row import CHECKPOINTS
+from trainers.storage.store import Place
 
 KEY = "checkpoint.start_from"
 
@@ -55,7 +57,7 @@ class FromCheckpoint:
         state, meta = load_from(chosen["checkpoint"], self._abstract)
         together(KEY, lambda: RECORD.write(self._run_folder, chosen) if jax.process_index() == 0 else None)
         if jax.process_index() == 0 and not self.meta:
-            runtime.current().note(told(chosen["checkpoint"], meta, self._arguments))
+            runtime.current().note(described(chosen["checkpoint"], meta, self._arguments))
         self.meta = {name: value for name, value in meta.items() if name not in NOT_TAKEN}
         return state
 
@@ -64,23 +66,29 @@ class FromCheckpoint:
         return "" if begun is not None and begun["source"] == self._arguments.checkpoint.start_from else KEY
 
 
-def found(source: str) -> tuple[Path, dict[str, Any]]:
+def found(source: str) -> tuple[Folder, dict[str, Any]]:
     """Returns the checkpoint that RUN, RUN/STEP or the path of a checkpoint stands for, and its meta. Raises CheckpointError, or
     CheckpointUnavailableError if it cannot be read."""
-    path = layout.local(source)
-    step = path.parent / "checkpoints" / path.name
-    path = weights.find(str(step if not path.exists() and step.is_dir() else path))
-    if not (path / manifest.MANIFEST_FILE).is_file() or path.parent.name == layout.MODELS_FOLDER:
-        raise CheckpointError(f"{path} has parameters alone, and no whole state: begin with them by init_from={path}")
-    try:
-        return path, manifest.read_meta(path)
-    except manifest.DamagedError as error:
-        raise CheckpointError(f"{path} is not whole: {error}") from error
-    except OSError as error:
-        raise CheckpointUnavailableError(f"{path} cannot be read: {error.strerror or error}") from error
+    with weights.reading(source):
+        path = weights.find(str(_with_step(layout.folder_of(source))))
+        if not model_files.is_file(path / manifest.MANIFEST_FILE) or path.parent.name == layout.MODELS_FOLDER:
+            raise CheckpointError(f"{path} has parameters alone, and no whole state: begin with them by init_from={path}")
+        try:
+            return path, manifest.read_meta(path)
+        except manifest.DamagedError as error:
+            raise CheckpointError(f"{path} is not whole: {error}") from error
 
 
-def told(path: Any, meta: Mapping[str, Any], arguments: TrainingArguments) -> str:
+def _with_step(path: Folder) -> Folder:
+    """Returns where the checkpoint is that RUN/STEP stands for; another path as it is. Raises OSError."""
+    if isinstance(path, Place):
+        is_step = path.name.isdecimal() and path.parent.name not in (CHECKPOINTS, layout.MODELS_FOLDER)
+        return path.parent / CHECKPOINTS / path.name if is_step and not path.is_dir() else path
+    step = path.parent / CHECKPOINTS / path.name
+    return step if not path.exists() and step.is_dir() else path
+
+
+def described(path: Any, meta: Mapping[str, Any], arguments: TrainingArguments) -> str:
     """Returns the line about a beginning, with the settings that make it another experiment than the one before."""
     changes = [change for change in going_on.changes(meta, arguments) if change.effect == going_on.ANOTHER]
     others = f"; these settings were others there: {'; '.join(map(str, changes[: going_on.SHOWN]))}" if changes else ""

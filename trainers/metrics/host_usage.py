@@ -1,23 +1,33 @@
-"""How much of its machine's processors and memory a host uses. Free of JAX."""
+"""How much of its machine a host uses: processors, memory, disks, networks. Free of JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 
 CPU, PROCESS_MEMORY = "host_cpu_percent", "process_memory_bytes"
 MEMORY, TOTAL_MEMORY = "host_memory_bytes", "host_memory_total_bytes"
-NAMES = (CPU, MEMORY, TOTAL_MEMORY, PROCESS_MEMORY)
+DISK_READ, DISK_WRITTEN = "host_disk_read_bytes_per_s", "host_disk_written_bytes_per_s"
+RECEIVED, SENT = "host_network_received_bytes_per_s", "host_network_sent_bytes_per_s"
+RATES = (DISK_READ, DISK_WRITTEN, RECEIVED, SENT)
+NAMES = (CPU, MEMORY, TOTAL_MEMORY, PROCESS_MEMORY, *RATES)
+RATE_EVERY_S = 1.0
+"""A rate is that of at least so long; readings that come sooner tell it again."""
 
 
 class HostUsage:
     """Reads the usage of this machine and of this process. One thread must make all calls: psutil counts for each by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         import psutil
 
         self._psutil, self._process = psutil, psutil.Process()
         # Begins the interval of the first reading, which would be 0 without it.
         psutil.cpu_percent(None)
+        self._monotonic = monotonic
+        self._counted_s, self._counts = monotonic(), self._count()
+        self._rates: dict[str, float] = {}
 
     def read(self) -> dict[str, float]:
         """Returns the values by name; the CPU time is that since the last reading. Waits for nothing."""
@@ -28,7 +38,29 @@ class HostUsage:
             MEMORY: float(memory.total - memory.available),
             TOTAL_MEMORY: float(memory.total),
             PROCESS_MEMORY: float(self._process.memory_info().rss),
+            **self._rates_now(),
         }
+
+    def _rates_now(self) -> dict[str, float]:
+        now_s = self._monotonic()
+        if (passed_s := now_s - self._counted_s) >= RATE_EVERY_S:
+            counts = self._count()
+            # A counter that is gone, or was set back, has no rate.
+            known = [name for name in counts if counts[name] >= self._counts.get(name, float("inf"))]
+            self._rates = {name: (counts[name] - self._counts[name]) / passed_s for name in known}
+            self._counted_s, self._counts = now_s, counts
+        return self._rates
+
+    def _count(self) -> dict[str, float]:
+        """Returns the bytes since the machine began; without what the machine does not count, as in some containers."""
+        counts: dict[str, float] = {}
+        with suppress(OSError, RuntimeError, NotImplementedError):
+            if disks := self._psutil.disk_io_counters():
+                counts |= {DISK_READ: disks.read_bytes, DISK_WRITTEN: disks.write_bytes}
+        with suppress(OSError, RuntimeError, NotImplementedError):
+            if networks := self._psutil.net_io_counters():
+                counts |= {RECEIVED: networks.bytes_recv, SENT: networks.bytes_sent}
+        return counts
 
 
 def largest(usages: Iterable[Mapping[str, float]]) -> dict[str, float]:

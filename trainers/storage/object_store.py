@@ -16,17 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainers.storage import durable
+from trainers.storage import durable, failed_requests
 from trainers.storage.store import Entry, StorageFull, StorageProblem, StorageRefused, StorageUnavailable, Store, checked_name
 
 T = TypeVar("T")
 PART_BYTES = 16 << 20
 """What one request of a download fetches, and of an upload sends."""
 PARTS_AT_ONCE = 4
+DELETED_AT_ONCE = 1000
+"""Objects: what one request of S3 takes."""
 NO_BUCKET = re.compile(r"NoSuchBucket|bucket does not exist", re.I)
 _STATUS = re.compile(r"status code: (\d{3})|\b(4\d\d|5\d\d) [A-Z][a-z]+")
 _FULL = re.compile(r"StorageFull|QuotaExceeded|InsufficientStorage|NotEnoughSpace")
@@ -34,6 +35,8 @@ _NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|/latest/api/token|/latest/meta
 _PASSES = re.compile(r"RequestTimeout|SlowDown|ConditionalRequestConflict|OperationAborted")
 """Codes of answers in the 400s that pass."""
 ELSEWHERE = "the bucket is in another region, or at another endpoint: set AWS_REGION, or AWS_ENDPOINT_URL"
+NO_FAILURE = frozenset({errno.ERANGE, errno.ENOTSUP})
+"""What an answer of these means was asked for."""
 PASSES = frozenset({408, 409, 425, 429, *range(500, 600)} - {501, 505, 507})
 """The statuses of answers that may be others a moment later."""
 
@@ -92,7 +95,7 @@ class ObjectStore(Store):
         self._bulk = client if bulk is None else bulk
         self._client, self._prefix, self._advice = client, f"{prefix}/" if prefix else "", advice
         self.keeps_versions = False
-        """Whether a write has shown that the bucket keeps what is replaced and deleted; told by S3 alone."""
+        """Whether a write has shown that the bucket keeps what is replaced and deleted; only S3 says so."""
 
     def get(self, name: str) -> bytes | None:
         import obstore
@@ -193,13 +196,15 @@ class ObjectStore(Store):
         self._ask("delete", name, lambda key: obstore.delete(self._client, key))
 
     def delete_all(self, prefix: str) -> None:
+        checked_name(prefix)
+        keys = [self._prefix + entry.name for entry in self.list(prefix)]
+        for begin in range(0, len(keys), DELETED_AT_ONCE):
+            self._delete_some(prefix, keys[begin : begin + DELETED_AT_ONCE])
+
+    def _delete_some(self, prefix: str, keys: Sequence[str]) -> None:
         import obstore
 
-        checked_name(prefix)
-        names = [entry.name for entry in self.list(prefix)]
-        for begin in range(0, len(names), 1000):
-            keys = [self._prefix + name for name in names[begin : begin + 1000]]
-            self._ask("delete", prefix, partial(_delete_each, obstore, self._client, keys))
+        self._ask("delete", prefix, lambda _: obstore.delete(self._client, keys))
 
     def upload(self, name: str, path: Path) -> None:
         import obstore
@@ -314,7 +319,10 @@ class _Attempts:
                 raise self._store.problem_of(error, self._name) from error
             raise
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise self._store.problem_of(error, self._name) from error
+            problem = self._store.problem_of(error, self._name)
+            if problem.errno not in NO_FAILURE:
+                failed_requests.HERE.add(f"{problem.filename}: {problem.strerror}")
+            raise problem from error
 
     def wait(self, error: StorageUnavailable) -> None:
         """Waits before the next try. Raises the error if the patience has ended."""
@@ -325,10 +333,6 @@ class _Attempts:
         # Not all hosts at the same moment.
         time.sleep(self._wait_s * (0.5 + random.random() / 2))
         self._wait_s = min(2 * self._wait_s, limits.longest_wait_s)
-
-
-def _delete_each(obstore: Any, client: Any, keys: Sequence[str], prefix: str) -> None:
-    obstore.delete(client, keys)
 
 
 def _status(text: str) -> int | None:

@@ -10,6 +10,7 @@ import pytest
 from orchestrator import compile as compiling
 from orchestrator import plan
 from orchestrator.config.job import ConfigError, load
+from orchestrator.planning import trial
 from tests import ROOT
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -45,6 +46,7 @@ def lines_of(**changes):
         "flops_per_step": 1e12,
         "tokens_per_step": 512,
         "step_s": None,
+        "not_predicted": "it does not fit",
     }
     return list(plan.lines(found | changes))
 
@@ -53,12 +55,14 @@ def test_what_a_person_reads():
     timed = {
         "step_s": 2.0,
         "step_s_range": [1.5, 3.0],
+        "source": "published runs",
         "mfu": 0.5,
         "bound_by": "products",
         "tokens_per_day": 2e7,
         "checkpoint_bytes": 12e9,
         "save_every_s": 600.0,
         "save_s": 12.0,
+        "best_save_steps": 40,
         "goodput": 0.99,
         "days": 3.5,
         "max_steps": 1000,
@@ -73,11 +77,43 @@ def test_what_a_person_reads():
         "step             2 s (1.5 to 3 by published runs), MFU 50%, bound by products",
         "tokens           20 M a day",
         "checkpoint       12 GB, every 10 min 00 s; written in some 12.0 s, beside the steps",
+        "saves            checkpoint.save_steps=40 would lose least at this rate of failures (Young, 1974)",
         "goodput          99.0% expected",
         "whole run        1,000 steps in 3.5 days",
         "price            1,234",
     ]
-    assert lines_of()[-1].startswith("step             not predicted: there are no figures for this hardware")
+    of_a_trial = {"source": "a trial on this machine", "mfu": None, "bound_by": None}
+    assert "step             2 s (1.5 to 3 by a trial on this machine)" in lines_of(**timed | of_a_trial)
+    assert lines_of(not_predicted="why not")[-1] == "step             not predicted: why not"
+
+
+ESTIMATE = types.SimpleNamespace(
+    num_devices=2, num_hosts=2, flops_per_step=1e9, tokens_per_step=512, checkpoint_bytes=5_000_000_000, max_steps=600
+)
+OPTIONS = types.SimpleNamespace(hours_between_failures=1.0, price=None, on=None)
+
+
+def test_on_cpus_the_time_of_a_step_is_that_of_a_trial(monkeypatch, tmp_path):
+    config = load(TINY, [f"storage={tmp_path}", "checkpoint.save_steps=10"])
+    asked = []
+    monkeypatch.setattr(trial, "of", lambda config, **about: asked.append(about) or trial.Trial(0.5, 0.6, 0.9))
+    found = plan.timed(config, ESTIMATE, {"fits": True, "memory": {"peak": 7}}, None, OPTIONS)
+    assert asked == [{"flops": 1e9, "peak_bytes": 7}]
+    assert (found["step_s"], found["step_s_range"], found["mfu"]) == (0.5, [0.5, 0.9], None)
+    assert found["days"] * 86400 == pytest.approx(600 * 0.5 / found["goodput"])
+    # A save holds up training for half a second: 2 * 0.5 s * 3600 s, and the root of it.
+    assert found["best_save_steps"] == 120
+
+
+def test_a_step_that_cannot_be_tried_says_why(tmp_path):
+    config = load(TINY, [f"storage={tmp_path}"])
+    large = types.SimpleNamespace(**vars(ESTIMATE) | {"flops_per_step": 3e12})
+    fits = {"fits": True, "memory": {"peak": 7}}
+    assert plan.timed(config, large, fits, None, OPTIONS) == {
+        "step_s": None,
+        "not_predicted": "a step of 3 TFLOP takes too long to be tried (1 at most)",
+    }
+    assert plan.timed(config, ESTIMATE, {**fits, "fits": False}, None, OPTIONS)["not_predicted"] == "it does not fit"
 
 
 def test_a_step_that_does_not_fit_is_refused_with_the_change_that_was_tried(monkeypatch, tmp_path):

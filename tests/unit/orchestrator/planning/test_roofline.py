@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.planning import hardware, roofline
 from orchestrator.planning.hardware import DEVICES
+from tests import ROOT
 
 PUBLISHED = [
     # (device, parameters, devices, tokens of a step and device, published MFU): MaxText's and AXLearn's tables.
@@ -42,6 +43,19 @@ def test_the_range_has_what_was_published(name, parameters, devices, tokens, pub
     assert low - 0.01 <= published <= high + 0.01
 
 
+def test_the_table_of_the_benchmarks_is_what_is_computed_here():
+    text = (ROOT / "docs" / "benchmarks.md").read_text().split("## What a plan predicts", 1)[1].split("\n## ", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("| ")][1:]
+    told = [
+        (row[0], float(row[2]) * 1e9, *(int(cell.replace(",", "")) for cell in row[3:5]), float(row[5]) / 100) for row in rows
+    ]
+    assert told == [(name, *rest, pytest.approx(published)) for name, *rest, published in [*PUBLISHED, *FURTHER]]
+    for row, (*about, published) in zip(rows, told, strict=True):
+        assert float(row[6]) == pytest.approx(100 * expected(*about), abs=0.05)
+        assert int(row[7]) == round(100 * (expected(*about) / published - 1))
+    assert sum(abs(int(row[7])) > 15 for row in rows) == 2  # as the text says
+
+
 def test_the_slowest_part_counts_and_is_named():
     device = DEVICES["h100"]
     products = roofline.Work(1e15, 1e9, 1e9, crosses_network=False)
@@ -60,6 +74,7 @@ def test_goodput_falls_with_failures_and_with_rare_saves():
     assert many == pytest.approx(3.05 * 3600 / (3.05 * 3600 + 360), abs=0.005)  # a failure in some three hours
     assert roofline.expected_goodput(16384, 60.0) > many > roofline.expected_goodput(16384, 3600.0)
     assert roofline.expected_goodput(8, 600.0, hours_between_failures=1.0) == pytest.approx(3600 / 3960)
+    # By hand: a failure in 50,000 / 16,384 hours, and the root of 2 * 10 s * 10,986 s.
     assert roofline.best_save_interval_s(16384, 10.0) == pytest.approx(469, abs=2)
 
 

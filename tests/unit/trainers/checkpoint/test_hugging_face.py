@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests import ROOT
 from tests.unit.training import assert_equal, of, trainer
-from trainers.checkpoint import hugging_face, hugging_face_out, weights
+from trainers.checkpoint import hugging_face, hugging_face_out, tensor_files, weights
 from trainers.config import InitConfig, MeshConfig, ModelConfig
 from trainers.errors import CheckpointError
 from trainers.models.hf.weights import flat, from_tensors, to_tensors
@@ -73,13 +73,13 @@ def test_every_device_gets_its_part_of_each_family(folder, axes):
 
 def test_the_parts_are_read_and_not_the_whole(monkeypatch):
     found, read = weights.look(PARITY / "llama3"), []
-    original = hugging_face._slice
+    original = tensor_files.read
 
     def watched(*given):
         read.append(original(*given))
         return read[-1]
 
-    monkeypatch.setattr(hugging_face, "_slice", watched)
+    monkeypatch.setattr(tensor_files, "read", watched)
     weights.read(found, {"layers.up": "layers.up"}, shardings({"layers.up": found.parameters["layers.up"]}))
     # Each of the 4 parts once, though 8 devices have them; of each of the 2 layers.
     _, rows, columns = found.parameters["layers.up"].shape
@@ -234,7 +234,7 @@ def test_a_cut_file_is_named(tmp_path):
         weights.look(folder)
 
 
-def test_another_model_is_told_by_its_shapes():
+def test_another_model_is_reported_by_its_shapes():
     found = weights.look(PARITY / "llama3")
     other = {name: (*stored.shape[:-1], 7) for name, stored in found.parameters.items()}
     with pytest.raises(CheckpointError, match=r"embed is \[64, 32\] there and \[64, 7\] here"):
@@ -323,7 +323,7 @@ def nested(arrays):
 def test_a_parameter_is_in_memory_once_while_it_is_read(monkeypatch):
     """A list of the tensors of all layers would be the parameter once more."""
     found, alive, most = weights.look(PARITY / "llama3"), weakref.WeakSet(), []
-    original = hugging_face._slice
+    original = tensor_files.read
 
     class Part(np.ndarray):
         __hash__ = object.__hash__
@@ -334,7 +334,7 @@ def test_a_parameter_is_in_memory_once_while_it_is_read(monkeypatch):
         alive.add(part)
         return part
 
-    monkeypatch.setattr(hugging_face, "_slice", watched)
+    monkeypatch.setattr(tensor_files, "read", watched)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     weights.read(found, {"layers.up": "layers.up"}, {"layers.up": one})
     # Not more than the one that is being replaced, whatever the number of layers.

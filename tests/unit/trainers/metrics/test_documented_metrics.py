@@ -155,6 +155,10 @@ OTHERS = {
     "host_memory_bytes": "bytes",
     "host_memory_total_bytes": "bytes",
     "process_memory_bytes": "bytes",
+    "host_disk_read_bytes_per_s": "bytes/s",
+    "host_disk_written_bytes_per_s": "bytes/s",
+    "host_network_received_bytes_per_s": "bytes/s",
+    "host_network_sent_bytes_per_s": "bytes/s",
 }
 """Units of what has a test of its own below."""
 

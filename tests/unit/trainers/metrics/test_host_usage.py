@@ -1,18 +1,32 @@
 """How much of its machine a host uses: what is read, and that a run publishes it."""
 
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from tests.unit.training import of, trainer
 from trainers import runtime
-from trainers.metrics.host_usage import CPU, MEMORY, NAMES, PROCESS_MEMORY, TOTAL_MEMORY, HostUsage, largest
+from trainers.metrics.host_usage import (
+    CPU,
+    DISK_READ,
+    DISK_WRITTEN,
+    MEMORY,
+    NAMES,
+    PROCESS_MEMORY,
+    RATES,
+    RECEIVED,
+    SENT,
+    TOTAL_MEMORY,
+    HostUsage,
+    largest,
+)
 
 
 def test_memory_is_that_of_the_machine_and_of_this_process():
     usage = HostUsage().read()
-    assert set(usage) == set(NAMES)
+    assert set(usage) == set(NAMES) - set(RATES)  # no second has passed
     memory = psutil.virtual_memory()
     assert usage[TOTAL_MEMORY] == memory.total
     assert usage[MEMORY] == pytest.approx(memory.total - memory.available, rel=0.2)
@@ -30,6 +44,26 @@ def test_cpu_time_is_that_since_the_last_reading():
         pass
     # One core was busy all the time.
     assert 0.7 * 100 / psutil.cpu_count() <= usage.read()[CPU] <= 100
+
+
+def test_disks_and_networks_are_rates_over_at_least_a_second(monkeypatch):
+    now, disks, networks = [0.0], SimpleNamespace(read_bytes=100, write_bytes=0), SimpleNamespace(bytes_recv=10, bytes_sent=20)
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: disks)
+    monkeypatch.setattr(psutil, "net_io_counters", lambda: networks)
+    usage = HostUsage(lambda: now[0])
+
+    def rates(at_s):
+        now[0] = at_s
+        return {name: value for name, value in usage.read().items() if name in RATES}
+
+    disks.read_bytes, networks.bytes_sent = 500, 40
+    assert rates(0.5) == {}
+    assert rates(2.0) == {DISK_READ: 200.0, DISK_WRITTEN: 0.0, RECEIVED: 0.0, SENT: 10.0}
+    disks.read_bytes = 600
+    assert rates(2.5)[DISK_READ] == 200.0
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)  # as in some containers
+    networks.bytes_sent = 0  # set back
+    assert rates(4.0) == {RECEIVED: 0.0}
 
 
 def test_of_several_hosts_the_largest_values_count():
