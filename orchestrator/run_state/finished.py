@@ -40,4 +40,4 @@ def _whole_step(run_dir: Path) -> int | None:
     newest = max(layout.steps(folder), default=None)
     if newest is None or newest != committed.of_run(run_dir, folder).step:
         return None
-    return newest if layout.is_whole(folder / str(newest)) else None
+    return newest if layout.is_whole(layout.at(folder, newest)) else None

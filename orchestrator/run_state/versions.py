@@ -24,10 +24,11 @@ def check_versions(run_dir: str) -> None:
     row_of(run_dir).newest()
     if documents.is_url(run_dir):
         return
-    for step in layout.steps(Path(run_dir, CHECKPOINTS))[-1:]:
+    folder = Path(run_dir, CHECKPOINTS)
+    for checkpoint in (layout.at(folder, step) for step in layout.steps(folder)[-1:]):
         try:
-            manifest.read(Path(run_dir, CHECKPOINTS, str(step)))
-            manifest.read_meta(Path(run_dir, CHECKPOINTS, str(step)))
+            manifest.read(checkpoint)
+            manifest.read_meta(checkpoint)
         except manifest.NewerError as error:
             raise NewerDocument(str(error)) from error
         except manifest.DamagedError:

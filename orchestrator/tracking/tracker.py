@@ -16,10 +16,11 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from orchestrator.tracking.config import OWN_STORE, TrackingConfig, is_plain, own_store
-from orchestrator.tracking.of_bucket import Segments, fetch
+from orchestrator.tracking.of_bucket import SEGMENTS, Segments, fetch
 from orchestrator.tracking.shipper_process import ShipperProcess
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, Spool, read_document, set_damaged_aside
 from trainers.config.section import require
@@ -46,7 +47,8 @@ class Tracker:
         self._folder = documents.join(self._run_dir, FOLDER)
         self.problems: list[str] = []
         """What was found damaged, as sentences."""
-        if documents.is_url(run_dir):
+        # A folder has segments if it is a copy of a run in a bucket.
+        if documents.is_url(run_dir) or Path(self._folder, SEGMENTS).is_dir():
             try:
                 fetch(run_dir)
             except (OSError, documents.StorageError) as error:

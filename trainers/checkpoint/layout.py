@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainers.checkpoint import manifest
 from trainers.checkpoint.retention import Retention
-from trainers.checkpoint.standing import Folder, at, committed_in, unrecorded
+from trainers.checkpoint.standing import Folder, at, committed_in, copied_in, unrecorded
 from trainers.errors import CheckpointError
 from trainers.storage import documents, durable, ours
 from trainers.storage.opening import place_of
@@ -33,7 +33,7 @@ ROOM_MARGIN_BYTES = 4 << 20
 PROBE, PROBE_BYTES = ".probe-", 4096
 CHECKPOINT = ours.with_any_of("a checkpoint", manifest.MANIFEST_FILE, manifest.META_FILE)
 """A damaged one is one too. A folder whose name is a number may be a user's own."""
-_ON_THE_WAY = re.compile(r"(\d+)\.(saving|replaced|deleted)-\w+")
+_ON_THE_WAY = re.compile(r"(\d+)(-\d+_\d+_[0-9a-f]{8})?\.(saving|replaced|deleted)-\w+")
 
 
 def local(path: str) -> Path:
@@ -58,7 +58,7 @@ def steps(folder: Folder) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     # Digits alone: a folder on the way has a suffix, and is never taken for a checkpoint.
-    return sorted(int(name) for name in names if name.isdecimal())
+    return sorted({*(int(name) for name in names if name.isdecimal()), *copied_in(folder)})
 
 
 def on_the_way(folder: Folder) -> list[Path]:
@@ -77,12 +77,17 @@ def unfinished(folder: Folder) -> list[tuple[int, Folder]]:
     of a bucket."""
     if isinstance(folder, Place):
         return [(int(place.name.partition("-")[0]), place) for place in unrecorded(folder)]
-    return [(int(path.name.partition(".")[0]), path) for path in on_the_way(folder) if ".saving-" in path.name]
+    return [(step_on_the_way(path), path) for path in on_the_way(folder) if ".saving-" in path.name]
 
 
 def replaced(folder: Folder) -> list[int]:
     """Returns the steps whose checkpoint was being replaced by another of the same step when a process died."""
-    return [int(path.name.partition(".")[0]) for path in on_the_way(folder) if ".replaced-" in path.name]
+    return [step_on_the_way(path) for path in on_the_way(folder) if ".replaced-" in path.name]
+
+
+def step_on_the_way(path: Path) -> int:
+    """Returns the step of one of `on_the_way`."""
+    return int(path.name.partition(".")[0].partition("-")[0])
 
 
 def name_on_the_way(step: int | str, what: str, token: str) -> str:
@@ -267,8 +272,9 @@ def put_in_place(work: Path, final: Path, *, replace: ours.Mark | None) -> None:
 
 def remove_from_disk(folder: Folder, step: int) -> None:
     """Removes what is saved of a step in the folder of a disk. Raises NotOursError if it is no checkpoint, and OSError."""
-    assert isinstance(folder, Path)
-    delete(folder / str(step))
+    path = at(folder, step)
+    assert isinstance(path, Path)
+    delete(path)
 
 
 def delete(path: Path) -> None:

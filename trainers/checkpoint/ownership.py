@@ -83,7 +83,7 @@ class Ownership:
 
     def has(self, step: int) -> bool:
         """Whether there is a checkpoint of this step, or something else in its place. Raises OSError, or StorageError."""
-        return (self.folder / str(step)).exists() if isinstance(self.folder, Path) else step in layout.steps(self.folder)
+        return self.at(step).exists() if isinstance(self.folder, Path) else step in layout.steps(self.folder)
 
     def commit(self, folder: Folder, step: int, name: str, digest: str) -> None:
         """Records that `name` in `folder`, which is that of the checkpoints or of the models, is committed. Raises CommitError if
@@ -173,7 +173,7 @@ class Ownership:
         0. Raises OSError."""
         found = False
         for work in layout.on_the_way(self.folder):
-            step = int(work.name.partition(".")[0])
+            step = layout.step_on_the_way(work)
             kept = self._row.newest().of(self.folder.name).get(step)
             if kept is None or ".saving-" not in work.name or kept.digest != manifest.digest_of(work):
                 continue

@@ -103,7 +103,7 @@ class Restorer:
     def _is_complete(self, step: int) -> bool:
         # In a bucket only what is complete has a record.
         folder = self._owner.folder
-        return not isinstance(folder, Path) or (folder / str(step) / manifest.MANIFEST_FILE).exists()
+        return not isinstance(folder, Path) or (layout.at(folder, step) / manifest.MANIFEST_FILE).exists()
 
     def _newest_first(self, steps: list[int]) -> list[int]:
         """Sorts the steps so that those of later generations come first. A checkpoint that an earlier generation (thought dead)

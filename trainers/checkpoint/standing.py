@@ -1,7 +1,8 @@
 """What is committed in a bucket, where nothing can be renamed: the row of the run says which folder counts. Without JAX.
 
-On a disk a committed checkpoint is the folder `checkpoints/12`. In a bucket it is `checkpoints/12-3_1_0c9e41aa`, written there by
-generation 1 of driver term 3, if a record of the run's row names it. A folder that no record names is what a process has left.
+On a disk a committed checkpoint is the folder `checkpoints/12`, or has the name of a bucket if it was copied from one. In a
+bucket it is `checkpoints/12-3_1_0c9e41aa`, written there by generation 1 of driver term 3, if a record of the run's row names
+it. A folder that no record names is what a process has left.
 """
 
 from __future__ import annotations
@@ -44,9 +45,25 @@ def committed_in(folder: Place) -> Mapping[int, Kept]:
 def at(folder: Folder, step: int) -> Folder:
     """Returns the folder of the checkpoint of a step. Raises OSError, or StorageError."""
     if not isinstance(folder, Place):
-        return folder / str(step)
+        plain = folder / str(step)
+        return plain if plain.exists() else folder / copied_in(folder).get(step, plain.name)
     kept = committed_in(folder).get(step)
     return folder / (kept.folder if kept else str(step))
+
+
+def copied_in(folder: Path) -> dict[int, str]:
+    """Returns, by step, the names of the checkpoints in the folder of a disk that are named as in a bucket: the run was copied
+    from there. As there, those count that a record names; if none names one, because no record was copied, the newest of each
+    step. Raises OSError, or StorageError."""
+    try:
+        matches = [match for name in os.listdir(folder) if (match := _NAME.fullmatch(name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    if not matches:
+        return {}  # as of all runs that have begun on a disk: then nothing more is asked
+    recorded = {kept.folder for kept in row_of(folder).newest().of(folder.name).values()}
+    named = [match for match in matches if match[0] in recorded]
+    return {int(match[1]): match[0] for match in sorted(named or matches, key=lambda match: (int(match[2]), int(match[3])))}
 
 
 def name_for(step: int, term: WriterTerm, token: str) -> str:

@@ -102,7 +102,8 @@ def _is_another(before: str, folder: str, its_id: str) -> bool:
     """Returns whether the run of that id is still in the folder where it was, which is not this one."""
     try:
         there = KIND.read(documents.join(before, KIND.name))
-        return there is not None and there["id"] == its_id and not os.path.samefile(before, folder)
+        is_same = there is not None and there["id"] == its_id
+        return is_same and (documents.is_url(before) or not os.path.samefile(before, folder))
     except (OSError, documents.StorageError):
         return False
 

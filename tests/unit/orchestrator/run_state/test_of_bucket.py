@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.driver import halt
-from orchestrator.run_state import mirror, requests
+from orchestrator.run_state import lines, mirror, requests
 from orchestrator.run_state.launch import open_launch
 from orchestrator.run_state.run_folder import RunFolder
 from orchestrator.tracking import of_bucket
@@ -138,6 +138,27 @@ def test_of_two_segments_from_one_place_the_first_counts(run):
         (place / f"{int(offset):015}-{ident}.jsonl").put(text.encode())
     of_bucket.fetch(run)
     assert Path(identity.local_folder(run), "tracking", "metrics.jsonl").read_text() == "aa\ncc\n"
+
+
+def test_lines_of_a_plain_copy_on_a_disk_are_read_and_go_on(run, tmp_path):
+    tracker = Tracker(run, TrackingConfig(mlflow=False), "run")
+    tracker.log_metrics(1, {"loss": 2.0})
+    tracker.close()
+    RunFolder(run).append("incidents.jsonl", "1\n")
+    place, copy = place_of(run), tmp_path / "copy"
+    for entry in place.list():
+        (copy / entry.name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / entry.name).write_bytes((place / entry.name).get())
+    assert [b"loss" in line for line in lines.metrics(place_of(copy))].count(True) == 1
+    here = Tracker(str(copy), TrackingConfig(mlflow=False), "run")
+    here.log_metrics(2, {"loss": 1.0})
+    here.close()
+    assert [b"loss" in line for line in lines.metrics(place_of(copy))].count(True) == 2
+    folder = RunFolder(str(copy))
+    folder.append("incidents.jsonl", "2\n")
+    assert folder.last_lines("incidents.jsonl") == ["1", "2"]
+    assert list(lines.of(place_of(copy) / "incidents.jsonl")) == [b"1", b"2"]
+    assert identity.of(copy).id != identity.of(run).id, "the run in the bucket is still there"
 
 
 def test_stacks_are_kept_of_the_newest_incidents(run, monkeypatch):

@@ -55,6 +55,45 @@ def test_what_is_saved_is_restored_and_the_old_ones_are_deleted(folder):
     assert content.files["meta.json"].sha256.startswith("tag:")
 
 
+def copy_to_disk(url, folder):
+    """As `gsutil cp -r` and `aws s3 cp --recursive` do."""
+    place = place_of(url)
+    for entry in place.list():
+        (folder / entry.name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / entry.name).write_bytes((place / entry.name).get())
+
+
+def test_a_plain_copy_on_a_disk_goes_on_and_keeps_its_rules(folder, tmp_path):
+    manager = generation(folder, 0)
+    states = {step: manager.save_now(step) for step in (4, 8)}
+    place = place_of(folder)
+    for entry in (place / manager.path(8).rpartition("/")[2]).list():  # a save that was cut short before its record
+        (place / "12-1_0_00000000" / entry.name).put((place / manager.path(8).rpartition("/")[2] / entry.name).get())
+    run = tmp_path / "run"
+    copy_to_disk(folder.rpartition("/")[0], run)
+    here = generation(str(run / "checkpoints"), 0, driver_term=2, keep=2)
+    assert (here.restored.meta["step"], here.steps()) == (8, [4, 8])
+    assert checkpointing.same(here.restored.state, states[8])
+    here.save_now(16)
+    assert (here.saved, here.failed, here.notes) == ([16], [], [])
+    assert here.steps() == [8, 16]
+    assert not list((run / "checkpoints").glob("4-*"))
+    assert layout.is_whole(layout.at(run / "checkpoints", 8))
+    assert layout.on_the_way(run / "checkpoints") == []
+
+
+def test_of_a_copy_without_records_the_newest_of_each_step_counts(folder, tmp_path):
+    manager = generation(folder, 0)
+    manager.save_now(4)
+    run = tmp_path / "run"
+    copy_to_disk(folder.rpartition("/")[0], run)
+    (run / "row").rename(run / "elsewhere")
+    again = generation(str(run / "checkpoints"), 0, driver_term=2)
+    assert again.restored.meta["step"] == 4
+    again.save_now(8)
+    assert again.steps() == [4, 8]
+
+
 def test_a_step_that_is_saved_again_takes_the_place_of_the_abandoned_one(folder):
     old = generation(folder, 0)
     for step in (4, 8):
