@@ -12,7 +12,7 @@ COUNT ?= 5
 PAIRS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help files env install quickstart dashboard test test-slow test-all dashboard soak parity parity-random mutants lint format lock clean
+.PHONY: help files env install quickstart test test-slow test-all dashboard soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20

@@ -21,7 +21,7 @@ FLAT_TOPOLOGIES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 """Shapes of fewer than 64 chips in which v4, v5p and v7x are offered, on the same page. Larger ones have sides that are
 multiples of 4 and do not fall from left to right, up to LARGEST_CUBE."""
-LARGEST_CUBE = {"v4": (12, 16, 16), "v5p": (16, 16, 24), "v7x": (8, 16, 16)}
+LARGEST_CUBE = {"v4": (12, 12, 16), "v5p": (16, 16, 24), "v7x": (8, 16, 16)}
 ALIASES = {"v5e": "v5litepod", "v5lite": "v5litepod", "tpu7x": "v7x", "v7": "v7x"}
 
 
@@ -64,8 +64,9 @@ def offered(name: str) -> tuple[str, ...]:
     cubes = sorted(
         (dims for dims in itertools.product(*sides) if list(dims) == sorted(dims)), key=lambda dims: (math.prod(dims), dims)
     )
-    powers = [dims for dims in cubes if name != "v7x" or all(side & (side - 1) == 0 for side in dims)]
-    return (*SMALL_CUBES, *("x".join(map(str, dims)) for dims in powers))
+    if name == "v7x":  # powers of two, of which none is more than twice another
+        cubes = [dims for dims in cubes if dims[-1] <= 2 * dims[0] and all(side & (side - 1) == 0 for side in dims)]
+    return (*SMALL_CUBES, *("x".join(map(str, dims)) for dims in cubes))
 
 
 def topology_problem(accelerator: str, topology: str) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.errors import UsageError
+from trainers.storage import durable
 
 LOADER = "trainers.pyfunc"
 DATA = "model"
@@ -68,8 +69,8 @@ def write_about(folder: Path, *, is_classifier: bool) -> None:
             "params": json.dumps(shown) if shown else None,
         },
     }
-    (folder / "MLmodel").write_text(yaml.safe_dump(about, sort_keys=False))
-    (folder / "requirements.txt").write_text(f"gangway=={_version()}\n")
+    durable.write(folder / "MLmodel", yaml.safe_dump(about, sort_keys=False))
+    durable.write(folder / "requirements.txt", f"gangway=={_version()}\n")
 
 
 def _version() -> str:

@@ -22,6 +22,7 @@ NO_COMMANDS = {
     "trainers.worker",
     "trainers.planning.estimate",
     "trainers.planning.program",
+    "trainers.planning.trial",
     "orchestrator.gangway",
     "orchestrator.launched",
 }
@@ -114,7 +115,7 @@ def test_it_lists_its_commands(words, status, capsys):
     [
         ("rnu", "there is no command 'rnu'; did you mean gangway run?"),
         ("checkpoint", "did you mean gangway checkpoints?"),
-        ("zzz", "there is no command 'zzz'; expected one of init, run, plan, compile, train"),
+        ("zzz", "there is no command 'zzz'; expected one of init, run, plan, compile, deploy, train"),
         ("quickstart.yaml", "to train what it describes: gangway run quickstart.yaml"),
     ],
 )
