@@ -39,7 +39,7 @@ class BoardLike(Protocol):
         ...
 
     def outcome(self) -> dict[str, Any] | None:
-        """Returns what `conclude` was told; None before that."""
+        """Returns what `conclude` was given; None before that."""
         ...
 
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InitError, FileNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    print("\n".join(told(options.folder, files, NEXT[options.examples])))
+    print("\n".join(next_steps(options.folder, files, NEXT[options.examples])))
     return EXIT_FINE
 
 
@@ -102,7 +102,7 @@ def remove(written: Sequence[Path], folder: Path) -> None:
             ours.delete_empty(folder / parent)
 
 
-def told(folder: str, files: Mapping[str, bytes], next_commands: Sequence[str]) -> list[str]:
+def next_steps(folder: str, files: Mapping[str, bytes], next_commands: Sequence[str]) -> list[str]:
     into = [] if Path(folder).resolve() == Path.cwd() else [f"cd {shlex.quote(folder)}"]
     return [f"{folder} has", *(f"  {name}" for name in files), "next:", *(f"  {line}" for line in (*into, *next_commands))]
 

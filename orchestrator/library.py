@@ -181,8 +181,8 @@ def _leave(child: subprocess.Popen) -> None:
 def _without_a_word(status: int, lines: deque[str]) -> dict[str, Any]:
     if status in (-signal.SIGINT, 128 + signal.SIGINT):
         raise KeyboardInterrupt  # before anything was taken
-    told = "\n".join(lines) or "its output is above"
-    return {"status": "failed", "error": f"the process of the run ended without an outcome (exit status {status}):\n{told}"}
+    detail = "\n".join(lines) or "its output is above"
+    return {"status": "failed", "error": f"the process of the run ended without an outcome (exit status {status}):\n{detail}"}
 
 
 class Output:

@@ -13,8 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 
 WITHOUT_RAY = ("tests/unit", "tests/multihost")
-WITH_RAY = ("tests/ray", "tests/faults")
-"""Each a part of its own."""
+_BUCKETS = "tests/faults/test_buckets.py"
+WITH_RAY = {"ray": ("tests/ray", _BUCKETS), "faults": ("tests/faults", f"--ignore={_BUCKETS}")}
+"""Each a part of its own, with what pytest is given. Buckets are with the shorter one: so both end at about the same time."""
 SHOWN_LATER = Path("build/tests")
 NO_TESTS = 5
 """Pytest's exit status where the options have chosen no test of a part."""
@@ -24,11 +25,11 @@ def main(workers: str, *options: str) -> int:
     """Returns the exit status of pytest: that of the last part that failed, else 0 if any test has run."""
     without_ray = ("--numprocesses", workers, "--dist", "loadfile", "--no-loadscope-reorder", *WITHOUT_RAY, *options)
     if int(workers) == 0:
-        parts = (without_ray, *((folder, *options) for folder in WITH_RAY))
+        parts = (without_ray, *((*files, *options) for files in WITH_RAY.values()))
         return status_of([wait_for(start(part)) for part in parts])
     SHOWN_LATER.mkdir(parents=True, exist_ok=True)
-    outputs = [SHOWN_LATER / f"{Path(folder).name}.log" for folder in WITH_RAY]
-    beside = [start((folder, *options), output) for folder, output in zip(WITH_RAY, outputs, strict=True)]
+    outputs = [SHOWN_LATER / f"{name}.log" for name in WITH_RAY]
+    beside = [start((*files, *options), output) for files, output in zip(WITH_RAY.values(), outputs, strict=True)]
     statuses = [wait_for(start(without_ray))]
     for process, output in zip(beside, outputs, strict=True):
         shown = subprocess.Popen(("tail", "-n", "+1", "-f", f"--pid={process.pid}", str(output)))

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.runtime import orders as orders_of
+from trainers.storage import failed_requests
 from trainers.terminal import shown
 
 if TYPE_CHECKING:
@@ -304,6 +305,9 @@ def heartbeat_loop(host: Any) -> None:
         # Sent from here: the signal handler that took it must not write to the pipe.
         if notice := host.take_notice():
             host.emit({"ev": "notice", **notice})
+        failed, why = failed_requests.HERE.take()
+        if failed:
+            host.emit({"ev": "requests_failed", "number": failed, "why": why})
         # Only when something has changed: without heartbeats the agent sees that there is no progress.
         if (now := (host.step, host.batch_index, host.evaluated_batches)) != reported:
             progress = {"step": now[0], "batch_index": now[1], "evaluated_batches": now[2], "busy_s": round(host.busy_s, 6)}

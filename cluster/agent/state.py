@@ -218,8 +218,8 @@ class AgentState:
         for poll in [poll for poll in self._polls if self.events.next > poll.cursor or now.s >= poll.due_s]:
             self._polls.remove(poll)
             heartbeat = self.current.heartbeat if self.current else None
-            told = self.events.answer(poll.cursor)
-            self._answer(poll.call, {**told, "heartbeat": heartbeat, "host_state": self._host_state(now)})
+            answer = self.events.answer(poll.cursor)
+            self._answer(poll.call, {**answer, "heartbeat": heartbeat, "host_state": self._host_state(now)})
 
     # ------------------------------------------------------------------ a generation
 

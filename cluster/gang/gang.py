@@ -105,7 +105,7 @@ class Gang:
         return Mailbox()
 
     def draining_nodes(self) -> dict[str, float | None]:
-        """The machines that Ray is told to empty, by node id, and the seconds that are left (None: nobody says)."""
+        """The machines that Ray must empty, by node id, and the seconds that are left (None: nobody says)."""
         return preemption.draining_nodes()
 
     def cluster_address(self) -> str:

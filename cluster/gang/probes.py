@@ -60,7 +60,7 @@ class Probes:
         probed = {slot.probe: slot for slot in slots if slot.probe is not None}
         ready = ray.wait(list(probed), num_returns=len(probed), timeout=0)[0] if probed else ()
         answered = [probed[ref] for ref in ready]
-        return answered, [slot for slot in answered if not self._take(slot)]
+        return answered, [slot for slot in answered if not self._accept_answer(slot)]
 
     def wait_for_all(self, slots: Sequence[Slot], deadline_s: float, check_stop: CheckStop) -> list[int]:
         """Waits until all these slots are available, at most until `deadline_s`. Returns the numbers of those that are not.
@@ -68,7 +68,7 @@ class Probes:
         while missing := {slot.probe: slot for slot in slots if not slot.available}:
             for ref in wait_answers(list(missing), min(deadline_s, time.monotonic() + FAILURE_LOOK_S), check_stop):
                 slot = missing[ref]
-                if not self._take(slot):
+                if not self._accept_answer(slot):
                     raise AgentDied(slot.death_message)
                 if slot.probe is None and not slot.available:  # Ray could not reach it just now
                     self.send(slot)
@@ -76,7 +76,7 @@ class Probes:
                 return silent
         return []
 
-    def _take(self, slot: Slot) -> bool:
+    def _accept_answer(self, slot: Slot) -> bool:
         """Takes the answer to a probe. Returns False if the agent is dead."""
         ref, slot.probe = slot.probe, None
         try:

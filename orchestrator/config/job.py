@@ -197,14 +197,14 @@ def _among(data: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
 def as_settings(options: str) -> str:
     """Returns how options that a command does not know, such as `--learning_rate=1e-3`, are given to it: as settings."""
     schema: Any = settings.schema_of(TrainingArguments, SECTIONS)
-    known, told = {".".join(key) for key in near_keys.all_keys(schema)}, []
+    known, detail = {".".join(key) for key in near_keys.all_keys(schema)}, []
     for name, value in re.findall(r"--([\w.-]+)(?:[= ](?!-)(\S+))?", options):
         key = name.replace("-", "_")
         section, _, last = key.rpartition(".")
         here = [each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section]
         found = [key] if key in known else near_keys.near(schema, section, here, last)
-        told += [f"{each}={value or 'VALUE'}" for each in found[:1]]
-    return f"settings are given as key=value{f': {chr(32).join(told)}' if told else ', such as optimizer.learning_rate=1e-3'}"
+        detail += [f"{each}={value or 'VALUE'}" for each in found[:1]]
+    return f"settings are given as key=value{f': {chr(32).join(detail)}' if detail else ', such as optimizer.learning_rate=1e-3'}"
 
 
 def _job(made: Settings) -> JobConfig:

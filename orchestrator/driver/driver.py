@@ -264,6 +264,7 @@ class Driver:
             raise Superseded
         # Every wait passes here, so the stored state stays up to date in all of them.
         self.launch.tick()
+        self.events.outages.look()
         for request in self.launch.new_requests():
             self._do(request)
 
@@ -374,6 +375,7 @@ class Driver:
         self._reported_storage_problem = problem
         if self.launch.checkpoint_is_gone():
             self.events.checkpoint_gone()
+        self.events.telling.often(generation.step, self.clock())
 
     # ------------------------------------------------------------------ when it ends
 
@@ -433,7 +435,7 @@ class Driver:
             generation=generation.number,
             step=failure.step if failure.step is not None else generation.step,
             failed_at_s=failed_at_s,
-            evidence={**failure.evidence, "collateral": list(failure.collateral)},
+            evidence={**failure.evidence, "collateral": list(failure.collateral), **self.events.outages.evidence()},
         )
         incident.mark("detect", detected_s)
         incident.mark("halt", self.clock())

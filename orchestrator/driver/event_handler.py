@@ -16,8 +16,10 @@ from cluster.agent import events as agent_events
 from orchestrator.board import BoardLike
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.host_times import HostTimes
+from orchestrator.driver.outages import Outages
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.state import DriverState
+from orchestrator.driver.telling import Telling
 from orchestrator.events import HostEvent, Level, Status, problem_of
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
@@ -35,6 +37,7 @@ from trainers.runtime.events import (
     Notice,
     Preview,
     Profile,
+    RequestsFailed,
     Restored,
     Saved,
     SaveFailed,
@@ -79,9 +82,11 @@ class EventHandler:
         straggler_policy: StragglerPolicy,
         clock: Callable[[], float],
     ):
-        self.launch, self.board, self.reporter, self.gauges, self.clock = launch, board, reporter, gauges, clock
+        self.launch, self.board, self.reporter, self.clock = launch, board, reporter, clock
+        self.telling = Telling(gauges, launch.progress)
         self.recorders = recorders
         self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.progress.step_s.items()}
+        self.outages = Outages(launch.progress, self.note, clock)
         self.new_checkpoint = False
         """Whether there is a new checkpoint since the driver last looked."""
         self._straggler_policy = straggler_policy
@@ -104,6 +109,7 @@ class EventHandler:
         """Resets what it keeps about the hosts of a generation."""
         self._stragglers = Stragglers(generation.num_hosts, self._straggler_policy)
         self._usage, self._processes = {}, {}
+        self.telling.start(generation.num_hosts)
 
     def handle_answer(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> None:
         """Handles one agent's answer to `poll`."""
@@ -138,7 +144,7 @@ class EventHandler:
         return [event for _, event in sorted(found.items())]
 
     def _takes(self, generation: Generation, host: int, event: Mapping[str, Any]) -> bool:
-        """Whether an event is one of this generation. One that is no event is dropped, and told once of each host."""
+        """Whether an event is one of this generation. One that is no event is dropped, and reported once for each host."""
         if problem := problem_of(event):
             kind = str(event.get("ev"))[:50] if isinstance(event, Mapping) else ""
             if (host, kind) not in self._odd:
@@ -182,7 +188,7 @@ class EventHandler:
                 self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
             case "saved":
                 self._on_saved(host, event)
-            case "save_failed" | "notice":
+            case "save_failed" | "notice" | "requests_failed":
                 self._on_warning(host, event)
             case "restored":
                 self._on_restored(host, event)
@@ -237,8 +243,7 @@ class EventHandler:
             launch.publish(step, metrics)
             self.recorders.record(step, metrics, event.get("distributions"))
             self.reporter.report({"step": step, **metrics})
-            about = {"step": step, "generations": launch.progress.generations, "goodput": goodput}
-            self.gauges.set({**metrics, **about})
+            self.telling.publish(metrics)
 
     def _on_preview(self, event: Preview) -> None:
         step, previews = event["step"], event["previews"]
@@ -272,8 +277,10 @@ class EventHandler:
         else:
             self.note(f"host {host}: {event['message']}")
 
-    def _on_warning(self, host: int, event: SaveFailed | Notice | agent_events.MachineNotice) -> None:
-        if event["ev"] == "notice":
+    def _on_warning(self, host: int, event: SaveFailed | Notice | RequestsFailed | agent_events.MachineNotice) -> None:
+        if event["ev"] == "requests_failed":
+            self.outages.failed(event["number"], event["why"], f"host {host}")
+        elif event["ev"] == "notice":
             self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
         else:
             failed = f"the checkpoint of step {event['step']} failed"
@@ -289,6 +296,7 @@ class EventHandler:
 
     def _on_heartbeat(self, generation: Generation, host: int, event: Heartbeat) -> None:
         self._usage[host] = event.get("usage", {})
+        self.telling.host(host, event)
         if "busy_s" in event:
             if host < SHOWN_HOSTS and (shown := self._busy.observe(host, event["batch_index"], event["busy_s"])):
                 self.launch.mark("busy", event["t"], step=event["batch_index"], busy_s=shown)
@@ -341,6 +349,7 @@ class EventHandler:
         if label != self._state:
             self._state = label
             self.launch.mark("state", state=label)
+            self.telling.state(label, self.clock())
         status: Status = {"ev": "status", "state": label}
         if message:
             status["message"] = message

@@ -55,7 +55,7 @@ class Poller:
         while (end := self.generation.end) is None:
             # Answers first, silence second: an answer may have arrived just now.
             for answer in self._mailbox.collect(ROUND_S):
-                self._take(answer)
+                self._handle_answer(answer)
             if (now_s := self.clock()) >= self._next_round_s:
                 self._next_round_s = now_s + ROUND_S
                 self._check_silence(now_s)
@@ -72,7 +72,7 @@ class Poller:
         self._mailbox.expect((host, self._num_asked), self.gang.call(host, "poll", cursor, wait_s))
         return self._num_asked
 
-    def _take(self, answer: Answer) -> None:
+    def _handle_answer(self, answer: Answer) -> None:
         host, serial = answer.tag
         if isinstance(answer.error, AgentGone):
             self._polls.pop(host, None)

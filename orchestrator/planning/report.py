@@ -30,7 +30,7 @@ class PlanReport:
     mesh: dict[str, int]
     train_examples: int | None = None
     eval_examples: int | None = None
-    data_told: Sequence[str] = ()
+    data_notes: Sequence[str] = ()
     """What the training data tells of itself, a line each: how full the rows of each source are."""
     max_steps: int | None = None
     parameters: int | None = None
@@ -56,7 +56,7 @@ class PlanReport:
     init_from: str | None = None
     """What `init_from` gives; None also if it cannot be seen from here."""
     continues: Mapping[str, Any] | None = None
-    """`step` and `told` (lines) of the checkpoint that the run goes on from; None if there is none to be seen from here."""
+    """`step` and `notes` (lines) of the checkpoint that the run goes on from; None if there is none to be seen from here."""
     padding: str | None = None
     """Whether rows of weight 0 were tried, and what came of it; None if the trainer adds up the rows itself."""
     without_effect: Sequence[str] = ()
@@ -85,7 +85,7 @@ class PlanReport:
     def events(self, config: JobConfig) -> list[ConsoleEvent]:
         """The console's first."""
         doubt = f"starting all the same, the hosts try again: {self.doubt}"
-        lines = [Note(ev="note", message=line) for line in (self.continues or {}).get("told", ())]
+        lines = [Note(ev="note", message=line) for line in (self.continues or {}).get("notes", ())]
         lines += [Note(ev="note", level="warning", message=line) for line in self.without_effect]
         return [self.header(config), *lines, *([Note(ev="note", level="warning", message=doubt)] if self.doubt else [])]
 
@@ -181,7 +181,7 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
     if report.init_from is not None:
         lines["begins with"] = report.init_from
     if report.continues is not None:
-        lines["goes on"] = "; ".join(report.continues["told"])
+        lines["goes on"] = "; ".join(report.continues["notes"])
     if report.max_steps is not None:
         tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
         lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens).strip()} {report.unit}, {scaled(flops)}FLOP"
@@ -196,13 +196,13 @@ def _step_line(batch: int, report: PlanReport) -> dict[str, str]:
 
 def _parameters(report: PlanReport) -> str:
     number, beside = report.parameters or 0, report.frozen_parameters or {}
-    told = f"{number:,} ({scaled(number).strip()})"
+    text = f"{number:,} ({scaled(number).strip()})"
     if beside:
-        told += f" trained; frozen: {', '.join(f'{each:,} of {name} ({scaled(each).strip()})' for name, each in beside.items())}"
+        text += f" trained; frozen: {', '.join(f'{each:,} of {name} ({scaled(each).strip()})' for name, each in beside.items())}"
     if report.active_parameters is None:
-        return told
+        return text
     share = report.active_parameters / (number or 1)
-    return f"{told}, of which a token uses {scaled(report.active_parameters).strip()} ({share:.0%})"
+    return f"{text}, of which a token uses {scaled(report.active_parameters).strip()} ({share:.0%})"
 
 
 def _experts(config: JobConfig, report: PlanReport) -> str:
@@ -227,8 +227,8 @@ def _data_lines(global_batch_size: int, report: PlanReport) -> dict[str, str]:
     if report.train_examples is not None:
         epoch = report.train_examples / global_batch_size
         lines["training data"] = f"{report.train_examples:,} {report.rows} = {epoch:,.1f} steps an epoch"
-    if report.data_told:
-        lines["packing"] = ("\n#" + " " * 19).join(report.data_told)
+    if report.data_notes:
+        lines["packing"] = ("\n#" + " " * 19).join(report.data_notes)
     if report.eval_examples is not None:
         lines["held-out data"] = f"{report.eval_examples:,} {report.rows}"
     return lines

@@ -1,4 +1,4 @@
-"""Which events of a run somebody is told of, outside of the terminal. Pure: it reads no clock."""
+"""Which events of a run somebody is notified of, outside of the terminal. Pure: it reads no clock."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainers.config.section import Section, did_you_mean, require
 
 STARTED, INCIDENT, GAVE_UP, FINISHED, GOODPUT = EVENTS = ("started", "incident", "gave_up", "finished", "goodput")
 INCIDENTS_EVERY_S = 60.0
-"""Of incidents that follow each other sooner, the first is told, and with the next one how many there were."""
+"""Of incidents that follow each other sooner, the first is sent, and with the next one how many there were."""
 GOODPUT_AFTER_S = 600.0
 """A run that has just started has no goodput yet."""
 GOODPUT_MARGIN = 0.05
-"""Goodput that was told is told again only after it was better than the limit by so much."""
+"""Goodput that was sent is sent again only after it was better than the limit by so much."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotifyConfig(Section):
-    """Who is told of what. Nobody is, by default."""
+    """Who is notified of what. By default, nobody."""
 
     command: tuple[str, ...] = ()
     """A program and its arguments. It gets the notice as JSON on its standard input, and in GANGWAY_EVENT, GANGWAY_RUN and
@@ -48,7 +48,7 @@ class NotifyConfig(Section):
         )
         require(
             below is None or bool(self.command or self.webhook),
-            f"goodput_below = {below}: nobody is told of it; give notify.command or notify.webhook",
+            f"goodput_below = {below}: nobody is notified of it; give notify.command or notify.webhook",
         )
 
     @property
@@ -83,7 +83,7 @@ class Notices:
     _goodput_told: bool = False
 
     def of(self, event: Mapping[str, Any], now_s: float, since_start_s: float) -> Notice | None:
-        """Returns the notice about an event; None if nobody is to be told. `now_s` is any steady clock."""
+        """Returns the notice about an event; None if there is none. `now_s` is any steady clock."""
         found = self._of(event, now_s, since_start_s)
         return found if found is not None and found.event in self.config.events else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.report.drawing import GOOD, MUTED, SAVING, SERIES, STARTING, TEXT, TROUBLE, WAITING
+from orchestrator.report.drawing import GOOD, MUTED, SAVING, SERIES, STARTING, SURFACE, TEXT, TROUBLE, WAITING
 from orchestrator.report.thinned import thinned
 from orchestrator.report.timeline import Timeline
 
@@ -70,12 +70,12 @@ def goodput_bar(seconds: Mapping[str, float]) -> Chart:
         "layer": [
             {
                 "data": {"values": rows},
-                "mark": {"type": "bar", "height": 30, "stroke": "#0a0a04", "strokeWidth": 1},
+                "mark": {"type": "bar", "height": 30, "stroke": SURFACE, "strokeWidth": 1},
                 "encoding": {"x": {**x, "field": "from"}, "x2": {"field": "to"}, "color": color},
             },
             {
                 "data": {"values": large},
-                "mark": {"type": "text", "color": "#0a0a04", "fontSize": 11, "fontWeight": 600},
+                "mark": {"type": "text", "color": SURFACE, "fontSize": 11, "fontWeight": 600},
                 "encoding": {"x": {**x, "field": "middle"}, "text": {"field": "what"}},
             },
         ],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from cluster.agent.child_process import child_env, import_path
 from orchestrator.run_state import mirror
 from trainers.storage import documents
 from trainers.storage.opening import place_of
@@ -22,8 +24,11 @@ def write_report(run_dir: str, *, figures: bool) -> list[str]:
         return [_in_bucket(run_dir)]
     page, pictures = documents.join(run_dir, NAME), documents.join(run_dir, FIGURES)
     command = [sys.executable, "-m", "orchestrator.report", run_dir, "--out", page, *(["--figures", pictures] if figures else [])]
+    # A driver that Ray Train has started finds this program by its `sys.path` alone.
+    paths = import_path(os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    env = child_env(os.environ, {"PYTHONPATH": os.pathsep.join(paths)})
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
     except subprocess.TimeoutExpired as error:
         raise OSError(f"it was not ready within {TIMEOUT_S:.0f} s: gangway report {run_dir}") from error
     if ended.returncode != 0:

@@ -1,7 +1,7 @@
 """Draws charts: a specification of Vega-Lite becomes SVG for the page, or PNG for other programs. Needs no network.
 
-The colours of a chart are names (`TEXT`, `SERIES`): in the page they are variables of its style sheet, so that one picture serves
-light and dark; a PNG gets those of the light page.
+The colours of a chart are names (`TEXT`, `SERIES`): in the page they are variables of its style sheet (`VARIABLES`), so that one
+picture serves light and dark; a PNG gets those of the light page.
 """
 
 from __future__ import annotations
@@ -16,6 +16,19 @@ SERIES = ("#0b0b01", "#0b0b02", "#0b0b03", "#0b0b04", "#0b0b05", "#0b0b06")
 """The lines of runs, and of training and held-out data: the colours of Okabe and Ito, which the colour-blind tell apart."""
 GOOD, STARTING, SAVING, TROUBLE, WAITING = "#0c0c01", "#0c0c02", "#0c0c03", "#0c0c04", "#0c0c05"
 """What the time of a run is spent on."""
+VARIABLES = {
+    TEXT: "--text",
+    MUTED: "--muted",
+    GRID: "--grid",
+    SURFACE: "--surface",
+    **{color: f"--series-{number}" for number, color in enumerate(SERIES, 1)},
+    GOOD: "--good",
+    STARTING: "--starting",
+    SAVING: "--saving",
+    TROUBLE: "--trouble",
+    WAITING: "--waiting",
+}
+"""What the page's style sheet calls each colour: `page.html` and the pictures use these names, and none else."""
 LIGHT = {
     TEXT: "#1c2430",
     MUTED: "#5c6673",
@@ -74,20 +87,16 @@ SCHEMA = "https://vega.github.io/schema/vega-lite/v5.json"
 """Names the language; nothing is fetched."""
 
 
-def variable(color: str) -> str:
-    return f"--c{color[1:]}"
-
-
 def style(colors: Mapping[str, str]) -> str:
     """Returns the variables of a style sheet."""
-    return "; ".join(f"{variable(name)}: {value}" for name, value in colors.items())
+    return "; ".join(f"{VARIABLES[name]}: {value}" for name, value in colors.items())
 
 
 def svg(chart: Mapping[str, Any]) -> str:
     """Returns a picture whose colours are variables of the page, and which is as wide as its place."""
     text = _svg(chart)
-    for color in LIGHT:
-        text = text.replace(color, f"var({variable(color)})")
+    for color, variable in VARIABLES.items():
+        text = text.replace(color, f"var({variable})")
     return re.sub(r'<svg ([^>]*?)width="([\d.]+)" height="([\d.]+)"', r'<svg \1style="max-width:\2px"', text, count=1)
 
 

@@ -87,7 +87,7 @@ def _bar(row: str, mark: Mark, end_s: float, began_s: float) -> Bar:
 
 
 def _of_hosts(marks: Sequence[Mark], states: Sequence[Mark], began_s: float, last_s: float) -> list[Bar]:
-    """A host starts in the phases that it has told. It trains when the run does, and until the run does something else."""
+    """A host starts in the phases that it has reported. It trains when the run does, and until the run does something else."""
     bars = []
     changes = [mark for mark in states if KINDS.get(str(mark.about.get("state"))) not in ("starting", None)]
     by_host: dict[int, list[Mark]] = {}

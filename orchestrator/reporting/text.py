@@ -116,6 +116,8 @@ def _facts(screen: Screen, summary: Mapping[str, Any]) -> None:
     launches, of_launch = summary.get("launches") or 1, summary.get("launch")
     # Each launch begins with a generation that is no restart.
     _line(screen, "restarts", str(max(0, (summary.get("generations") or 1) - launches)))
+    if failed := summary.get("failed_requests"):
+        _line(screen, "storage", f"{failed} requests to it failed and were made again")
     if launches > 1 and of_launch:
         met = of_launch["num_incidents"]
         about = f"{seconds(of_launch['wall_s'])}, {met} incident{'' if met == 1 else 's'}"

@@ -14,7 +14,7 @@ from trainers.storage import documents
 
 def finished_at(run_dir: str, configuration: Mapping[str, Any]) -> int | None:
     """Returns the step at which the training of this configuration is complete already, and saved; None if there may be
-    something to do, or if that cannot be told.
+    something to do, or if that is not known.
 
     It is complete if a launch finished with the same settings of training, or if its last checkpoint is at `max_num_steps`.
     """

@@ -87,7 +87,7 @@ def _latest_term(run_dir: str) -> int:
     the lease files were deleted: checkpoints of a higher term would fence the new driver out."""
     try:
         stored = (STATE_KIND.read(documents.join(run_dir, STATE)) or {}).get("driver_term", 0)
-    except DamagedDocument:  # told by `Launch`
+    except DamagedDocument:  # reported by `Launch`
         stored = 0
     if documents.is_url(run_dir):
         return stored  # the row has all others
@@ -163,7 +163,7 @@ class Launch:
         """Records that the agents are in another generation than `gang.json` says: the previous driver ended before it was
         stored."""
         assert self.progress.gang is not None
-        # No number may be used twice: the events of generations are told apart by it.
+        # No number may be used twice: the events of generations are distinguished by it.
         self.progress.generations = max(self.progress.generations, number + 1)
         self.progress.gang, self.progress.seen = {**self.progress.gang, "generation": number}, {}
         self._store_gang()

@@ -40,6 +40,9 @@ class Progress:
     """The newest committed checkpoint of the run, over all launches: the checkpoints' folder must show it."""
     save_problem: str | None = None
     """Why the last save failed; None if a later one has succeeded."""
+    failed_requests: int = 0
+    """How many requests to a bucket have failed, over all launches; those of arrays, which are tried again elsewhere, are not
+    counted."""
 
     gang: dict[str, Any] | None = None
     """The record of the present generation: how another driver finds its agents, and their orders."""
@@ -122,6 +125,7 @@ class Progress:
             "saved_at": self.saved_path,
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
+            "failed_requests": self.failed_requests,
             "published": dict(self.published),
             "course": self.course_of_points,
             # With its generation: if only one of the two files was written, the numbers are not used.
@@ -162,6 +166,7 @@ class Progress:
 
     def _restore_run(self, state: Mapping[str, Any], is_same: bool, step_s: float) -> None:
         self.high_water_step, self.checkpoint_step = state["high_water_step"], state["checkpoint_step"]
+        self.failed_requests = state.get("failed_requests", 0)
         recorded = state.get("committed", {"step": self.checkpoint_step})
         self.committed = Committed(recorded.get("run"), recorded.get("step"))
         self.published, self.course_of_points = state["published"], state.get("course", self.course_of_points)

@@ -58,6 +58,7 @@ class _State(TypedDict):
     max_steps: NotRequired[int | None]
     trained_step: NotRequired[int]
     committed: NotRequired[committed.Committed]
+    failed_requests: NotRequired[int]
     published: dict[str, int]
     seen: _Seen
 

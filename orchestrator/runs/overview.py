@@ -54,7 +54,7 @@ class Overview:
     name: str
     folder: str
     kind: str
-    """`live`; `ended`; `lost`: its driver is gone and has told no end; `unknown`: its files do not say."""
+    """`live`; `ended`; `lost`: its driver is gone and has recorded no end; `unknown`: its files do not say."""
     state: str
     """In words: `training`, `finished`, `driver gone`."""
     launch_id: str | None = None
@@ -158,7 +158,7 @@ class _Files:
             return {}
 
     def holder(self) -> lease.Holder | None:
-        # Its problem is told, and `holder_of` passes over it.
+        # Its problem is reported, and `holder_of` passes over it.
         return lease.holder_of(str(self.folder)) if self.document(lease.LEASE_KIND) else None
 
     def changed_s(self, name: str) -> float | None:

@@ -259,7 +259,7 @@ class Shipper:
         """How many attempts in a row have failed."""
 
     def ship(self) -> int:
-        """Ships until told to drain, and then until all is shipped. Returns the exit status."""
+        """Ships until asked to drain, and then until all is shipped. Returns the exit status."""
         while True:
             # Read before the shipping: if nothing is left after that, all lines of the run are shipped.
             draining = self._drain.is_set()

@@ -127,14 +127,14 @@ def read_document(folder: str, name: str) -> dict[str, Any]:
 
 def set_damaged_aside(folder: str) -> list[str]:
     """Sets the damaged documents of the folder aside; returns a sentence about each. Raises NewerDocument."""
-    told = []
+    notes = []
     for name, kind in KINDS.items():
         path = documents.join(folder, name)
         try:
             kind.read(path)
         except DamagedDocument as error:
-            told.append(kind.set_aside(path, error))
-    return told
+            notes.append(kind.set_aside(path, error))
+    return notes
 
 
 def _ends_with_newline(file: int) -> bool:

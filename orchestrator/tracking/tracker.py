@@ -58,7 +58,7 @@ class Tracker:
         self._shipper: ShipperProcess | None = None
         self._closed = False
         named = identity.of(run_dir)
-        self.problems += named.told
+        self.problems += named.notes
         self.identity = named.id
         # An earlier launch may have marked the run as ended.
         self._append(status="RUNNING")

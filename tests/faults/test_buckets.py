@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from contextlib import ExitStack, suppress
 
+import psutil
 import pytest
 
+from orchestrator.run_state.lease import holder_of
 from tests import ROOT
 from tests.stores.contract import buckets
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import layout, manifest, standing
 from trainers.storage.opening import place_of
-from trainers.storage.row import Row
+from trainers.storage.row import KIND, Row
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
 STEPS = 60
@@ -46,10 +49,26 @@ def undisturbed(tmp_path_factory):
     return manifest.read_meta(folder / "tiny" / "checkpoints" / str(STEPS))["fingerprints"]
 
 
+@pytest.fixture
+def start(tmp_path):
+    """Starts a run at a URL, or goes on with it; it is ended with the test."""
+    with ExitStack() as jobs:
+
+        def begin(url, *more):
+            job = Job(url, tmp_path, *more)
+            jobs.callback(job.close)
+            return job
+
+        yield begin
+
+
 class Job:
     def __init__(self, url, tmp_path, *more):
-        self.run, self.log = place_of(url) / "tiny", tmp_path / "console.log"
+        self.url, self.run, self.log = url, place_of(url) / "tiny", tmp_path / "console.log"
+        self.orders = tmp_path / "orders"
+        self.orders.mkdir(exist_ok=True)
         settings = [f"storage={url}", "tracking.mlflow=false", f"hosts.log_dir={tmp_path}/logs", *more]
+        settings += [f"hosts.env.GANGWAY_FAULTS={self.orders}"]
         command = [sys.executable, "-m", "orchestrator.run", TINY, *settings]
         # The file of an earlier launch stays: what is looked for must come anew.
         with self.log.open("w") as log:
@@ -68,11 +87,24 @@ class Job:
     def saved(self):
         return sorted(Row(self.run / "row").newest().of("checkpoints"))
 
+    def pace(self, step_s):
+        (self.orders / "pace.json").write_text(json.dumps({"step_s": step_s}))
+
+    def pid_of(self, host):
+        """The training process that is host `host` now."""
+        return json.loads((self.orders / "members" / f"host-{host:04d}.json").read_text())["pid"]
+
     def ended(self, timeout_s=240):
-        try:
-            return self.process.wait(timeout_s)
-        finally:
+        return self.process.wait(timeout_s)
+
+    def close(self):
+        """Ends what is left of it: a run whose bucket is gone would try for ever."""
+        with suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(self.process.pid).children(recursive=True)
             self.process.kill()
+            for process in tree:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
     def last_meta(self):
         standing._rows.clear()
@@ -82,56 +114,104 @@ class Job:
     def summary(self):
         return json.loads((self.run / "summary.json").get())
 
+    def commits(self):
+        """The steps of the commits in the row, in their order."""
+        row, before, steps = self.run / "row", {}, []
+        for entry in row.list():
+            document = KIND.read(row / entry.name)
+            kept = document["kept"].get("checkpoints", {})
+            if document["what"] == "commit":
+                steps += [int(step) for step in kept if kept[step] != before.get(step)]
+            before = kept
+        return steps
 
-def test_a_killed_process_costs_nothing_but_time(bucket, tmp_path, undisturbed):
-    job = Job(bucket.url(), tmp_path)
-    job.wait_until(lambda: 20 in job.saved())
-    pids = re.findall(r"training processes (\d+) \(host 0\), (\d+)", job.said())
-    os.kill(int(pids[-1][1]), signal.SIGKILL)
-    assert job.ended() == 0, job.said()
-    assert job.last_meta()["fingerprints"] == undisturbed
+
+def check_whole(job, undisturbed, *kinds):
+    """It has ended as the undisturbed one did; each step was committed once; these incidents are told, and none of them twice."""
     summary = job.summary()
-    assert (summary["status"], len(summary["incidents"])) == ("finished", 1)
-    assert len((job.run / "incidents.jsonl").list()) >= 1
+    assert (summary["status"], [incident["kind"] for incident in summary["incidents"]]) == ("finished", [*kinds])
+    assert job.last_meta()["fingerprints"] == undisturbed
+    assert job.saved()[-1] == STEPS
+    assert max(Counter(job.commits()).values()) == 1, job.commits()
     assert [segment.name for segment in (job.run / "tracking" / "segments").list()]
+    return summary
 
 
-def test_a_run_that_was_stopped_goes_on_by_the_same_command(bucket, tmp_path, undisturbed):
+def test_a_process_the_agent_and_the_driver_are_killed_one_after_the_other(bucket, start, undisturbed):
+    """A driver in a process of its own (`driver.supervise`) is followed by another one, which takes over the gang."""
+    job = start(bucket.url(), "driver.supervise=true")
+    job.pace(0.2)
+    job.wait_until(lambda: 20 in job.saved())
+    first = job.pid_of(1)
+    os.kill(first, signal.SIGKILL)
+    job.wait_until(lambda: job.pid_of(1) != first and "training again" in job.said())
+    holder = holder_of(job.run.url)
+    assert holder.pid != job.process.pid
+    os.kill(holder.pid, signal.SIGKILL)
+    job.wait_until(lambda: Row(job.run / "row").newest().term.driver_term == 2)
+    job.wait_until(lambda: 40 in job.saved())
+    psutil.Process(job.pid_of(0)).parent().kill()
+    (job.orders / "pace.json").unlink()
+    assert job.ended() == 0, job.said()
+    summary = check_whole(job, undisturbed, "process_crash", "driver_lost", "host_lost")
+    assert [incident["action"] for incident in summary["incidents"]] == ["restart", "adopt", "replace"]
+    assert summary["incidents"][0]["resumed_step"] == 20
+    assert summary["drivers"] == 2
+
+
+def test_a_run_that_was_stopped_goes_on_by_the_same_command(bucket, start, undisturbed):
+    """The second command is killed as a whole (SIGKILL), and the third takes the run from the dead one by the row."""
     url = bucket.url()
-    job = Job(url, tmp_path)
+    job = start(url)
     job.wait_until(lambda: 20 in job.saved())
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.ended() == 3, job.said()
     stopped = job.summary()
     assert stopped["checkpoint"].startswith(f"{url}/tiny/checkpoints/{stopped['steps']}-1_0_")
-    again = Job(url, tmp_path)
-    assert again.ended() == 0, again.said()
-    assert again.last_meta()["fingerprints"] == undisturbed
-    assert Row(again.run / "row").newest().term.driver_term == 2
+    again = start(url)
+    again.wait_until(lambda: 40 in again.saved())
+    again.process.kill()
+    again.process.wait()
+    last = start(url)
+    assert last.ended() == 0, last.said()
+    check_whole(last, undisturbed)
+    assert Row(last.run / "row").newest().term.driver_term == 3
 
 
-def test_an_outage_while_it_trains_loses_nothing(bucket, tmp_path, undisturbed):
-    job = Job(bucket.url(), tmp_path)
+def test_what_a_network_and_a_cloud_do_on_bad_days_loses_nothing_and_is_told(bucket, start, undisturbed):
+    """Each of these comes while it trains and saves: no answers, 503, refused credentials, listings that lag, delays and cuts."""
+    job = start(bucket.url())
+    job.pace(0.5)
     job.wait_until(lambda: 20 in job.saved())
-    bucket.proxy.faults[:] = [Fault(".", "503")]
-    time.sleep(10)
-    bucket.proxy.faults[:] = [Fault(".", "403", times=3), Fault("^(GET|LIST)", "cut", times=5), Fault(".", "delay", times=20)]
+    begun_s = time.monotonic()
+    for faults, seconds in (
+        ([Fault(".", "503")], 5),
+        ([Fault(".", "hang", seconds=20)], 20),
+        ([Fault(".", "403")], 5),
+        ([Fault("^LIST", "hide", names="(row|checkpoints)/")], 5),
+        ([Fault(".", "delay", times=10, seconds=2), Fault("^GET", "cut", times=5)], 0),
+    ):
+        bucket.proxy.faults[:] = faults
+        time.sleep(seconds)
+    assert job.process.poll() is None, job.said()
+    (job.orders / "pace.json").unlink()
     assert job.ended() == 0, job.said()
     bucket.proxy.faults.clear()
-    assert job.last_meta()["fingerprints"] == undisturbed
-    assert job.saved()[-1] == STEPS
-    assert not job.summary()["incidents"]
+    summary = check_whole(job, undisturbed)
+    assert time.monotonic() - begun_s > 35
+    assert summary["failed_requests"] > 10
+    said = job.said()
+    assert said.count("requests to the storage fail (the first of ") == 1, said
+    assert f"{summary['failed_requests']} requests to it failed and were made again" in said
 
 
-def test_a_second_launch_of_a_live_run_is_refused(bucket, tmp_path):
+def test_a_second_launch_of_a_live_run_is_refused(bucket, start):
     url = bucket.url()
-    job = Job(url, tmp_path, "max_num_steps=100000")
-    try:
-        job.wait_until(lambda: 20 in job.saved())
-        command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={url}"]
-        second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
-        assert second.returncode == 2
-        assert "is in use" in second.stderr
-    finally:
-        os.killpg(job.process.pid, signal.SIGINT)
-        job.ended()
+    job = start(url, "max_num_steps=100000")
+    job.wait_until(lambda: 20 in job.saved())
+    command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={url}"]
+    second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+    assert second.returncode == 2
+    assert "is in use" in second.stderr
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.ended() == 3

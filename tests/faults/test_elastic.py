@@ -107,7 +107,7 @@ def test_a_spare_takes_the_place_of_a_host_whose_device_fails(tmp_path):
     check_equal(summary, replay(tmp_path, summary, hosts=2))
 
 
-def test_a_process_that_is_told_to_end_loses_no_step(tmp_path):
+def test_a_process_that_is_reported_to_end_loses_no_step(tmp_path):
     folder = Folder(tmp_path / "faults", step_s=0.1)
     board = Striking((step(6), lambda: folder.process(1).send_signal(signal.SIGTERM)))
     summary = run_job(job(tmp_path, folder, hosts={"count": 2}), board)

@@ -33,7 +33,7 @@ def is_behind(run_dir):
     return any(not (run_dir / "checkpoints" / step).exists() for step in named)
 
 
-def test_a_head_that_dies_is_told_and_another_cluster_goes_on(tmp_path):
+def test_a_head_that_dies_is_reported_and_another_cluster_goes_on(tmp_path):
     console = tmp_path / "console.log"
     with local_cluster(None) as cluster, console.open("w") as log:
         cluster.add_machines()

@@ -40,7 +40,7 @@ def verified(tmp_path, **changes):
     return status, report["findings"]
 
 
-def test_a_good_program_passes_and_every_proof_is_told(tmp_path, capsys):
+def test_a_good_program_passes_and_every_proof_is_reported(tmp_path, capsys):
     status, findings = verified(tmp_path, hosts={"count": 2})
     assert status == 0, findings
     assert [finding["good"] for finding in findings] == [True] * 4

@@ -58,12 +58,12 @@ shared: Session
 
 
 class Host:
-    """One training process and everything it told."""
+    """One training process and everything it reported."""
 
     def __init__(self, child: ChildProcess):
         self.child, self.events, self.exit = child, [], None
         self.changed = threading.Condition()
-        child.watch(self._take, self._ended)
+        child.watch(self._record, self._ended)
 
     def wait_for(self, kind: str) -> dict[str, Any]:
         """The first event of this kind; fails the test if the process ends without it."""
@@ -75,7 +75,7 @@ class Host:
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["ev"] == kind]
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _record(self, event: dict[str, Any]) -> None:
         with self.changed:
             self.events.append(event)
             self.changed.notify_all()

@@ -39,7 +39,7 @@ def three_then_two(tmp_path_factory):
 
 
 @pytest.mark.slow("starts the processes of several hosts")
-def test_all_hosts_stop_where_they_are_told_to(three_then_two):
+def test_all_hosts_stop_where_they_are_reported_to(three_then_two):
     _, three, _ = three_then_two
     for host in three:
         assert host.of("done")[0]["stop_reason"] == "resize"

@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_both_hosts(tmp_path):
         assert [bad["step"] for bad in host.of("restored")[0]["skipped"]] == [6]
 
 
-def test_an_error_is_told_with_its_kind_and_its_traceback(tmp_path):
+def test_an_error_is_reported_with_its_kind_and_its_traceback(tmp_path):
     hosts = harness.start(arguments(tmp_path, task="tests.multihost.test_hosts:Broken"), tmp_path, hosts=1, devices_per_host=1)
     event = hosts[0].wait_for("exception")
     assert (event["type"], event["kind"]) == ("ZeroDivisionError", "user")
@@ -122,7 +122,7 @@ def test_an_error_is_told_with_its_kind_and_its_traceback(tmp_path):
     assert hosts[0].exit.code == 1
 
 
-def test_an_error_of_a_callback_is_told_with_its_line(tmp_path):
+def test_an_error_of_a_callback_is_reported_with_its_line(tmp_path):
     made = arguments(tmp_path, trainer="tests.programs.mistaken:WithTheCallback")
     hosts = harness.start(made, tmp_path, hosts=1, devices_per_host=1)
     event = hosts[0].wait_for("exception")

@@ -100,7 +100,7 @@ def test_killed_at_random_and_resized_it_trains_on_the_samples_of_an_undisturbed
 
 
 @pytest.mark.slow("starts the processes of several hosts")
-def test_what_the_packing_made_is_told_and_published_once(undisturbed):
+def test_what_the_packing_made_is_reported_and_published_once(undisturbed):
     notes = [event["message"] for event in undisturbed.of("note")]
     assert [note for note in notes if note.startswith("lines: 36 documents in ")]
     with_numbers = [event["step"] for event in undisturbed.of("metrics") if "packing_efficiency" in event["metrics"]]

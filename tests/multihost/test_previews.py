@@ -22,7 +22,7 @@ def hosts(tmp_path_factory):
 
 
 @pytest.mark.slow("starts the processes of several hosts")
-def test_a_preview_that_fails_on_one_host_is_told_and_all_go_on(hosts):
+def test_a_preview_that_fails_on_one_host_is_reported_and_all_go_on(hosts):
     notes = [event["message"] for event in hosts[0].of("note")]
     assert "no previews at step 2: host 1: RuntimeError: no words for it" in notes
     assert [event["step"] for event in hosts[0].of("preview")] == [4, 6]
@@ -34,7 +34,7 @@ def test_a_preview_that_fails_on_one_host_is_told_and_all_go_on(hosts):
 
 
 @pytest.mark.slow("starts the processes of several hosts")
-def test_the_first_non_finite_value_is_found_by_all_and_told_by_host_0(hosts):
+def test_the_first_non_finite_value_is_found_by_all_and_reported_by_host_0(hosts):
     (note,) = (event["message"] for event in hosts[0].of("note") if event["message"].startswith("batch 2: "))
     assert "is made by penalty, operation exp (tests/programs/mute.py:" in note
     assert "in MuteTask.loss), micro-batch 1, with the parameters of step" in note

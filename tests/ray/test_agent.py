@@ -94,7 +94,7 @@ def test_orders_reach_the_process(start):
     assert event(agent, "note")["message"] == "hello"
 
 
-def test_what_a_process_prints_is_told_if_its_orders_ask_for_it(start):
+def test_what_a_process_prints_is_reported_if_its_orders_ask_for_it(start):
     """Its last line, too, though the process ends at once after it."""
     agent = start({})
     agent.start({"generation": 0, "then": "raise", "shown_lines": 5})
@@ -143,7 +143,7 @@ def test_the_newest_events_are_kept_and_those_that_say_how_it_stands(start, monk
     assert answer["cursor"] == 24  # phase, warm, joined, first_step and the twenty
 
 
-def test_an_exit_is_told_with_the_last_lines_of_the_log(start):
+def test_an_exit_is_reported_with_the_last_lines_of_the_log(start):
     agent = start({})
     agent.start({"generation": 0, "then": "exit"})
     last = events_until(agent, "exit")[-1]
@@ -162,7 +162,7 @@ def test_an_exception_comes_before_the_exit(start):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT, signal.SIGTERM])
-def test_a_killed_process_is_told_by_its_signal(start, how):
+def test_a_killed_process_is_reported_by_its_signal(start, how):
     agent = start({})
     pid = agent.start({"generation": 0})["pid"]
     cursor = events_until(agent, "first_step") and agent.poll(0, 0)["cursor"]
@@ -216,7 +216,7 @@ def test_a_process_that_died_just_before_halt_keeps_its_own_exit(start):
     assert agent.halt()["exit"]["signal"] == signal.SIGKILL
 
 
-def test_a_process_that_takes_long_to_die_is_told_and_the_next_generation_waits_for_its_end(start, monkeypatch):
+def test_a_process_that_takes_long_to_die_is_reported_and_the_next_generation_waits_for_its_end(start, monkeypatch):
     """One with a terabyte of memory, say; here something that it left behind holds its pipe open."""
     monkeypatch.setattr("cluster.agent.child_process._PIPE_GRACE_S", LONG_S)
     agent = start({})
@@ -317,7 +317,7 @@ def test_go_works_after_any_number_of_generations(start):
     assert len(pids) == 4
 
 
-def test_events_of_an_earlier_generation_are_not_told_again(start):
+def test_events_of_an_earlier_generation_are_not_reported_again(start):
     agent = start({})
     agent.start({"generation": 0})
     events_until(agent, "first_step")
@@ -650,7 +650,7 @@ def test_nothing_is_overdue_after_the_end(start):
     assert agent.poll(cursor, 1.0)["events"] == []
 
 
-def test_a_notice_in_a_file_is_told_once(start, tmp_path):
+def test_a_notice_in_a_file_is_reported_once(start, tmp_path):
     agent = start({}, notice_file=str(tmp_path / "notice"))
     agent.start({"generation": 2})
     event(agent, "first_step")

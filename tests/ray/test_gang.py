@@ -247,7 +247,7 @@ def test_a_gang_that_cannot_be_placed_says_what_is_missing_and_holds_nothing(tak
     assert len(take(count=CPUS).members) == CPUS  # also: its name is free again
 
 
-def test_machines_in_use_are_told_from_machines_that_are_missing(take):
+def test_machines_in_use_are_reported_from_machines_that_are_missing(take):
     take("other", count=3)
     with pytest.raises(GangTimeout, match=r"CPU: 2 needed, the cluster has 4, 1 free: 1 missing.*in use, or ask for less"):
         take(count=2, timeout_s=0.5)

@@ -43,7 +43,7 @@ def test_an_error_of_the_user_is_tried_twice_and_shown_once_with_its_traceback(t
 
 
 @pytest.mark.slow("trains a whole job")
-def test_data_that_were_never_there_are_told_at_the_second_try(tmp_path):
+def test_data_that_were_never_there_are_reported_at_the_second_try(tmp_path):
     made = settings(tmp_path, data={"paths": [str(tmp_path / "nothing-here")], "sequence_length": 16})
     summary = run_job(made)
     assert summary["status"] == "failed"

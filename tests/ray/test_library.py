@@ -55,7 +55,7 @@ def test_a_program_of_the_documents_trains_on_two_hosts_also_when_one_is_killed(
     assert float(last.split("loss=")[1].split(",")[0]) < 0.01
 
 
-def test_ctrl_c_saves_and_the_result_says_so_and_a_mistake_in_a_thread_is_told_with_its_line(tmp_path):
+def test_ctrl_c_saves_and_the_result_says_so_and_a_mistake_in_a_thread_is_reported_with_its_line(tmp_path):
     program = tmp_path / "my_program.py"
     program.write_text((ROOT / "tests" / "programs" / "launching.py").read_text())
     process = start(program)

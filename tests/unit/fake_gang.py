@@ -145,13 +145,13 @@ class Call:
     def end(self, value: Any = None, error: Exception | None = None) -> None:
         if self.answer is None:
             self.answer = (value, error)
-            for hear in self._heard:
-                hear()
+            for callback in self._heard:
+                callback()
 
-    def when_done(self, hear: Callable[[], None]) -> None:
-        self._heard.append(hear)
+    def when_done(self, callback: Callable[[], None]) -> None:
+        self._heard.append(callback)
         if self.answer is not None:
-            hear()
+            callback()
 
 
 class FakeMailbox:

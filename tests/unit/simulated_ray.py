@@ -44,8 +44,8 @@ class MeteredWorld(World):
         """Called with True when the driver gets the word, and with False when the world does."""
 
     def _give(self, *, to_driver: bool) -> None:
-        for hear in self.switched:
-            hear(to_driver)
+        for callback in self.switched:
+            callback(to_driver)
         if to_driver:
             self._driver_since_s = time.thread_time()
         elif self._driver_since_s is not None:

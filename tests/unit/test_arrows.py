@@ -47,7 +47,7 @@ FLOORS = {
         ("loop", "diagnostics"),
         ("trainer",),
         ("planning", "commands", "worker", "library", "base"),
-        ("run", "evaluate", "generate", "export", "prepare", "reference", "data.__main__"),
+        ("run", "evaluate", "generate", "export", "prepare", "reference", "data.__main__", "pyfunc"),
     ),
     "cluster": (("hosts", "ray_internals"), ("placement",), ("agent",), ("gang",)),
     "orchestrator": (
@@ -76,6 +76,7 @@ LIGHT_MODULES = tuple(
         "checkpoint/going_on",
         "checkpoint/layout",
         "checkpoint/manifest",
+        "checkpoint/mlflow_model",
         "checkpoint/readers",
         "checkpoint/retention",
         "checkpoint/standing",
@@ -150,8 +151,10 @@ LIGHT_MODULES = tuple(
         "storage/document_kind",
         "storage/documents",
         "storage/durable",
+        "storage/failed_requests",
         "storage/identity",
         "storage/local_store",
+        "storage/mounts",
         "storage/not_finite",
         "storage/object_store",
         "storage/opening",
@@ -285,7 +288,7 @@ def test_the_driver_reaches_only_the_light_modules_of_trainers():
     assert reached <= allowed
 
 
-def test_a_wrong_configuration_is_told_without_waiting_for_ray():
+def test_a_wrong_configuration_is_reported_without_waiting_for_ray():
     reached = imported_with(
         *("orchestrator.launching", "orchestrator.planning.report", "orchestrator.config.job"),
         *("orchestrator", "orchestrator.library"),

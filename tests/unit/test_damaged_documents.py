@@ -304,7 +304,7 @@ def copied(whole, tmp_path_factory):
 
 
 @pytest.mark.costs("reads all documents of a run a hundred times")
-def test_a_damaged_document_is_told_and_never_a_traceback(whole, copied):
+def test_a_damaged_document_is_reported_and_never_a_traceback(whole, copied):
     for seed in range(CASES):
         check(whole, copied, seed)
 

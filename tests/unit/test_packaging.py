@@ -43,7 +43,7 @@ def test_the_program_that_is_installed_is_there():
     assert {name: load_object(path) for name, path in scripts.items()} == {"gangway": gangway.script}
 
 
-def test_pip_is_told_of_no_index_anywhere():
+def test_pip_is_reported_of_no_index_anywhere():
     files = ["Makefile", "pyproject.toml", "requirements.lock", ".ci/run", ".pre-commit-config.yaml"]
     found = [name for name in files if re.search(r"index-url|find-links|trusted-host|https?://", (ROOT / name).read_text())]
     assert found == []

@@ -68,7 +68,7 @@ def _sums(bits: jax.Array, not_finite: jax.Array) -> jax.Array:
     for dimension in range(1, bits.ndim):
         # The index in the whole array, not in a shard: so the result is the same on any mesh.
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dimension)
-        # It wraps modulo 2**32, on purpose: only that positions are told apart counts.
+        # It wraps modulo 2**32, on purpose: positions need only be distinguished.
         position = position * jnp.uint32(2654435761) + index
     lanes = (*(_mix(bits, position, multiplier) for multiplier in MULTIPLIERS), not_finite)
     if bits.ndim == 1:

@@ -1,4 +1,4 @@
-"""A model in the files of other programs: one file of safetensors, or a folder of Hugging Face or of PEFT."""
+"""A model in the files of other programs: one file of safetensors, or a folder of Hugging Face, of PEFT or of MLflow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.checkpoint import assets, layout, manifest, tensor_files
+from trainers.checkpoint import assets, layout, manifest, mlflow_model, tensor_files
 from trainers.checkpoint.standing import Folder
 from trainers.config import LoraConfig, ModelConfig, VisionConfig
 from trainers.config.arguments import from_dict
@@ -47,6 +47,27 @@ def to_safetensors(checkpoint: Folder | str, out: Path | str, *, adapter: bool =
     if folder := assets.folder_of(checkpoint):
         _write_atomically(Path(out).with_suffix(".assets"), lambda work: _copy_assets(folder, work))
     _write_atomically(Path(out), lambda work: _save_file(flat(params), work, about))
+
+
+def to_mlflow(checkpoint: Folder | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
+    """Writes the folder `out`, atomically, which `mlflow.pyfunc.load_model` loads where Gangway is installed: in it `model`, a
+    folder of `to_hugging_face`; of a classifier, a file of `to_safetensors`. Raises CheckpointError if the checkpoint is damaged
+    or `out` exists, and UsageError if nothing can be predicted with the model from a text."""
+    if adapter:
+        raise UsageError("--adapter: MLflow loads whole models; leave it out, or write --format huggingface")
+    task = manifest.read_meta(layout.folder_of(str(checkpoint)))["arguments"]["task"]
+    is_classifier = mlflow_model.predicts(task) == mlflow_model.LABELS
+
+    def write(work: Path) -> None:
+        data = work / mlflow_model.DATA
+        work.mkdir()
+        if is_classifier:
+            to_safetensors(checkpoint, data / mlflow_model.CLASSIFIER_FILE, base=base)
+        else:
+            to_hugging_face(checkpoint, data, base=base)
+        mlflow_model.write_about(work, is_classifier=is_classifier)
+
+    _write_atomically(Path(out), write)
 
 
 def _copy_assets(folder: Path, work: Path) -> None:
@@ -237,7 +258,11 @@ def _adapters(meta: Mapping[str, Any], checkpoint: Folder | str) -> LoraConfig:
     return config
 
 
-FORMATS: dict[str, Callable[..., None]] = {"safetensors": to_safetensors, "huggingface": to_hugging_face}
+FORMATS: dict[str, Callable[..., None]] = {
+    "safetensors": to_safetensors,
+    "huggingface": to_hugging_face,
+    "mlflow": to_mlflow,
+}
 
 
 def _save_file(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:

@@ -37,7 +37,7 @@ def fenced(path: str | None, checkpoints: Path, writer: WriterTerm) -> str:
         later = max(claims(checkpoints), default=NO_DRIVER) if writer != NO_DRIVER else NO_DRIVER
     except OSError as error:
         where = error.filename or checkpoints
-        return f"whether another driver has this run cannot be told ({where}: {error.strerror or error}): nothing is committed"
+        return f"it is not known whether another driver has this run ({where}: {error.strerror or error}): nothing is committed"
     if later > writer:
         return f"a later generation has claimed {checkpoints} ({later}; this is {writer}): no checkpoint is committed from here"
     return ""

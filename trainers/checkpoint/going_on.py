@@ -83,7 +83,7 @@ def changes(meta: Mapping[str, Any], arguments: TrainingArguments, num_devices: 
     return found
 
 
-def told(step: int, found: Iterable[Change]) -> list[str]:
+def notes(step: int, found: Iterable[Change]) -> list[str]:
     """Returns lines for a user: where the run goes on, and a line for each kind of change, the gravest last."""
     lines = [f"goes on from step {step}"]
     for effect, words in WORDS.items():
@@ -99,7 +99,7 @@ def told(step: int, found: Iterable[Change]) -> list[str]:
 def of_run(run_folder: str, arguments: TrainingArguments) -> list[str]:
     """Returns what to tell about the run in this folder; nothing if it begins."""
     found = newest(run_folder)
-    return [] if found is None else told(found[1]["batch_index"], changes(found[1], arguments))
+    return [] if found is None else notes(found[1]["batch_index"], changes(found[1], arguments))
 
 
 def _effect(key: str, arguments: TrainingArguments) -> str:

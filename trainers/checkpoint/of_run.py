@@ -1,4 +1,4 @@
-"""The checkpoint manager of a run in this process: what it saves and restores is told to the agent."""
+"""The checkpoint manager of a run in this process: it reports to the agent what it saves and restores."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ class Ownership:
         try:
             newest = self._row.newest()
         except (OSError, StorageError) as error:
-            return f"whether another driver has this run cannot be told ({error}): nothing is committed"
+            return f"it is not known whether another driver has this run ({error}): nothing is committed"
         if newest.damaged and self._writer > NO_DRIVER:
-            return f"whose the run is cannot be told ({newest.damaged}): nothing is committed until a driver takes it over"
+            return f"it is not known whose the run is ({newest.damaged}): nothing is committed until a driver takes it over"
         return str(OvertakenError(self._writer, newest)) if newest.term > self._writer > NO_DRIVER else ""
 
     def at(self, step: int) -> Folder:

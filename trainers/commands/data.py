@@ -96,7 +96,7 @@ def lines(
 ) -> Iterator[Line]:
     """Yields all that is shown. `decode` makes text of tokens; default: `decode_of`."""
     from trainers.data import view
-    from trainers.data.loader import Tells
+    from trainers.data.loader import HasNotes
 
     data, arguments = trainer.dataset_train, trainer.arguments
     names, ignore_index = arguments.data.source_names, arguments.loss.ignore_index
@@ -113,9 +113,9 @@ def lines(
     for number in range(num_shown * lines_per_row):
         row = {name: leaf[number] for name, leaf in batch.items()}
         yield view.example(row, decode, names, coloured=coloured, ignore_index=ignore_index, labels=labels)
-    if isinstance(data, Tells):
+    if isinstance(data, HasNotes):
         yield heading("packing")
-        yield from (((line, ""),) for line in data.told())
+        yield from (((line, ""),) for line in data.notes())
     for name, lengths in lengths_of(data, batch).items():
         yield heading(f"tokens of {name}")
         yield from view.histogram(lengths, batch["tokens"].shape[1])

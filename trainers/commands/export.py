@@ -8,6 +8,8 @@ assets go to a folder beside it, which ends in `.assets`.
 `huggingface`: a folder with `config.json`, files of weights and the assets (a tokenizer), as `transformers` reads models of the
 families of `model.family`. One parameter is in memory at a time. A run that began with a folder of Hugging Face gives its
 `config.json` back.
+`mlflow`: a folder that `mlflow.pyfunc.load_model` loads where Gangway is installed: texts in; texts out, or the labels of a
+classifier.
 RUN_OR_CHECKPOINT is a run's folder (its newest whole checkpoint), a checkpoint, or what `save_pretrained` wrote. It and OUT may
 lie in a bucket (`gs://`, `s3://`); an export for a bucket is made in a temporary folder of this machine first.
 
@@ -36,7 +38,7 @@ from trainers.terminal import command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("trainers.export"), description=__doc__.splitlines()[0])
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
-    parser.add_argument("out", metavar="OUT", help="a new file (safetensors) or folder (huggingface)")
+    parser.add_argument("out", metavar="OUT", help="a new file (safetensors) or folder (huggingface, mlflow)")
     parser.add_argument("--format", choices=FORMATS, default="safetensors")
     parser.add_argument("--adapter", action="store_true", help="the adapters of a run with lora alone, not merged")
     parser.add_argument("--base", metavar="PATH", help="where the base of a run with lora is now, if it was moved")

@@ -63,7 +63,7 @@ def main() -> int:
     keep_programs()
     try:
         output = train(read(given[0], given[1:]), began_s)
-    except Exception as error:  # the command's boundary: told, with where it arose in the user's code
+    except Exception as error:  # the command's boundary: reported, with where it arose in the user's code
         return failed(error)
     print(result(output))
     # All that was trained is saved then: a last save that fails raises.

@@ -146,7 +146,7 @@ def _item_hint(hint: Any, number: int = 0) -> Any:
 
 
 class _WrongError(Exception):
-    """A value that is wrong: the problems are told already. Whatever holds it leaves it out."""
+    """A value that is wrong: its problems are reported already. Whatever holds it leaves it out."""
 
 
 class _Conversion:

@@ -80,8 +80,8 @@ class ScoreConfig(Section):
         if not self.metrics:
             yield "metrics = []: expected at least one metric, such as eval_loss"
         elif self.lower_better is None and (len(directions := self._directions()) > 1 or None in directions):
-            told = ", ".join(f"{name} ({TOLD[lower_is_better(name)]})" for name in self.metrics)
-            yield f"lower_better = null: expected true or false, for the names of the metrics do not tell: {told}"
+            detail = ", ".join(f"{name} ({TOLD[lower_is_better(name)]})" for name in self.metrics)
+            yield f"lower_better = null: expected true or false, for the names of the metrics do not tell: {detail}"
         yield from too_small(self, 0, "min_delta")
         yield from too_small(self, 1, "patience")
         if self.early_stopper is not None:

@@ -119,13 +119,13 @@ RULES = (
 
 
 def by_rules(arguments: TrainingArguments) -> Iterator[str]:
-    """Yields a line for each setting that another setting leaves without a use. Values that are the defaults are not told."""
-    told = set()
+    """Yields a line for each setting that another setting leaves without a use. Values that are the defaults are not listed."""
+    listed = set()
     for rule in RULES:
         if rule.unused(arguments):
             for name in changed(arguments, rule.section, rule.fields):
-                if (rule.section, name) not in told:
-                    told.add((rule.section, name))
+                if (rule.section, name) not in listed:
+                    listed.add((rule.section, name))
                     yield line(arguments, rule.section, name, rule.why)
 
 

@@ -116,7 +116,7 @@ def notes(template: Callable[[], FolderTokenizer], chat: Callable[[], Chat]) -> 
     try:
         tokenizer, conversation = template(), chat().conversation
         tokens, places = _tokens(tokenizer, conversation)
-    except (DataError, UsageError):  # told when it is encoded
+    except (DataError, UsageError):  # reported when it is encoded
         return []
     endless = [place for place in places if not _ends(tokenizer, tokens[place])]
     if not endless:

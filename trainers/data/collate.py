@@ -42,24 +42,24 @@ class CollateInfo:
     @classmethod
     def of(cls, name: str, value: CollateInfo | Mapping[str, Any] | tuple[Any, ...]) -> CollateInfo:
         """Returns the info that a dict with these fields, or a tuple in their order, stands for. Raises UsageError."""
-        told = f"build_data_collate_info: {name} is {value!r}"
+        detail = f"build_data_collate_info: {name} is {value!r}"
         if _is_of_veomni(value):
             raise UsageError(
-                f"{told}, which is ({', '.join(OF_VEOMNI)}) of VeOmni: give CollateInfo(length=...) instead; rows of several "
+                f"{detail}, which is ({', '.join(OF_VEOMNI)}) of VeOmni: give CollateInfo(length=...) instead; rows of several "
                 "examples are made by data.packing, and no axis of the mesh divides a sequence"
             )
         names = [item.name for item in dataclasses.fields(cls)]
         try:
             info = value if isinstance(value, CollateInfo) else cls(**value) if isinstance(value, Mapping) else cls(*value)
         except TypeError as error:
-            raise UsageError(f"{told}: expected a CollateInfo, or a dict or tuple of {', '.join(names)}") from error
+            raise UsageError(f"{detail}: expected a CollateInfo, or a dict or tuple of {', '.join(names)}") from error
         if type(info.length) is not int or info.length < 1 or type(info.dim) is not int:
             raise UsageError(
                 f"build_data_collate_info: {name} has length {info.length!r} and dim {info.dim!r}: expected integers, and a "
                 f"length of at least 1; the fields are {', '.join(names)}"
             )
         if problem := info._problem(name):
-            raise UsageError(f"{told}: {problem}; the fields are {', '.join(names)}")
+            raise UsageError(f"{detail}: {problem}; the fields are {', '.join(names)}")
         return info
 
     def _problem(self, name: str) -> str:
@@ -87,7 +87,7 @@ class Collated:
     def __init__(self, dataset: Any, transform: Transform | None, info: Mapping[str, CollateInfo], truncation: Truncation):
         self.dataset, self.transform, self.info, self.truncation = dataset, transform, info, truncation
         self._filler: dict[str, np.ndarray] | None = None
-        for name in ("available", "state_at", "remember", "told", "numbers", "numbers_at"):
+        for name in ("available", "state_at", "remember", "notes", "numbers", "numbers_at"):
             if hasattr(dataset, name):
                 # Only if the dataset has it: whoever needs the end or the state of the data asks whether there is such a method.
                 setattr(self, name, getattr(dataset, name))
@@ -221,10 +221,10 @@ def _difference(example: Mapping[str, np.ndarray], first: Mapping[str, np.ndarra
         )
     name = next(name for name in first if (example[name].shape, example[name].dtype) != (first[name].shape, first[name].dtype))
     found, expected = (f"{row[name].dtype}{list(row[name].shape)}" for row in (example, first))
-    told = f"{which}: column {name} is {found}, and {expected} in {other}: "
+    detail = f"{which}: column {name} is {found}, and {expected} in {other}: "
     if example[name].shape != first[name].shape:
-        return f"{told}override build_data_collate_info to cut and fill up what varies in length"
-    return f"{told}give it one type in the dataset or in build_data_transform, such as np.{first[name].dtype}(value)"
+        return f"{detail}override build_data_collate_info to cut and fill up what varies in length"
+    return f"{detail}give it one type in the dataset or in build_data_transform, such as np.{first[name].dtype}(value)"
 
 
 def _named(example: Example) -> str:

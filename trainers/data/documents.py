@@ -67,8 +67,8 @@ class Documents(Protocol):
 def notes_of(encoder: Encoder, records: Records) -> list[str]:
     """Returns what a user should know of the documents that an encoder makes of records; nothing of an encoder that tells
     nothing (`notes`: a function of the first record)."""
-    told = getattr(encoder, "notes", None)
-    return [] if told is None else told(records[0])
+    notes = getattr(encoder, "notes", None)
+    return [] if notes is None else notes(records[0])
 
 
 def check_all_read(record: Record, *, read: Collection[str], ignored: Collection[str]) -> None:

@@ -130,9 +130,9 @@ class IteratedLoader:
         sizes = {name: leaf.shape[0] if leaf.ndim else 0 for name, leaf in batch.items()}
         rows = next(iter(sizes.values()), 0)
         if len(set(sizes.values())) != 1 or not 0 < rows <= self.num_rows:
-            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            detail = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise DataError(
-                f"batch {k} of the loader has rows of {told or 'nothing'}: expected {self.num_rows} in each leaf, the "
+                f"batch {k} of the loader has rows of {detail or 'nothing'}: expected {self.num_rows} in each leaf, the "
                 "rows of this host"
             )
         first_id = k * self.global_batch_size + self.host * self.num_rows

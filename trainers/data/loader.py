@@ -34,10 +34,10 @@ class RandomAccess(Protocol):
 
 
 @runtime_checkable
-class Tells(Protocol):
+class HasNotes(Protocol):
     """Data of which a person should know something, such as packed rows."""
 
-    def told(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Returns a line for each thing to know."""
 
 
@@ -184,12 +184,12 @@ class StepAddressedLoader:
         wrong = sorted(name for name in shapes.keys() | self._shapes.keys() if shapes.get(name) != self._shapes.get(name))
         if not wrong:
             return
-        told = ", ".join(f"{name} {_told(shapes.get(name))}, before {_told(self._shapes.get(name))}" for name in wrong)
+        found = ", ".join(f"{name} {_kind(shapes.get(name))}, before {_kind(self._shapes.get(name))}" for name in wrong)
         if own:
-            raise DataError(f"the collator returned leaves of other shapes or types than before: {told}; pad to a fixed length")
+            raise DataError(f"the collator returned leaves of other shapes or types than before: {found}; pad to a fixed length")
         raise DataError(
-            f"the examples from index {first_row} on have other columns or types than those before: {told}; give all of them the "
-            "same ones, such as np.float32(value)"
+            f"the examples from index {first_row} on have other columns or types than those before: {found}; give all of them "
+            "the same ones, such as np.float32(value)"
         )
 
     def _end(self, start: int) -> int:
@@ -199,7 +199,7 @@ class StepAddressedLoader:
         return self.num_examples or (end if available is None else available(end))
 
 
-def _told(leaf: tuple[np.dtype, tuple[int, ...] | None] | None) -> str:
+def _kind(leaf: tuple[np.dtype, tuple[int, ...] | None] | None) -> str:
     if leaf is None:
         return "absent"
     dtype, shape = leaf

@@ -137,7 +137,7 @@ class PackedExamples:
         leaves = {name: np.stack([each[name] for each in found]) for name in found[0]}
         return {name: np.pad(leaf, [(0, filling)] + [(0, 0)] * (leaf.ndim - 1)) for name, leaf in leaves.items()}
 
-    def told(self) -> str:
+    def notes(self) -> str:
         counts, kind = self.counts, self.examples.kind
         lines = f"{kind.num_texts} x " if kind.num_texts > 1 else ""
         parts = [

@@ -38,7 +38,7 @@ class RowSource(Protocol):
 
     def row(self, epoch: int, row: int) -> Row: ...
 
-    def told(self) -> str:
+    def notes(self) -> str:
         """Returns what the plan has made of the documents, in one line."""
 
 
@@ -117,7 +117,7 @@ class PackedSource:
             )
         return document
 
-    def told(self) -> str:
+    def notes(self) -> str:
         counts = self.counts
         parts = [
             f"{self.name}: {counts.num_documents:,} documents in {counts.num_rows:,} rows of {counts.row_places - 1:,} tokens, "
@@ -151,9 +151,9 @@ class TrainingRows:
             number = shuffled(number, len(source), self.seed, epoch, source.number)
         return source.row(epoch, number)
 
-    def told(self) -> list[str]:
+    def notes(self) -> list[str]:
         """Returns what a person should know of the rows, a line for each source."""
-        return [source.told() for source in self.sources]
+        return [source.notes() for source in self.sources]
 
     def numbers(self) -> dict[str, float]:
         """Returns the metrics that stay the same while the run goes on."""

@@ -26,7 +26,7 @@ def with_arguments(tokenizer: FolderTokenizer, chat: Conversation) -> Conversati
     if any(turns.parts_of_calls_left_out(tokenizer, chat, text)) or text == turns.rendered(
         tokenizer, chat._replace(messages=without)
     ):
-        return chat  # which is told with all else that it does not write
+        return chat  # which is reported with all else that it does not write
     raise DataError(
         f"the chat template of {tokenizer.source} writes the arguments of {TOOL_CALLS} neither as JSON, nor without quotes: give "
         f"a template that does, or {leave_out([TOOL_CALLS])}"

@@ -76,10 +76,10 @@ class Injector(Callback):
         if self.slow_steps > 0:
             self.slow_steps -= 1
             time.sleep(self.slow_s)
-        if order := self._take(state.batch_index):
+        if order := self._claimed_order(state.batch_index):
             FAULTS[order["kind"]](self, order, state, batch)
 
-    def _take(self, batch_index: int) -> dict[str, Any] | None:
+    def _claimed_order(self, batch_index: int) -> dict[str, Any] | None:
         order = read(self._order)
         # `<`: a process that begins behind the batch (after a restart) takes the order all the same.
         if order is None or batch_index < order.get("at", 0):

@@ -50,18 +50,18 @@ class Collector:
         for leaf in jax.tree.leaves(outputs):
             for shard in _own_shards(leaf):
                 shard.data.copy_to_host_async()
-        self._take()
+        self._collect()
         self._pending = outputs
 
     def result(self) -> dict[str, float]:
         """Returns the metrics of all hosts' rows, the same on all hosts. All hosts must call this."""
-        self._take()
+        self._collect()
         topic = f"metrics of {self.unit}"
         states = multihost.to_host0(topic, encoded(self._metrics.state()))
         # On host 0 alone, whose error ends it, which the others notice at once.
         return multihost.from_host0(topic, None if states is None else self._merged(states))
 
-    def _take(self) -> None:
+    def _collect(self) -> None:
         if self._pending is None:
             return
         predictions, rows = jax.tree.map(local_rows, self._pending)

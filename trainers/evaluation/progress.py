@@ -17,8 +17,8 @@ FORWARD_PART = 1 / 3
 """The part of `flops_per_token` that is the forward pass: the backward pass takes twice as much."""
 
 
-def told(unit: str, batches: Iterable[Any], total: int | None, clock: Callable[[], float] = time.monotonic) -> Iterator[Any]:
-    """Yields the batches, and tells how many were given to the devices. Waits for none of them."""
+def reported(unit: str, batches: Iterable[Any], total: int | None, clock: Callable[[], float] = time.monotonic) -> Iterator[Any]:
+    """Yields the batches, and reports how many were given to the devices. Waits for none of them."""
     host, told_s = runtime.current(), clock()
     for done, batch in enumerate(batches, 1):
         yield batch

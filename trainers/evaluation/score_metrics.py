@@ -35,7 +35,7 @@ def check_when_built(trainer: Any) -> None:
     try:
         design.configure()
         _ = design.loss_layout
-    except Exception:  # whatever the user's model raises, it raises again, and is told, when training begins
+    except Exception:  # whatever the user's model raises, is raised again, and reported, when training begins
         design.forget()
         return
     check(trainer)
@@ -52,7 +52,7 @@ def check(trainer: Any) -> None:
         found = of_loss(trainer, unit)
         try:
             names, is_known = [*found, *of_outputs(trainer, name, unit, found)], unit.task is None and unit.exact_match is None
-        except Exception:  # of the user's metrics, told where they are used
+        except Exception:  # of the user's metrics, reported where they are used
             names, is_known = found, False
         known += [f"{name}_{metric}" for metric in names]
         free += [] if is_known else [f"{name}_"]

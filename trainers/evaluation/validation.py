@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from trainers.config import EvaluationConfig
 from trainers.evaluation.outputs import Collector
-from trainers.evaluation.progress import Stopwatch, told
+from trainers.evaluation.progress import Stopwatch, reported
 from trainers.metrics.accumulator import Layout, MetricSums
 from trainers.metrics.publisher import with_perplexity
 from trainers.parallel import mesh as meshes
@@ -109,7 +109,7 @@ class ValidationUnit:
         # The same number of batches on all hosts: the step has collectives.
         batches = itertools.islice(self.loader.epoch(), self.max_batches)
         prepared = batches if self.prepare is None else (self.prepare(state, batch) for batch in batches)
-        return told(self.name, prepared, self._num_batches())
+        return reported(self.name, prepared, self._num_batches())
 
     def _num_batches(self) -> int | None:
         """Returns the number of batches; None if the loader does not know it."""

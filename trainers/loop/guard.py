@@ -78,7 +78,7 @@ class Guard:
 
     def find_what_broke(self, error: NonFiniteStateError, step: int) -> None:
         """Goes back, and looks at the state after every step from there: what has broken it since the last save, the step itself
-        has not told. Raises the error if the run is to fail, or if every step was looked at already."""
+        has not reported. Raises the error if the run is to fail, or if every step was looked at already."""
         if self.config.non_finite == "raise" or step <= self._suspicious_to:
             raise NonFiniteLossError(f"{error}: {anomalies.ADVICE[UpdateStatus.BROKE_STATE]}") from error
         self._suspicious_to = step

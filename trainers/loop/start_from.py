@@ -57,7 +57,7 @@ class FromCheckpoint:
         state, meta = load_from(chosen["checkpoint"], self._abstract)
         together(KEY, lambda: RECORD.write(self._run_folder, chosen) if jax.process_index() == 0 else None)
         if jax.process_index() == 0 and not self.meta:
-            runtime.current().note(told(chosen["checkpoint"], meta, self._arguments))
+            runtime.current().note(described(chosen["checkpoint"], meta, self._arguments))
         self.meta = {name: value for name, value in meta.items() if name not in NOT_TAKEN}
         return state
 
@@ -88,7 +88,7 @@ def _with_step(path: Folder) -> Folder:
     return step if not path.exists() and step.is_dir() else path
 
 
-def told(path: Any, meta: Mapping[str, Any], arguments: TrainingArguments) -> str:
+def described(path: Any, meta: Mapping[str, Any], arguments: TrainingArguments) -> str:
     """Returns the line about a beginning, with the settings that make it another experiment than the one before."""
     changes = [change for change in going_on.changes(meta, arguments) if change.effect == going_on.ANOTHER]
     others = f"; these settings were others there: {'; '.join(map(str, changes[: going_on.SHOWN]))}" if changes else ""

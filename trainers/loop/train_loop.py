@@ -220,7 +220,7 @@ class Loop:
         with self.seconds.measure("checkpoint"), self.busy.waiting():
             try:
                 self.saver.save(state)
-            except NonFiniteStateError as error:  # a hook has made it so: the step itself would have told
+            except NonFiniteStateError as error:  # a hook has made it so: the step itself would have reported it
                 broken = error
         self.agreement.requests.saved()
         if broken is not None:

@@ -109,7 +109,7 @@ def cudnn(
     softcap: float | None,
 ) -> jax.Array:
     """Returns causal attention by cuDNN. Of packed rows it reads a mask [B, 1, T, T]. Its backward pass adds up in no fixed
-    order, unless XLA is told `--xla_gpu_deterministic_ops`."""
+    order, unless XLA gets `--xla_gpu_deterministic_ops`."""
     assert softcap is None, "checked by trainers.config.attention.problems"
     # The mask of the segments is the same for all heads; causality and the window are the kernel's own.
     mask = None if segments_BT is None else (segments_BT[:, :, None] == segments_BT[:, None])[:, None]

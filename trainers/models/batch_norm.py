@@ -27,7 +27,7 @@ class Rows:
 
 
 class OfRows(nnx.Module):
-    """A module that is told which rows of a batch count."""
+    """A module that knows which rows of a batch count."""
 
     rows: Rows | None = None
 
@@ -42,7 +42,7 @@ class BatchNorm(OfRows, nnx.BatchNorm):
 
 
 def with_masks(model: Any) -> Any:
-    """Makes each `nnx.BatchNorm` in the model one that is told the rows. Returns the model."""
+    """Makes each `nnx.BatchNorm` in the model one that knows the rows. Returns the model."""
     for _, module in nnx.iter_graph(model):
         # Not those of a user's subclass: what it does in its call is not known.
         if type(module) is nnx.BatchNorm:

@@ -18,7 +18,7 @@ from trainers.optim.param_groups import parameter_path
 
 def in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns `optimizer`, which sees parameters and gradients of a narrower type as float32. So its state is float32, but for
-    what it is told to keep in another type (`moment_dtype`), and so are its updates."""
+    what is kept in another type on request (`moment_dtype`), and so are its updates."""
 
     def init(params: Any) -> Any:
         return optimizer.init(_wide(params))

@@ -90,8 +90,8 @@ def sparsity(config: PruningConfig, step: jax.Array) -> jax.Array:
 def _check_same(method: str, what: str, returned: Any, given: Any) -> None:
     after, before = (_described(tree) for tree in (returned, given))
     if wrong := sorted(name for name in after.keys() | before.keys() if after.get(name) != before.get(name)):
-        told = ", ".join(f"{name or what} {after.get(name)}, given {before.get(name)}" for name in wrong[:5])
-        raise UsageError(f"{method} returned {what} of another shape or type: {told}; the compiled step keeps them")
+        detail = ", ".join(f"{name or what} {after.get(name)}, given {before.get(name)}" for name in wrong[:5])
+        raise UsageError(f"{method} returned {what} of another shape or type: {detail}; the compiled step keeps them")
 
 
 def _described(tree: Any) -> dict[str, str]:

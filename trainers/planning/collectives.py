@@ -44,7 +44,7 @@ def of(text: str) -> list[Exchange]:
     found: list[Exchange] = []
     chains: dict[str, Exchange] = {}
     for name, body in lines.items():
-        fused = name.startswith(FUSED)  # where it belongs is told by what calls it
+        fused = name.startswith(FUSED)  # its caller says where it belongs
         for line in body:
             if (match := INSTRUCTION.search(line)) is None or not times[name]:
                 continue

@@ -27,7 +27,7 @@ from trainers.checkpoint.whole import META
 from trainers.config import InitConfig, without_effect
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.config.recorders import BUILT_IN
-from trainers.data.loader import Tells
+from trainers.data.loader import HasNotes
 from trainers.data.sources.iterable import num_examples
 from trainers.errors import CheckpointError, CheckpointMissingError, CheckpointUnavailableError, UsageError
 from trainers.loop import start_from
@@ -127,7 +127,7 @@ def data_facts(arguments: TrainingArguments, train: Any, held_out: Any) -> Facts
     return {
         "train_examples": num_examples(train),
         "eval_examples": None if held_out is None else num_examples(held_out) or 0,
-        "data_told": train.told() if isinstance(train, Tells) else [],
+        "data_notes": train.notes() if isinstance(train, HasNotes) else [],
         "max_steps": min(steps) if steps else None,
     }
 
@@ -169,7 +169,7 @@ def beginning_facts(problems: list[str], trainer: BaseTrainer, num_devices: int,
 
 
 def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | None:
-    """Returns {"step", "told"} of the checkpoint that the run will go on from; None if none is to be seen. Raises UsageError if
+    """Returns {"step", "notes"} of the checkpoint that the run will go on from; None if none is to be seen. Raises UsageError if
     it is of another model or optimizer."""
     found = going_on.newest(trainer.arguments.run_folder)
     if found is None:
@@ -180,7 +180,7 @@ def going_on_from(trainer: BaseTrainer, num_devices: int) -> dict[str, Any] | No
     except CheckpointError as error:
         raise UsageError(str(error)) from error
     changed = going_on.changes(meta, trainer.arguments, num_devices)
-    return {"step": meta["batch_index"], "told": going_on.told(meta["batch_index"], changed)}
+    return {"step": meta["batch_index"], "notes": going_on.notes(meta["batch_index"], changed)}
 
 
 def has_begun(trainer: BaseTrainer) -> bool:

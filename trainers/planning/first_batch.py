@@ -46,10 +46,10 @@ def collated(trainer: BaseTrainer, dataset: RandomAccess, num_examples: int | No
     batch = trainer.assembly.batching.rows_of(dataset, indices)
     rows, alone = forms(batch), forms(trainer.assembly.batching.rows_of(dataset, indices[:1]))
     if wrong := [name for name in {**rows, **alone} if alone.get(name) != rows.get(name)]:
-        told = "; ".join(f"{name} {alone.get(name)} for one, {rows.get(name)} for {len(indices)}" for name in wrong)
+        detail = "; ".join(f"{name} {alone.get(name)} for one, {rows.get(name)} for {len(indices)}" for name in wrong)
         raise DataError(
-            f"the shapes or types of a batch depend on its examples ({told}): each host collates some rows of a batch alone, so "
-            "pad to a fixed length in data.collator"
+            f"the shapes or types of a batch depend on its examples ({detail}): each host collates some rows of a batch alone, "
+            "so pad to a fixed length in data.collator"
         )
     return batch
 

@@ -60,11 +60,11 @@ def check(trainer: BaseTrainer) -> str | None:
     without, *padded = map(layout.read, found)
     if not all(_same(value, again[name], SAME_PROGRAM) for name, value in without.items()):
         return f"{LEFT_OUT}: the loss of the same examples is another each time (`python -m orchestrator.verify` says why)"
-    if told := differences(without, padded):
+    if changes := differences(without, padded):
         raise UsageError(
             f"the loss of {type(loss.task).__name__} counts rows that only fill up a batch (batch['weight'] is 0): one such row "
-            f"beside {NUM_ROWS} others changes {told}; multiply each row by batch['weight'] in every sum and in every count, or "
-            "return the loss of each example (trainers.protocol.PerExample), which the trainer weights"
+            f"beside {NUM_ROWS} others changes {changes}; multiply each row by batch['weight'] in every sum and in every count, "
+            "or return the loss of each example (trainers.protocol.PerExample), which the trainer weights"
         )
     return CHECKED
 
@@ -117,15 +117,15 @@ def sums(trainer: BaseTrainer, loss: LossFunction, layout: Layout, batches: list
 def differences(without: Mapping[str, float], padded: Sequence[Mapping[str, float]]) -> str:
     """Returns the metrics that a row of weight 0 changes, from what to what; empty if there are none. All of `padded` have one
     such row, each another one."""
-    told = []
+    lines = []
     for name in dict.fromkeys(name for found in (without, *padded) for name in found):
         plain, *values = (found.get(name, math.nan) for found in (without, *padded))
         if _same(plain, values[0], OTHER_SHAPE) and all(_same(values[0], value, SAME_PROGRAM) for value in values):
             continue
         # The value that shows it best.
         changed = max(values, key=lambda value: abs(value - plain) if math.isfinite(value - plain) else math.inf)
-        told.append(f"{name} from {plain:.6g} to {changed:.6g}")
-    return ", ".join(told)
+        lines.append(f"{name} from {plain:.6g} to {changed:.6g}")
+    return ", ".join(lines)
 
 
 def _same(a: float, b: float, tolerance: float) -> bool:

@@ -18,11 +18,12 @@ def attempt(problems: list[str], what: str, make: Callable[[], Any], doubts: lis
         if doubts is not None and may_pass(error):
             doubts.append(f"{what}: {type(error).__name__}: {error}")
             return None
-        problems.extend(line for line in told(what, error) if line not in problems)  # the optimizer repeats those of the schedule
+        # The optimizer repeats those of the schedule.
+        problems.extend(line for line in described(what, error) if line not in problems)
     return None
 
 
-def told(what: str, error: Exception) -> list[str]:
+def described(what: str, error: Exception) -> list[str]:
     """Returns the lines for an error of `what`, with where it arose in the user's code."""
     frame = user_frame(error)
     where = (f" ({frame})" if frame else "") + "".join(f"; {note}" for note in notes_of(error))

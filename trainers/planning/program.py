@@ -96,7 +96,7 @@ def compiled(arguments: TrainingArguments, devices: list[Any]) -> tuple[list[str
 
 
 def trainer_for(arguments: TrainingArguments) -> tuple[BaseTrainer, Facts]:
-    """Returns the trainer of a run, and what is to be told of its data: where they cannot be read from here, rows of the same
+    """Returns the trainer of a run, and notes on its data: where they cannot be read from here, rows of the same
     shapes stand for them. Raises ValueError for a trainer that only implements the protocol."""
     cls = load_trainer(arguments.trainer)
     if not issubclass(cls, BaseTrainer):

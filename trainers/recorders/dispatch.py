@@ -55,7 +55,7 @@ class Recorders:
         """Waits at most `timeout_s` until everything is recorded. Reports what is not."""
         deadline_s = time.monotonic() + timeout_s
         for feed in self._feeds:
-            # All are told before one is waited for: so they end side by side, within one time limit.
+            # All are asked before one is waited for: so they end side by side, within one time limit.
             feed.end()
         for feed in self._feeds:
             feed.join(max(0.0, deadline_s - time.monotonic()))

@@ -23,7 +23,7 @@ from trainers.runtime.plain import number, plain, whole_number
 from trainers.stop_reason import StopReason
 
 MAX_ODD, MAX_ODD_TEXT = 20, 300
-"""How many mistakes in reports are told, and how many letters of each."""
+"""How many mistakes in reports are reported, and how many letters of each."""
 
 
 class Runtime:
@@ -104,7 +104,7 @@ class Runtime:
         kind = re.sub(r"[\d.]+", "0", what)
         if kind not in self._odd and len(self._odd) < MAX_ODD:
             self._odd.add(kind)
-            self.note(f"not passed on: {what[:MAX_ODD_TEXT]}; training goes on, and the next ones like it are not told")
+            self.note(f"not passed on: {what[:MAX_ODD_TEXT]}; training goes on, and the next ones like it are not reported")
 
     def phase(self, name: str) -> None:
         self._phase = name

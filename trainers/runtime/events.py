@@ -115,6 +115,15 @@ class SaveFailed(Envelope):
     error: str
 
 
+class RequestsFailed(Envelope):
+    """Requests of this process to a bucket have failed since the last such event."""
+
+    ev: Literal["requests_failed"]
+    number: int
+    why: str
+    """Of the last of them."""
+
+
 class RefusedCheckpoint(TypedDict):
     step: int
     why: str
@@ -249,6 +258,7 @@ Event = (
     | Saving
     | Saved
     | SaveFailed
+    | RequestsFailed
     | Restored
     | Metrics
     | Preview

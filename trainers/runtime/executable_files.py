@@ -212,7 +212,7 @@ def _named(module: str, name: str) -> Any:
 
 
 def _is_node(found: Any) -> bool:
-    """Whether it is a class whose objects are nodes of trees: a NamedTuple, or one that JAX was told of."""
+    """Whether it is a class whose objects are nodes of trees: a NamedTuple, or one registered with JAX."""
     if not isinstance(found, type):
         return False
     return (issubclass(found, tuple) and hasattr(found, "_fields")) or found in tree_util._registry

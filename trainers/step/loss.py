@@ -253,11 +253,11 @@ class LossFunction:
 def note_on_batch(error: Exception, task: str, batch: Batch) -> str:
     """Returns what the batch was for which a task's loss raised `error`."""
     columns = ", ".join(f"{name} {leaf.dtype}{list(jnp.shape(leaf))}" for name, leaf in batch.items())
-    told = f"while the loss of {task} was traced with a batch of {columns}"
+    detail = f"while the loss of {task} was traced with a batch of {columns}"
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
     if not isinstance(name, str) or name in batch:
-        return told
-    return f"{told}: it has no column {name!r}; give the examples of data.dataset one, or use another name in the loss"
+        return detail
+    return f"{detail}: it has no column {name!r}; give the examples of data.dataset one, or use another name in the loss"
 
 
 def _has_sums(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Kinds of JSON documents: each has a format, a shape, and a digest of its contents. Without JAX.
 
-A document that was changed by anything but its program is damaged, and is told from one that a newer program wrote. A document of
-a program before there were formats has no format, and perhaps no digest: it passes if it has the shape.
+A document that was changed by anything but its program is damaged. One that a newer program wrote is not, and is refused by name.
+A document of a program before there were formats has no format, and perhaps no digest: it passes if it has the shape.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ KIND = DocumentKind("run.json", _Document, "MLflow and W&B begin a new run", wit
 
 class Identity(NamedTuple):
     id: str
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     """What people must know about it, as sentences."""
 
 
@@ -50,21 +50,21 @@ def of(run_folder: str | os.PathLike[str]) -> Identity:
     if documents.is_url(run_folder):
         return _of_bucket(os.fspath(run_folder))
     folder = os.path.realpath(run_folder)
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     try:
         known = KIND.read(path)
     except DamagedDocument as error:
-        known, told = None, (KIND.set_aside(path, error),)
+        known, notes = None, (KIND.set_aside(path, error),)
     if known is None:
         # W&B knows an old run by its path.
-        is_old = not told and any(Path(folder, name).exists() for name in OF_OLD_RUNS)
+        is_old = not notes and any(Path(folder, name).exists() for name in OF_OLD_RUNS)
         known = {"id": _of_path(os.path.abspath(run_folder)) if is_old else uuid.uuid4().hex[:16], "folder": ""}
     elif known["folder"] != folder and _is_another(known["folder"], folder, known["id"]):
-        told = (COPY.format(folder, known["folder"]),)
+        notes = (COPY.format(folder, known["folder"]),)
         known = {"id": uuid.uuid4().hex[:16], "folder": ""}
     if known["folder"] != folder:
         KIND.write(path, {"id": known["id"], "folder": folder})
-    return Identity(known["id"], told)
+    return Identity(known["id"], notes)
 
 
 def local_folder(run_folder: str | os.PathLike[str]) -> str:
@@ -76,22 +76,22 @@ def local_folder(run_folder: str | os.PathLike[str]) -> str:
 
 
 def _of_bucket(url: str) -> Identity:
-    place, told = place_of(url) / KIND.name, tuple[str, ...]()
+    place, notes = place_of(url) / KIND.name, tuple[str, ...]()
     mine = {"id": uuid.uuid4().hex[:16], "folder": place.parent.url}
     try:
         known = KIND.read(place)
     except DamagedDocument as error:
-        known, told = None, (KIND.set_aside(place, error),)
+        known, notes = None, (KIND.set_aside(place, error),)
     if known is None:
         # Several may ask for it at once.
         known = mine if KIND.create(place, mine) else KIND.read(place) or mine
     if known["folder"] != mine["folder"]:
         before = known["folder"]
         if documents.is_url(before) and (there := KIND.read(place_of(before) / KIND.name)) and there["id"] == known["id"]:
-            told = (*told, COPY.format(mine["folder"], before))
+            notes = (*notes, COPY.format(mine["folder"], before))
             known = mine
         KIND.write(place, {"id": known["id"], "folder": mine["folder"]})
-    return Identity(known["id"], told)
+    return Identity(known["id"], notes)
 
 
 def _of_path(folder: str) -> str:

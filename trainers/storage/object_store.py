@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainers.storage import durable
+from trainers.storage import durable, failed_requests
 from trainers.storage.store import Entry, StorageFull, StorageProblem, StorageRefused, StorageUnavailable, Store, checked_name
 
 T = TypeVar("T")
@@ -35,6 +35,8 @@ _NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|/latest/api/token|/latest/meta
 _PASSES = re.compile(r"RequestTimeout|SlowDown|ConditionalRequestConflict|OperationAborted")
 """Codes of answers in the 400s that pass."""
 ELSEWHERE = "the bucket is in another region, or at another endpoint: set AWS_REGION, or AWS_ENDPOINT_URL"
+NO_FAILURE = frozenset({errno.ERANGE, errno.ENOTSUP})
+"""What an answer of these means was asked for."""
 PASSES = frozenset({408, 409, 425, 429, *range(500, 600)} - {501, 505, 507})
 """The statuses of answers that may be others a moment later."""
 
@@ -93,7 +95,7 @@ class ObjectStore(Store):
         self._bulk = client if bulk is None else bulk
         self._client, self._prefix, self._advice = client, f"{prefix}/" if prefix else "", advice
         self.keeps_versions = False
-        """Whether a write has shown that the bucket keeps what is replaced and deleted; told by S3 alone."""
+        """Whether a write has shown that the bucket keeps what is replaced and deleted; only S3 says so."""
 
     def get(self, name: str) -> bytes | None:
         import obstore
@@ -316,7 +318,10 @@ class _Attempts:
                 raise self._store.problem_of(error, self._name) from error
             raise
         except (BaseError, OSError, ValueError, NotImplementedError) as error:
-            raise self._store.problem_of(error, self._name) from error
+            problem = self._store.problem_of(error, self._name)
+            if problem.errno not in NO_FAILURE:
+                failed_requests.HERE.add(f"{problem.filename}: {problem.strerror}")
+            raise problem from error
 
     def wait(self, error: StorageUnavailable) -> None:
         """Waits before the next try. Raises the error if the patience has ended."""

@@ -1,6 +1,6 @@
 """Deletes what Gangway has made, and nothing else. No other file of `trainers` and `orchestrator` deletes anything. Without JAX.
 
-What Gangway makes can be told from what a user has put beside it, by a *mark*: a name that nobody gives to a file of his own
+A *mark* distinguishes what Gangway makes from what a user has put beside it: a name that nobody gives to a file of their own
 (`12.saving-3_1_0c9e41aa`), or a file inside (the `meta.json` of a checkpoint). Whoever deletes names the mark that must be there.
 The settings of a run may name any folder, so its path alone says nothing about whose the things in it are.
 """

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from trainers.storage import ours
+from trainers.storage import mounts, ours
 from trainers.storage.documents import StorageError
 from trainers.storage.object_store import Limits, ObjectStore
 from trainers.storage.opening import is_url, open_store
@@ -27,6 +27,8 @@ AGAIN = b'{"again": true}\n'
 def check_writable(run_dir: str | os.PathLike[str]) -> None:
     """Creates the run's folder, and tries everything in it that a run needs of its storage. Raises StorageError with the reason
     and what to do about it."""
+    if not is_url(run_dir) and (problem := mounts.problem_of(run_dir)):
+        raise StorageError(f"storage: {problem}")
     try:
         store = open_store(run_dir, LIMITS)
     except StorageProblem as error:

@@ -107,6 +107,8 @@ class CausalLMTask:
 
     reads: frozenset[str] = frozenset({"tokens", "weight", "token_weight", "segments", "positions", "labels", *FOR_ALL})
     """The leaves of a batch that it has a use for."""
+    predicts = "texts"
+    """What a model in MLflow answers with (`trainers.pyfunc`)."""
 
     def __init__(self, arguments: TrainingArguments):
         self.arguments = arguments

@@ -26,6 +26,7 @@ class ClassificationTask(ScoringTask):
 
     reads = ScoringTask.reads | {"label"}
     dataset = "trainers.data.sources.classification:labelled_texts"
+    predicts = "labels"
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

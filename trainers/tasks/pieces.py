@@ -29,16 +29,16 @@ class PiecesTask:
         pieces = arguments.pieces
         if pieces.model is None or pieces.loss is None:
             raise UsageError(f"pieces.{'loss' if pieces.model else 'model'} {ELSEWHERE}")
-        self._take(load_object(pieces.model), load_object(pieces.loss))
+        self._use(load_object(pieces.model), load_object(pieces.loss))
 
     @classmethod
     def of(cls, model: Any, loss: Callable[..., Any]) -> PiecesTask:
         """Returns the task of these objects."""
         task = cls.__new__(cls)
-        task._take(model, loss)
+        task._use(model, loss)
         return task
 
-    def _take(self, model: Any, loss: Callable[..., Any]) -> None:
+    def _use(self, model: Any, loss: Callable[..., Any]) -> None:
         self._model, self._loss = model, loss
         self._loss_takes_training = "training" in inspect.signature(loss).parameters
 

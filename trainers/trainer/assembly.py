@@ -100,7 +100,7 @@ class Assembly:
         self.design = design or ModelDesign(trainer, self.batching)
         self.validation = UnitMaker(trainer, self)
         self.saved: collections.deque[tuple[int, str]] = collections.deque()
-        """(step, path) of checkpoints that are complete, and that callbacks have not been told of."""
+        """(step, path) of checkpoints that are complete, and that that were not passed to the callbacks."""
         self._is_prepared = False
         self._functions: TrainerConfigureFunctionOutput | None = None
         self._steps: Steps | None = None

@@ -13,7 +13,7 @@ from trainers.callbacks import Callback
 from trainers.checkpoint import assets
 from trainers.config.section import parse_duration_s
 from trainers.data.iterated_loader import IteratedLoader
-from trainers.data.loader import Tells, TellsNumbers
+from trainers.data.loader import HasNotes, TellsNumbers
 from trainers.diagnostics import memory, nonfinite
 from trainers.errors import OutOfMemoryError, UsageError
 from trainers.evaluation.score import ScoreKeeper
@@ -82,8 +82,8 @@ class TrainingRun:
         state = resume.newest()
         self._finish_frozen(resume.meta)
         self._keep_assets()
-        if isinstance(trainer.dataset_train, Tells) and not resume.meta:
-            for line in trainer.dataset_train.told():
+        if isinstance(trainer.dataset_train, HasNotes) and not resume.meta:
+            for line in trainer.dataset_train.notes():
                 note_from_host0(line)
         self.saver.restore(resume.meta)
         self._time_used.resume(resume.meta)

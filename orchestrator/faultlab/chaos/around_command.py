@@ -10,7 +10,7 @@ import re
 import time
 
 from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
-from orchestrator.faultlab.testbed.live_run import Run
+from orchestrator.faultlab.testbed.live_run import Run, step_of
 from orchestrator.run_state.outcome import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 
 FULL_S = 15.0
@@ -53,32 +53,32 @@ def never(testbed: Testbed, injection: Injection) -> bool:
 def go_on(testbed: Testbed, injection: Injection) -> None:
     """Runs the command again, which was to stop with its last step saved."""
     status, saved = testbed.run.process.wait(), newest_saved(testbed.run)
-    told = last_words(testbed.run, injection)
-    if (status, told) != (EXIT_STOPPED, (saved, saved)):
-        injection.problem = f"exit status {status}, {shown(told)}; saved at {saved}, expected to stop there with {EXIT_STOPPED}"
+    said = last_words(testbed.run, injection)
+    if (status, said) != (EXIT_STOPPED, (saved, saved)):
+        injection.problem = f"exit status {status}, {shown(said)}; saved at {saved}, expected to stop there with {EXIT_STOPPED}"
     testbed.run.start()
 
 
 def free_disk_and_go_on(testbed: Testbed, injection: Injection) -> None:
-    """Makes room, and runs the command again if it has ended. Then it must not have told of a whole training that is not saved,
+    """Makes room, and runs the command again if it has ended. Then it must not have reported a whole training that is not saved,
     or the other way about."""
     assert testbed.disk is not None
     if testbed.run.running():
         testbed.disk.free()
         return
     status, saved = testbed.run.process.wait(), newest_saved(testbed.run)
-    told = last_words(testbed.run, injection)
+    said = last_words(testbed.run, injection)
     finished = saved == testbed.max_steps
-    true = status == EXIT_FINISHED if finished else status == EXIT_FAILED and told is not None and told[1] == saved
+    true = status == EXIT_FINISHED if finished else status == EXIT_FAILED and said is not None and said[1] == saved
     if not true:
-        injection.problem = f"exit status {status}, {shown(told)}; saved at {saved} of {testbed.max_steps}"
+        injection.problem = f"exit status {status}, {shown(said)}; saved at {saved} of {testbed.max_steps}"
     injection.details |= {"status": status, "saved": saved}
     testbed.disk.free()
     testbed.run.start()
 
 
 def newest_saved(run: Run) -> int:
-    return int(run.checkpoints()[-1].name) if run.checkpoints() else 0
+    return step_of(run.checkpoints()[-1]) if run.checkpoints() else 0
 
 
 def last_words(run: Run, injection: Injection) -> tuple[int, int] | None:
@@ -87,5 +87,5 @@ def last_words(run: Run, injection: Injection) -> tuple[int, int] | None:
     return (int(found[-1][0]), int(found[-1][1] or 0)) if found else None
 
 
-def shown(told: tuple[int, int] | None) -> str:
-    return "nothing told of where it stopped" if told is None else f"told: stopped at {told[0]}; saved at {told[1]}"
+def shown(said: tuple[int, int] | None) -> str:
+    return "nothing said of where it stopped" if said is None else f"said: stopped at {said[0]}; saved at {said[1]}"

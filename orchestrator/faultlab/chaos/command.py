@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,14 @@ from orchestrator.faultlab.chaos import faults
 from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection, Testbed, noticed
 from orchestrator.faultlab.chaos.score import Disturbed, Score, score, show, unfinished_files
-from orchestrator.faultlab.testbed.live_run import Run, RunError
+from orchestrator.faultlab.testbed.live_run import Run, RunError, path_of
 from orchestrator.faultlab.testbed.local_cluster import local_cluster, network, why_no_network
 from orchestrator.faultlab.testbed.resources import ResourceError, mlflow_server, small_disk, why_no_small_disk
 from orchestrator.planning import report
 from orchestrator.run_state.launch import STATE
-from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.tracker import left_over
+from trainers.checkpoint import layout
+from trainers.checkpoint.standing import Folder
 from trainers.config.yaml_source import shown_override
 from trainers.first_line import say
 from trainers.program import program
@@ -116,8 +117,6 @@ def words(text: str) -> list[str]:
 
 def fresh_name(config: JobConfig) -> tuple[str, str | None]:
     """Returns a line for people and an override, if there is a run of this name already."""
-    if documents.is_url(config.run_dir):
-        return "", None  # `play` refuses it
     name, storage = config.training.name, config.training.storage
     names = (name if number == 1 else f"{name}-{number}" for number in itertools.count(1))
     free = next(each for each in names if not any(is_taken(storage, each, suffix) for suffix in ("", "-reference")))
@@ -151,23 +150,38 @@ def hosts_overrides(hosts: str | None) -> list[str]:
 
 def play(arguments: argparse.Namespace, overrides: Sequence[str], config: JobConfig) -> Score:
     """Makes the disturbed run, then its reference run, and writes the score."""
-    if documents.is_url(config.run_dir):
-        raise RunError(f"{config.run_dir}: chaos damages files, for which it needs a local or mounted folder; set storage=PATH")
     skipped = {kind: why for kind in dict.fromkeys(arguments.kinds) if (why := why_not(kind, config))}
     kinds = [kind for kind in arguments.kinds if kind not in skipped]
     if not kinds:
         raise RunError("; ".join(f"{kind}: {why}" for kind, why in skipped.items()))
     planned = faults.schedule(kinds, arguments.count or len(kinds), num_hosts(config.hosts), arguments.seed, arguments.spread_s)
-    folder = Path(f"{config.run_dir}-chaos")
-    run = disturb(arguments, overrides, config, planned, folder)
-    finished = run.summary["status"] == "finished"
-    reference = replay(arguments.config, overrides, config, run.summary, folder) if finished else NO_REFERENCE
+    with work_folder(config.run_dir) as folder:
+        run = disturb(arguments, overrides, config, planned, folder)
+        finished = run.summary["status"] == "finished"
+        reference = replay(arguments.config, overrides, config, run.summary, folder) if finished else NO_REFERENCE
     result = score(planned, skipped, run, reference)
-    path = arguments.json or str(folder / "chaos.json")
+    path = arguments.json or documents.join(f"{config.run_dir}-chaos", "chaos.json")
     asked = {"config": arguments.config, "overrides": [*map(shown_override, overrides)], "seed": arguments.seed}
     documents.write_json(path, {**asked, **result.to_dict()})
     print(f"written to {path}")
     return result
+
+
+@contextmanager
+def work_folder(run_dir: str) -> Iterator[Path]:
+    """Yields the folder NAME-chaos, for orders, logs and the console. Of a run in a bucket it is a temporary one, and NAME-chaos
+    in the bucket gets the console."""
+    if not documents.is_url(run_dir):
+        yield Path(f"{run_dir}-chaos")
+        return
+    with tempfile.TemporaryDirectory(prefix="gangway-chaos-") as temporary:
+        folder = Path(temporary)
+        try:
+            yield folder
+        finally:
+            console = folder / "console.log"
+            if console.exists():
+                documents.write_text(documents.join(f"{run_dir}-chaos", console.name), console.read_text(errors="replace"))
 
 
 def why_not(kind: str, config: JobConfig) -> str | None:
@@ -183,9 +197,15 @@ def why_not(kind: str, config: JobConfig) -> str | None:
         return "it comes as the run ends, and nobody knows where that is; set max_num_steps"
     if "network" in needs:
         return why_no_network()
-    if "freezable" in needs:
-        return why_no_small_disk(freezable=True)
-    return why_no_small_disk() if "disk" in needs else None
+    return why_no_such_storage(needs, config)
+
+
+def why_no_such_storage(needs: Sequence[str], config: JobConfig) -> str | None:
+    wanted = [what for what in needs if what in ("disk", "freezable", "folder")]
+    if wanted and documents.is_url(config.run_dir):
+        what = "a folder that can be renamed" if wanted == ["folder"] else "a disk of its own"
+        return f"it needs {what}, and the storage is a bucket; set storage=PATH"
+    return why_no_small_disk(freezable="freezable" in wanted) if {"disk", "freezable"} & {*wanted} else None
 
 
 def on_a_cluster(kinds: Collection[str]) -> bool:
@@ -216,10 +236,10 @@ def disturb(
         if any(injection.kind == "tracking" and injection.healed_at_s > run.ended_at_s() for injection in injections):
             run.ship_the_rest()
         # The small disk is gone after this block.
-        if run_dir != Path(config.run_dir):
+        if isinstance(run_dir, Path) and run_dir != layout.folder_of(config.run_dir):
             shutil.copytree(run_dir, config.run_dir, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
         tracked = config.tracking.mlflow or testbed.mlflow is not None
-        not_shipped = left_over(str(run.run_dir / TRACKING)) if tracked else None
+        not_shipped = left_over(str(run.tracking())) if tracked else None
         if testbed.mlflow and (ended := testbed.mlflow.why_it_ended()):
             trouble = trouble or ended
         summary = unfinished(run) if trouble else run.summary()
@@ -235,12 +255,12 @@ def unfinished(run: Run) -> dict[str, Any]:
 
 def build_testbed(
     resources: ExitStack, config_path: str, overrides: Sequence[str], config: JobConfig, kinds: Collection[str], folder: Path
-) -> tuple[Testbed, Path]:
+) -> tuple[Testbed, Folder]:
     """Starts the run on the resources that these kinds need. Returns the testbed and the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run_overrides = [*overrides, *faults.overrides_for(kinds)]
     env: dict[str, str] = {}
-    run_dir = Path(config.run_dir)
+    run_dir: Folder = layout.folder_of(config.run_dir)
     disk = server = cluster = net = programs = None
     if faults.need(kinds, "programs"):
         programs = folder.absolute() / "programs"  # not those of this machine's other runs
@@ -263,13 +283,13 @@ def build_testbed(
         cluster = resources.enter_context(local_cluster(net, slices_of))
         env = {"RAY_ADDRESS": cluster.address, **cluster.authentication}
     surroundings = {what: faults.need(kinds, what) for what in ("terminal", "reader")}
-    run = Run(config_path, run_overrides, str(run_dir), folder, env, **surroundings)
+    run = Run(config_path, run_overrides, path_of(run_dir), folder, env, **surroundings)
     # If something fails below: the run must not outlive its resources.
     resources.callback(run.clean_up)
     run.start()
     if cluster:
         # The driver must be on the head before there are other nodes: any of those may be lost.
-        run.wait((run_dir / "lease.json").exists, "the driver")
+        run.wait((run.run_dir / "lease.json").exists, "the driver")
         for _ in range(num_hosts(config.hosts) // hosts_at_a_time(config.hosts) + config.hosts.spares + 1):
             cluster.add_machines()
     training = config.training
@@ -328,7 +348,7 @@ class Overcome:
         # Of several incidents without a step between them, only the last one gets a `resumed_step`.
         recovering = bool(incidents) and incidents[-1]["resumed_step"] is None
         if recovering or len(incidents) != self._num_incidents:
-            self._num_incidents, self._calm_since_s = len(incidents), time.time()
+            self._num_incidents, self._calm_since_s = len(incidents), run.now_s()
         if not self.injections:
             return bool(run.checkpoints())
         last = self.injections[-1]
@@ -339,7 +359,7 @@ class Overcome:
 
 def wait_for_fresh_checkpoint(run: Run) -> None:
     """Waits for a new checkpoint, and for an older one to fall back to."""
-    now_s = time.time()
+    now_s = run.now_s()
     run.wait(lambda: len(run.checkpoints()) > 1 and run.saved_after(now_s), "two checkpoints")
 
 

@@ -11,7 +11,7 @@ import psutil
 
 from orchestrator.faultlab.chaos import around_command, injectors
 from orchestrator.faultlab.chaos.injectors import Details, Fault, Injection, Testbed
-from orchestrator.faultlab.testbed.live_run import RunError
+from orchestrator.faultlab.testbed.live_run import RunError, step_of
 
 
 def nothing(testbed: Testbed, injection: Injection) -> None: ...
@@ -40,9 +40,9 @@ class Kind:
     until: Callable[[Testbed, Injection], bool] = at_once
     heal: Callable[[Testbed, Injection], None] = nothing
     needs: str = ""
-    """cluster, slices (a cluster of TPU slices), network, disk, freezable (a disk too), mlflow, supervisor, programs (a folder of
-    its own for executables), terminal, reader (of what the command prints), end (of the run, at a known step); and `fresh`: a
-    checkpoint that was completed just now, and one before it."""
+    """cluster, slices (a cluster of TPU slices), network, disk, freezable (a disk too), folder (as storage), mlflow,
+    supervisor, programs (a folder of its own for executables), terminal, reader (of what the command prints), end (of the run, at
+    a known step); and `fresh`: a checkpoint that was completed just now, and one before it."""
     last: int = 0
     """Kinds with a higher number come after all others: nothing of the run can be seen on its console any more, or it is over."""
     overrides: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ KINDS: Mapping[str, Kind] = {
         then=STORAGE,
         until=injectors.time_is_up,
         heal=injectors.bring_checkpoints_back,
-        needs="fresh",
+        needs="fresh folder",
     ),
     "disk_full": Kind(
         "the run's storage is full",
@@ -279,11 +279,11 @@ def inject(testbed: Testbed, fault: Fault) -> Injection:
     except (psutil.NoSuchProcess, ProcessLookupError) as error:
         raise RunError(f"{fault.kind}: what was to be injected on host {fault.host} was gone already: {error}") from error
     made = Injection(fault.kind, details.pop("host", fault.host), details.pop("at_s", at_s), at_s, details, before)
-    made.oldest_checkpoint = int(oldest.name) if oldest else 0
+    made.oldest_checkpoint = step_of(oldest) if oldest else 0
     testbed.run.wait(lambda: kind.until(testbed, made), f"{fault.kind} to show")
     kind.heal(testbed, made)
     # From here on a new checkpoint shows that the fault is overcome.
-    made.healed_at_s = time.time()
+    made.healed_at_s = testbed.run.now_s()
     return made
 
 

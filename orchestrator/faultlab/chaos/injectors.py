@@ -15,9 +15,11 @@ from typing import Any
 
 import psutil
 
-from orchestrator.faultlab.testbed.live_run import Run, RunError
+from orchestrator.faultlab.testbed.live_run import Run, RunError, step_of
 from orchestrator.faultlab.testbed.local_cluster import Cluster
 from orchestrator.faultlab.testbed.resources import MlflowServer, SmallDisk
+from trainers.checkpoint.standing import Folder
+from trainers.storage.opening import place_of
 
 SLOW_S, SLOW_STEPS = 0.3, 25
 TRACKING_DOWN_S = 3.0
@@ -60,7 +62,7 @@ class Testbed:
 
 
 Details = dict[str, Any]
-"""What is to be told of an injection: whose process, which file, which batch. `host` and `at_s`, if there, are better known."""
+"""What is recorded of an injection: whose process, which file, which batch. `host` and `at_s`, if there, are better known."""
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Injection:
     """When it was over, as far as it lies with us."""
     details: Details
     incidents_before: int = 0
-    """So many were known when the fault was injected. Not told by times: a clock may be what is set."""
+    """So many were known when the fault was injected. Not by times: a clock may be what is set."""
     oldest_checkpoint: int = 0
     """The step of the oldest one that was there: nothing may go on from before it."""
     problem: str | None = None
@@ -204,16 +206,19 @@ def _damage(testbed: Testbed, fault: Fault, change: Callable[[bytes, random.Rand
     """Damages a file of the newest checkpoint, and kills a process so that it has to be read."""
     rng = random.Random(fault.salt)
     newest = testbed.run.checkpoints()[-1]
-    path = pick_file(newest, rng)
-    data = path.read_bytes()
-    path.write_bytes(change(data, rng))
-    return {**kill_process(testbed, fault), "checkpoint": int(newest.name), "file": str(path.relative_to(newest))}
+    name = pick_file(newest, rng)
+    path = newest / name
+    if isinstance(path, Path):
+        path.write_bytes(change(path.read_bytes(), rng))
+    else:
+        path.put(change(path.get() or b"", rng))
+    return {**kill_process(testbed, fault), "checkpoint": step_of(newest), "file": name}
 
 
-def pick_file(folder: Path, rng: random.Random) -> Path:
-    """One that holds something."""
+def pick_file(folder: Folder, rng: random.Random) -> str:
+    """Returns the name in the folder of one that holds something."""
     # Sorted: the same seed has to choose the same file again.
-    return rng.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+    return rng.choice(sorted(entry.name for entry in place_of(folder).list() if entry.size))
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
@@ -229,23 +234,29 @@ REFUSED = re.compile(r"\S+\.xla could not be loaded")
 def flip_programs(testbed: Testbed, fault: Fault) -> Details:
     """In place, as a disk would. Whoever takes the process's place must not run what is left."""
     assert testbed.programs is not None
-    rng, told = random.Random(fault.salt), len(REFUSED.findall(testbed.run.console()))
+    rng, before = random.Random(fault.salt), len(REFUSED.findall(testbed.run.console()))
     paths = sorted(testbed.programs.glob("train_step-*.xla"))
     if not paths:
         raise RunError(f"no host has kept its train step in {testbed.programs}")
     for path in paths:
         path.write_bytes(flipped(path.read_bytes(), rng))
-    return {**kill_process(testbed, fault), "files": [path.name for path in paths], "told_before": told}
+    return {**kill_process(testbed, fault), "files": [path.name for path in paths], "said_before": before}
 
 
 def a_program_was_refused(testbed: Testbed, injection: Injection) -> bool:
-    return len(REFUSED.findall(testbed.run.console())) > injection.details["told_before"]
+    return len(REFUSED.findall(testbed.run.console())) > injection.details["said_before"]
+
+
+def on_disk(run: Run) -> Path:
+    """Returns the folder of a run that is not in a bucket."""
+    assert isinstance(run.run_dir, Path)
+    return run.run_dir
 
 
 def take_checkpoints_away(testbed: Testbed, fault: Fault) -> Details:
     """As when a share is not mounted any more: the folder is gone, or an empty one lies in its place. Then a process is killed,
     and the run looks for its checkpoints."""
-    folder = testbed.run.run_dir / CHECKPOINTS
+    folder = on_disk(testbed.run) / CHECKPOINTS
     empty = bool(fault.salt % 2)
     folder.rename(folder.with_name(CHECKPOINTS_AWAY))
     if empty:
@@ -255,7 +266,7 @@ def take_checkpoints_away(testbed: Testbed, fault: Fault) -> Details:
 
 def bring_checkpoints_back(testbed: Testbed, injection: Injection) -> None:
     """Over what was written in their place meanwhile, if anything was: that is kept beside them."""
-    folder = testbed.run.run_dir / CHECKPOINTS
+    folder = on_disk(testbed.run) / CHECKPOINTS
     with suppress(FileNotFoundError):
         injection.details["written_meanwhile"] = sorted(path.name for path in folder.iterdir())
         folder.rename(folder.with_name(f"{CHECKPOINTS}-meanwhile-{injection.incidents_before}"))
@@ -269,9 +280,9 @@ def time_is_up(testbed: Testbed, injection: Injection) -> bool:
 def fill_disk(testbed: Testbed, fault: Fault) -> Details:
     assert testbed.disk is not None
     # Counted before: saves that failed earlier do not show this fault.
-    told = testbed.run.console().count(SAVE_FAILED)
+    before = testbed.run.console().count(SAVE_FAILED)
     testbed.disk.fill()
-    return {"told_before": told}
+    return {"said_before": before}
 
 
 SAVE_FAILED = "failed, training goes on"
@@ -279,7 +290,7 @@ SAVE_FAILED = "failed, training goes on"
 
 
 def a_save_has_failed(testbed: Testbed, injection: Injection) -> bool:
-    return testbed.run.console().count(SAVE_FAILED) > injection.details["told_before"]
+    return testbed.run.console().count(SAVE_FAILED) > injection.details["said_before"]
 
 
 def free_disk(testbed: Testbed, injection: Injection) -> None:
@@ -362,6 +373,6 @@ def an_odd_event_was_told(testbed: Testbed, injection: Injection) -> bool:
 
 
 def order_odd_events(testbed: Testbed, fault: Fault) -> Details:
-    # One name for each fault: the same mistake is told once.
+    # One name for each fault: the same mistake is reported once.
     name = f"odd_{fault.salt:x}".translate(str.maketrans("0123456789", "ghijklmnop"))
     return {**ordered("odd_event", name=name)(testbed, fault), "name": name}

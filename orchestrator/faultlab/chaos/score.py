@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatch
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 from orchestrator.faultlab.chaos.faults import KINDS
 from orchestrator.faultlab.chaos.injectors import Fault, Injection
 from orchestrator.run_state.goodput import check_sum
+from orchestrator.run_state.stored import CHECKPOINTS
+from trainers.checkpoint.standing import Folder, committed_in
+from trainers.storage.store import Place
 
 LEDGER_TOLERANCE = 1e-3
 """Of the wall clock: by so much its categories may miss it."""
@@ -110,7 +113,7 @@ def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Distu
         f"{len(injections)} of {len(planned)} faults injected": len(injections) == len(planned),
         "each was noticed, and named with its host": all(outcome.wrong is None for outcome in outcomes),
         "the ledger's categories sum to the wall clock": not check_sum(summary["goodput"], summary["wall_s"], LEDGER_TOLERANCE),
-        "no time is told that is not within the run": not times_outside(run),
+        "no time is recorded that is not within the run": not times_outside(run),
         f"all metrics have arrived{f': {run.not_shipped}' if run.not_shipped else ''}": run.not_shipped is None,
         "nothing left behind": not run.left_behind,
     }
@@ -122,12 +125,12 @@ def score(planned: Sequence[Fault], skipped_kinds: Mapping[str, str], run: Distu
 def times_outside(run: Disturbed) -> list[str]:
     """What the run tells that cannot be: it lasted longer than it did, or something happened before it or after."""
     earliest_s, latest_s = run.began_s - CLOCK_TOLERANCE_S, run.ended_s + CLOCK_TOLERANCE_S
-    told = [] if run.summary["wall_s"] <= latest_s - run.began_s else [f"it lasted {run.summary['wall_s']:.0f} s"]
+    wrong = [] if run.summary["wall_s"] <= latest_s - run.began_s else [f"it lasted {run.summary['wall_s']:.0f} s"]
     for number, incident in enumerate(run.summary["incidents"]):
         failed_s, seconds = incident["failed_at_s"], incident["recovery_s"].values()
         if not (earliest_s <= failed_s <= failed_s + incident["total_s"] <= latest_s and all(s >= 0 for s in seconds)):
-            told.append(f"incident {number}: {failed_s - run.began_s:.0f} s after the beginning, for {incident['total_s']:.0f} s")
-    return told
+            wrong.append(f"incident {number}: {failed_s - run.began_s:.0f} s after the start, for {incident['total_s']:.0f} s")
+    return wrong
 
 
 def same(summary: Mapping[str, Any], reference: Mapping[str, Any], digest: str) -> bool:
@@ -169,8 +172,18 @@ def _problems(injection: Injection, incidents: Sequence[Incident]) -> Iterator[s
             yield f"went on from step {incident['resumed_step']}, with a checkpoint of step {injection.oldest_checkpoint}"
 
 
-def unfinished_files(run_dir: Path) -> list[str]:
+def unfinished_files(run_dir: Folder) -> list[str]:
+    if isinstance(run_dir, Place):
+        return _unfinished_objects(run_dir)
     return sorted(f"file {path.relative_to(run_dir)}" for pattern in UNFINISHED for path in run_dir.rglob(pattern))
+
+
+def _unfinished_objects(run: Place) -> list[str]:
+    names = [entry.name for entry in run.list()]
+    left = [name for name in names if any(fnmatch(part, pattern) for part in name.split("/") for pattern in UNFINISHED)]
+    committed = {kept.folder for kept in committed_in(run / CHECKPOINTS).values()}
+    nobodys = [name for name in (run / CHECKPOINTS).folders() if name not in committed]
+    return sorted([*(f"object {name}" for name in left), *(f"a checkpoint that no record names: {name}" for name in nobodys)])
 
 
 def kept(summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,9 @@ def deceive(path: str) -> None:
     def told_ns() -> int:
         return true_ns() + int(AHEAD_S.unpack(shared)[0] * 1e9)
 
-    for name, told in {"time": told_s, "time_ns": told_ns}.items():
-        told.__module__, told.__name__, told.__qualname__ = "time", name, name  # so that it is pickled by its name
-        setattr(time, name, told)
+    for name, patched in {"time": told_s, "time_ns": told_ns}.items():
+        patched.__module__, patched.__name__, patched.__qualname__ = "time", name, name  # so that it is pickled by its name
+        setattr(time, name, patched)
 
 
 def set_ahead(path: str | os.PathLike[str], seconds: float) -> None:

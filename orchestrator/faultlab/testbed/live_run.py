@@ -20,8 +20,13 @@ from orchestrator.run_state import incident_log
 from orchestrator.run_state.launch import STATE
 from orchestrator.run_state.lease import holder_of
 from orchestrator.run_state.run_folder import RunFolder
+from orchestrator.run_state.stored import CHECKPOINTS
 from orchestrator.run_state.summary import SUMMARY
-from trainers.storage import documents, ours
+from orchestrator.tracking.spool import FOLDER as TRACKING
+from trainers.checkpoint import layout
+from trainers.checkpoint.standing import Folder, at
+from trainers.storage import documents, identity, ours
+from trainers.storage.store import Place
 
 FAULTS_VARIABLE = "GANGWAY_FAULTS"
 """As in trainers/diagnostics/fault_injection.py, which says what lies in the folder that it names."""
@@ -56,9 +61,11 @@ class Run:
     ):
         if documents.exists(documents.join(run_dir, STATE)):
             raise RunError(f"{run_dir} holds a run already: names must be free here; remove it, or set name= or storage=")
-        self.config_path, self.overrides, self.run_dir = config_path, [*overrides], Path(run_dir)
+        self.config_path, self.overrides, self.run_dir = config_path, [*overrides], layout.folder_of(run_dir)
         self.output = folder / "console.log"
         self.screen = Screen(self.output, terminal=terminal, reader=reader)
+        self._first_seen_s: dict[str, float] = {}
+        """When each checkpoint was seen first, by the name of its folder."""
         self.orders = folder / "faults"
         self.orders.mkdir(parents=True, exist_ok=True)
         # By this path the training processes of the run are found (`_log_of`), whoever started them.
@@ -130,7 +137,7 @@ class Run:
 
     def incidents(self) -> list[dict[str, Any]]:
         """Of all its launches, in their order."""
-        lines = RunFolder(str(self.run_dir)).last_lines(incident_log.NAME)
+        lines = RunFolder(path_of(self.run_dir)).last_lines(incident_log.NAME)
         return [entry.incident.to_dict() for _, entry in incident_log.with_launches(lines)[0]]
 
     def summary(self) -> dict[str, Any]:
@@ -140,29 +147,43 @@ class Run:
         return summary
 
     def ended_at_s(self) -> float:
-        """When it wrote its summary; 0 if it has not."""
-        return modified_s(self.run_dir / SUMMARY)
+        """When it wrote its summary; 0 if it has not, or in a bucket."""
+        path = self.run_dir / SUMMARY
+        return modified_s(path) if isinstance(path, Path) else 0.0
+
+    def tracking(self) -> Path:
+        """Returns the folder of its metrics: in a bucket there are copies alone, and the files are on this machine."""
+        folder = self.run_dir if isinstance(self.run_dir, Path) else Path(identity.local_folder(self.run_dir.url))
+        return folder / TRACKING
 
     def ship_the_rest(self) -> None:
         """What the end of a run tells its user to do, if the tracking server was down then."""
-        command = [sys.executable, "-m", "orchestrator.tracking", str(self.run_dir)]
+        command = [sys.executable, "-m", "orchestrator.tracking", path_of(self.run_dir)]
         with self.output.open("a") as log, suppress(subprocess.TimeoutExpired):  # what is left then is found
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=self._env, timeout=PATIENCE_S, check=False)
 
     def console(self) -> str:
         return self.output.read_text(errors="replace")
 
-    def checkpoints(self) -> list[Path]:
+    def checkpoints(self) -> list[Folder]:
         """Folders of the complete ones, oldest first."""
-        try:
-            folders = [path for path in (self.run_dir / "checkpoints").iterdir() if path.name.isdigit()]
-        except FileNotFoundError:
-            return []
-        return sorted(folders, key=lambda path: int(path.name))
+        folder = self.run_dir / CHECKPOINTS
+        found = [at(folder, step) for step in layout.steps(folder)]
+        for path in found:
+            self._first_seen_s.setdefault(path.name, time.time())
+        return found
+
+    def now_s(self) -> float:
+        """Returns the time, for `saved_after`: what is complete by now is known."""
+        self.checkpoints()
+        return time.time()
 
     def saved_after(self, at_s: float) -> bool:
-        """Whether a checkpoint was completed after that time."""
-        return any(modified_s(path) > at_s for path in self.checkpoints())
+        """Whether a checkpoint was completed after that time, which `now_s` has told. A bucket tells no times that could be
+        compared with those of this machine: there it counts when a checkpoint was seen first."""
+        return any(
+            (modified_s(path) if isinstance(path, Path) else self._first_seen_s[path.name]) > at_s for path in self.checkpoints()
+        )
 
     # ------------------------------------------------------------------ its processes
 
@@ -203,7 +224,7 @@ class Run:
 
     def driver(self) -> psutil.Process:
         """The process that holds the run's lease."""
-        holder = holder_of(str(self.run_dir))
+        holder = holder_of(path_of(self.run_dir))
         if holder is None:
             raise RunError("the run has no driver yet")
         return psutil.Process(holder.pid)
@@ -268,11 +289,21 @@ class Run:
         # The guard of a training process shares its command line, but has closed its output.
         return path if path.startswith(f"{self.logs}/") and LOG_OF_PROCESS.search(path) else None
 
-    def _read(self, path: Path) -> dict[str, Any] | None:
+    def _read(self, path: Folder) -> dict[str, Any] | None:
         try:
-            return json.loads(path.read_text())
+            return json.loads(path.read_text() if isinstance(path, Path) else path.get() or b"")
         except (FileNotFoundError, ValueError):  # ValueError: a disk that is full leaves empty files
             return None
+
+
+def path_of(folder: Folder) -> str:
+    """Returns the path, or the URL."""
+    return folder.url if isinstance(folder, Place) else str(folder)
+
+
+def step_of(checkpoint: Folder) -> int:
+    """Returns the step of a checkpoint from the name of its folder, which says more in a bucket."""
+    return int(checkpoint.name.partition("-")[0])
 
 
 def command_of(process: psutil.Process) -> str:

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from cluster.hosts.config import devices_per_host, num_hosts
 from orchestrator.config.job import ConfigError, JobConfig, load
-from orchestrator.faultlab.testbed.live_run import Run, RunError
+from orchestrator.faultlab.testbed.live_run import Run, RunError, path_of, step_of
 from orchestrator.faultlab.verify.compare import (
     Evidence,
     Finding,
@@ -30,12 +30,15 @@ from orchestrator.faultlab.verify.compare import (
     judge_twice,
     passed,
 )
-from orchestrator.tracking.spool import FOLDER as TRACKING
 from orchestrator.tracking.spool import SPOOL
+from trainers.checkpoint import layout
+from trainers.checkpoint.standing import Folder
 from trainers.config.yaml_source import shown_override
 from trainers.first_line import say
 from trainers.program import program
 from trainers.storage import documents, not_finite, ours
+from trainers.storage.opening import place_of
+from trainers.storage.store import Place
 from trainers.terminal import command
 
 REPORT = "verify.json"
@@ -90,14 +93,10 @@ class Trial:
         self.config_path, self.overrides, self.console = arguments.config, [*arguments.overrides], console
         self.steps, self.tolerance = arguments.steps, arguments.tolerance
         self.config = load(self.config_path, self.overrides)
-        if documents.is_url(self.config.run_dir):
-            raise RunError(
-                f"{self.config.run_dir}: verify reads what the runs write; set storage=PATH to a local or mounted folder"
-            )
-        self.folder = Path(f"{self.config.run_dir}-verify")
-        if self.folder.exists() and not (self.folder / REPORT).exists():
+        self.folder = layout.folder_of(f"{self.config.run_dir}-verify")
+        if documents.exists(self.folder) and not (self.folder / REPORT).exists():
             raise RunError(f"{self.folder} is in the way, and not of an earlier verify: remove it, or set name= or storage=")
-        ours.delete(self.folder, TRIAL)
+        delete(self.folder, TRIAL)
         # Marks the folder as ours at once: after an interrupt, the next verify may delete it.
         documents.write_json(self.folder / REPORT, {"passed": None})
         training = self.config.training
@@ -115,9 +114,9 @@ class Trial:
         return [*findings, *self._resize(plain)]
 
     def remove_runs(self) -> None:
-        for path in self.folder.iterdir():
-            if path.is_dir() and RUN.is_on(path):
-                ours.delete(path, RUN)
+        for name in place_of(self.folder).folders():
+            if RUN.is_on(self.folder / name):
+                delete(self.folder / name, RUN)
 
     def _resize(self, plain: Evidence) -> list[Finding]:
         hosts, why_not = fewer_hosts(self.config)
@@ -128,7 +127,7 @@ class Trial:
         findings = [judge_resized(plain, resized, self.tolerance, self.where)]
         lineage = {name: resized.summary[name] for name in ("lineage", "skipped_batches")}
         documents.write_json(self.folder / "lineage.json", lineage)
-        again = self._evidence("replayed", more=[f"driver.replay={self.folder / 'lineage.json'}"])
+        again = self._evidence("replayed", more=[f"driver.replay={path_of(self.folder / 'lineage.json')}"])
         return [*findings, judge_replayed(resized, again, self.where)]
 
     def _evidence(
@@ -140,8 +139,8 @@ class Trial:
     ) -> Evidence:
         """Makes a run; `go_on`: it will stop by itself, and goes on with these overrides."""
         with tempfile.TemporaryDirectory(prefix="gangway-verify-") as orders:
-            own = [*self.overrides, *shortened(self.steps), f"storage={self.folder}", f"name={name}", *more]
-            run = Run(self.config_path, own, str(self.folder / name), Path(orders))
+            own = [*self.overrides, *shortened(self.steps), f"storage={path_of(self.folder)}", f"name={name}", *more]
+            run = Run(self.config_path, own, path_of(self.folder / name), Path(orders))
             run.record_batches()
             if prepare:
                 prepare(run, self.steps)
@@ -213,11 +212,11 @@ def read_evidence(run: Run, steps: int) -> Evidence:
     summary = run.summary()
     if summary["status"] != "finished":
         raise RunError(f"the run {run.run_dir.name!r} {summary['status']}: {summary['error'] or summary['stop_reason']}")
-    metas = {int(path.name): path / "meta.json" for path in run.checkpoints()}
-    fingerprints = {step: json.loads(path.read_text())["fingerprints"] for step, path in metas.items() if path.exists()}
+    metas = {step_of(path): documents.read_json(path / "meta.json") for path in run.checkpoints()}
+    fingerprints = {step: meta["fingerprints"] for step, meta in metas.items() if meta}
     # Batches that were only drawn ahead of the end were not trained on.
     batches = {batch: rows for batch, rows in run.batches().items() if batch < steps}
-    return Evidence(batches, fingerprints, read_losses(run.run_dir / TRACKING / SPOOL), summary)
+    return Evidence(batches, fingerprints, read_losses(run.tracking() / SPOOL), summary)
 
 
 def read_losses(path: Path) -> dict[int, float]:
@@ -236,6 +235,14 @@ def check_evidence(evidence: Evidence, trainer: str) -> None:
             f"trainer = {trainer} leaves no fingerprints of its state or takes no callbacks: verify can compare trainers that "
             "are built on trainers.base:BaseTrainer"
         )
+
+
+def delete(folder: Folder, mark: ours.Mark) -> None:
+    """Deletes a folder with all that is in it, if there is one. Raises NotOursError if it lacks the mark, and OSError."""
+    if not isinstance(folder, Place):
+        ours.delete(folder, mark)
+    elif folder.is_dir():
+        ours.delete_folder(folder, mark)
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:

@@ -124,7 +124,7 @@ def test_what_a_person_reads(capsys):
     assert any(line.startswith("  all-gather") and "layers" in line for line in told)
 
 
-def test_a_wrong_configuration_is_told(capsys):
+def test_a_wrong_configuration_is_reported(capsys):
     status = command.main([str(ROOT / "configs" / "tiny.yaml"), "mesh.tensor=3"])
     assert status == command.EXIT_REFUSED
     assert "does not fit" in capsys.readouterr().err

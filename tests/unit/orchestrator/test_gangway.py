@@ -124,7 +124,7 @@ def test_an_unknown_command_is_refused_with_the_one_that_was_meant(word, says, c
     assert called == []
 
 
-def test_a_version_is_told(capsys):
+def test_a_version_is_reported(capsys):
     assert gangway.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("gangway")
 
@@ -141,7 +141,7 @@ def test_the_program_imports_from_the_working_folder_as_python_m_does(monkeypatc
     assert "/environment/bin" not in sys.path
 
 
-def test_a_working_folder_that_was_deleted_is_told(monkeypatch, capsys, called):
+def test_a_working_folder_that_was_deleted_is_reported(monkeypatch, capsys, called):
     def getcwd():
         raise FileNotFoundError(2, "No such file or directory")
 
@@ -203,7 +203,7 @@ def test_a_configuration_that_comes_with_gangway_is_found_by_its_name(monkeypatc
     assert capsys.readouterr().err == ""
 
 
-def test_an_installation_without_its_files_is_told(monkeypatch, tmp_path):
+def test_an_installation_without_its_files_is_reported(monkeypatch, tmp_path):
     assert files.folder_of("configs") == ROOT / "configs"
     monkeypatch.setattr(files, "__file__", str(tmp_path / "orchestrator" / "shipped" / "files.py"))
     with pytest.raises(FileNotFoundError, match="this installation of gangway has no folder configs: expected"):

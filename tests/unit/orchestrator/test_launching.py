@@ -71,7 +71,7 @@ def test_the_plan_is_worked_out_while_ray_starts(job, happened):
     assert console.shown == [{"ev": "status", "state": "checking"}]
 
 
-def test_what_is_wrong_ends_ray_and_the_console_before_it_is_told(job, happened, monkeypatch, capsys):
+def test_what_is_wrong_ends_ray_and_the_console_before_it_is_reported(job, happened, monkeypatch, capsys):
     monkeypatch.setattr(report.Plan, "answer", ConfigError("x", ["no such column"]))
     console = Console()
     monkeypatch.setattr(launching, "make_console", lambda *given, **named: console)
@@ -171,7 +171,7 @@ def test_a_dry_run_that_would_begin_anew_says_where_the_earlier_run_goes(job, mo
         num_hosts=1,
         devices_per_host=1,
         mesh=dict.fromkeys(("data", "fsdp", "expert", "tensor"), 1),
-        continues={"step": 3, "told": ["goes on"]},
+        continues={"step": 3, "notes": ["goes on"]},
     )
     monkeypatch.setattr(report, "check", lambda config: plan)
     fresh = launching.How(dry_run=True, fresh=True)

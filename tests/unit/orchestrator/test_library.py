@@ -118,7 +118,7 @@ DATA = {"x": X, "y": 2 * X}
 ADAM = {"name": "adam", "learning_rate": 0.1}
 
 
-def test_everything_that_a_launch_cannot_take_is_told_at_once(tmp_path):
+def test_everything_that_a_launch_cannot_take_is_reported_at_once(tmp_path):
     wrong = training(tmp_path, loss=lambda model, batch: 0, optimizer=optax.sgd(0.1), run_dir=None)
     with pytest.raises(UsageError) as raised:
         library.launch(wrong, hosts=2, seed=3, drivr={})
@@ -200,7 +200,7 @@ def test_a_thread_has_no_signals():
     assert entered == [True]
 
 
-def test_a_process_that_ends_without_a_word_is_told_with_its_last_lines():
+def test_a_process_that_ends_without_a_word_is_reported_with_its_last_lines():
     told = library._without_a_word(-9, ["one", "two"])
     assert told == {"status": "failed", "error": "the process of the run ended without an outcome (exit status -9):\none\ntwo"}
     for status in (-signal.SIGINT, 130):

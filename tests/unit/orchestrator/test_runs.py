@@ -80,7 +80,7 @@ def test_an_end_is_the_outcome_of_the_newest_launch_alone(start, storage):
     assert (run.kind, run.state, run.stop_reason, run.left_s) == (overview.ENDED, "finished", "max_steps", None)
 
 
-def test_a_driver_that_is_gone_is_told(start, storage):
+def test_a_driver_that_is_gone_is_reported(start, storage):
     launch = start("a")
     path = storage / "a" / "lease.json"
     lease = LEASE_KIND.read(path)
@@ -94,7 +94,7 @@ def test_a_driver_that_is_gone_is_told(start, storage):
     assert overview.read(storage / "a", now_s=time.time() + 100.0).state == "driver silent"
 
 
-def test_what_is_damaged_is_told_and_the_rest_is_shown(start, storage, capsys):
+def test_what_is_damaged_is_reported_and_the_rest_is_shown(start, storage, capsys):
     end(start("a"), "finished")
     for name in ("launch.json", "lease.json", "summary.json", "gang.json", "outcome.json"):
         (storage / "a" / name).write_text("{")
@@ -181,7 +181,7 @@ def an_incident(**changes):
     return Incident(**found | {"evidence": {"summary": "host 1 died", "stack": "line 1\nline 2"}} | changes)
 
 
-def test_the_incidents_of_all_launches_are_told_and_one_with_its_evidence(start, storage, capsys):
+def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(start, storage, capsys):
     launch = start("a")
     over = an_incident(resumed_step=15)
     launch.record(over)
@@ -214,7 +214,7 @@ def test_an_incident_of_a_newer_program_is_refused_by_name(start, storage, capsy
     assert "was written by a newer gangway" in capsys.readouterr().err
 
 
-def test_a_damaged_record_of_the_gang_is_told_by_profile(start, storage, capsys):
+def test_a_damaged_record_of_the_gang_is_reported_by_profile(start, storage, capsys):
     end(start("a"), "finished")
     (storage / "a" / "gang.json").write_text("{")
     assert profile.main([str(storage / "a")]) == profile.EXIT_REFUSED
@@ -272,7 +272,7 @@ def test_a_request_waits_for_what_comes_of_it(start, storage, monkeypatch):
         asking.ask(storage / "a", "stop", 1.0)
 
 
-def test_a_request_that_nobody_reads_is_told(start, storage, capsys):
+def test_a_request_that_nobody_reads_is_reported(start, storage, capsys):
     run_dir = start("a").run_dir
     assert asking.main("stop", "orchestrator.runs.stop", "", [run_dir, "--timeout", "0.1"]) == asking.EXIT_NOT_DONE
     assert "the driver has not read the request; the run is training" in capsys.readouterr().out

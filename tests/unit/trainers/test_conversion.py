@@ -30,7 +30,7 @@ def sections():
 
 
 @pytest.mark.parametrize(("cls", "name", "section"), list(sections()), ids=lambda value: getattr(value, "__name__", value))
-def test_each_section_may_be_a_dict_and_its_wrong_key_is_told(cls, name, section):
+def test_each_section_may_be_a_dict_and_its_wrong_key_is_reported(cls, name, section):
     first = dataclasses.fields(section)[0].name
     given = {first: getattr(section(), first)}
     assert cls(**NEEDED.get(cls, {}), **{name: given}) == cls(**NEEDED.get(cls, {}))
@@ -67,7 +67,7 @@ def test_sections_in_lists_and_by_name_and_optional_ones():
 
 
 @pytest.mark.parametrize("make", [lambda given: TrainingArguments(**given), lambda given: from_dict(TrainingArguments, given)])
-def test_all_problems_are_told_at_once(make):
+def test_all_problems_are_reported_at_once(make):
     wrong = {"data": {"sequence_lenght": 8, "retries": -1}, "optimizer": {"schedule": {"warmup_steps": "many"}, "eps": -1}}
     with pytest.raises(ValueError, match="seed") as raised:
         make({"name": "run", "seed": -1, **wrong})
@@ -90,7 +90,7 @@ def test_what_mentions_a_key_that_was_left_out_is_no_problem_of_its_own():
     ]
 
 
-def test_what_is_needed_is_told():
+def test_what_is_needed_is_reported():
     with pytest.raises(ValueError, match=r"^name: missing; it has no default$"):
         from_dict(TrainingArguments, {"max_num_steps": 1})
 

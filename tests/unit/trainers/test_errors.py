@@ -199,7 +199,7 @@ def test_an_error_whose_type_says_nothing(error):
     assert kind_of(error) == {"kind": "user", "deterministic": False}
 
 
-def test_an_error_whose_attributes_raise_is_told_all_the_same():
+def test_an_error_whose_attributes_raise_is_reported_all_the_same():
     class Strange(Exception):
         @property
         def response(self):

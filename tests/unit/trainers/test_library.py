@@ -278,7 +278,7 @@ def test_a_folder_with_a_run_of_another_model_is_refused(tmp_path):
         ({"sead": 3, "task": "a:b"}, r"(?s)sead.*\ntask: give model and loss"),
     ],
 )
-def test_a_wrong_setting_is_told_where_it_is_given(settings, told):
+def test_a_wrong_setting_is_reported_where_it_is_given(settings, told):
     with pytest.raises(UsageError, match=told):
         training(**settings)
 
@@ -351,7 +351,7 @@ def test_the_pieces_are_named_in_a_configuration(tmp_path):
     assert not (tmp_path / "run").exists()  # a configuration that is refused later leaves nothing
 
 
-def test_every_piece_that_cannot_be_imported_is_told_at_once(tmp_path):
+def test_every_piece_that_cannot_be_imported_is_reported_at_once(tmp_path):
     class Local(Line): ...
 
     wrong = Training(

@@ -319,7 +319,7 @@ def test_a_run_begins_with_an_adapter_of_peft(tmp_path, events):
     assert_equal(beginning(again).make().params, made.output.state.params)
 
 
-def test_an_adapter_of_peft_that_does_not_fit_is_told_before_a_machine_is_taken(tmp_path):
+def test_an_adapter_of_peft_that_does_not_fit_is_reported_before_a_machine_is_taken(tmp_path):
     def problems(**changes):
         return estimate.plan(arguments(tmp_path, **{**SETTINGS, "init_from": str(PEFT / "llama3"), **changes}), 8)[0]
 

@@ -41,7 +41,7 @@ def test_keys_of_other_sections_and_names_of_others_come_first(key, ours):
     assert near(key) == ours
 
 
-def test_without_the_orchestrator_the_same_is_told():
+def test_without_the_orchestrator_the_same_is_reported():
     with pytest.raises(ValueError, match=r"^learning_rate: unknown key \(found 1\); did you mean optimizer\.learning_rate\?"):
         from_dict(TrainingArguments, {"name": "run", "max_num_steps": 1, "learning_rate": 1})
     with pytest.raises(ValueError, match=r"^optimizer\.lr: unknown key \(found 1\); did you mean optimizer\.learning_rate\?"):

@@ -82,7 +82,7 @@ def test_nothing_is_said_of_settings_that_nobody_has_changed():
         ),
     ],
 )
-def test_a_setting_that_changes_nothing_is_told_with_the_reason(changes, expected):
+def test_a_setting_that_changes_nothing_is_reported_with_the_reason(changes, expected):
     lines = told(**changes)
     assert len(lines) == len(expected), lines
     assert [want for line, want in zip(lines, expected, strict=True) if not line.startswith(want)] == []
@@ -114,5 +114,5 @@ def test_the_watch_ends_and_leaves_the_sections_as_they_were():
         {"checkpoint": {"save_epochs": 1, "save_after_step": 2}},
     ],
 )
-def test_a_setting_that_changes_something_is_not_told(changes):
+def test_a_setting_that_changes_something_is_not_reported(changes):
     assert list(without_effect.by_rules(arguments(**changes))) == []

@@ -58,7 +58,7 @@ def test_what_the_orders_say_reaches_the_trainer(monkeypatch):
     assert (sent[-1]["ev"], sent[-1]["stop_reason"]) == ("done", "max_steps")
 
 
-def test_an_order_that_is_not_understood_is_told_and_the_next_one_is_obeyed(monkeypatch):
+def test_an_order_that_is_not_understood_is_reported_and_the_next_one_is_obeyed(monkeypatch):
     """The thread that reads orders had ended at the first odd one, and the process could be stopped no more."""
     sent = []
     host = runtime.Runtime(sent.append)
@@ -171,7 +171,7 @@ def test_an_output_that_says_nothing_useful_ends_no_training(events):
     assert "'because' is not a valid StopReason" in events[1]["message"]
 
 
-def test_an_exception_that_cannot_say_its_message_is_told():
+def test_an_exception_that_cannot_say_its_message_is_reported():
     class Mute(Exception):
         def __str__(self):
             raise KeyError

@@ -1,4 +1,4 @@
-"""Reads files of data: on a disk or a mount, and at URLs that fsspec knows (`gs://`, `s3://`). What goes wrong is told."""
+"""Reads files of data: on a disk or a mount, and at URLs that fsspec knows (`gs://`, `s3://`). What goes wrong is reported."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ class Columns:
         self.columns = {name: np.asarray(column) for name, column in columns.items()}
         lengths = {name: len(column) if column.ndim else 0 for name, column in self.columns.items()}
         if len(set(lengths.values())) != 1:
-            told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise UsageError(f"the data is a dict of columns of different lengths ({told or 'no column'}): expected equal ones")
+            detail = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise UsageError(f"the data is a dict of columns of different lengths ({detail or 'no column'}): expected equal ones")
         self._num_rows = next(iter(lengths.values()))
 
     def __len__(self) -> int:

@@ -114,7 +114,7 @@ def completed(family: str, found: Json) -> dict[str, Any]:
     understood."""
     known = keys.OF_FAMILY[family]
     wrong = list(keys.problems(found, known, f"the family {family}"))
-    # What is wrong is told once: the default is in its place.
+    # What is wrong is reported once: the default is in its place.
     right = {name: value for name, value in found.items() if name in known and known[name].fits(value)}
     try:
         given = {**DEFAULTS[family], **keys.without_aliases(family, right)}

@@ -81,7 +81,7 @@ def test_what_an_agent_that_was_killed_left_is_copied_by_the_next_and_nothing_el
     assert written == [(second.copy_of(left), b"left")]
 
 
-def test_a_folder_that_cannot_be_written_is_told_once_and_the_copy_is_made_when_it_can(make, tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported_once_and_the_copy_is_made_when_it_can(make, tmp_path):
     (tmp_path / "run").write_text("a file where the folder should be")
     kept, told = make()
     path = write(kept, "process-1-0001.log", "text")

@@ -71,7 +71,7 @@ def test_a_file_is_a_notice_whatever_it_holds(tmp_path, text, notice):
     assert read() == {name: value.replace("PATH", str(path)) if name == "reason" else value for name, value in notice.items()}
 
 
-def test_a_source_that_does_not_answer_is_told_of_once(monkeypatch):
+def test_a_source_that_does_not_answer_is_reported_of_once(monkeypatch):
     answers, troubles = [], []
 
     class Enough(Exception): ...

@@ -160,7 +160,7 @@ def test_a_halt_answers_when_the_process_is_gone_or_the_time_is_over(training):
     assert training.events() == [("warm", 1)]  # nothing of the former generation, and its end was no failure
 
 
-def test_a_start_that_is_refused_is_told_and_leaves_the_generation(training):
+def test_a_start_that_is_refused_is_reported_and_leaves_the_generation(training):
     for orders, error in (({"generation": 1}, RuntimeError), ({"generation": 1, "limits": {"sav_s": 1.0}}, OrderError)):
         assert isinstance(training.answers[training.call(inputs.Start, orders)].error, error)
         assert training.events()[-1] == ("exception", 1)
@@ -180,7 +180,7 @@ def test_a_poll_waits_for_an_event_and_not_for_a_heartbeat(training):
     assert training.value(late)["events"] == []
 
 
-def test_an_end_by_itself_is_told_and_another_standby_asked_for(driven):
+def test_an_end_by_itself_is_reported_and_another_standby_asked_for(driven):
     driven.call(inputs.Prepare, {})
     process = driven.spawn()
     driven.call(inputs.Start, {"generation": 0})

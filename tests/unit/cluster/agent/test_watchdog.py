@@ -170,7 +170,7 @@ def test_a_hang_during_a_save_is_found_when_the_save_is_over():
     assert alarms(events, 30) == [(12, "train", "suspicious"), (14, "train", "overdue")]
 
 
-def test_each_phase_is_told_once_per_generation():
+def test_each_phase_is_reported_once_per_generation():
     events = [(1, FIRST_STEP), (20, phase("evaluate")), (21, phase("train")), (40, phase("evaluate")), (41, phase("train"))]
     told = [(at_s, "train", what) for at_s, what in ((5, "suspicious"), (7, "overdue"), (25, "suspicious"), (45, "suspicious"))]
     assert alarms(events, 300) == told

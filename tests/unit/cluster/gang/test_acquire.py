@@ -29,7 +29,7 @@ def test_a_gang_waits_for_hosts_that_it_can_do_without_as_long_as_the_settings_s
     assert waits == [7.0]
 
 
-def test_an_agent_is_told_where_notices_come_from(monkeypatch):
+def test_an_agent_is_reported_where_notices_come_from(monkeypatch):
     made = []
     options = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, **about: made.append(about)))
     monkeypatch.setattr(slots.ray, "remote", lambda **_: lambda cls: options)

@@ -99,7 +99,7 @@ def test_an_agent_that_is_gone_or_cut_off_is_the_drivers_business(agents, keeper
     assert len(agents.times("cut off")) == len(agents.times("well")) == 4
 
 
-def test_that_another_driver_leads_is_told_to_the_drivers_thread(agents, keeper):
+def test_that_another_driver_leads_is_reported_to_the_drivers_thread(agents, keeper):
     agents.errors = {"led": StaleDriver("a driver with term 2 leads this agent")}
     keeper.keep(0, "led")
     keeper.keep(1, "other")

@@ -161,7 +161,7 @@ def test_other_runs_count_single_hosts():
     assert slots_of_whole_slices(config, [0, 3]) == slots_of_slices(config, [0, 3]) == {0, 3}
 
 
-def test_everything_that_is_wrong_is_told_at_once():
+def test_everything_that_is_wrong_is_reported_at_once():
     with pytest.raises(ValueError, match="spares") as error:
         HostsConfig(count=0, spares=-1, start_timeout_s=0, topology="2x2", min=2)
     assert [line.split(" = ")[0] for line in str(error.value).splitlines()] == [

@@ -217,7 +217,7 @@ def test_an_override_into_a_value_that_the_file_gives(write):
 # ---------------------------------------------------------------------- what is wrong, in words
 
 
-def test_all_errors_are_told_at_once_in_the_order_of_the_file(write):
+def test_all_errors_are_reported_at_once_in_the_order_of_the_file(write):
     path = write("""\
         name: a b
         max_num_steps: abc
@@ -301,7 +301,7 @@ def test_nothing_ends_the_run(write):
     assert problem(write("")) == "nothing ends this run: set max_num_steps, max_num_data_epochs or time_limit"
 
 
-def test_what_follows_from_another_error_is_not_told(write):
+def test_what_follows_from_another_error_is_not_reported(write):
     assert problem(write("max_num_steps: many\n")) == 'line 1: max_num_steps: expected an integer (found "many")'
 
 
@@ -316,7 +316,7 @@ def test_a_mesh_that_does_not_divide_the_devices(write):
     )
 
 
-def test_what_does_not_fit_together_is_told_with_the_rest(write):
+def test_what_does_not_fit_together_is_reported_with_the_rest(write):
     path = write(SMALL + "global_batch_size: 3\nhosts: {count: 4}\nsede: 1\n")
     assert [text.partition(" (")[0] for text in problems(path)] == [
         "line 4: sede: unknown key",
@@ -540,7 +540,7 @@ def test_a_pretrained_model_with_images_has_an_encoder_and_needs_its_task(write)
     assert f"vision: the folder of model.pretrained ({folder}) says it; leave out all of it but remat" in told
 
 
-def test_a_pretrained_folder_that_is_not_there_or_not_understood_is_told_with_its_line(write, tmp_path):
+def test_a_pretrained_folder_that_is_not_there_or_not_understood_is_reported_with_its_line(write, tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text('{"model_type": "bloom"}')
     for folder, why in (("gone", "No such file or directory"), ("odd", "model_type = 'bloom': expected one of llama")):
@@ -642,7 +642,7 @@ def test_the_file_of_a_run_gives_the_same_configuration_and_asks_for_secrets(wri
         (["--zzz"], "key=value, such as optimizer.learning_rate=1e-3\n"),
     ],
 )
-def test_an_option_that_is_a_setting_is_told_as_one(words, told, capsys):
+def test_an_option_that_is_a_setting_is_reported_as_one(words, told, capsys):
     with pytest.raises(SystemExit):
         run.parse(["job.yaml", *words])
     assert told in capsys.readouterr().err

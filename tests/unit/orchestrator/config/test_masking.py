@@ -125,7 +125,7 @@ def test_what_a_run_writes_is_for_its_user_alone_unless_a_group_shares_it(tmp_pa
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_an_agent_is_told_whether_its_files_are_private(monkeypatch, private):
+def test_an_agent_is_reported_whether_its_files_are_private(monkeypatch, private):
     made = []
     monkeypatch.setattr(slots.ray, "remote", lambda **_: lambda cls: SimpleNamespace(options=lambda **_: recording(made)))
     monkeypatch.setattr(slots, "PlacementGroupSchedulingStrategy", lambda *_: None)

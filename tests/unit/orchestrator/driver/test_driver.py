@@ -320,7 +320,7 @@ def test_a_request_to_stop_saves_first(world):
     assert world.commits[-1][1] == result["steps"] < world.max_steps
 
 
-def test_a_checkpoint_that_was_told_at_the_last_moment_counts(world):
+def test_a_checkpoint_that_was_reported_at_the_last_moment_counts(world):
     """A host tells of a save and dies; the driver has not polled it since."""
     launched = Launched(world)
 

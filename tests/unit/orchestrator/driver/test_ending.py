@@ -89,7 +89,7 @@ def test_a_run_is_stopped_only_if_what_it_has_trained_is_saved(reason, failure, 
     assert (end.status, end.line) == (status, line)
 
 
-def test_a_failure_that_nobody_has_asked_for_is_told_by_its_error_alone():
+def test_a_failure_that_nobody_has_asked_for_is_reported_by_its_error_alone():
     assert ending({}, TrainingFailed("a mistake"), None, Progress(15, 6)) == Ending("failed", "a mistake", None)
 
 

@@ -56,7 +56,7 @@ def test_who_names_the_cluster():
     assert head.named({}, "b:2") == ("b:2", "driver.address of the configuration")
 
 
-def test_a_dead_port_is_told_with_who_named_it():
+def test_a_dead_port_is_reported_with_who_named_it():
     address = free_address()
     with pytest.raises(
         ClusterError, match=rf"no Ray cluster answers at {address} \(from RAY_ADDRESS\): connection refused"
@@ -102,7 +102,7 @@ def test_auto_is_the_last_cluster_of_this_machine(tmp_path, monkeypatch):
         head.check("auto", "RAY_ADDRESS")
 
 
-def test_a_head_that_dies_and_comes_back_is_told_once_each():
+def test_a_head_that_dies_and_comes_back_is_reported_once_each():
     now_s, told = [0.0], []
     with listener(SETTINGS) as address:
         watch = HeadWatch(

@@ -14,6 +14,7 @@ from orchestrator.events import problem_of
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
+from orchestrator.tracking.prometheus import Gauges
 
 ODD = [
     None,
@@ -34,12 +35,14 @@ ODD = [
 
 def handler(board):
     launch = MagicMock(progress=Progress(Goodput(0.0)))
-    nothing = SimpleNamespace(report=pytest.fail, record=pytest.fail, set=pytest.fail)
-    return EventHandler(launch, board, nothing, nothing, nothing, StragglerPolicy(), lambda: 100.0)
+    nothing = SimpleNamespace(report=pytest.fail, record=pytest.fail)
+    gauges = Gauges("run")
+    gauges.publish = pytest.fail
+    return EventHandler(launch, board, nothing, nothing, gauges, StragglerPolicy(), lambda: 100.0)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=str)
-def test_an_odd_event_is_told_once_and_the_next_one_is_handled(odd):
+def test_an_odd_event_is_reported_once_and_the_next_one_is_handled(odd):
     board = Board()
     events, generation = handler(board), Generation(0, 1)
     sound = {"ev": "phase", "t": 2.0, "n": 1, "phase": "join", "generation": 0}

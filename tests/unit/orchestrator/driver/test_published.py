@@ -7,24 +7,39 @@ import pytest
 from orchestrator.board import Board
 from orchestrator.driver.event_handler import EventHandler
 from orchestrator.driver.generation import Generation
+from orchestrator.driver.state import DriverState
 from orchestrator.policies.stragglers import StragglerPolicy
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
+from orchestrator.tracking.prometheus import Gauges
 from trainers.metrics.host_usage import CPU, MEMORY
+
+
+class Told(Gauges):
+    """Keeps what Prometheus would get, by name and labels."""
+
+    def __init__(self, run):
+        super().__init__(run)
+        self.told = {}
+
+    def set(self, metric, value, *labels):
+        self.told[metric.name, *labels] = value
 
 
 @pytest.fixture
 def handler():
     """Of a launch that publishes everything; `published` has what reached its recorders."""
-    ignore = SimpleNamespace(report=lambda *args: None, set=lambda *args: None)
+    ignore = SimpleNamespace(report=lambda *args: None)
+    gauges = Told("run")
     launch = SimpleNamespace(
         progress=Progress(Goodput(0.0), generations=1),
         publish=lambda step, metrics: None,
+        mark=lambda *args, **fields: None,
     )
     published = []
     recorders = SimpleNamespace(record=lambda step, metrics, distributions: published.append((step, metrics)))
-    made = EventHandler(launch, Board(), ignore, recorders, ignore, StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
-    made.published = published
+    made = EventHandler(launch, Board(), ignore, recorders, gauges, StragglerPolicy(), lambda: 0.0)  # type: ignore[arg-type]
+    made.published, made.told = published, gauges.told
     return made
 
 
@@ -45,6 +60,17 @@ def test_of_the_use_of_the_machines_the_largest_value_is_published(handler):
     tell(handler, generation, 0, "metrics", step=1, metrics={"loss": 2.0, CPU: 10.0, MEMORY: 7.0})
     tell(handler, generation, 0, "metrics", step=1, metrics={"eval_loss": 2.0})
     assert handler.published == [(1, {"loss": 2.0, CPU: 80.0, MEMORY: 7.0}), (1, {"eval_loss": 2.0})]
+
+
+def test_prometheus_gets_what_is_published_the_state_and_each_host(handler):
+    generation = Generation(0, 2)
+    handler.start(generation)
+    beat(handler, generation, 1, **{MEMORY: 4.0})
+    tell(handler, generation, 0, "metrics", step=1, metrics={"loss": 2.0})
+    handler.enter(DriverState.RECOVERING)
+    told = handler.told
+    assert (told["gangway_loss",], told["gangway_hosts",], told["gangway_host_memory_bytes", "1"]) == (2.0, 2, 4.0)
+    assert (told["gangway_state", "recovering"], told["gangway_state", "training"]) == (1.0, 0.0)
 
 
 def test_what_a_host_of_an_earlier_gang_used_is_forgotten(handler):
@@ -75,11 +101,11 @@ def notes_after(handler, machines):
         (["a", "b"], "training processes 4711 (host 0 on a), 4712 (host 1 on b)"),
     ],
 )
-def test_the_processes_that_one_may_kill_are_told_in_each_generation(handler, machines, line):
+def test_the_processes_that_one_may_kill_are_reported_in_each_generation(handler, machines, line):
     assert notes_after(handler, machines) == [line]
     assert notes_after(handler, machines) == [line]
 
 
-def test_of_many_processes_some_are_told(handler):
+def test_of_many_processes_some_are_reported(handler):
     (line,) = notes_after(handler, ["a"] * 10)
     assert line.endswith("4718 (host 7), and 2 more")

@@ -43,7 +43,7 @@ def test_a_restart_gives_no_time_back(world):
     assert LIMIT_S < used_s(run) < LIMIT_S + 2.0
 
 
-def test_the_processes_are_told_how_much_is_used(world):
+def test_the_processes_are_reported_how_much_is_used(world):
     run = launched(world)
     world.at(START_AGENT_S + 3.0, lambda: newest(world).processes[1].agent.end_process(told=True))
     run.run()

@@ -253,7 +253,7 @@ def test_evidence_says_what_is_known():
     assert (failure.step, failure.exception) == (40, None)
 
 
-def test_what_an_aborted_process_printed_of_its_device_is_told():
+def test_what_an_aborted_process_printed_of_its_device_is_reported():
     failure = classify([PostMortem(host=1, signal=6, last_step=40, log_tail=("step 40", ECC))])
     assert failure.summary == f"host 1: a device failed at step 40: {ECC}"
 
@@ -354,12 +354,12 @@ def test_a_host_that_was_done_does_not_hang():
     assert (failure.kind, failure.host, failure.collateral) == (FailureKind.HANG, 1, (2,))
 
 
-def test_the_one_that_the_others_gave_up_waiting_for_is_told_with_its_line():
+def test_the_one_that_the_others_gave_up_waiting_for_is_reported_with_its_line():
     failure = classify([PostMortem(host=0, exception=NO_ANSWER), PostMortem(host=1, stacks=SLEEPS, state="S (sleeping)")])
     assert failure.summary == ("host 1 hangs at sleep_forever (my_callbacks.py:13): no answer from host 2 on 'done' within 300 s")
 
 
-def test_hosts_out_of_step_are_all_told():
+def test_hosts_out_of_step_are_all_reported():
     failure = classify([out_of_step(host, [7, 8, 7]) for host in range(3)])
     assert failure.summary == (
         "the hosts are out of step: host 1 has skipped or repeated a step "

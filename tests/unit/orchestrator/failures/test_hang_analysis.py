@@ -109,7 +109,7 @@ def test_the_guilty_host_and_its_line_in_real_stacks(name):
         assert (found.host, found.line, found.why) == expected
 
 
-def test_equal_stacks_are_told_once():
+def test_equal_stacks_are_reported_once():
     groups = blame(sample("sleep_in_a_callback"), "train").groups
     assert [(group["hosts"], group["line"], group["waits_on"]) for group in groups] == [
         ([0, 2], "read (trainers/loop/inflight.py:37)", "the device"),

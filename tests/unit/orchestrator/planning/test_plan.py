@@ -197,7 +197,7 @@ def test_the_mesh_must_divide_the_experts():
     ]
 
 
-def test_rows_that_pad_a_batch_are_told_if_there_are_any():
+def test_rows_that_pad_a_batch_are_reported_if_there_are_any():
     facts = [estimate.plan(arguments(global_batch_size=8), num_devices=n)[1].get("padded_rows_per_step") for n in (1, 3, 4)]
     assert facts == [None, 1, None]
 
@@ -244,7 +244,7 @@ def test_epochs_and_steps_end_a_run_whichever_comes_first():
         ({"evaluation": {"every_steps": 5}}, "evaluation.every_steps: there is no held-out data to evaluate on"),
     ],
 )
-def test_what_cannot_run_is_told_before_machines_are_taken(changes, expected):
+def test_what_cannot_run_is_reported_before_machines_are_taken(changes, expected):
     (problem,), _ = estimate.plan(arguments(**changes), num_devices=1)
     assert expected in problem
 
@@ -412,7 +412,7 @@ def test_the_report_of_a_mixture_of_experts(child_answers):
     )
 
 
-def test_what_could_not_be_looked_at_is_told_first(job, child_answers):
+def test_what_could_not_be_looked_at_is_reported_first(job, child_answers):
     child_answers(stdout=json.dumps({"problems": [], "facts": {"doubt": "data: ConnectionError: away"}}))
     report = job_plan.check(job)
     assert report.events(job) == [
@@ -436,12 +436,12 @@ def test_examples_that_are_one_thing_each_are_counted_as_such(job, child_answers
     assert ("1,000 examples = 62.5 steps" in lines) == (unit == "examples")
 
 
-def test_where_a_run_goes_on_and_what_has_changed_is_told_at_the_start(job, child_answers):
-    continues = {"step": 6, "told": ["goes on from step 6", "changed, and harmless: publish_every_steps 1 -> 2"]}
+def test_where_a_run_goes_on_and_what_has_changed_is_reported_at_the_start(job, child_answers):
+    continues = {"step": 6, "notes": ["goes on from step 6", "changed, and harmless: publish_every_steps 1 -> 2"]}
     child_answers(stdout=json.dumps({"problems": [], "facts": {**FACTS, "continues": continues}}))
     report = job_plan.check(job)
-    assert report.events(job) == [report.header(job), *({"ev": "note", "message": line} for line in continues["told"])]
-    assert job_plan.arithmetic(job, report)["goes on"] == "; ".join(continues["told"])
+    assert report.events(job) == [report.header(job), *({"ev": "note", "message": line} for line in continues["notes"])]
+    assert job_plan.arithmetic(job, report)["goes on"] == "; ".join(continues["notes"])
 
 
 def test_a_dry_run_shows_the_resolved_configuration_and_the_arithmetic(job, child_answers):

@@ -237,7 +237,7 @@ def mistake(generation, at_s=0.0, kind=FailureKind.USER_ERROR, message="no such 
 
 
 @pytest.mark.parametrize("kind", [FailureKind.USER_ERROR, FailureKind.DATA_ERROR, FailureKind.TRANSIENT_ERROR])
-def test_a_mistake_before_anything_was_trained_is_told_at_the_second_time(kind):
+def test_a_mistake_before_anything_was_trained_is_reported_at_the_second_time(kind):
     """A TypeError, a wrong path: within seconds."""
     assert decide([mistake(0, kind=kind)], TIMED) == Restart(0.0, left_s=1800.0)
     assert decide([mistake(0, kind=kind), mistake(1, kind=kind)], TIMED).reason == (
@@ -265,7 +265,7 @@ def test_an_error_at_the_step_that_the_one_before_had_reached():
     assert isinstance(decide([reached, user(step=50, generation=4, trained=False, checkpoint_step=50)], POLICY), GiveUp)
 
 
-def test_a_run_that_loses_what_it_trains_is_told_to_save_more_often():
+def test_a_run_that_loses_what_it_trains_is_reported_to_save_more_often():
     history = [trained(step=step, checkpoint_step=100) for step in (400, 900, 300, 500)]
     assert decide(history, TIMED).reason == (
         "4 failures without a new checkpoint in between (driver.restart.max_failures = 3); it got as far as step 900 and the "

@@ -89,7 +89,7 @@ def test_a_window_of_one_step_tells():
     assert [slow.host for slow in stragglers.observe(0, 10.0, 1, 1.0)] == [1]
 
 
-def test_a_straggler_is_told_once_and_again_after_it_had_caught_up():
+def test_a_straggler_is_reported_once_and_again_after_it_had_caught_up():
     told = [host for hosts in watch(*[SLOW_1] * 8, *[EVEN] * 4, *[SLOW_1] * 8) for host in hosts]
     assert told == [1, 1]
 
@@ -110,7 +110,7 @@ def test_a_window_without_steps_and_a_rollback_tell_nothing():
         assert stragglers.observe(0, at_s, step, busy[0]) == []
 
 
-def test_nothing_is_told_before_every_host_was_heard():
+def test_nothing_is_reported_before_every_host_was_heard():
     stragglers = Stragglers(3, StragglerPolicy(windows=1, window_s=1.0))
     assert [stragglers.observe(host, at_s, at_s, at_s * host) for at_s in range(9) for host in (0, 2)] == [[]] * 18
 

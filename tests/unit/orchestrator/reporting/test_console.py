@@ -91,7 +91,7 @@ def metrics(step, **values):
     return {"ev": "metrics", "step": step, "metrics": values, "kind": kind}
 
 
-def test_plain_header_and_start_are_told_once(plain, clock):
+def test_plain_header_and_start_are_reported_once(plain, clock):
     header = {
         "ev": "run",
         "name": "tiny",

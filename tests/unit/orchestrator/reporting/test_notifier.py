@@ -81,7 +81,7 @@ def test_a_command_and_a_server_get_what_happened(server, tmp_path):
     assert notes == []
 
 
-def test_a_server_that_refuses_is_asked_again_and_then_told_without_its_url(server):
+def test_a_server_that_refuses_is_asked_again_and_then_reported_without_its_url(server):
     server.refuses = 2
     made = notifier(notes := [], webhook=server.url)
     made.see(STARTED)
@@ -101,7 +101,7 @@ def test_a_server_that_refuses_is_asked_again_and_then_told_without_its_url(serv
         ((sys.executable, "-c", "import sys; sys.exit('mail: no route')"), "exit status 1: mail: no route"),
     ],
 )
-def test_a_command_that_fails_is_told(command, why):
+def test_a_command_that_fails_is_reported(command, why):
     made = notifier(notes := [], command=command)
     made.see(STARTED)
     made.close(30.0)
@@ -132,7 +132,7 @@ def test_slack_gets_its_form(monkeypatch):
     assert sent[1][1]["event"] == "started"
 
 
-def test_nobody_is_told_by_default_and_no_thread_starts():
+def test_nobody_is_reported_by_default_and_no_thread_starts():
     made = notifier([])
     made.see(STARTED)
     assert made._thread is None
@@ -145,7 +145,7 @@ def test_an_odd_event_is_noted():
     assert notes == ["notify: no notice was made of an event (KeyError('generation'))"]
 
 
-def test_of_incidents_in_a_row_the_first_is_told_and_then_how_many_there_were():
+def test_of_incidents_in_a_row_the_first_is_reported_and_then_how_many_there_were():
     notices = Notices(NotifyConfig(), "mine")
     told = [notices.of(incident(), now_s, 0.0) for now_s in (0.0, 10.0, 20.0, 61.0)]
     assert [notice and notice.text for notice in told] == [
@@ -157,13 +157,13 @@ def test_of_incidents_in_a_row_the_first_is_told_and_then_how_many_there_were():
     assert notices.of(incident("give up"), 200.0, 0.0) is None
 
 
-def test_a_run_that_gave_up_is_told_with_its_error():
+def test_a_run_that_gave_up_is_reported_with_its_error():
     failed = {"ev": "summary", "summary": {"status": "failed", "steps": 7, "error": "host 1: out of memory"}}
     notice = Notices(NotifyConfig(), "mine").of(failed, 0.0, 0.0)
     assert (notice.event, notice.text) == ("gave_up", "mine failed at step 7: host 1: out of memory")
 
 
-def test_goodput_below_the_limit_is_told_once_until_it_was_better():
+def test_goodput_below_the_limit_is_reported_once_until_it_was_better():
     notices = Notices(NotifyConfig(goodput_below=0.8, command=("x",)), "mine")
 
     def told(goodput, since_s=1000.0):
@@ -178,7 +178,7 @@ def test_goodput_below_the_limit_is_told_once_until_it_was_better():
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_only_the_events_that_are_wanted_are_told(event):
+def test_only_the_events_that_are_wanted_are_reported(event):
     notices = Notices(NotifyConfig(events=(event,), goodput_below=0.8, command=("x",)), "mine")
     failed = {"ev": "summary", "summary": {"status": "failed", "steps": 7, "error": "x"}}
     low = {"ev": "metrics", "step": 10, "metrics": {}, "goodput": 0.1}
@@ -204,7 +204,7 @@ def test_the_webhook_is_in_nothing_that_is_shown_or_stored():
     [
         ({"events": ["finnished"]}, "expected some of started, incident, gave_up, finished, goodput; did you mean finished?"),
         ({"goodput_below": 80, "command": ["x"]}, "goodput_below = 80.0: expected a share between 0 and 1, such as 0.8"),
-        ({"goodput_below": 0.8}, "nobody is told of it; give notify.command or notify.webhook"),
+        ({"goodput_below": 0.8}, "nobody is notified of it; give notify.command or notify.webhook"),
         ({"webhook": "slack"}, "expected a URL such as https://hooks.slack.com/services/..."),
     ],
 )

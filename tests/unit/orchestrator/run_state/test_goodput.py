@@ -98,7 +98,7 @@ def test_with_the_gang_lost_the_time_without_a_driver_is_detection():
     assert (totals["step"], totals["detection"], totals["schedule"]) == (10.0, 2.5, 0.5)
 
 
-def test_a_sum_that_is_off_is_told_with_both_numbers():
+def test_a_sum_that_is_off_is_reported_with_both_numbers():
     assert check_sum({"step": 10.0, "idle": 0.005}, 10.0) == ""
     assert check_sum({"step": 10.0, "idle": 0.5}, 10.0) == (
         "the ledger's categories sum to 10.500 s, the wall clock is 10.000 s: expected within 0.1%"

@@ -99,7 +99,7 @@ def test_another_launch_keeps_the_progress_and_starts_ledgers_of_its_own(take_up
     assert second.progress.incidents == []
 
 
-def test_a_storage_that_cannot_be_written_is_told_and_does_not_raise(take_up, tmp_path, clock):
+def test_a_storage_that_cannot_be_written_is_reported_and_does_not_raise(take_up, tmp_path, clock):
     launch = take_up()
     state = tmp_path / "launch.json"
     launch._writer.flush(30)
@@ -113,7 +113,7 @@ def test_a_storage_that_cannot_be_written_is_told_and_does_not_raise(take_up, tm
     assert wait_until(lambda: launch.storage_problem is None)
 
 
-def test_a_newest_checkpoint_that_somebody_deletes_is_told_once(take_up, tmp_path):
+def test_a_newest_checkpoint_that_somebody_deletes_is_reported_once(take_up, tmp_path):
     launch, folder = take_up(), tmp_path / "checkpoints" / "40"
     folder.mkdir(parents=True)
     launch.saved(40, str(folder))
@@ -207,7 +207,7 @@ def test_cursors_are_those_of_the_generation_that_the_agents_are_in(take_up):
 
 
 @pytest.mark.parametrize("name", ["launch.json", "gang.json"])
-def test_a_damaged_document_is_set_aside_and_told(take_up, tmp_path, name):
+def test_a_damaged_document_is_set_aside_and_reported(take_up, tmp_path, name):
     """A driver that cannot start uses up a restart of Ray Train's each time."""
     take_up().formed({"generation": 0})
     take_up()._writer.flush(30)

@@ -66,15 +66,15 @@ def test_a_run_keeps_its_identity_when_it_is_moved_and_a_copy_gets_its_own(run):
     place_of(f"{moved}/run.json").put(place_of(f"{run}/run.json").get())
     copy = identity.of(moved)
     assert copy.id != first.id
-    assert copy.told[0].startswith(f"{moved} is a copy of {run}, which is still there: from here on it is a run of its own")
+    assert copy.notes[0].startswith(f"{moved} is a copy of {run}, which is still there: from here on it is a run of its own")
     place_of(f"{run}-again/run.json").put(place_of(f"{run}/run.json").get())
     place_of(f"{run}/run.json").store.delete(place_of(f"{run}/run.json").key)
     assert identity.of(f"{run}-again") == (first.id, ())
     place_of(f"{run}/run.json").put(b"{")
-    assert "run.json: damaged" in identity.of(run).told[0]
+    assert "run.json: damaged" in identity.of(run).notes[0]
 
 
-def test_a_newest_checkpoint_that_is_deleted_in_a_bucket_is_told_within_a_minute(run):
+def test_a_newest_checkpoint_that_is_deleted_in_a_bucket_is_reported_within_a_minute(run):
     """The two clocks are far apart, as they are on a machine."""
     now = {"s": 100.0}
     tracking = TrackingConfig(mlflow=False)
@@ -116,7 +116,7 @@ def test_metrics_are_here_and_their_segments_in_the_bucket(run):
     assert sum(size for _, size in of_bucket.in_order(segments)) == len(here.read_bytes())
 
 
-def test_segments_that_cannot_be_copied_are_told_and_copied_later(run, stores, tmp_path, monkeypatch):
+def test_segments_that_cannot_be_copied_are_reported_and_copied_later(run, stores, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "LIMITS", object_store.Limits(1.0, 0.05, 0.01, 0.02))
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"a": 1}\n{"unfinished')

@@ -39,7 +39,7 @@ def test_jobs_are_done_in_order_and_only_the_latest_of_a_key():
     assert held.done == [2, 3, 4]  # what `a` says now may build on `b`
 
 
-def test_a_job_that_fails_is_told_and_tried_again_and_holds_up_no_other():
+def test_a_job_that_fails_is_reported_and_tried_again_and_holds_up_no_other():
     made, failing, done = Writer(), [True], []
 
     def fail():
@@ -56,7 +56,7 @@ def test_a_job_that_fails_is_told_and_tried_again_and_holds_up_no_other():
     assert (done, made.problem()) == (["other", "late"], None)
 
 
-def test_a_storage_that_does_not_answer_is_told():
+def test_a_storage_that_does_not_answer_is_reported():
     now_s = [0.0]
     held = Held(lambda: now_s[0])
     assert held.writer.problem() is None

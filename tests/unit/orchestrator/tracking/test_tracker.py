@@ -230,7 +230,7 @@ def test_an_internal_error_over_the_same_entries_becomes_a_refusal_in_the_end(sh
     assert (status, state["rejected"], sent) == (0, 2, [0, 2])
 
 
-def test_an_experiment_that_was_deleted_is_told_with_the_way_out():
+def test_an_experiment_that_was_deleted_is_reported_with_the_way_out():
     deleted = SimpleNamespace(experiment_id="7", lifecycle_stage="deleted")
     run = SimpleNamespace(client=SimpleNamespace(get_experiment_by_name=lambda name: deleted))
     with pytest.raises(LookupError) as error:

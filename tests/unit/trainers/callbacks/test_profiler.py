@@ -60,7 +60,7 @@ def test_on_schedule_and_on_demand_files_for_xprof_are_written(tmp_path, events)
             assert file.stat().st_size > 1000
 
 
-def test_a_profiler_that_fails_is_told_and_training_goes_on(tmp_path, events):
+def test_a_profiler_that_fails_is_reported_and_training_goes_on(tmp_path, events):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("in the way")
     made = trainer(tmp_path, profile={"record_steps": 1, "warmup_steps": 0}, max_num_steps=4, checkpoint={"save_at_end": False})

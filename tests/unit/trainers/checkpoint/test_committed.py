@@ -181,7 +181,7 @@ def test_no_save_goes_under_a_mount_point_whose_storage_has_gone(folder):
     assert manager.saved == [9, 12]
 
 
-def test_a_trainer_is_told_by_its_orders(tmp_path, events):
+def test_a_trainer_is_reported_by_its_orders(tmp_path, events):
     runtime.install(runtime.Runtime(events.append, run="run", committed_step=4))
     with pytest.raises(CheckpointUnavailableError, match="checkpoint 4 of this run was committed"):
         trainer(tmp_path).train()

@@ -332,7 +332,7 @@ def test_no_checkpoint_is_deleted_before_its_export_is_made(tmp_path, events, mo
     assert sorted(path.name for path in (run_folder(made) / "checkpoints").iterdir() if path.is_dir()) == ["8"]
 
 
-def test_an_export_that_fails_is_told_and_ends_nothing(tmp_path, events):
+def test_an_export_that_fails_is_reported_and_ends_nothing(tmp_path, events):
     made = trainer(tmp_path, HuggingFaceExport(str(tmp_path / "hf")), max_num_steps=2)
     made.train()
     notes = [event["message"] for event in of(events, "note")]

@@ -46,7 +46,7 @@ def test_an_error_is_a_fence(folder, monkeypatch):
     path = str(folder.parent / "driver_terms" / "000002.json")
     assert fence.fenced(path, folder, NO_DRIVER) == ""
     monkeypatch.setattr(os, "listdir", failing(os.listdir, errno.EIO))
-    assert "cannot be told" in fence.fenced(path, folder, NO_DRIVER)
+    assert "it is not known whether another driver has this run" in fence.fenced(path, folder, NO_DRIVER)
     assert "Input/output error" in fence.fenced(path, folder, NO_DRIVER)
 
 

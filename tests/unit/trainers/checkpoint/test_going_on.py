@@ -27,7 +27,7 @@ def changed(run, num_devices=None, **settings):
 
 def test_with_the_same_settings_nothing_has_changed(run):
     assert changed(run) == {}
-    assert going_on.told(6, []) == ["goes on from step 6"]
+    assert going_on.notes(6, []) == ["goes on from step 6"]
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_with_the_same_settings_nothing_has_changed(run):
         ({"max_num_steps": 9}, "max_num_steps 6 -> 9", ANOTHER),  # the schedule follows it
     ],
 )
-def test_a_changed_setting_is_told_by_what_it_does(run, settings, shown, effect):
+def test_a_changed_setting_is_reported_by_what_it_does(run, settings, shown, effect):
     assert changed(run, **settings) == {shown: effect}
 
 
@@ -56,7 +56,7 @@ def test_a_longer_run_is_the_same_experiment_if_its_schedule_does_not_follow(tmp
     assert [(str(change), change.effect) for change in found] == [("max_num_steps 2 -> 3", HARMLESS)]
 
 
-def test_other_devices_are_told(run):
+def test_other_devices_are_reported(run):
     trained_on = run[1]["lineage"][-1]["num_devices"]
     assert changed(run, num_devices=trained_on) == {}
     assert changed(run, num_devices=trained_on + 1) == {f"devices {trained_on} -> {trained_on + 1}": ROUNDING}
@@ -65,7 +65,7 @@ def test_other_devices_are_told(run):
 def test_the_lines_for_a_user(run):
     storage, meta = run
     given = arguments(storage, max_num_steps=6, seed=1, publish_every_steps=2, data={"sequence_length": 8, "shuffle": False})
-    lines = going_on.told(6, going_on.changes(meta, given))
+    lines = going_on.notes(6, going_on.changes(meta, given))
     assert lines[0] == "goes on from step 6"
     assert lines[1] == "changed, and harmless: publish_every_steps 1 -> 2"
     assert lines[2].startswith("changed, and no longer the same experiment: seed 0 -> 1; ")
@@ -91,8 +91,8 @@ def test_the_plan_tells_where_a_run_goes_on_and_what_has_changed(run):
     problems, facts = estimate.plan(arguments(storage, max_num_steps=6, seed=3), num_devices)
     assert problems == []
     assert facts["continues"]["step"] == 6
-    assert facts["continues"]["told"][0] == "goes on from step 6"
-    assert "seed 0 -> 3" in facts["continues"]["told"][1]
+    assert facts["continues"]["notes"][0] == "goes on from step 6"
+    assert "seed 0 -> 3" in facts["continues"]["notes"][1]
     assert "continues" not in estimate.plan(arguments(storage, name="other"), num_devices)[1]
 
 

@@ -234,7 +234,7 @@ def test_a_cut_file_is_named(tmp_path):
         weights.look(folder)
 
 
-def test_another_model_is_told_by_its_shapes():
+def test_another_model_is_reported_by_its_shapes():
     found = weights.look(PARITY / "llama3")
     other = {name: (*stored.shape[:-1], 7) for name, stored in found.parameters.items()}
     with pytest.raises(CheckpointError, match=r"embed is \[64, 32\] there and \[64, 7\] here"):

@@ -61,7 +61,7 @@ def test_half_of_a_deleted_one_is_never_listed(tmp_path, monkeypatch):
     assert [path.name.split("-")[0] for path in layout.on_the_way(tmp_path)] == ["1.deleted"]
 
 
-def test_a_new_one_takes_the_place_of_an_old_one_only_when_told_to(tmp_path):
+def test_a_new_one_takes_the_place_of_an_old_one_only_when_reported_to(tmp_path):
     put(tmp_path, 5)
     work = put(tmp_path, "5.saving-a")
     (work / "new").touch()

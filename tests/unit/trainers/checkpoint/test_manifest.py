@@ -34,7 +34,7 @@ def test_of_files_as_they_were_there_is_nothing_to_say(checkpoint):
     assert manifest.read_meta(checkpoint) == {"format": manifest.FORMAT, "step": 12, "loss": 0.5}
 
 
-def test_a_missing_a_shortened_and_a_changed_file_are_told_apart(checkpoint):
+def test_a_missing_a_shortened_and_a_changed_file_are_reported_apart(checkpoint):
     (checkpoint / "meta.json").unlink()
     (checkpoint / "state" / "_METADATA").write_text("[]")
     (checkpoint / "state" / "d" / "0").write_bytes(b"")

@@ -43,7 +43,7 @@ def test_a_state_that_is_not_finite_is_not_saved(folder, part, name, value):
     assert checkpointing.names(folder) == ["3"]
 
 
-def test_a_model_that_is_not_finite_is_not_saved_and_told(folder):
+def test_a_model_that_is_not_finite_is_not_saved_and_reported(folder):
     manager = checkpointing.manager(folder)
     manager.save_model(2, broken(2), {})
     manager.wait()

@@ -66,7 +66,7 @@ def test_what_the_serializer_refuses_is_named_before_the_first_step(monkeypatch)
     assert "embed" not in found
 
 
-def test_a_save_that_cannot_work_is_told_from_a_storage_that_comes_back(folder, monkeypatch):
+def test_a_save_that_cannot_work_is_reported_from_a_storage_that_comes_back(folder, monkeypatch):
     manager = checkpointing.manager(folder)
     with monkeypatch.context() as patch:
         refuse_halves(patch)

@@ -166,7 +166,7 @@ class NoBase:
         (["optimizer.name=sgd"], "another model or optimizer"),
     ],
 )
-def test_what_is_wrong_is_told_in_one_line(trained, capsys, more, problem):
+def test_what_is_wrong_is_reported_in_one_line(trained, capsys, more, problem):
     config, folder, _ = trained
     config.write_text(config.read_text() + "seed: 3\n")
     assert evaluate.main([str(config), "--checkpoint", str(folder), *more]) == 2
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_told_in_one_line(trained, capsys, more, problem):
     assert problem in told.err
 
 
-def test_a_checkpoint_that_is_not_there_or_damaged_is_told(trained, capsys):
+def test_a_checkpoint_that_is_not_there_or_damaged_is_reported(trained, capsys):
     config, folder, _ = trained
     assert evaluate.main([str(config), "--checkpoint", str(folder / "gone")]) == 2
     assert "there is no " in capsys.readouterr().err

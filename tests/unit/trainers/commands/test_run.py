@@ -99,7 +99,7 @@ class More(TrainingArguments):
     extra: int = 1
 
 
-def test_a_console_log_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path):
+def test_a_console_log_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path):
     shown = []
     console = SimpleNamespace(show=shown.append, close=lambda: None)
     (tmp_path / "mine").write_text("a file")
@@ -140,13 +140,13 @@ def test_programs_are_kept_on_this_machine_unless_the_environment_says_where(mon
 
 
 @pytest.mark.parametrize("override", ["max_num_step=4", "optimizer.learning_rate=fast"])
-def test_a_wrong_override_is_told(run, override):
+def test_a_wrong_override_is_reported(run, override):
     status, printed = run(override)
     assert status == 2
     assert printed.err.startswith("error: ")
 
 
-def test_an_error_in_a_users_data_is_told_with_its_line(run):
+def test_an_error_in_a_users_data_is_reported_with_its_line(run):
     status, printed = run("data.dataset=tests.programs.mistaken:without_a_column")
     assert status == 1
     assert printed.err.endswith(f"error: KeyError: 'text'\nin your code: {mistake(1)}\n")

@@ -91,7 +91,7 @@ def texts(dataset):
 
 @pytest.mark.parametrize("packing", [None, "fit"])
 @pytest.mark.parametrize("wrong", [2, "c", 1.5, None, True, "1"])
-def test_a_label_that_is_none_is_told_before_training(tmp_path, packing, wrong):
+def test_a_label_that_is_none_is_reported_before_training(tmp_path, packing, wrong):
     records = [{"text": "x", "label": each} for each in (0, 1, 1, wrong)]
     with pytest.raises(DataError, match=r"a\.jsonl, line 4: (column 'label' is |there is no 'label')"):
         labelled_texts(settings(write(tmp_path / "a.jsonl", records), packing))
@@ -147,7 +147,7 @@ def test_of_sorted_images_examples_of_all_classes_are_held_out(tmp_path):
 
 
 @pytest.mark.parametrize("labels", [[1, 2], [0, -1], [True, False], ["0", "1"], [0, None], [0.0, 1.0]])
-def test_a_label_of_an_image_that_is_none_is_told_before_training(tmp_path, labels):
+def test_a_label_of_an_image_that_is_none_is_reported_before_training(tmp_path, labels):
     with pytest.raises(DataError, match=r"a\.parquet, row \d has the label .*: expected an integer from 0 to 1"):
         labelled_images(of_images(write_images(tmp_path / "a.parquet", labels)))
 

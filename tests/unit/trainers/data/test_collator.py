@@ -79,7 +79,7 @@ def test_a_collator_makes_the_batches(tmp_path):
         ("to_the_longest", "the collator returned leaves of other shapes or types than before: tokens .*; pad to a fixed length"),
     ],
 )
-def test_a_collator_that_makes_no_batch_is_told(tmp_path, collator, message):
+def test_a_collator_that_makes_no_batch_is_reported(tmp_path, collator, message):
     with pytest.raises(DataError, match=message):
         made(tmp_path, collator=f"{__name__}:{collator}").train()
 

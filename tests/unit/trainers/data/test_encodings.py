@@ -110,7 +110,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: LINES[line][:20])
-def test_a_line_that_json_has_not_is_told_with_its_number(tmp_path, line):
+def test_a_line_that_json_has_not_is_reported_with_its_number(tmp_path, line):
     records = lines_of(tmp_path / "a.jsonl", f'{{"text": "good"}}\n{line}\n \t\n{{"text": "\\ud83d\\ude00"}}\n'.encode())
     assert (len(records), records[2]) == (3, {"text": "\U0001f600"})
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2 is malformed: ({LINES[line]})"):

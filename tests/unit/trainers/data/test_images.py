@@ -170,7 +170,7 @@ def test_an_image_one_pixel_wide_keeps_its_sides():
 
 
 @pytest.mark.parametrize("place", range(0, 70, 7))
-def test_a_byte_that_is_wrong_is_told_as_damage_or_changes_shades_only(place):
+def test_a_byte_that_is_wrong_is_reported_as_damage_or_changes_shades_only(place):
     content = bytearray(as_bytes(np.full((5, 5, 3), 9, np.uint8)))
     content[place] ^= 0xFF
     try:

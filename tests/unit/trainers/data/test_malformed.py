@@ -87,7 +87,7 @@ def test_a_stray_quote_swallows_no_row(tmp_path, name):
         assert [row["b"] for row in records] == expected
 
 
-def test_a_closed_text_of_several_lines_with_too_many_values_beside_it_is_told_with_its_length(tmp_path):
+def test_a_closed_text_of_several_lines_with_too_many_values_beside_it_is_reported_with_its_length(tmp_path):
     records = lines_of(tmp_path / "a.csv", b'a,b\n1,"x\n2,y\n3,z",w\n4,v\n')
     with pytest.raises(DataError, match=r"line 2 is malformed: it has 3 values for 2 columns \(a, b\); .* 3 lines long"):
         records[0]

@@ -115,7 +115,7 @@ def wrong(**settings):
     return str(caught.value).splitlines()
 
 
-def test_what_is_wrong_with_a_mixture_is_told_at_once():
+def test_what_is_wrong_with_a_mixture_is_reported_at_once():
     assert wrong(mixture=[{"name": "a b", "weight": -1, "epochs": 0}]) == [
         "mixture[0].name = 'a b': expected letters, digits, '.', '_' and '-', starting with a letter or digit",
         "mixture[0].weight = -1.0: expected at least 0",
@@ -159,8 +159,8 @@ def test_the_dry_run_tells_how_full_the_rows_are(tmp_path):
     path = lines(tmp_path / "a.jsonl", ["aaaa bbbb"] * 20)
     problems, facts = plan(arguments(tmp_path, paths=(path,), packing="fit"), 1)
     assert problems == []
-    assert facts["data_told"] == ["the data: 20 documents in 20 rows of 16 tokens, 58.82 % full"]
-    assert plan(arguments(tmp_path, paths=(path,)), 1)[1]["data_told"] == []
+    assert facts["data_notes"] == ["the data: 20 documents in 20 rows of 16 tokens, 58.82 % full"]
+    assert plan(arguments(tmp_path, paths=(path,)), 1)[1]["data_notes"] == []
 
 
 def test_the_sources_of_a_mixture_may_be_prepared(tmp_path):

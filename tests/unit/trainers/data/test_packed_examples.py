@@ -112,7 +112,7 @@ def test_how_full_the_rows_are_is_counted_with_both_texts_of_each_pair(tmp_path)
         "lost_tokens": np.maximum(lengths - 21, 0).sum(),
     }
     assert train.numbers()["overlong_documents"] > 0
-    (told,) = train.told()
+    (told,) = train.notes()
     most = len(rows[0]["example_weight"])
     assert told.startswith(f"the data: 45 examples in {len(rows)} rows of 2 x 21 tokens, at most {most} in a row, ")
     assert f"{np.count_nonzero(lengths.max(1) > 21)} longer than a row ({np.maximum(lengths - 21, 0).sum()} of" in told
@@ -154,7 +154,7 @@ def test_a_label_or_a_column_that_is_wrong_says_where(tmp_path, monkeypatch):
         [part[index] for part in parts for index in range(len(part))]
 
 
-def test_settings_that_do_not_fit_are_told_all_at_once(tmp_path):
+def test_settings_that_do_not_fit_are_reported_all_at_once(tmp_path):
     wrong = {"packing": "concat", "overlong": "split", "prepared": "folder"}
     wrong |= {"mixture": [{"name": name, "paths": ["x"]} for name in ("a", "b")]}
     for kind in TASKS:
@@ -178,7 +178,7 @@ def test_the_tokens_are_made_once_on_a_machine(tmp_path, monkeypatch):
     np.testing.assert_array_equal(dataset_function(made)(made)[0][0]["tokens"], first["tokens"])
 
 
-def test_they_are_told_with_all_other_problems_before_a_machine_is_taken(tmp_path):
+def test_they_are_reported_with_all_other_problems_before_a_machine_is_taken(tmp_path):
     problems, _ = plan(arguments(tmp_path, packing="concat", preference={"loss": "dpo"}), num_devices=1)
     assert [problem.partition(":")[0] for problem in problems] == [
         "data.packing = 'concat'",

@@ -214,9 +214,9 @@ def test_without_a_mixture_held_out_rows_have_no_weight():
     assert "weight" not in held[0]
 
 
-def test_what_the_plan_made_of_the_documents_is_told():
+def test_what_the_plan_made_of_the_documents_is_reported():
     train, _ = rows_of([InMemory([40, 10, 1])], arguments(packing="fit"))
-    assert train.told() == [
+    assert train.notes() == [
         "the data: 3 documents in 2 rows of 16 tokens, 79.41 % full; 1 longer than a row (23 of their tokens are left out); "
         "1 with less than two tokens left out"
     ]

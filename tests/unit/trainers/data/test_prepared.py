@@ -196,7 +196,7 @@ def test_a_process_waits_for_another_one_that_makes_the_same_tokens(lines, cache
     assert len(made_by) == NUM_PARTS
 
 
-def test_tokens_that_take_long_are_told_once(lines, monkeypatch):
+def test_tokens_that_take_long_are_reported_once(lines, monkeypatch):
     monkeypatch.setattr(preparing, "SLOW_S", 0.0)
     made, told = arguments(lines), []
     of_source(made.data, made, told.append)
@@ -205,7 +205,7 @@ def test_tokens_that_take_long_are_told_once(lines, monkeypatch):
     assert "made for the first time on this machine: 0 of 150 records after 0 s; `python -m trainers.prepare` makes them" in line
 
 
-def test_malformed_lines_that_are_left_out_are_told(lines):
+def test_malformed_lines_that_are_left_out_are_reported(lines):
     with open(lines, "a") as file:
         file.write("{\n")
     made = arguments(lines, on_malformed="skip")

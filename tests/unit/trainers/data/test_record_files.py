@@ -53,7 +53,7 @@ def test_few_records_are_in_memory(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_a_disk_without_room_is_told_and_nothing_is_left(tmp_path, ending):
+def test_a_disk_without_room_is_reported_and_nothing_is_left(tmp_path, ending):
     with room(4096), pytest.raises(UsageError, match=f"of{ending} cannot be written: File too large; the file was removed"):
         write(tmp_path / f"of{ending}", RECORDS, schema_of(RECORDS))
     assert list(tmp_path.iterdir()) == []

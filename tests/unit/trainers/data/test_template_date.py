@@ -28,7 +28,7 @@ def text_of(tokenizer, record):
     return tokenizer._tokenizer.decode(document.tokens.tolist())
 
 
-def test_the_day_is_that_of_the_settings_and_told_by_the_digest(folder):
+def test_the_day_is_that_of_the_settings_and_reported_by_the_digest(folder):
     given = TrainingArguments(name="t", max_num_steps=1, data=DataConfig(tokenizer=folder, template_date="2024-07-26"))
     tokenizer = tokenizers.of(given)
     assert text_of(tokenizer, RECORD).startswith("\n[26 Jul 2024]<|im_start|>user")

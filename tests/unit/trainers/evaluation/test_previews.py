@@ -254,7 +254,7 @@ class Silent(Wordless):
     ("task", "why"),
     [("Wordless", "RuntimeError: no words for it"), ("Silent", "UsageError: previews.prompts: 'ab' has no tokens")],
 )
-def test_a_failing_preview_is_told_and_training_goes_on(tmp_path, events, task, why):
+def test_a_failing_preview_is_reported_and_training_goes_on(tmp_path, events, task, why):
     made = trainer(tmp_path, **{**RUN, "task": f"tests.unit.trainers.evaluation.test_previews:{task}"}, previews=PREVIEWS)
     assert int(made.train().step) == 6
     notes = [event["message"] for event in of(events, "note") if "preview" in event["message"]]

@@ -8,10 +8,10 @@ from trainers import runtime
 from trainers.evaluation import progress
 
 
-def test_progress_is_told_at_most_once_a_second_and_counted_at_each_batch(events):
+def test_progress_is_reported_at_most_once_a_second_and_counted_at_each_batch(events):
     now = [0.0]
     counted = []
-    for _ in progress.told("eval", range(10), 10, lambda: now[0]):
+    for _ in progress.reported("eval", range(10), 10, lambda: now[0]):
         counted.append(runtime.current().evaluated_batches)
         now[0] += 0.4
     told = of(events, "evaluating")

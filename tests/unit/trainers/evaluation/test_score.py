@@ -209,7 +209,7 @@ def test_scores_of_another_metric_are_not_compared():
         (lambda: CheckpointConfig(keep_model_only="best"), "nothing is kept by keep_best"),
     ],
 )
-def test_what_makes_no_sense_is_told(make, message):
+def test_what_makes_no_sense_is_reported(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

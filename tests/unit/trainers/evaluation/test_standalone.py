@@ -54,7 +54,7 @@ def test_the_same_state_gives_the_numbers_that_training_published(tmp_path, even
     assert made.state is made.kept  # as `on_evaluation_end` left it
 
 
-def test_a_state_of_another_step_is_told_as_such(tmp_path, events):
+def test_a_state_of_another_step_is_reported_as_such(tmp_path, events):
     heard = Heard()
     made = trainer(tmp_path, heard, max_num_steps=2, optimizer=FIXED)
     earlier = made.train()
@@ -124,7 +124,7 @@ class FromElsewhere(BaseTrainer):
 
 @pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize(("cls", "num_notes"), [(BaseTrainer, 1), (FromElsewhere, 0)])
-def test_evaluations_that_have_no_data_are_told_once(tmp_path, events, cls, num_notes):
+def test_evaluations_that_have_no_data_are_reported_once(tmp_path, events, cls, num_notes):
     without_held_out_data(tmp_path, cls, evaluation={"every_steps": 1}).train()
     told = [event["message"] for event in of(events, "note")]
     assert told == ["evaluation.every_steps: there is no held-out data to evaluate on; set data.eval_fraction"] * num_notes

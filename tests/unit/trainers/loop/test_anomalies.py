@@ -110,7 +110,7 @@ def test_a_restart_decides_alike(bad, saved_at, most, window):
         restarted.update({batch} if decisions[batch] == "skip" else ())
 
 
-def test_what_is_told_is_json_without_nan():
+def test_what_is_reported_is_json_without_nan():
     event = decide(anomaly(expected=math.nan), AnomalyConfig(), ()).event()
     assert event == {
         "kind": "non_finite",

@@ -35,7 +35,7 @@ def test_an_evaluation_that_measures_nothing_leaves_a_state_and_no_metrics(event
     assert events == []
 
 
-def test_units_are_measured_in_their_order_and_told_with_their_names_and_rates(events):
+def test_units_are_measured_in_their_order_and_reported_with_their_names_and_rates(events):
     evaluator = made({"eval": {"loss": 1.0}, "far": {"loss": 3.0}})
     assert evaluator.evaluate(0) == 2
     (event,) = of(events, "metrics")

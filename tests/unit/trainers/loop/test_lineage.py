@@ -76,7 +76,7 @@ def test_the_file_of_skipped_batches(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"skipped_batches": ["x"]}'])
-def test_a_file_that_makes_no_sense_is_set_aside_and_told(tmp_path, text, events):
+def test_a_file_that_makes_no_sense_is_set_aside_and_reported(tmp_path, text, events):
     (tmp_path / SKIPPED_FILE).write_text(text)
     assert read_skipped(str(tmp_path)) == []
     assert (tmp_path / f"{SKIPPED_FILE}.damaged").read_text() == text

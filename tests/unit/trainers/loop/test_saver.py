@@ -71,7 +71,7 @@ def test_a_save_waits_for_the_one_before_and_hands_on_state_meta_and_patience(sa
     assert [event["step"] for event in of(events, "saving")] == [5]
 
 
-def test_what_is_saved_already_is_not_saved_again_nor_told(saver, events):
+def test_what_is_saved_already_is_not_saved_again_nor_reported(saver, events):
     saver.manager.last_saved_step = 5
     saver.save("state")
     assert [name for name, _, _ in saver.manager.asked] == ["wait_for_save"]
@@ -86,7 +86,7 @@ def test_a_save_of_the_model_alone_has_the_same_meta_and_patience(saver, patient
     assert (meta["batch_index"], meta["seed"]) == (5, 9)
 
 
-def test_a_checkpoint_that_became_complete_is_told_to_the_callbacks_once(saver):
+def test_a_checkpoint_that_became_complete_is_reported_to_the_callbacks_once(saver):
     told = []
     saver.callbacks = SimpleNamespace(report_saved=lambda info, complete: told.append((info, complete)))
     saver.report_saved()

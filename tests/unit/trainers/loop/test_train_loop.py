@@ -286,7 +286,7 @@ def test_what_a_person_asked_for_outweighs_what_happens_to_machines():
     assert [reason for reason in (StopReason.RESIZE, StopReason.PREEMPTED) if reason.finished] == []
 
 
-def test_a_notice_stops_the_run_and_is_told_once():
+def test_a_notice_stops_the_run_and_is_reported_once():
     host = runtime.Runtime(lambda event: None)
     host.notice("SIGTERM")
     host.notice("SIGTERM")
@@ -366,7 +366,7 @@ def test_batches_to_skip_are_flagged():
     assert [flags[-1] for flags in world.asked] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_batch_that_the_step_skipped_is_told_and_remembered():
+def test_a_batch_that_the_step_skipped_is_reported_and_remembered():
     world = World(max_steps=9, statuses={4: UpdateStatus.NON_FINITE})
     assert world.loop.run(0) == (9, StopReason.MAX_STEPS)
     assert world.loop.guard.lineage.skipped == {4}

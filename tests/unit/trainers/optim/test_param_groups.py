@@ -148,7 +148,7 @@ def test_moments_lie_where_their_parameters_do(tmp_path, events):
 # ---------------------------------------------------------------------- errors
 
 
-def test_a_pattern_that_is_in_no_name_is_told_before_machines_are_taken(tmp_path):
+def test_a_pattern_that_is_in_no_name_is_reported_before_machines_are_taken(tmp_path):
     made = trainer(tmp_path, optimizer={**ADAMW, "groups": [{"pattern": "embd", "frozen": True}]})
     problems, _ = estimate.plan(made.arguments, num_devices=8)
     assert problems == [

@@ -69,7 +69,7 @@ def test_a_run_prunes_and_resumes_bit_for_bit_amid_it(tmp_path, events, mesh):
     assert_equal(resumed, whole)
 
 
-def test_a_pattern_that_is_in_no_name_is_told_before_machines_are_taken(tmp_path):
+def test_a_pattern_that_is_in_no_name_is_reported_before_machines_are_taken(tmp_path):
     made = trainer(tmp_path, pruning={"pattern": "outt"})
     problems, _ = estimate.plan(made.arguments, num_devices=8)
     assert problems == ["pruning.pattern = 'outt': it is in no parameter's name; these are embed, out"]
@@ -242,7 +242,7 @@ class Forgetful(KeepsBlocks):
         (Forgetful, r"Forgetful.post_gradient returned the state of another shape or type: updates None, given int32\[\]"),
     ],
 )
-def test_what_is_no_pruner_is_told_before_machines_are_taken(tmp_path, pruner, problem):
+def test_what_is_no_pruner_is_reported_before_machines_are_taken(tmp_path, pruner, problem):
     cls = type("Bad", (Hooked,), {"made": pruner})
     with pytest.raises(UsageError, match=problem):
         trainer(tmp_path, cls=cls).configure_model()

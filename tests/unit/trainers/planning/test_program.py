@@ -31,7 +31,7 @@ def arguments(**changed) -> TrainingArguments:
 
 
 @pytest.mark.slow("compiles a step for several devices")
-def test_a_divided_state_is_told_with_its_memory_and_its_exchanges():
+def test_a_divided_state_is_reported_with_its_memory_and_its_exchanges():
     divided, whole = (
         program.compiled(arguments(mesh=MeshConfig(data=1, fsdp=size), global_batch_size=8), jax.devices()[:size])
         for size in (DEVICES, 1)

@@ -27,7 +27,7 @@ def train(tmp_path, monkeypatch, steps, **changes):
 
 
 @pytest.mark.costs("compiles a step and trains")
-def test_a_run_writes_where_it_is_told_and_goes_on_there(tmp_path, monkeypatch):
+def test_a_run_writes_where_it_is_reported_and_goes_on_there(tmp_path, monkeypatch):
     absolute = tmp_path / "logs" / "tensorboard"
     folders = {"jsonl": "numbers/train", "tensorboard": str(absolute)}
     for steps in (4, 6):
@@ -83,7 +83,7 @@ def test_with_storage_that_cannot_append_an_absolute_folder_will_do(tmp_path):
 
 
 @pytest.mark.parametrize(("folder", "where"), [("traces", "run/traces"), ("{}/far", "far"), (None, "run/profile")])
-def test_profiles_are_written_where_they_are_told(tmp_path, folder, where):
+def test_profiles_are_written_where_they_are_reported(tmp_path, folder, where):
     settings = {} if folder is None else {"folder": folder.format(tmp_path)}
     made = trainer(tmp_path, profile=settings)
     (profiler,) = [callback for callback in made.callbacks.callbacks if isinstance(callback, Profiler)]

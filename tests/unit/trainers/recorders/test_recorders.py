@@ -74,7 +74,7 @@ def test_what_is_published_reaches_a_recorder_in_order(tmp_path):
     assert notes == []
 
 
-def test_one_that_raises_is_told_once_and_its_losses_at_the_end(tmp_path):
+def test_one_that_raises_is_reported_once_and_its_losses_at_the_end(tmp_path):
     made, notes = feeds(tmp_path, "Failing")
     for step in (1, 2, 3):
         made.record(step, {"loss": 1.0})
@@ -116,7 +116,7 @@ def test_one_does_not_hinder_another(tmp_path):
     made.close()
 
 
-def test_a_recorder_that_cannot_be_made_is_told(tmp_path):
+def test_a_recorder_that_cannot_be_made_is_reported(tmp_path):
     made, notes = feeds(tmp_path, "NotThere")
     made.record(1, {"loss": 1.0})
     made.close()

@@ -104,7 +104,7 @@ def test_a_restart_goes_on_with_the_same_run(tmp_path):
     assert {record.run.run_id for record in records(path) if record.HasField("run")}.isdisjoint(ids)
 
 
-def test_an_error_at_a_record_is_told_and_costs_that_record_alone(tmp_path, monkeypatch):
+def test_an_error_at_a_record_is_reported_and_costs_that_record_alone(tmp_path, monkeypatch):
     from wandb.sdk.wandb_run import Run
 
     log, notes = Run.log, []

@@ -82,7 +82,7 @@ def test_numbers_of_other_libraries_are_numbers(events, value):
     assert events[1]["metrics"] == {"loss": 1.5, "accuracy": 1.5}
 
 
-def test_what_is_no_number_is_told_once_and_the_rest_goes_on(events):
+def test_what_is_no_number_is_reported_once_and_the_rest_goes_on(events):
     for step in (1, 2):
         runtime.progress(step, {"loss": 2.0, "name": "a", "all": jnp.ones(3), "far": Unreadable(), "none": None})
     assert [event["metrics"] for event in events if event["ev"] == "metrics"] == [{"loss": 2.0}] * 2
@@ -94,7 +94,7 @@ def test_what_is_no_number_is_told_once_and_the_rest_goes_on(events):
 
 
 @pytest.mark.parametrize("step", ["3", None, 2.5, jnp.ones(2), Unreadable(), math.nan, math.inf])
-def test_a_step_that_is_none_is_told(events, step):
+def test_a_step_that_is_none_is_reported(events, step):
     runtime.progress(step, loss=1.0)
     assert [event["ev"] for event in events] == ["note"]
     assert runtime.current().step == 0
@@ -121,7 +121,7 @@ def test_a_path_is_text(events):
     ],
     ids=lambda event: str(event.get("ev")),
 )
-def test_an_odd_event_is_told_and_dropped(events, event):
+def test_an_odd_event_is_reported_and_dropped(events, event):
     runtime.current().emit(event)
     runtime.current().emit(event)
     assert [told["ev"] for told in events] == ["note"]
@@ -134,7 +134,7 @@ def test_a_sound_event_is_sent_as_json_has_it(events):
     assert events[0]["stop_reason"] == "done"
 
 
-def test_mistakes_without_end_are_not_all_told(events):
+def test_mistakes_without_end_are_not_all_reported(events):
     for number in range(100):
         runtime.progress(1, {chr(1000 + number): "x"})
     assert len([event for event in events if event["ev"] == "note"]) == MAX_ODD

@@ -273,7 +273,7 @@ class Told(TableTask):
 
 
 @pytest.mark.costs("compiles a step and trains")
-def test_a_task_that_wants_it_is_told_the_step_as_a_traced_value(tmp_path, events):
+def test_a_task_that_wants_it_is_reported_the_step_as_a_traced_value(tmp_path, events):
     """Over a restart, with one program for all steps."""
     Told.told = ()
     changes = {"task": f"{__name__}:Told", "accumulation_steps": 2, "optimizer": FIXED}

@@ -74,7 +74,7 @@ class Flagged(TableTask):
 
 @pytest.mark.costs("compiles a step and trains")
 @pytest.mark.parametrize("units", [{}, {"eval": {"task": HERE + "Flagged"}}])
-def test_a_loss_that_asks_is_told_whether_it_trains(tmp_path, events, units):
+def test_a_loss_that_asks_is_reported_whether_it_trains(tmp_path, events, units):
     made = trainer(tmp_path, task=HERE + "Flagged", max_num_steps=2, accumulation_steps=2, evaluation={"units": units})
     made.train()
     trained, evaluated = (

@@ -17,7 +17,7 @@ def test_a_run_that_is_moved_or_reached_through_a_link_is_the_same(tmp_path):
     assert identity.of(tmp_path / "link" / "run") == first
     (tmp_path / "storage").rename(tmp_path / "elsewhere")
     assert identity.of(tmp_path / "elsewhere" / "run") == first
-    assert first.told == ()
+    assert first.notes == ()
 
 
 def test_a_copy_is_a_run_of_its_own_and_says_so_once(tmp_path):
@@ -25,7 +25,7 @@ def test_a_copy_is_a_run_of_its_own_and_says_so_once(tmp_path):
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     copy = identity.of(tmp_path / "copy")
     assert copy.id != first.id
-    assert f"{tmp_path / 'copy'} is a copy of {tmp_path / 'run'}, which is still there" in copy.told[0]
+    assert f"{tmp_path / 'copy'} is a copy of {tmp_path / 'run'}, which is still there" in copy.notes[0]
     assert identity.of(tmp_path / "copy") == (copy.id, ())
     assert identity.of(tmp_path / "run") == first
 

@@ -68,7 +68,7 @@ def test_keys_and_region_come_from_the_profile_where_the_environment_has_none(tm
     assert dict(opening._settings("s3", files)) == {"region": "us-east-1"}
 
 
-def test_a_key_file_that_is_not_there_is_told(monkeypatch, tmp_path):
+def test_a_key_file_that_is_not_there_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "none.json"))
     with pytest.raises(StorageRefused, match=r"none\.json.*; set GOOGLE_APPLICATION_CREDENTIALS"):
         open_store("gs://other-bucket/run")

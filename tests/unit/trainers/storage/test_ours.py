@@ -51,7 +51,7 @@ def test_a_link_is_never_ours_and_what_it_leads_to_stays(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["thesis", "thing-1"]
 
 
-def test_what_cannot_be_deleted_is_told_when_the_rest_is_gone(tmp_path, monkeypatch):
+def test_what_cannot_be_deleted_is_reported_when_the_rest_is_gone(tmp_path, monkeypatch):
     path, unlink = made(tmp_path), os.unlink
     (path / "stays").touch()
     monkeypatch.setattr(

@@ -37,7 +37,7 @@ def test_a_good_bucket_passes_and_nothing_is_left_in_it(scheme, stores, monkeypa
         ("az://bucket/run", "storage: az://bucket/run: az:// is not known"),
     ],
 )
-def test_a_url_that_cannot_work_is_told(url, message):
+def test_a_url_that_cannot_work_is_reported(url, message):
     with pytest.raises(StorageError, match=message):
         check_writable(url)
 
@@ -51,6 +51,7 @@ def test_a_url_that_cannot_work_is_told(url, message):
         ("^(DELETE|POST)", "403", "cannot delete from .*: access is refused"),
         ("^GET", "403", "cannot read from .*: access is refused"),
         ("^PUT", "503", "cannot write to .*: .*tried"),
+        ("^PUT", "301", "cannot write to .*: the bucket is in another region, or at another endpoint: set AWS_REGION"),
     ],
 )
 def test_what_may_not_be_done_is_named(scheme, match, do, message, stores, monkeypatch):

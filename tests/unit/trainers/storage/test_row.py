@@ -162,7 +162,7 @@ class _Hiding:
         return self._hidden.pop() if self._hidden else self._read(place)
 
 
-def test_a_record_that_is_being_written_is_read_again_and_a_damaged_one_is_told(tmp_path):
+def test_a_record_that_is_being_written_is_read_again_and_a_damaged_one_is_reported(tmp_path):
     folder = Place(LocalStore(tmp_path))
     Row(folder).take_over({})
     path = tmp_path / "00000001.json"

@@ -340,7 +340,7 @@ def test_an_export_that_means_something_else_is_not_written(monkeypatch):
         hf_config.write(ModelConfig(family="mistral", window=8), max_length=64, dtype="float32")
 
 
-def test_all_that_is_not_understood_is_told_at_once():
+def test_all_that_is_not_understood_is_reported_at_once():
     with pytest.raises(UsageError) as raised:
         hf_config.read({"model_type": "mistral", **SIZES, "mlp_bias": True, "hidden_act": "relu"})
     assert "mlp_bias" in str(raised.value)

@@ -61,7 +61,7 @@ def test_what_belongs_to_neither_part_is_left_over(tmp_path):
         hugging_face.look(tmp_path / "more")
 
 
-def test_that_the_encoder_is_left_out_is_told():
+def test_that_the_encoder_is_left_out_is_reported():
     assert weights.look(FOLDER).about == "mistral of Hugging Face; its encoder of images is left out"
 
 

@@ -1,0 +1,48 @@
+"""Requests to a bucket that fail: told once for each time that it is away, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from orchestrator.events import Level
+from orchestrator.run_state.progress import Progress
+from trainers.storage.failed_requests import HERE
+
+QUIET_S = 30.0
+"""After so long without a failure the storage is there again. A request without an answer fails after 20 s, and is made again."""
+
+
+class Outages:
+    """Is told of the requests that failed, of the hosts and here. Only the driver's thread may call it."""
+
+    def __init__(self, progress: Progress, note: Callable[[str, Level], None], clock: Callable[[], float]):
+        self._progress, self._note, self._clock = progress, note, clock
+        self._number = 0
+        """Of those that failed since the storage was last there."""
+        self._began_s = self._last_s = 0.0
+        self._why = ""
+
+    def failed(self, number: int, why: str, who: str) -> None:
+        """`why` is that of the last one."""
+        if self._number == 0:
+            self._began_s = self._clock()
+            told = f"requests to the storage fail (the first of {who}): {why}; training goes on, and they are tried again"
+            self._note(told, "warning")
+        self._number, self._last_s, self._why = self._number + number, self._clock(), why
+        self._progress.failed_requests += number
+
+    def look(self) -> None:
+        """Called often: counts those of this process, and tells when it is over."""
+        number, why = HERE.take()
+        if number:
+            self.failed(number, why, "the driver")
+        if self._number and self._clock() - self._last_s > QUIET_S:
+            self._note(f"the storage answers again; until then {self._so_far()}", "info")
+            self._number = 0
+
+    def evidence(self) -> dict[str, str]:
+        """Returns what an incident that happens now should tell; empty if the storage is there."""
+        return {"storage": f"{self._so_far()}: {self._why}"} if self._number else {}
+
+    def _so_far(self) -> str:
+        return f"{self._number} requests to it failed in {self._last_s - self._began_s:.0f} s"
