@@ -49,13 +49,13 @@ def to_safetensors(checkpoint: Folder | str, out: Path | str, *, adapter: bool =
     _write_atomically(Path(out), lambda work: _save_file(flat(params), work, about))
 
 
-def to_mlflow(checkpoint: Path | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
+def to_mlflow(checkpoint: Folder | str, out: Path | str, *, adapter: bool = False, base: str | None = None) -> None:
     """Writes the folder `out`, atomically, which `mlflow.pyfunc.load_model` loads where Gangway is installed: in it `model`, a
     folder of `to_hugging_face`; of a classifier, a file of `to_safetensors`. Raises CheckpointError if the checkpoint is damaged
     or `out` exists, and UsageError if nothing can be predicted with the model from a text."""
     if adapter:
         raise UsageError("--adapter: MLflow loads whole models; leave it out, or write --format huggingface")
-    task = manifest.read_meta(Path(checkpoint))["arguments"]["task"]
+    task = manifest.read_meta(layout.folder_of(str(checkpoint)))["arguments"]["task"]
     is_classifier = mlflow_model.predicts(task) == mlflow_model.LABELS
 
     def write(work: Path) -> None:

@@ -15,6 +15,7 @@ from trainers.errors import UsageError
 from trainers.storage import durable
 
 LOADER = "trainers.pyfunc"
+FILE = "MLmodel"
 DATA = "model"
 TEXTS, LABELS = "texts", "labels"
 CLASSIFIER_FILE = "classifier.safetensors"
@@ -69,7 +70,7 @@ def write_about(folder: Path, *, is_classifier: bool) -> None:
             "params": json.dumps(shown) if shown else None,
         },
     }
-    durable.write(folder / "MLmodel", yaml.safe_dump(about, sort_keys=False))
+    durable.write(folder / FILE, yaml.safe_dump(about, sort_keys=False))
     durable.write(folder / "requirements.txt", f"gangway=={_version()}\n")
 
 

@@ -7,12 +7,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainers.checkpoint import layout, manifest
+from trainers.checkpoint import layout, manifest, standing
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import CommitError
 from trainers.storage import durable, ours, sealed
+from trainers.storage.store import Place
+
+if TYPE_CHECKING:
+    from trainers.checkpoint.ownership import Ownership
 
 PART = "params"
 """The name of the parameters in a TrainState, and in the files."""
@@ -43,6 +47,28 @@ def keep(arrays: ArrayFiles, checkpoint: Path, final: Path, *, forbidden: Callab
     finally:
         with suppress(OSError):
             ours.delete(work, ours.ON_THE_WAY)
+
+
+def keep_in_bucket(arrays: ArrayFiles, checkpoint: Place, models: Place, step: int, owner: Ownership, name: str) -> None:
+    """Like `keep`, in a bucket: copied to the folder `name` of `models`, and then recorded. What a process that died has left of
+    it is in no record, and a later generation deletes it. Raises what went wrong; nothing is left then, if that can be told."""
+    content = manifest.read(checkpoint)
+    if problem := next(content.problems(checkpoint, content.files, digest_up_to=None), ""):
+        raise manifest.DamagedError(problem)
+    work, meta, recording = models / name, manifest.read_meta(checkpoint), False
+    try:
+        arrays.copy_parts(checkpoint / manifest.STATE_FOLDER, work / manifest.STATE_FOLDER, parts_in(meta["shapes"]))
+        manifest.write_document(work / manifest.META_FILE, sealed.seal(meta_of(meta)))
+        digest = manifest.write(work, manifest.tagged(work, content.step, time.time()))
+        if problem := owner.forbidden():
+            raise CommitError(problem)
+        recording = True  # whether it was recorded cannot be told from here on, if that raises
+        owner.commit(models, step, name, digest)
+    except BaseException:
+        if not recording:
+            with suppress(OSError):
+                ours.delete_folder(work, standing.UNCOMMITTED)
+        raise
 
 
 def meta_of(meta: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainers.checkpoint import layout, model_only, readers
+from trainers.checkpoint import layout, model_only, readers, standing
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.course import Course
 from trainers.checkpoint.ownership import Ownership
 from trainers.checkpoint.retention import Retention
 from trainers.checkpoint.standing import Folder
-from trainers.errors import CheckpointError
 from trainers.runtime.multihost import one_line
 from trainers.storage.store import Place
 
@@ -89,7 +89,10 @@ class Tidier:
         """Keeps the model of a checkpoint that will be deleted."""
         models = layout.models_of(self._owner.folder)
         if isinstance(models, Place):
-            raise CheckpointError("a model is not yet kept of a checkpoint in a bucket: leave checkpoint.keep_model_only out")
+            assert isinstance(checkpoint, Place)
+            name = standing.name_for(step, self._owner.term, uuid.uuid4().hex[:8])
+            model_only.keep_in_bucket(self._arrays, checkpoint, models, step, self._owner, name)
+            return
         assert isinstance(checkpoint, Path)
         model_only.keep(self._arrays, checkpoint, models / str(step), forbidden=self._owner.forbidden)
 

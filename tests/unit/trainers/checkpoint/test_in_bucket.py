@@ -1,12 +1,15 @@
 """Checkpoints in a bucket: written where they stay, committed by a record, removed by a record; and an outage is no damage."""
 
 import jax
+import numpy as np
 import pytest
 
 from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
-from trainers.checkpoint import commit, layout, manifest, orbax_bucket, standing
+from trainers.checkpoint import commit, layout, manifest, orbax_bucket, standing, weights
+from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.fence import WriterTerm
+from trainers.checkpoint.retention import Retention
 from trainers.errors import CheckpointUnavailableError
 from trainers.storage import opening
 from trainers.storage.object_store import Limits
@@ -225,6 +228,33 @@ def test_models_are_saved_alone_and_tidied(folder):
     models = place_of(folder).parent / "models"
     assert layout.steps(models) == [4]
     assert "state/_METADATA" in manifest.names_below(layout.at(models, 4))
+
+
+KEPT = Retention(newest=1, every_steps=4, only_models=frozenset({"every"}))
+
+
+def test_of_an_old_checkpoint_the_model_is_kept_before_the_rest_is_deleted(bucket, folder):
+    manager = generation(folder, 0, retention=KEPT)
+    states = {step: manager.save_now(step) for step in (4, 8)}
+    models = place_of(folder).parent / "models"
+    assert (manager.notes, manager.steps(), layout.steps(models)) == ([], [8], [4])
+    found = weights.stored(manifest.read_meta(layout.at(models, 4)))
+    assert "embed" in found
+    kept = ArrayFiles().read_one(layout.at(models, 4) / "state", found["embed"].key)
+    assert kept.tobytes() == np.asarray(states[4].params["embed"]).tobytes()
+
+
+@pytest.mark.parametrize("match", ["^PUT .*models.*meta", r"^PUT .*models.*manifest\.json"])
+def test_where_the_model_cannot_be_kept_the_checkpoint_stays_and_the_next_save_tries_again(bucket, folder, match):
+    manager = generation(folder, 0, retention=KEPT)
+    manager.save_now(4)
+    bucket.proxy.faults[:] = [Fault(match, "403")]
+    manager.save_now(8)
+    models = place_of(folder).parent / "models"
+    assert (manager.steps(), layout.steps(models), models.list()) == ([4, 8], [], [])
+    bucket.proxy.faults.clear()
+    manager.save_now(12)
+    assert (manager.steps(), layout.steps(models)) == ([12], [4, 8])
 
 
 def test_a_save_and_a_restore_ask_so_often(bucket, folder):
