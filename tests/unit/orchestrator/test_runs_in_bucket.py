@@ -14,9 +14,11 @@ from orchestrator.run_state.incidents import Incident
 from orchestrator.runs import compare, history, incidents, logs, overview, save, status
 from orchestrator.tracking.config import TrackingConfig
 from tests.stores.fault_proxy import Fault
-from trainers.checkpoint import standing
+from trainers.checkpoint import committed, standing
+from trainers.errors import CheckpointUnavailableError
 from trainers.storage import documents, sealed
 from trainers.storage.opening import place_of
+from trainers.storage.row import Kept, Row
 
 METRICS = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_s": 4000.0, "step_time_s": 0.5}
 
@@ -177,3 +179,21 @@ def test_a_request_to_a_run_in_a_bucket_reaches_its_driver(start, storage):
     assert launch.flush(30)
     assert [request.kind for request in launch.new_requests()] == ["save"]
     assert not requests.is_waiting(path)
+
+
+def test_a_loss_in_a_bucket_is_accepted_by_saying_so(storage, capsys):
+    run = place_of(f"{storage}/a")
+    row = Row(run / "row")
+    term = row.take_over({"hostname": "here"}).term
+    for step in (4, 8):
+        row.commit(term, step, Kept(f"{step}-1_0_00000000", "digest"))
+    (run / "checkpoints" / "4-1_0_00000000" / "meta.json").put(b"{}")
+    folder = run / "checkpoints"
+    with pytest.raises(CheckpointUnavailableError, match="checkpoint 8 of this run was committed"):
+        committed.check(folder, [4], committed.NOTHING)
+    assert checkpoints.main([run.url, "--accept-loss"]) == checkpoints.EXIT_FINE
+    assert "incomplete" in capsys.readouterr().out
+    newest = Row(run / "row").newest()
+    assert (newest.what, newest.step, sorted(newest.of("checkpoints"))) == ("loss", 4, [4])
+    assert newest.term > term, "a driver that slept commits nothing after it"
+    assert committed.check(folder, [4], committed.NOTHING).step == 4
