@@ -62,7 +62,7 @@ def _storage(config: JobConfig, request: Request) -> Iterator[str]:
             f"storage = {storage}: a folder of this machine, which the hosts of {request.to} do not share; "
             "set storage to a bucket: gs://... or s3://..."
         )
-    elif any(Path(storage).is_relative_to(folder) for folder in OF_ONE_MACHINE):
+    elif any(f"{storage}/".startswith(f"{folder}/") for folder in OF_ONE_MACHINE):
         yield f"storage = {storage}: each machine has its own; set storage to a folder that all machines share, or to a bucket"
 
 
