@@ -1,11 +1,13 @@
 """`python -m orchestrator.checkpoints RUN|CONFIG`: lists the checkpoints of a run, and whether they are intact.
 
 It only reads files, and may be used while the run goes on. With --accept-loss it records that there are no newer checkpoints.
+With --copy-to it copies the run, with all that it needs to go on there, between folders and buckets.
 Exit status: 0; 1 when a checkpoint is damaged; 2 when there is no such run, or it is in use and a loss is to be accepted.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,12 +20,14 @@ from rich.table import Table
 from orchestrator.config.locate import REFUSALS, parser_of_run, run_of, told
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from orchestrator.run_state.stored import CHECKPOINTS, STATE, STATE_KIND
+from orchestrator.runs.copying import copy_run
 from trainers.checkpoint import committed, layout, manifest, standing
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.standing import Folder
 from trainers.first_line import say
-from trainers.storage import not_finite
+from trainers.storage import documents, not_finite
 from trainers.storage.documents import DamagedDocument
+from trainers.storage.opening import place_of
 from trainers.storage.store import Place
 from trainers.terminal import command
 
@@ -65,11 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="newer checkpoints were committed and are lost or deleted: the next start goes on with what is there, or at step 0",
     )
+    parser.add_argument(
+        "--copy-to",
+        metavar="FOLDER|URL",
+        help="copy the run, with its good checkpoints, to this folder or URL, STORAGE/NAME; give it again if it was cut short",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     arguments = parser.parse_intermixed_args(argv)
     say(f"reading the checkpoints of {arguments.run}", stream=sys.stderr)  # --verify may take long, and so may a storage
     try:
         run = run_of(arguments.run, arguments.overrides)
+        if arguments.copy_to:
+            return copy(run, arguments.copy_to)
         folder = layout.folder_of(run.url) / CHECKPOINTS
         if arguments.accept_loss:
             accept_loss(folder)
@@ -82,6 +93,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(folder, rows, Console())
     return EXIT_DAMAGED if any(row.state == "damaged" for row in rows) else EXIT_FINE
+
+
+def copy(run: Place, to: str) -> int:
+    """Copies the run; returns the exit status. Raises what `copy_run` does."""
+    target = place_of(to if documents.is_url(to) else os.path.abspath(to))
+    report = copy_run(run, target)
+    for line in report.left_out:
+        print(line, file=sys.stderr)
+    steps = ", ".join(map(str, report.saved[CHECKPOINTS])) or "none"
+    print(f"copied {run.url} to {target.url}: checkpoints {steps}; {report.num_files} files, {report.num_bytes / 1e6:,.1f} MB")
+    storage, _, name = target.url.rpartition("/")
+    print(f"it goes on there by the command of the run with storage={storage} name={name}")
+    return EXIT_DAMAGED if report.left_out else EXIT_FINE
 
 
 def accept_loss(folder: Folder) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from orchestrator.config.job import ConfigError, load
 from orchestrator.run_state.launch import CHECKPOINTS, STATE
 from orchestrator.run_state.lease import TERMS
-from trainers.checkpoint import committed
+from trainers.checkpoint import committed, copied
 from trainers.program import program
 from trainers.storage import documents
 from trainers.storage.object_store import Limits
@@ -75,6 +75,7 @@ def run_of(run: str, overrides: Sequence[str] = ()) -> Place:
 
 
 def _checked(place: Place, named: str) -> Place:
+    copied.check_whole(place)
     if is_run(place):
         return place
     if not place.store.is_local and not place.is_dir():

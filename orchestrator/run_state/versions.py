@@ -8,13 +8,16 @@ from pathlib import Path
 from orchestrator.run_state.lease import LEASE_KIND, row_of
 from orchestrator.run_state.stored import CHECKPOINTS, GANG_KIND, OUTCOME_KIND, STATE_KIND
 from orchestrator.tracking.spool import FOLDER, KINDS
-from trainers.checkpoint import committed, layout, manifest
+from trainers.checkpoint import committed, copied, layout, manifest
 from trainers.storage import documents, identity
 from trainers.storage.documents import DamagedDocument, NewerDocument
+from trainers.storage.opening import place_of
 
 
 def check_versions(run_dir: str) -> None:
-    """Raises NewerDocument, which names the document. Whoever reads a damaged one handles it."""
+    """Raises NewerDocument, which names the document, and StorageError for a copy that is not complete. Whoever reads a damaged
+    document handles it."""
+    copied.check_whole(place_of(run_dir))
     kinds = [(kind.name, kind) for kind in (STATE_KIND, GANG_KIND, LEASE_KIND, OUTCOME_KIND, identity.KIND, committed.KIND)]
     kinds += [(documents.join(FOLDER, name), kind) for name, kind in KINDS.items()]
     kinds += [(documents.join(CHECKPOINTS, committed.FILE), committed.KIND)]

@@ -14,8 +14,9 @@ OWN_STORE = "sqlite:///mlflow.db"
 
 
 def own_store(run_dir: str) -> str:
-    """Returns the URL of the store in the storage of a run, for people and for MLflow's commands, if the path is plain."""
-    return f"sqlite:///{os.path.dirname(os.path.abspath(run_dir))}/mlflow.db"
+    """Returns the URL of the store in the storage of a run, for people and for MLflow's commands, if the path is plain. A run
+    that is reached through a link has the store that lies beside the run itself."""
+    return f"sqlite:///{os.path.dirname(os.path.realpath(run_dir))}/mlflow.db"
 
 
 def is_plain(path: str) -> bool:

@@ -72,6 +72,7 @@ LIGHT_MODULES = tuple(
         "__init__",
         "checkpoint/__init__",
         "checkpoint/committed",
+        "checkpoint/copied",
         "checkpoint/fence",
         "checkpoint/going_on",
         "checkpoint/layout",

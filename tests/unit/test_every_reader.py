@@ -194,6 +194,7 @@ FILES = {
 
 PATHS = {name: Path(f"file{number}.yaml") for number, name in enumerate(FILES)}
 OPTIONS = {
+    "orchestrator.deploy.__main__": ("--to", "slurm"),
     "trainers.evaluate": ("--checkpoint", "nowhere"),
     "trainers.reference": ("--output", "new.jsonl"),
     "orchestrator.runs.compare": ("other",),

@@ -68,7 +68,9 @@ DRIVER = _section(
     ),
     ("stragglers", _section("Stragglers", ("factor share", float), ("windows", int), ("window_s", float))),
 )
-TRACKING = _section("Tracking", ("mlflow", bool), ("uri", str | None), ("experiment", str), ("report", bool))
+TRACKING = _section(
+    "Tracking", ("mlflow", bool), ("uri", str | None), ("experiment", str), ("report", bool), ("register_model", str | None)
+)
 
 NOTIFY = _section(
     "Notify",

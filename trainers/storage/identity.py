@@ -87,7 +87,8 @@ def _of_bucket(url: str) -> Identity:
         known = mine if KIND.create(place, mine) else KIND.read(place) or mine
     if known["folder"] != mine["folder"]:
         before = known["folder"]
-        if documents.is_url(before) and (there := KIND.read(place_of(before) / KIND.name)) and there["id"] == known["id"]:
+        there = KIND.read(place_of(before) / KIND.name) if documents.is_url(before) else None
+        if (there and there["id"] == known["id"]) or _is_another(before, mine["folder"], known["id"]):
             notes = (*notes, COPY.format(mine["folder"], before))
             known = mine
         KIND.write(place, {"id": known["id"], "folder": mine["folder"]})
@@ -103,7 +104,8 @@ def _is_another(before: str, folder: str, its_id: str) -> bool:
     try:
         there = KIND.read(documents.join(before, KIND.name))
         is_same = there is not None and there["id"] == its_id
-        return is_same and (documents.is_url(before) or not os.path.samefile(before, folder))
+        in_bucket = documents.is_url(before) or documents.is_url(folder)
+        return is_same and (in_bucket or not os.path.samefile(before, folder))
     except (OSError, documents.StorageError):
         return False
 

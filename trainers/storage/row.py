@@ -189,6 +189,20 @@ class Row:
 
         return self._append(change)
 
+    def copied(
+        self, source: Record, holder: Mapping[str, Any], step: int | None, kept: Mapping[str, Mapping[int, Kept]]
+    ) -> Record:
+        """Records, as the first of a new run, what was copied of another one whose newest record is `source`. Raises
+        OvertakenError if there are records already."""
+
+        def change(before: Record) -> Record:
+            if before.number:
+                raise OvertakenError(source.term, before)
+            term = WriterTerm(source.term.driver_term + source.unreadable, source.term.generation)
+            return Record(what="copy", term=term, holder=dict(holder), step=step, kept=kept)
+
+        return self._append(change)
+
     def _append(self, change: Callable[[Record], Record]) -> Record:
         with self._one_at_a_time:
             while True:
