@@ -188,6 +188,7 @@ def test_what_a_network_and_a_cloud_do_on_bad_days_loses_nothing_and_is_told(buc
     job = start(bucket.url())
     job.pace(0.5)
     job.wait_until(lambda: 20 in job.saved())
+    job.pace(1.0)  # 40 steps are left, which must last longer than the bad days
     begun_s = time.monotonic()
     for faults, seconds in (
         ([Fault(".", "503")], 5),
