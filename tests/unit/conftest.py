@@ -8,12 +8,14 @@ from tests.compile_cache import compile_cache
 from tests.event_schema import check_event
 from tests.stores.contract import buckets
 from trainers import runtime
+from trainers.storage import failed_requests
 
 
 @pytest.fixture(autouse=True)
 def _own_runtime():
     """What one test installs, the next one does not see."""
     before = runtime.current()
+    failed_requests.HERE.take()
     yield
     runtime.install(before)
 
