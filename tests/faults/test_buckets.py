@@ -183,6 +183,7 @@ def test_a_run_that_was_stopped_goes_on_by_the_same_command(bucket, start, undis
     assert Row(last.run / "row").newest().term.driver_term == 3
 
 
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_what_a_network_and_a_cloud_do_on_bad_days_loses_nothing_and_is_told(bucket, start, undisturbed):
     """Each of these comes while it trains and saves: no answers, 503, refused credentials, listings that lag, delays and cuts."""
     job = start(bucket.url())
@@ -211,6 +212,7 @@ def test_what_a_network_and_a_cloud_do_on_bad_days_loses_nothing_and_is_told(buc
     assert f"{summary['failed_requests']} requests to it failed and were made again" in said
 
 
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_second_launch_of_a_live_run_is_refused(bucket, start):
     url = bucket.url()
     job = start(url, "max_num_steps=100000")
