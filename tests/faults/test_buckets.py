@@ -142,6 +142,7 @@ def check_whole(job, undisturbed, *kinds):
     return summary
 
 
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
 def test_a_process_the_agent_and_the_driver_are_killed_one_after_the_other(bucket, start, undisturbed):
     """A driver in a process of its own (`driver.supervise`) is followed by another one, which takes over the gang."""
     job = start(bucket.url(), "driver.supervise=true")
