@@ -55,6 +55,15 @@ def now() -> Now:
     return Now(time.monotonic(), time.time())
 
 
+class _Shown:
+    """What Ray shows of an agent: its run and its host. Ray asks once, when the actor is made, so nothing that changes
+    is here. It is no function, so Ray does not take it for a method of the actor: where the class cannot be imported, a machine
+    without the code could then not be named."""
+
+    def __get__(self, agent: HostAgent | None, cls: type) -> Callable[[], str] | _Shown:
+        return self if agent is None else lambda: f"{agent._run_name or 'no run'}, {agent._host}"
+
+
 class HostAgent:
     """The agent of one host. `env` is added to the agent's own environment for its training processes.
 
@@ -107,9 +116,7 @@ class HostAgent:
             on_notice: Callable[..., None] = lambda notice: self._feed(inputs.Notice(notice))  # noqa: E731
             _in_background("notices", preemption.poll_sources, sources, on_notice, self._on_note)
 
-    def __repr__(self) -> str:
-        """What Ray's dashboard shows of the actor. Ray asks once, when the actor is made: what changes would stand still."""
-        return f"{self._run_name or 'no run'}, {self._host}"
+    __repr__ = _Shown()  # type: ignore[assignment]
 
     # ------------------------------------------------------------------ calls
 
