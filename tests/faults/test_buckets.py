@@ -169,15 +169,17 @@ def test_a_run_that_was_stopped_goes_on_by_the_same_command(bucket, start, undis
     """The second command is killed as a whole (SIGKILL), and the third takes the run from the dead one by the row."""
     url = bucket.url()
     job = start(url)
+    job.pace(0.3)  # steps are left for each launch
     job.wait_until(lambda: 20 in job.saved())
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.ended() == 3, job.said()
     stopped = job.summary()
     assert stopped["checkpoint"].startswith(f"{url}/tiny/checkpoints/{stopped['steps']}-1_0_")
     again = start(url)
-    again.wait_until(lambda: 40 in again.saved())
+    again.wait_until(lambda: Row(again.run / "row").newest().term.driver_term == 2 and 40 in again.saved())
     again.process.kill()
     again.process.wait()
+    (job.orders / "pace.json").unlink()
     last = start(url)
     assert last.ended() == 0, last.said()
     check_whole(last, undisturbed)
