@@ -47,7 +47,7 @@ def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(tmp_path, number):
     try:
         wait_until(saved(tmp_path, 20), process, tmp_path)
         os.killpg(process.pid, number)
-        assert process.wait(60) == 3
+        assert process.wait(180) == 3
     finally:
         process.kill()
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
@@ -69,14 +69,14 @@ def test_a_second_launch_of_a_live_run_is_refused(tmp_path):
     try:
         wait_until(saved(tmp_path, 20), process, tmp_path)
         command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={tmp_path}"]
-        second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
+        second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=180)
         assert second.returncode == 2
         assert "is in use" in second.stderr
         assert str(process.pid) in second.stderr
         assert process.poll() is None
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.wait(180)
 
 
 @pytest.mark.costs("the one whole job that is killed")
