@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.config import job
 from orchestrator.tracking import launches, mlflow_shipper, registration
-from orchestrator.tracking.config import TrackingConfig
+from orchestrator.tracking.config import TrackingConfig, own_store
 from orchestrator.tracking.mlflow_shipper import Shipper
 from orchestrator.tracking.registration import RegistrationError, register
 from orchestrator.tracking.tracker import Tracker
@@ -217,3 +217,10 @@ def test_a_model_that_could_not_be_registered_is_refused_before_the_run(tmp_path
         job.build({"name": "a", "max_num_steps": 1, "storage": str(tmp_path), **changes})
     assert told in str(error.value)
     assert "tracking" in str(error.value)
+
+
+def test_a_run_that_is_reached_through_a_link_has_the_store_beside_itself(tmp_path):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "linked").symlink_to(tmp_path / "runs" / "a")
+    assert own_store(str(tmp_path / "elsewhere" / "linked")) == own_store(str(tmp_path / "runs" / "a"))
