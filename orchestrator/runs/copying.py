@@ -29,7 +29,7 @@ from trainers.checkpoint import committed, copied, layout, manifest, standing
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.manifest import Manifest
 from trainers.checkpoint.standing import Folder
-from trainers.storage import row
+from trainers.storage import documents, ours, row
 from trainers.storage.opening import place_of
 from trainers.storage.probe import check_writable
 from trainers.storage.row import Kept, Row
@@ -80,7 +80,7 @@ def copy_run(source: Place, target: Place) -> Report:
             for folder in (_folder(target), _folder(target) / CHECKPOINTS):
                 committed.write(folder, Committed(run, step))
         last.copied(record, {"hostname": socket.gethostname(), "pid": os.getpid()}, step, kept)
-    target.store.delete((target / copied.KIND.name).key)
+    documents.delete(target / copied.KIND.name)
     report.saved = {name: sorted(last.newest().of(name)) for name in SAVED}
     return report
 
@@ -135,7 +135,7 @@ def _one(source: Folder, target: Place, step: int, report: Report) -> Kept:
     for file, entry in content.files.items():
         found[file] = _copy(place_of(str(source)) / file, place / file, report)
         if found[file].size != entry.size or (not entry.sha256.startswith(manifest.TAG) and found[file] != entry):
-            place.store.delete((place / file).key)
+            ours.delete(place / file, ours.among("what this command has just copied", [place / file]))
             raise manifest.DamagedError(f"the contents of {file} are not those that were saved (digests differ)")
     return Kept(name, manifest.write(_folder(place), _arrived(place, replace(content, files=found))))
 
