@@ -29,6 +29,7 @@ from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
 from trainers.runtime.events import (
     AnomalyTreated,
+    Evaluating,
     FirstStep,
     Heartbeat,
     Joined,
@@ -38,6 +39,7 @@ from trainers.runtime.events import (
     Preview,
     Profile,
     RequestsFailed,
+    RequestsMade,
     Restored,
     Saved,
     SaveFailed,
@@ -188,16 +190,16 @@ class EventHandler:
                 self._on_metrics(generation, event)
             case "preview":
                 self._on_preview(event)
-            case "evaluating":
-                self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
             case "saved":
                 self._on_saved(host, event)
-            case "save_failed" | "notice" | "requests_failed":
+            case "save_failed" | "notice":
                 self._on_warning(host, event)
+            case "requests_failed" | "requests_made":
+                self._on_requests(host, event)
             case "restored":
                 self._on_restored(host, event)
-            case "note" | "printed":
-                self._on_text(host, event)
+            case "note" | "printed" | "evaluating":
+                self._on_said(host, event)
             case "profile":
                 self._on_profile(host, event)
             case "first_step":
@@ -291,16 +293,22 @@ class EventHandler:
             for bad in event["skipped"]:
                 self.note(f"checkpoint {bad['step']} was not used: {bad['why']}", "warning")
 
-    def _on_text(self, host: int, event: Note | agent_events.Note | agent_events.Printed) -> None:
-        if event["ev"] == "printed":
+    def _on_said(self, host: int, event: Note | agent_events.Note | agent_events.Printed | Evaluating) -> None:
+        if event["ev"] == "evaluating":
+            self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
+        elif event["ev"] == "printed":
             self.board.post({"ev": "printed", "host": host, "lines": event["lines"], "left_out": event["left_out"]})
         else:
             self.note(f"host {host}: {event['message']}")
 
-    def _on_warning(self, host: int, event: SaveFailed | Notice | RequestsFailed | agent_events.MachineNotice) -> None:
+    def _on_requests(self, host: int, event: RequestsFailed | RequestsMade) -> None:
         if event["ev"] == "requests_failed":
             self.outages.failed(event["number"], event["why"], f"host {host}")
-        elif event["ev"] == "notice":
+        else:
+            self.outages.made(event["counts"])
+
+    def _on_warning(self, host: int, event: SaveFailed | Notice | agent_events.MachineNotice) -> None:
+        if event["ev"] == "notice":
             self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
         else:
             failed = f"the checkpoint of step {event['step']} failed"

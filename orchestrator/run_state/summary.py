@@ -57,6 +57,7 @@ def build(
         "incidents": [incident.to_dict() | {"launch_id": of} for of, incident in incidents[-KEPT_INCIDENTS:]],
         "num_incidents": earlier.num_incidents + progress.num_incidents,
         "failed_requests": progress.failed_requests,
+        "requests": dict(progress.requests),
         "goodput": {name: value + earlier.seconds.get(name, 0.0) for name, value in seconds.items()},
         "wall_s": earlier.wall_s + wall_s,
         "started_at": _time(began_s if earlier.started_at_s is None else earlier.started_at_s),
