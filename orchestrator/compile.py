@@ -9,14 +9,13 @@ Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wro
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import Parser
 from trainers.terminal import command
 
 EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
@@ -24,7 +23,7 @@ EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.compile"), description=__doc__.split("\n\n")[1])
+    parser = Parser("orchestrator.compile", __doc__.split("\n\n")[1], example="config.yaml model.remat=full")
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 hosts.topology=8x8")
     options = parser.parse_intermixed_args(argv)

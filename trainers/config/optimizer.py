@@ -15,8 +15,8 @@ class ScheduleConfig(Section):
     """The learning rate over steps, as a factor of `learning_rate`. See `trainers/optim/schedules.py` for the names."""
 
     name: str = "cosine"
-    """The shape after the warm-up: `constant`, `linear`, `cosine`, `polynomial`, `wsd`, `tri_stage`, `inverse_sqrt`,
-    `cosine_restarts`; `optax.FUNCTION`, or `package.module:function` (config, learning_rate, max_num_steps)."""
+    """The shape after the warm-up: a name of `trainers/optim/schedules.py`, `optax.FUNCTION`, or `package.module:function`
+    (config, learning_rate, max_num_steps)."""
     warmup_steps: int = 0
     """The steps in which the rate rises to `optimizer.learning_rate`."""
     warmup_ratio: float | None = None
@@ -118,8 +118,7 @@ class OptimizerConfig(Section):
     """The optimizer. See `trainers/optim/optimizers.py` for the names."""
 
     name: str = "adamw"
-    """`adamw`, `adam`, `lion`, `sgd`, `rmsprop`, `adafactor`, `muon`, `schedule_free_adamw`; `optax.FACTORY`, or
-    `package.module:function` (config, schedule)."""
+    """A name of `trainers/optim/optimizers.py`, `optax.FACTORY`, or `package.module:function` (config, schedule)."""
     # Weight decay, betas, eps and clipping are those of GPT-3 (Brown et al., 2020, appendix B).
     learning_rate: float = 3e-4
     """The rate at the peak of the schedule."""
