@@ -114,8 +114,9 @@ format: env  ## Put the code into the one format
 	@$(IN_VENV) -m ruff check --fix .
 	@$(IN_VENV) -m ruff format .
 
-files: env  ## Write docs/files.md: a line for each file, from its docstring
+files: env  ## Write the pages that are made from the code: docs/files.md, keys.md, commands.md, api.md
 	@$(IN_VENV) -m tests.index
+	@$(IN_VENV) -m tests.pages
 
 lock:  ## Resolve pyproject.toml anew into requirements.lock
 	rm -rf build/lock && $(PYTHON) -m venv build/lock

@@ -1,7 +1,8 @@
 """Compiles the train step of a job for its hosts, which need not be there:
 `python -m orchestrator.compile CONFIG [key=value ...]`.
 
-It tells what a device needs of its memory, what the devices exchange in a step, and which large arrays each of them has whole.
+Compiles the step of a run, and tells what a device needs of its memory, what the devices exchange in a step, and which large
+arrays each of them has whole.
 Nothing is started, and no machine is taken. TPUs need the package `libtpu`, which has their compiler; of GPUs the exchanges are
 those that they will have, and the memory is an upper bound.
 Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.

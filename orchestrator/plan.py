@@ -1,7 +1,8 @@
 """What a run will need: `gangway plan CONFIG [--on NAME] [key=value ...]`. Nothing is started, and no machine is taken.
 
-It joins the arithmetic of `--dry-run`, the compiled step of `gangway compile`, and the figures of the hardware: memory of a
-device, FLOPs, exchanges, the expected time of a step, tokens a day, days to the end, checkpoints, goodput, and a price.
+Tells what a run will need. It joins the arithmetic of `--dry-run`, the compiled step of `gangway compile`, and the figures of the
+hardware: memory of a device, FLOPs, exchanges, the expected time of a step, tokens a day, days to the end, checkpoints, goodput,
+and a price.
 NAME: v5e-256 (chips of a slice), v5p-512x4 (of four slices), h100-8x16 (GPUs of a machine x machines); default: `hosts`.
 Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.
 """
