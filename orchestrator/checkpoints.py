@@ -58,7 +58,7 @@ class Row:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of_run("orchestrator.checkpoints", "The checkpoints of a run.")
+    parser = parser_of_run("orchestrator.checkpoints", "The checkpoints of a run.", example="runs/spirals --verify")
     parser.add_argument(
         "--verify",
         action="store_true",

@@ -32,7 +32,7 @@ Outcome = Profiled
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of_run("orchestrator.profile", "Profiles a run while it goes on.")
+    parser = parser_of_run("orchestrator.profile", "Profiles a run while it goes on.", example="runs/spirals --steps 5")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"how many to record (default: {STEPS})")
     parser.add_argument("--hosts", type=int, nargs="+", default=[0], metavar="HOST", help="which hosts, from 0 (default: 0)")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")

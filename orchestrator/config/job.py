@@ -98,6 +98,8 @@ class JobConfig:
     tracking: TrackingConfig
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     arguments_class: str = ARGUMENTS_CLASS
+    """The key `arguments`: the class of the arguments, `package.module:Class`, a subclass of `TrainingArguments` that has the
+    keys of your own trainer."""
 
     def __repr__(self) -> str:
         """Without secrets: Ray Train shows its arguments to everybody who can see its dashboard."""

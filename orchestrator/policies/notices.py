@@ -29,6 +29,7 @@ class NotifyConfig(Section):
     webhook: str | None = field(default=None, repr=False)
     """A URL to which the notice is sent as JSON; to one of Slack, in Slack's form. It is a secret, and never shown or stored."""
     events: tuple[str, ...] = EVENTS
+    """Which events are told: `started`, `incident`, `gave_up`, `finished`, `goodput`."""
     goodput_below: float | None = None
     """Told when the goodput of the run falls below this share of the wall clock, after its first ten minutes."""
 

@@ -19,10 +19,10 @@ TIMEOUT_S = 300.0
 LOOK_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 0.5, 2.0
 
 
-def main(kind: Kind, module: str, description: str, argv: Sequence[str] | None = None) -> int:
+def main(kind: Kind, module: str, about: str, argv: Sequence[str] | None = None) -> int:
     """The command of a kind of request. Returns 0; 1 if it was not done in time; 2 if there is no such run, or it does not go
     on."""
-    parser = parser_of_run(module, description)
+    parser = parser_of_run(module, about, example="runs/spirals")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
     options = parser.parse_intermixed_args(argv)
     try:

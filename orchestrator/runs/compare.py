@@ -5,7 +5,6 @@ Each RUN is a run's folder, or its URL. Exit status: 0; 2 when one of them is no
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import entry
 from trainers.console.text import printable, seconds
-from trainers.program import program
+from trainers.program import Parser
 from trainers.published import SYSTEM, number
 from trainers.storage import documents, not_finite
 from trainers.storage.documents import Where
@@ -36,7 +35,7 @@ NOT_COMPARED = frozenset({"name", "storage"})
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.compare"), description="Runs side by side.")
+    parser = Parser("orchestrator.runs.compare", "Runs side by side.", example="runs/first runs/second")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs, or their URLs")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)

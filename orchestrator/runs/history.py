@@ -6,7 +6,6 @@ Exit status: 0; 2 when there is no such run or metric.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -15,7 +14,7 @@ from orchestrator.run_state import lines
 from orchestrator.tracking.spool import entry
 from trainers.config.section import did_you_mean
 from trainers.console import curves
-from trainers.program import program
+from trainers.program import Parser
 from trainers.published import SYSTEM
 from trainers.storage import not_finite
 from trainers.storage.documents import DamagedDocument, Where
@@ -29,7 +28,7 @@ Curves = dict[str, list[tuple[int, float]]]
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.history"), description="The course of a run's metrics.")
+    parser = Parser("orchestrator.runs.history", "The course of a run's metrics.", example="runs/spirals loss eval_loss")
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("metrics", nargs="*", metavar="METRIC", help="such as loss eval_loss; default: all losses")
     parser.add_argument("--list", action="store_true", help="the names of all metrics")

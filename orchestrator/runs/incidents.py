@@ -30,7 +30,7 @@ EXIT_FINE, EXIT_REFUSED = 0, 2
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of_run("orchestrator.runs.incidents", "The incidents of a run.")
+    parser = parser_of_run("orchestrator.runs.incidents", "The incidents of a run.", example="runs/spirals --number 1")
     parser.add_argument("--number", type=int, metavar="N", help="one of them, with its evidence")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_intermixed_args(argv)

@@ -38,7 +38,7 @@ class Log(NamedTuple):
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     about = "What the processes of a run have printed."
-    parser = parser_of_run("orchestrator.runs.logs", about)
+    parser = parser_of_run("orchestrator.runs.logs", about, example="runs/spirals --host 1 --follow")
     parser.add_argument("--host", type=int, metavar="N", help="of one host alone, from 0 (default: of all)")
     parser.add_argument(
         "--lines", type=int, default=LINES, metavar="N", help=f"the last N of each log; 0: all (default: {LINES})"
