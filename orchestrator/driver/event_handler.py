@@ -249,7 +249,7 @@ class EventHandler:
             goodput = launch.progress.goodput_of_run(self.clock())
             self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind, "goodput": goodput})
             launch.publish(step, {**metrics, **by_host})
-            self.recorders.record(step, metrics, event.get("distributions"))
+            self.recorders.record(step, {**metrics, **by_host}, event.get("distributions"))
             self.reporter.report({"step": step, **metrics})
             self.telling.publish(metrics)
 
