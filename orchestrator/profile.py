@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.agent.answers import Profiled
-from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
 from trainers.first_line import say
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = run_of(options.run, options.overrides)
         outcomes = profile(run.url, options.steps, options.hosts, options.timeout)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     for outcome in outcomes:
         print(f"host {outcome['host']}: {outcome['problem'] or outcome['path']}")

@@ -13,7 +13,7 @@ QUIET_S = 30.0
 
 
 class Outages:
-    """Is told of the requests that failed, of the hosts and here. Only the driver's thread may call it."""
+    """Counts the requests of the hosts and of this process, and notes when they fail. Only the driver's thread may call it."""
 
     def __init__(self, progress: Progress, note: Callable[[str, Level], None], clock: Callable[[], float]):
         self._progress, self._note, self._clock = progress, note, clock
