@@ -16,6 +16,7 @@ from orchestrator.report.thinned import thinned
 from orchestrator.run_state import launch as launches
 from orchestrator.run_state.incidents import Incident
 from orchestrator.tracking.config import TrackingConfig
+from trainers.storage import documents
 
 BEGAN_S = 1_795_000_000.0
 
@@ -197,6 +198,26 @@ def test_a_line_has_its_name_at_its_end_and_the_parts_of_the_bar_are_the_whole()
     bar = charts.goodput_bar({"step": 90.0, "recovery": 10.0, "idle": 0.0})
     rows = bar["layer"][0]["data"]["values"]
     assert [(row["what"], row["from"], row["to"]) for row in rows] == [("step", 0.0, 0.9), ("recovery", 0.9, 1.0)]
+
+
+def test_axes_have_units_that_people_read(text):
+    """No milli-minutes: the rolling goodput of a short run counts seconds, and short steps count milliseconds."""
+    short, long = (charts.lines("Goodput", "", {"goodput": [(0.0, 0.5)]}, x=charts.unit_of(s)[1]) for s in (40.0, 4000.0))
+    axes = [chart["layer"][0]["encoding"]["x"]["axis"] for chart in (short, long)]
+    assert [(axis["title"], "format" in axis) for axis in axes] == [("seconds", False), ("minutes", False)]
+    assert "milliseconds of a step" in text
+    bar = charts.goodput_bar({"data_wait": 70.0, "checkpoint": 5.0, "step": 25.0})
+    assert [row["what"] for row in bar["layer"][1]["data"]["values"]] == ["data wait", "step"]
+
+
+def test_the_page_that_the_driver_makes_says_how_the_launch_has_ended(tmp_path):
+    """Its outcome is written after the page."""
+    folder = train(tmp_path / "run")
+    ended = {"launch_id": "launch", "status": "stopped", "stop_reason": "time_limit", "error": None}
+    documents.write_json(folder / "summary.json", ended | {"tokens": 30, "samples": 30})
+    head = page.head(record.read(folder))
+    assert (head["state"], head["reason"], head["kind"]) == ("stopped", "time_limit", "good")
+    assert ("examples", "30") in head["tiles"], "an example of one token is an example"
 
 
 def test_a_report_that_cannot_be_written_says_how_to_make_it(tmp_path, monkeypatch):
