@@ -30,7 +30,7 @@ REFUSALS = (ConfigError, NoRunError, documents.StorageError, OSError)
 """What a command that reads a run may raise: its user can do something about it."""
 
 
-def told(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Returns what a refusal says, for people."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, StorageProblem) else str(error)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.locate import REFUSALS, RUN_HELP, run_of, told
+from orchestrator.config.locate import REFUSALS, RUN_HELP, in_one_line, run_of
 from orchestrator.report.child import NAME
 from trainers.program import Parser
 from trainers.storage import documents, durable
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = options.out or ((runs[0] / NAME).url if len(runs) == 1 else NAME)
         write(runs, out, Path(options.figures) if options.figures else None)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     print(out)
     return EXIT_FINE

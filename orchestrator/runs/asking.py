@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import STOP, Kind
 from orchestrator.runs import overview
@@ -28,7 +28,7 @@ def main(kind: Kind, module: str, about: str, argv: Sequence[str] | None = None)
     try:
         done, line = ask(run_of(options.run, options.overrides), kind, options.timeout)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     print(line)
     return EXIT_FINE if done else EXIT_NOT_DONE

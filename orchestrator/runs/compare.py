@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.locate import REFUSALS, NoRunError, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, run_of
 from orchestrator.run_state import lines
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = differing([settings_of(folder) for folder in folders])
         results = [results_of(overview.read(folder)) for folder in folders]
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
         print(not_finite.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
@@ -64,7 +64,7 @@ def settings_of(run: Where) -> dict[str, str]:
             if b'"params"' in line[:60]:
                 found = entry(line).get("params", found)
     except (OSError, documents.DamagedDocument) as error:
-        raise NoRunError(f"the settings of the run in {run} cannot be read: {told(error)}") from error
+        raise NoRunError(f"the settings of the run in {run} cannot be read: {in_one_line(error)}") from error
     if found is None:
         raise NoRunError(f"the run in {run} has recorded no settings")
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from orchestrator.config.locate import REFUSALS, RUN_HELP, NoRunError, run_of, told
+from orchestrator.config.locate import REFUSALS, RUN_HELP, NoRunError, in_one_line, run_of
 from orchestrator.run_state import lines
 from orchestrator.tracking.spool import entry
 from trainers.config.section import did_you_mean
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FINE
         chosen = {name: found[name] for name in named(options.metrics, found)}
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     print(not_finite.dumps(chosen) if options.json else "\n".join(curves.chart(chosen)))
     return EXIT_FINE

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.reporting.text import action_of, recovery
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.number is not None and not 1 <= options.number <= len(found):
             raise NoRunError(f"--number {options.number}: the run has {len(found)} incidents")
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     chosen = found if options.number is None else [found[options.number - 1]]
     if options.json:

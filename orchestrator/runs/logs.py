@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from trainers.console.text import printable
 from trainers.storage.documents import Where
 from trainers.storage.opening import place_of
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.follow:
             follow(run, options.host, found)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     return EXIT_FINE
 

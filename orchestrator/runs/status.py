@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, is_run, run_of, runs_in, told
+from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, in_one_line, is_run, run_of, runs_in
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = look(options.place, options.overrides)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
         print(not_finite.dumps([as_document(one) for one in found], indent=1))

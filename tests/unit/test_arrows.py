@@ -153,6 +153,7 @@ LIGHT_MODULES = tuple(
         "storage/documents",
         "storage/durable",
         "storage/failed_requests",
+        "storage/usage",
         "storage/identity",
         "storage/local_store",
         "storage/mounts",
