@@ -31,7 +31,7 @@ def lines(
     largest = max((abs(y) for points in curves.values() for _, y in points), default=0.0)
     axis: dict[str, Any] = {"title": None, "tickCount": 5}
     if percent or largest >= 10_000 or 0 < largest < 0.01:
-        axis["format"] = ".0%" if percent else "~s" if largest >= 10_000 else "~e"
+        axis["format"] = "~%" if percent else "~s" if largest >= 10_000 else "~e"
     scale = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
     x_axis = {"title": x, "grid": False, "tickCount": 6, **({"format": "~s"} if x == "step" else {})}
     encoding = {
@@ -106,6 +106,15 @@ KIND_OF = {
 """The kind of a category of the goodput ledger."""
 
 
+def apart(incidents: Sequence[Chart], length: float) -> list[Chart]:
+    """Returns the incidents that have room for their names: each name as long as it is, from where the incident is."""
+    found: list[Chart] = []
+    for one in sorted(incidents, key=lambda one: one["x"]):
+        if not found or (one["x"] - found[-1]["x"]) / length * WHOLE > LETTER * len(found[-1]["what"]):
+            found.append(one)
+    return found
+
+
 def unit_of(length_s: float) -> tuple[float, str]:
     """Returns the unit for an axis of so many seconds: its seconds, and its name."""
     return (3600.0, "hours") if length_s > 2 * 3600 else (60.0, "minutes") if length_s > 180 else (1.0, "seconds")
@@ -127,7 +136,7 @@ def gantt(line: Timeline) -> Chart:
     }
     incidents = [{"x": at_s / unit_s, "what": what} for at_s, what in line.incidents]
     saves = [{"x": at_s / unit_s, "row": order[0]} for at_s in line.saves]
-    named = incidents if len(incidents) <= 12 else []
+    named = apart(incidents, line.length_s / unit_s)
     return {
         "title": _title("Time line", line.about),
         "width": WHOLE,

@@ -43,6 +43,10 @@ MORE = {
 """What a category of the ledger is in words, and the setting that would make it less."""
 
 
+WORDS = {"eval_loss": "held-out loss", "step_time_s": "step time", "num_incidents": "incidents", "wall_s": "wall clock"}
+"""What some results of a comparison are called."""
+
+
 def of_one(record: Record) -> str:
     """Returns the page about one run."""
     return _render(
@@ -82,7 +86,7 @@ def of_several(records: Sequence[Record]) -> str:
     rows = []
     for name in dict.fromkeys(name for one in results for name in one):
         values = [one.get(name) for one in results]
-        rows.append((name, [compare.shown(name, value) for value in values], compare.best(name, values)))
+        rows.append((WORDS.get(name, name), [compare.shown(name, value) for value in values], compare.best(name, values)))
     return _render(
         title=" · ".join(names),
         head=None,

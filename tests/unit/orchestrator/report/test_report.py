@@ -208,6 +208,8 @@ def test_axes_have_units_that_people_read(text):
     axes = [chart["layer"][0]["encoding"]["x"]["axis"] for chart in (short, long)]
     assert [(axis["title"], "format" in axis) for axis in axes] == [("seconds", False), ("minutes", False)]
     assert "milliseconds of a step" in text
+    marks = [{"x": at, "what": "process crash"} for at in (10.0, 10.5, 11.0, 60.0)]
+    assert [one["x"] for one in charts.apart(marks, 100.0)] == [10.0, 60.0], "names do not lie over each other"
     bar = charts.goodput_bar({"data_wait": 70.0, "checkpoint": 5.0, "step": 25.0})
     assert [row["what"] for row in bar["layer"][1]["data"]["values"]] == ["data wait", "step"]
 
@@ -247,6 +249,6 @@ def test_a_long_run_has_a_page_of_three_megabytes_in_seconds(tmp_path):
     times_s.append(time.process_time())
     json_s, read_s, page_s = (end - begin for begin, end in pairwise(times_s))
     print(f"1 M steps, 500 incidents: JSON {json_s:.1f} s, read {read_s:.1f} s, page {page_s:.1f} s, {len(text) / 1e6:.1f} MB")
-    assert read_s < 4 * json_s
+    assert read_s < 5 * json_s
     assert len(text) < 3_000_000
     assert text.count('<details class="incident">') == 500
