@@ -58,8 +58,8 @@ REFUSALS = frozenset(
     }
 )
 """Error codes of MLflow for a wrong entry. All other codes are problems of the server."""
-OF_MACHINES = ("host_", "process_memory", "device_memory")
-"""How the names of metrics of machines begin."""
+NOT_OF_TRAINING = ("host_", "process_memory", "device_memory", "goodput/", "launch/", "incidents/")
+"""How the names of metrics of machines begin, and of those of the end of a launch."""
 
 
 class Line(NamedTuple):
@@ -104,9 +104,9 @@ def next_batch(lines: Sequence[Line]) -> Sequence[Line]:
 
 
 def shown(name: str) -> str:
-    """Returns the name of a metric in MLflow. What machines need is on the page of system metrics, away from the loss and
-    the throughput."""
-    return f"system/{name}" if name.startswith(OF_MACHINES) else name
+    """Returns the name of a metric in MLflow. What machines need, and the ledger of a launch, are on the page of system metrics:
+    the page of the others sorts its sections by their names, and would begin with the goodput."""
+    return f"system/{name}" if name.startswith(NOT_OF_TRAINING) else name
 
 
 def fresh_values(batch: Sequence[Line], last_step: dict[str, int]) -> list[Value]:

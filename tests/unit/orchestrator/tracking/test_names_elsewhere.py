@@ -36,6 +36,8 @@ def test_every_recorder_has_the_same_names(tmp_path):
     assert {value.tag: value.simple_value for value in values} == line["metrics"] == logged == NUMBERS
 
 
+LAUNCH = {"goodput": dict.fromkeys(CATEGORIES, 0.0), "wall_s": 1.0}
+SUMMARY = {**LAUNCH, "launch": LAUNCH, "incidents": [], "num_incidents": 0}
 SAME = {
     prometheus.GOODPUT: ["goodput/share"],
     prometheus.TIME: [f"goodput/{category}_s" for category in CATEGORIES],
@@ -51,8 +53,7 @@ OF_THE_MOMENT = {
 
 def test_what_prometheus_has_of_the_run_is_elsewhere_too_or_of_the_moment():
     assert {*prometheus.OF_RUN} == {*SAME, *OF_THE_MOMENT}
-    summary = {"goodput": dict.fromkeys(CATEGORIES, 0.0), "wall_s": 1.0, "incidents": [], "num_incidents": 0}
-    ends = of_the_end({**summary, "launch": summary})
+    ends = of_the_end(SUMMARY)
     assert {name for names in SAME.values() for name in names} <= {*ends}
     assert all(name.startswith(published.SYSTEM_PREFIXES) for name in ends), "no user's metric"
     assert {*prometheus.OF_HOSTS} - {*host_usage.NAMES} == {"step_time_s"}
@@ -63,4 +64,8 @@ def test_what_prometheus_has_of_the_run_is_elsewhere_too_or_of_the_moment():
 
 def test_mlflow_has_them_too_those_of_machines_on_its_page_of_systems():
     ours = {shown(name) for name in PUBLISHED}
+    ends = of_the_end(SUMMARY)
+    assert {shown(name) for name in ends} == {f"system/{name}" for name in ends}, (
+        "its page of the others begins with the training"
+    )
     assert ours == {f"system/{name}" if name.startswith("device_memory") else name for name in PUBLISHED}
