@@ -20,7 +20,9 @@ KINDS = {
     "compiling": "starting",
     "saving": "saving, evaluating",
     "evaluating": "saving, evaluating",
+    "generating previews": "saving, evaluating",
     "finishing": "saving, evaluating",
+    "diagnosing": "failed, recovering",
     "recovering": "failed, recovering",
     "reserving": "waiting",
 }

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 
+from orchestrator.driver.exported import STATES
 from orchestrator.failures.classify import FailureKind
 from orchestrator.failures.history import PastFailure
 from orchestrator.report import __main__ as command
@@ -122,6 +123,10 @@ def test_the_time_line_is_what_the_run_and_its_hosts_did(run):
     ]
     assert line.incidents == [(60.0, "process crash")]
     assert line.saves == [210.0]
+
+
+def test_each_state_of_a_run_has_its_kind_on_the_time_line():
+    assert {*STATES} <= {*timeline.KINDS}
 
 
 def test_half_a_run_has_a_page_that_names_what_is_missing(run, tmp_path):
