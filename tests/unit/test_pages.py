@@ -48,6 +48,7 @@ def test_a_command_has_its_options_and_an_example_in_the_page(name):
     text = (ROOT / "docs" / "commands.md").read_text().partition(f"\n## `gangway {name}`\n")[2].partition("\n## ")[0]
     assert f"\ngangway {name} " in text
     assert "\n- `" in text
+    assert "\n  " not in text, "indented text would be part of the list before it"
 
 
 def test_every_metric_of_the_system_is_in_the_page():
