@@ -15,8 +15,8 @@ from cluster.hosts import config as hosts_config
 from orchestrator.config.job import JobConfig, given_yaml, shown, to_yaml
 from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.planning.child import Child
-from trainers.config.attention import choose
-from trainers.config.model import num_replicas
+from trainers.config.attention import choose, choose_exchange
+from trainers.config.model import CONTEXT, num_replicas
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -170,8 +170,12 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         kind = config.hosts.kind
         how = "one by one" if config.training.model.unrolled(kind) else "as a loop"
         lines["layers"] = f"{report.num_layers}, compiled {how} on {kind} hosts"
-        choice = choose(config.training.model.attention, kind, config.training.attention_needs)
+        needs = config.training.attention_needs._replace(context=report.mesh.get(CONTEXT, 1))
+        choice = choose(config.training.model.attention, kind, needs)
         lines["attention"] = f"{choice.kernel} ({choice.reason})"
+        if needs.context > 1:
+            exchange = choose_exchange(config.training.model.context_attention, kind, needs.length)
+            lines["  by context"] = f"{exchange.kernel} ({exchange.reason})"
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
     if report.frozen_bytes_per_device is not None:

@@ -83,6 +83,7 @@ LIGHT_MODULES = tuple(
         "checkpoint/standing",
         "config/__init__",
         "config/attention",
+        "config/context",
         "config/arguments",
         "config/combinations",
         "config/conversion",

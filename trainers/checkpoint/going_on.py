@@ -29,7 +29,7 @@ EFFECTS = {
     **dict.fromkeys(("init_from", "model.pretrained"), HARMLESS),
     # The weights themselves are compared, wherever they are.
     "lora.base": HARMLESS,
-    **dict.fromkeys(("mesh", "model.remat", "model.attention", "model.grouped_product"), ROUNDING),
+    **dict.fromkeys(("mesh", "model.remat", "model.attention", "model.context_attention", "model.grouped_product"), ROUNDING),
     **dict.fromkeys(("lora.base_dtype", "frozen", "accumulation_steps", "hosts", "devices"), ROUNDING),
 }
 """By the longest beginning of a key; all other settings make another experiment of the run."""

@@ -38,10 +38,11 @@ from trainers.config import (
     importable,
     recorders,
 )
+from trainers.config.context import problems as problems_of_context
 from trainers.config.conversion import convert_sections, from_dict
 from trainers.config.frozen import BASE
 from trainers.config.masking import masked
-from trainers.config.model import BATCH_AXES, num_replicas
+from trainers.config.model import BATCH_AXES, CONTEXT, num_replicas
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
 from trainers.config.working_folder import of_a_copy
 
@@ -206,7 +207,7 @@ class TrainingArguments(Section):
 
     @property
     def attention_needs(self) -> attention.Needs:
-        return attention.needs_of(self.model, self.data.sequence_length, self.dtype)
+        return attention.needs_of(self.model, self.data.sequence_length, self.dtype, max(self.mesh.context, 1))
 
     @property
     def run_folder(self) -> str:
@@ -219,9 +220,10 @@ class TrainingArguments(Section):
         return self.global_batch_size // self.accumulation_steps
 
     def check_devices(self, num_devices: int) -> dict[str, int]:
-        """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, or has more
-        replicas than a micro-batch has sequences."""
+        """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, cannot divide the
+        sequences, or has more replicas than a micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
+        require_none(problems_of_context(self, sizes.get(CONTEXT, 1)))
         replicas, rows = num_replicas(sizes), self.micro_batch_size
         shown = " x ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES)
         require(

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainers.config import combinations
-from trainers.config.attention import KERNELS
+from trainers.config.attention import EXCHANGES, KERNELS
 from trainers.config.conversion import convert_sections
 from trainers.config.families import FAMILIES, Family, biased, misspelt
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes over which examples are divided: each coordinate on them is one replica."""
+CONTEXT = "context"
+"""The mesh axis over which the tokens of each sequence are divided. A mesh has it only if it is more than 1."""
 
 
 def num_replicas(sizes: Mapping[str, int]) -> int:
@@ -33,6 +35,8 @@ class MeshConfig(Section):
     """Parameters, gradients and the optimizer's state are divided over this axis, and so are the examples."""
     expert: int = 1
     """The experts of a mixture are divided over this axis, and so are the examples."""
+    context: int = 1
+    """The tokens of each sequence are divided over this axis, and so are the parameters, as over `fsdp`."""
     tensor: int = 1
     """The matrices of each layer are divided over this axis: heads, the channels of the MLP, the vocabulary."""
 
@@ -43,19 +47,22 @@ class MeshConfig(Section):
         require(list(sizes.values()).count(-1) <= 1, f"mesh {sizes}: at most one axis may be -1")
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """Returns the axis sizes for `num_devices` devices. Raises ValueError if they do not multiply to it."""
+        """Returns the axis sizes for `num_devices` devices, that of `context` only if it is more than 1. Raises ValueError if
+        they do not multiply to it."""
         sizes = dataclasses.asdict(self)
         fixed = 1
         for size in sizes.values():
             fixed *= size if size != -1 else 1
-        shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != CONTEXT or size != 1)
         if num_devices % fixed or (-1 not in sizes.values() and fixed != num_devices):
             fits = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
             raise ValueError(
                 f"mesh {shown} does not fit {num_devices} devices: the sizes must multiply to {num_devices} "
                 f"(each a divisor: {', '.join(map(str, fits))}); set one axis to -1 to let it take what is left"
             )
-        return {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
+        found = {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
+        # Programs of meshes that do not divide sequences are those of before there was this axis.
+        return {name: size for name, size in found.items() if name != CONTEXT or size > 1}
 
 
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")
@@ -67,7 +74,7 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logit_divisor")
 NO_TARGET = -100
 """The label that other libraries give to what is no target."""
 
-OF_EXECUTION = ("remat", "attention", "grouped_product")
+OF_EXECUTION = ("remat", "attention", "context_attention", "grouped_product")
 """Keys of `model` that say how a model is computed, and not which model it is."""
 
 
@@ -134,7 +141,7 @@ class ModelConfig(Section):
 
     pretrained: str | None = None
     """A folder of Hugging Face. The model is the one that its `config.json` describes, and begins with its weights (`init_from`).
-    It says all keys of this section but `remat`, `attention` and `grouped_product`."""
+    It says all keys of this section but `remat`, `attention`, `context_attention` and `grouped_product`."""
     family: str = "llama"
     """The structure: `llama`, `mistral`, `ministral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3`, `granite`, `smollm3`,
     `olmo2`, `olmo3`, `phi3`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys are its numbers."""
@@ -205,6 +212,10 @@ class ModelConfig(Section):
     """What computes the attention: `xla` (all scores in memory), `blockwise` (those of a few tokens at a time), `cudnn` (GPUs),
     `splash` (TPUs), or `package.module:function` (`trainers.models.attention_kernels.Kernel`). `auto`: by platform, length and
     model; the dry run says which, and why. The results are the same up to rounding."""
+    context_attention: str = "auto"
+    """How the devices of `mesh.context` get the keys and values of each other's tokens. `gather`: all at once, in each layer.
+    `ring`: those of one device after the other, while the attention to the last ones is computed. `auto`: by platform and length;
+    the dry run says which, and why. The results are the same up to rounding."""
 
     def __post_init__(self):
         require_none(
@@ -239,6 +250,11 @@ class ModelConfig(Section):
         if self.attention not in KERNELS and ":" not in self.attention:
             expected = f"expected one of {', '.join(KERNELS)}, or package.module:function"
             yield f"attention = {self.attention!r}: {expected}{did_you_mean(self.attention, KERNELS)}"
+        if self.context_attention not in EXCHANGES:
+            yield (
+                f"context_attention = {self.context_attention!r}: expected one of {', '.join(EXCHANGES)}"
+                f"{did_you_mean(self.context_attention, EXCHANGES)}"
+            )
         for name in ("rope_theta", "local_rope_theta", "query_scalar", "attention_softcap", "logit_softcap", *MULTIPLIERS):
             if (value := getattr(self, name)) is not None and value <= 0:
                 yield f"{name} = {value}: expected a positive number"

@@ -84,10 +84,11 @@ OF_OTHERS = _by_name(
         "max_num_data_epochs": "num_train_epochs num_epochs epochs max_epochs n_epochs",
         "max_num_steps": "max_steps max_training_steps train_steps num_steps num_train_steps total_steps steps max_iters "
         "per_epoch_training_steps",
+        "mesh.context": "context_parallel_size cp_size context_parallelism sequence_parallel_size ulysses_parallel_size",
         "mesh.data": "data_parallel_replicate_size data_parallel_size dp_size",
         "mesh.expert": "expert_parallel_size ep_size",
         "mesh.fsdp": "data_parallel_shard_size fsdp_size",
-        "mesh.data mesh.fsdp mesh.expert mesh.tensor": "step_partition_spec sharding_axis_dims",
+        "mesh.data mesh.fsdp mesh.expert mesh.context mesh.tensor": "step_partition_spec sharding_axis_dims",
         "mesh.tensor": "tensor_parallel_size tp_size",
         "metrics.per_parameter_grad_norm": "log_grad_norms",
         "metrics.running_means": "mean_loss mean_accuracy",

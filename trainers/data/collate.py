@@ -46,7 +46,7 @@ class CollateInfo:
         if _is_of_veomni(value):
             raise UsageError(
                 f"{detail}, which is ({', '.join(OF_VEOMNI)}) of VeOmni: give CollateInfo(length=...) instead; rows of several "
-                "examples are made by data.packing, and no axis of the mesh divides a sequence"
+                "examples are made by data.packing, and mesh.context divides their tokens by itself"
             )
         names = [item.name for item in dataclasses.fields(cls)]
         try:

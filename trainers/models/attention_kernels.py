@@ -11,11 +11,13 @@ import jax.numpy as jnp
 
 from trainers.config import ModelConfig
 from trainers.config.arguments import load_object
-from trainers.config.attention import NEEDS, Needs, check, check_platform, choose, needs_of
+from trainers.config.attention import NEEDS, Needs, check, check_platform, choose, choose_exchange, needs_of
 from trainers.config.section import require, require_none
 from trainers.models.attention import attend, causal_mask, same_block, within
 from trainers.models.blockwise import blockwise
+from trainers.models.context_attention import context_attention
 from trainers.models.splash import splash
+from trainers.parallel import sequence
 from trainers.parallel.platform import is_known, kind_of_host
 
 Mix = Callable[[jax.Array | None, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -23,6 +25,7 @@ Mix = Callable[[jax.Array | None, jax.Array, jax.Array, jax.Array], jax.Array]
 None: all layers have it, or none has)."""
 
 BLOCKS = "only xla knows tokens of an image, which attend to each other in both directions; take auto or xla"
+BLOCKS_OF_PARTS = "tokens of an image attend to each other in both directions, which no attention of divided sequences knows"
 
 
 class Kernel(Protocol):
@@ -49,18 +52,22 @@ class Kernel(Protocol):
 def attention(
     config: ModelConfig, segments_BT: jax.Array | None, time: int, dtype: str, blocks_BT: jax.Array | None = None
 ) -> Mix:
-    """Returns the attention of all layers for sequences of `time` tokens. Tokens of the same number in `blocks_BT`, if it is not
-    0, attend to each other whatever their order; the window counts for earlier ones alone.
+    """Returns the attention of all layers for sequences of `time` tokens, which are in the balanced order if several devices
+    share each sequence (`trainers.parallel.sequence`). Tokens of the same number in `blocks_BT`, if it is not 0, attend to each
+    other whatever their order; the window counts for earlier ones alone.
 
     Raises ValueError if the kernel of `model.attention` does not fit the model, or this platform."""
-    scale = (config.query_scalar or config.channels) ** -0.5
+    scale, parts = (config.query_scalar or config.channels) ** -0.5, sequence.num_parts()
     if blocks_BT is not None:
+        require(parts == 1, f"mesh.context = {parts}: {BLOCKS_OF_PARTS}")
         require(config.attention in ("auto", "xla"), f"model.attention = {config.attention!r}: {BLOCKS}")
         return _dense(config, segments_BT, time, scale, blocks_BT)
-    needs = needs_of(config, time, dtype)
+    needs = needs_of(config, time, dtype, parts)
     name = checked(choose(config.attention, kind_of_host(), needs).kernel, needs)
     if name == "xla":
         return _dense(config, segments_BT, time, scale)
+    if parts > 1:
+        return _shared(config, segments_BT, time, scale)
     kernel: Kernel = {"blockwise": blockwise, "cudnn": cudnn, "splash": splash}.get(name) or load_object(name)
     of_layer = partial(kernel, segments_BT=segments_BT, scale=scale, softcap=config.attention_softcap)
 
@@ -68,6 +75,20 @@ def attention(
         near, far = partial(of_layer, window=config.window), partial(of_layer, window=None)
         # A kernel's window is a constant of its program, and the layers are one program: it has both.
         return near(query, key, value) if local is None else jax.lax.cond(local, near, far, query, key, value)
+
+    return mix
+
+
+def _shared(config: ModelConfig, segments_BT: jax.Array | None, time: int, scale: float) -> Mix:
+    """Returns the attention of sequences that several devices share."""
+    exchange = choose_exchange(config.context_attention, kind_of_host(), time).kernel
+    of_layer = partial(context_attention, exchange, segments_BT=segments_BT, scale=scale, softcap=config.attention_softcap)
+    window = time if config.window is None else config.window
+
+    def mix(local: jax.Array | None, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        reach = jnp.asarray(window, jnp.int32)
+        # A number and no branch: devices exchange keys and values in the same place, whether the layer has the window or not.
+        return of_layer(query, key, value, reach=reach if local is None else jnp.where(local, reach, time))
 
     return mix
 

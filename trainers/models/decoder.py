@@ -1,7 +1,8 @@
 """A decoder of any family of `trainers.config.families`: Llama and those that differ from it in a few places.
 
 Shape suffixes: B batch, T time (of queries), S time (of keys), D width, H query heads, K key and value heads, C channels of a
-head, N = B * T, V vocabulary. A leading L: one slice for each layer.
+head, N = B * T (or B, T: two dimensions, where several devices share a sequence), V vocabulary. A leading L: one slice for each
+layer.
 
 The layers are stacked and run in one scan: a program to trace, compile and load after a failure whose size does not grow with
 depth.
@@ -27,6 +28,7 @@ from trainers.models.experts import RouterSums, mixture
 from trainers.models.kv_cache import Cache, Slots
 from trainers.models.layers import Layers, parameter
 from trainers.models.positions import Angles, rotary_angles, rotate
+from trainers.parallel import sequence
 from trainers.parallel.mesh import by_rows
 from trainers.parallel.platform import platform
 
@@ -54,6 +56,11 @@ class Hidden(NamedTuple):
         with jax.named_scope("unembed"):
             logits = (x_ND @ self.table_DV).astype(jnp.float32)
             return logits if self.softcap is None else soft_capped(logits, self.softcap)
+
+
+def divides_sequences(model: Any) -> bool:
+    """Returns whether several devices can share each sequence of a model: whether it is a `Decoder`, with its `hidden`."""
+    return isinstance(model, Decoder) and type(model).hidden is Decoder.hidden
 
 
 class Decoder(nnx.Module):
@@ -100,19 +107,26 @@ class Decoder(nnx.Module):
         `embedded_BTD` is in place of what `embedded` gives for the tokens, as where some of them stand for parts of an image.
         `blocks_BT` (int32) numbers those of one image: they attend to each other, also to later ones; 0: the token is of none."""
         config, (batch, time) = self.config, tokens_BT.shape
+        sequence.check_length(time)
         if positions_BT is None:
             # [1, T]: the same positions for every row.
             positions_BT = jnp.arange(time)[None]
+        # Before the weights are looked up: of tokens these are few numbers.
+        tokens_BT, positions_BT, segments_BT, counted_BT = jax.tree.map(
+            sequence.balanced, (tokens_BT, positions_BT, segments_BT, counted_BT)
+        )
         attend_all = attention(config, segments_BT, time, jnp.dtype(self.dtype).name, blocks_BT)
         turned = self._angles(positions_BT)
 
-        counted_N = None if counted_BT is None else counted_BT.reshape(-1)
+        shared = sequence.num_parts() > 1
+        placed = sequence.divided if shared else by_rows
+        counted_N = counted_BT if counted_BT is None or shared else counted_BT.reshape(-1)
 
         def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, RouterSums | None]:
             weights, local = xs
             mix = partial(attend_all, local)
             x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N)
-            return by_rows(x_ND), sums
+            return placed(x_ND), sums
 
         with jax.named_scope("layers"):
             unroll = config.unrolled(platform())
@@ -120,9 +134,10 @@ class Decoder(nnx.Module):
             xs = (self._layer_weights(), self._local())
             embedded_BTD = self.embedded(tokens_BT, positions_BT) if embedded_BTD is None else embedded_BTD
             # [B * T, D]: a CPU multiplies such operands 1.3 times faster than [B, T, D].
-            x_ND, sums = jax.lax.scan(body, by_rows(embedded_BTD.reshape(-1, config.width)), xs, unroll=unroll)
+            x_ND = sequence.divided_from_table(embedded_BTD) if shared else by_rows(embedded_BTD.reshape(-1, config.width))
+            x_ND, sums = jax.lax.scan(body, x_ND, xs, unroll=unroll)
         x_BTD = self._final_normed(x_ND).reshape(batch, time, config.width)
-        return Hidden(x_BTD, self._table(), config.logit_softcap, sums)
+        return Hidden(sequence.in_order(x_BTD), self._table(), config.logit_softcap, sums)
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """Returns an empty cache for `decode_step`, for the keys and values of `length` tokens."""
@@ -181,8 +196,8 @@ class Decoder(nnx.Module):
         with jax.named_scope("attention"):
             normed_ND = norm(config, x_ND, weights, "attention_norm") if structure.pre_norms else x_ND
             query, key, value = heads_of(config, normed_ND, weights, batch, angles)
-            # [B, T, H, C] -> [N, H * C].
-            mixed_ND = project(mix(query, key, value).reshape(x_ND.shape[0], -1), weights, "out")
+            # [B, T, H, C] -> [N, H * C], or [B, T, H * C].
+            mixed_ND = project(mix(query, key, value).reshape(*x_ND.shape[:-1], -1), weights, "out")
             added_ND = norm(config, mixed_ND, weights, "attention_post_norm") if structure.post_norms else mixed_ND
             x_ND += times(added_ND, config.residual_multiplier)
         with jax.named_scope("mlp"):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from trainers.config import LossConfig, ModelConfig
 from trainers.config.arguments import load_object
-from trainers.config.model import BATCH_AXES, num_replicas
+from trainers.config.model import BATCH_AXES, CONTEXT, num_replicas
 from trainers.parallel.mesh import traced_for
 
 Weights = dict[str, jax.Array]
@@ -27,6 +27,8 @@ Activation = Callable[[jax.Array], jax.Array]
 
 EXPERT, TENSOR = "expert", "tensor"
 """Axes of the mesh."""
+WITH_TIME = 3
+"""The dimensions of tokens [B, T, D]."""
 
 
 class RouterSums(NamedTuple):
@@ -45,18 +47,21 @@ def mixture(
     config: ModelConfig, x_ND: jax.Array, weights: Weights, counted_N: jax.Array | None, activation: Activation
 ) -> tuple[jax.Array, RouterSums | None]:
     """Returns (the sum of what the experts of each token return, by their shares; the router's sums over tokens with the weights
-    `counted_N`, None if that is None). `weights` has `router` [D, E], `expert_gate` and `expert_up` [E, D, F], and `expert_down`
-    [E, F, D]."""
+    `counted_N`, None if that is None). Where several devices share a sequence, N is two dimensions, B and T. `weights` has
+    `router` [D, E], `expert_gate` and `expert_up` [E, D, F], and `expert_down` [E, F, D]."""
     mesh = traced_for()
     own = {name: weights[name] for name in ("router", "expert_gate", "expert_up", "expert_down")}
     if mesh is None:
         return _of_devices(config, activation, (), (), x_ND, own, counted_N)
     # By hand: the compiler would gather all tokens on each device to sort them.
     split = BATCH_AXES if x_ND.shape[0] % num_replicas(mesh.shape) == 0 else ()
+    of_tokens: tuple[Any, ...] = (split or None,)
+    if x_ND.ndim == WITH_TIME:
+        split, of_tokens = (*split, CONTEXT), (*of_tokens, CONTEXT)
     inner = TENSOR if config.mlp_width % mesh.shape[TENSOR] == 0 else None
     # Each device has a part of these sums: some columns of the inner width, or some experts of tokens that are not divided.
-    summed = tuple(axis for axis, is_part in ((TENSOR, inner is not None), (EXPERT, not split)) if is_part)
-    rows, columns = PartitionSpec(split or None), PartitionSpec(EXPERT, None, inner)
+    summed = tuple(axis for axis, is_part in ((TENSOR, inner is not None), (EXPERT, EXPERT not in split)) if is_part)
+    rows, columns = PartitionSpec(*of_tokens), PartitionSpec(EXPERT, None, inner)
     specs = {"router": PartitionSpec(), "expert_gate": columns, "expert_up": columns}
     run = jax.shard_map(
         partial(_of_devices, config, activation, split, summed),
@@ -78,6 +83,9 @@ def _of_devices(
 ) -> tuple[jax.Array, RouterSums | None]:
     """Computes what one device does. `split`: the axes of the mesh over which the tokens are divided; `summed`: those over which
     what the experts return is to be summed. Without a mesh both are empty."""
+    shape = x_ND.shape
+    if x_ND.ndim == WITH_TIME:
+        x_ND, counted_N = x_ND.reshape(-1, shape[-1]), None if counted_N is None else counted_N.reshape(-1)
     index_NK, share_NK, sums = route(config, x_ND, weights["router"], counted_N)
     if split and sums is not None:
         sums = jax.tree.map(lambda each: jax.lax.psum(each, split), sums)
@@ -87,11 +95,11 @@ def _of_devices(
     if is_part:
         first = jax.lax.axis_index(EXPERT) * num_here
     if is_part:
-        tokens = jax.tree.map(_gathered if split else _whole, tokens)
+        tokens = jax.tree.map(_gathered if EXPERT in split else _whole, tokens)
     mixed_ND = apply(config, activation, *tokens, weights, first)
-    if is_part and split:
+    if is_part and EXPERT in split:
         mixed_ND = jax.lax.psum_scatter(mixed_ND, EXPERT, tiled=True)
-    return (jax.lax.psum(mixed_ND, summed) if summed else mixed_ND), sums
+    return (jax.lax.psum(mixed_ND, summed) if summed else mixed_ND).reshape(shape), sums
 
 
 def _gathered(x: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from trainers.config import LoraConfig
 from trainers.config.section import did_you_mean
 from trainers.errors import UsageError
 from trainers.models.layers import Layers
+from trainers.parallel import sequence
 
 A, B = "_lora_a", "_lora_b"
 """The ends of the names of adapters: those of `layers.query` are `layers.query_lora_a` and `layers.query_lora_b`."""
@@ -136,7 +137,9 @@ def added(y_NE: jax.Array, x_ND: jax.Array, weights: Mapping[str, jax.Array], na
 
 def dropped(x: jax.Array, key: jax.Array, keep: jax.Array | float) -> jax.Array:
     """Returns x with some values set to 0, and the others larger, so that the mean stays the same."""
-    return jnp.where(jax.random.bernoulli(key, keep, x.shape), x / jnp.asarray(keep, x.dtype), jnp.zeros((), x.dtype))
+    kept = jax.random.bernoulli(key, keep, x.shape)
+    # The same numbers are dropped on any mesh: those of a token, wherever it is.
+    return jnp.where(sequence.balanced_from_parts(kept), x / jnp.asarray(keep, x.dtype), jnp.zeros((), x.dtype))
 
 
 def with_new_tokens(table: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -12,11 +13,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig
-from trainers.config.model import BATCH_AXES, num_replicas
+from trainers.config.model import BATCH_AXES, CONTEXT, num_replicas
 
-LOGICAL_AXIS_RULES: Mapping[str, str | None] = {
+LOGICAL_AXIS_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", CONTEXT),
     # Of scales and biases: to gather so few numbers in each layer would take longer than to add up their gradients once.
     "norm": None,
     "mlp": "tensor",
@@ -69,28 +70,28 @@ def traced_device() -> jax.Device | None:
 
 
 def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: Any, targets: jax.Array) -> Any:
-    """Returns `function(rows, weights, targets)`, an array or a tree of arrays of one value or more for each row. `weights` are
+    """Returns `function(rows, weights, targets)`, arrays [B, T] in any pytree, given rows and targets [B, T, ...]. `weights` are
     arrays in any pytree. Traced.
 
-    Each replica computes it for its rows, with weights that are gathered once, and of whose gradient there is one sum: in a loop
-    over parts of the rows the compiler might gather, and add up, in each part.
+    Each replica computes it for its rows, and each device for its tokens of them (`mesh.context`), with weights that are gathered
+    once, and of whose gradient there is one sum: in a loop over parts of the rows the compiler might gather, and add up, in each
+    part.
     """
     mesh = traced_for()
     if mesh is None or rows.shape[0] % num_replicas(mesh.shape):
         return function(rows, weights, targets)
+    axes = tuple(axis for axis in (*BATCH_AXES, CONTEXT) if axis in mesh.shape)
 
     def varying(weight: jax.Array) -> jax.Array:
-        return jax.lax.pcast(weight.astype(np.float32), BATCH_AXES, to="varying").astype(weight.dtype)
+        return jax.lax.pcast(weight.astype(np.float32), axes, to="varying").astype(weight.dtype)
 
     def of_replica(rows: jax.Array, weights: Any, targets: jax.Array) -> Any:
         # Said before the loop: here, and not in each part, is then the sum of the gradients, which float32 keeps exact enough for
         # any number of replicas.
         return function(rows, jax.tree.map(varying, weights), targets)
 
-    of_rows, whole = PartitionSpec(BATCH_AXES), PartitionSpec()
-    mapped = jax.shard_map(
-        of_replica, mesh=mesh, in_specs=(of_rows, whole, of_rows), out_specs=of_rows, axis_names=set(BATCH_AXES)
-    )
+    of_rows, whole = PartitionSpec(BATCH_AXES, *axes[len(BATCH_AXES) :]), PartitionSpec()
+    mapped = jax.shard_map(of_replica, mesh=mesh, in_specs=(of_rows, whole, of_rows), out_specs=of_rows, axis_names=set(axes))
     return mapped(rows, weights, targets)
 
 
@@ -134,15 +135,18 @@ def one_per_device(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding by the logical axis rules; an axis of the mesh stands for itself. A dimension that its mesh axis does
-    not divide stays whole on every device."""
+    """Returns the sharding by the logical axis rules; an axis of the mesh stands for itself. A dimension that its mesh axes do
+    not divide is divided by the first ones that do, or stays whole on every device."""
 
-    def mesh_axis(name: str | None, size: int) -> str | None:
+    def mesh_axes(name: str | None, size: int) -> str | tuple[str, ...] | None:
         # Whole, and not padded: an odd vocabulary, say, costs memory and no error.
-        axis = LOGICAL_AXIS_RULES.get(name, name if name in mesh.shape else None) if name else None
-        return axis if axis and size % mesh.shape[axis] == 0 else None
+        rule = LOGICAL_AXIS_RULES.get(name, name if name in mesh.shape else None) if name else None
+        axes = [axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if axis in mesh.shape]
+        while axes and size % math.prod(mesh.shape[axis] for axis in axes):
+            axes.pop()
+        return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
 
-    return NamedSharding(mesh, PartitionSpec(*map(mesh_axis, logical_axes, shape)))
+    return NamedSharding(mesh, PartitionSpec(*map(mesh_axes, logical_axes, shape)))
 
 
 def like_parameters(mesh: Mesh, tree: Any, parameter_shardings: Any, parameter_shapes: Any) -> Any:

@@ -17,10 +17,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from trainers.config import LoraConfig, MeshConfig
+from trainers.config.model import CONTEXT
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
 from trainers.models.created import CREATED, dimensions_as_created, noting_shapes
+from trainers.models.decoder import divides_sequences
 from trainers.models.lora import Frozen
 from trainers.optim.param_groups import parameter_path, parameter_paths
 from trainers.optim.parameter_kinds import Kinds
@@ -89,6 +91,8 @@ class ModelParts:
     """The model's own `logical_axis_rules`."""
     kinds: Kinds = field(default_factory=dict)
     """What the parameters are to an optimizer."""
+    divides_sequences: bool = False
+    """Whether several devices can share each sequence (`mesh.context`)."""
 
     @property
     def state_shapes(self) -> Any:
@@ -154,7 +158,8 @@ def abstract_model(task: Task, seed: int, adapters: LoraConfig | None = None) ->
     rest_of_model.check_attributes(model)
     graph, (template, frozen, streams, state) = nnx.graphdef(model), nnx.state(model, nnx.Param, Frozen, STREAMS, ...)
     rules = own_axis_rules(model)
-    parts = ModelParts(graph, template, state, streams, frozen, seed, rules, kinds_of(model))
+    shares = divides_sequences(model)
+    parts = ModelParts(graph, template, state, streams, frozen, seed, rules, kinds_of(model), divides_sequences=shares)
     return parts, nnx.to_pure_dict(template), logical_axes(template, rules)
 
 
@@ -166,7 +171,8 @@ def abstract_frozen(build: Callable[[nnx.Rngs], Any]) -> tuple[ModelParts, Any, 
     rest_of_model.check_attributes(model)
     graph, (streams, template) = nnx.graphdef(model), nnx.state(model, STREAMS, ...)
     axes = logical_axes(template, own_axis_rules(model))
-    return ModelParts(graph, template, nnx.State({}), streams), nnx.to_pure_dict(template), axes
+    parts = ModelParts(graph, template, nnx.State({}), streams, divides_sequences=divides_sequences(model))
+    return parts, nnx.to_pure_dict(template), axes
 
 
 def _first_model(task: Task, seed: int, adapters: LoraConfig | None = None) -> Any:
@@ -317,6 +323,18 @@ def check_experts(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) 
     if wrong := [number for number in sorted(numbers) if number % size]:
         divisors = ", ".join(str(n) for n in range(1, wrong[0] + 1) if wrong[0] % n == 0)
         raise UsageError(f"mesh.expert = {size}: expected a divisor of the {wrong[0]} experts of the model ({divisors})")
+
+
+def check_sequences(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> None:
+    """Raises UsageError for a model, by name, whose sequences the axis `context` of the mesh cannot divide: it would be computed
+    again on each device along the axis."""
+    parts = mesh_sizes.get(CONTEXT, 1)
+    whole = [name for name, model in models.items() if not getattr(model, "divides_sequences", False)]
+    if parts > 1 and whole:
+        raise UsageError(
+            f"mesh.context = {parts}: only a trainers.models.decoder.Decoder with its own `hidden` divides its sequences, and "
+            f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
+        )
 
 
 def with_shardings(abstract: TrainState, shardings: TrainState) -> TrainState:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from trainers.config import LossConfig
 from trainers.models.decoder import Hidden
+from trainers.parallel import sequence
 from trainers.parallel.mesh import on_each_replica
 from trainers.parallel.platform import num_devices
 
@@ -92,7 +93,7 @@ def from_hidden(hidden: Hidden, targets_BT: jax.Array, config: LossConfig, max_l
 def over_time(part: Callable[..., Any], x_BTD: jax.Array, weights: Any, targets: jax.Array, num_parts: int) -> Any:
     """Returns `part(x_BTD, weights, targets)`, arrays [B, T] in any pytree, in so many parts of the time. `targets` are [B, T,
     ...], and `weights` any pytree. What one part has in memory makes room for the next, forward and backward."""
-    if num_parts == 1:
+    if num_parts == 1 and sequence.num_parts() == 1:
         return part(x_BTD, weights, targets)
     with jax.named_scope("unembed"):
         return on_each_replica(partial(_in_parts, part, num_parts), x_BTD, weights, targets)
@@ -117,6 +118,6 @@ def _in_parts(part: Callable[..., Any], num_parts: int, x_BTD: jax.Array, weight
 def parts_of(shape: tuple[int, ...], vocab_size: int, max_logits: int) -> int:
     """Returns in how many parts the positions of a batch [B, T] are computed."""
     rows, time = shape
-    # Devices share the rows, or the vocabulary.
+    # Devices share the rows, their tokens, or the vocabulary.
     positions = max_logits * num_devices() // (rows * vocab_size)
     return math.ceil(time / max(1, positions))

@@ -136,6 +136,7 @@ class Assembly:
     @cached_property
     def state_shardings(self) -> TrainState:
         design = self.design
+        design.check_mesh(self.mesh.shape)
         return state_shardings(self.mesh, design.state, design.axes, design.state_axes)
 
     @property

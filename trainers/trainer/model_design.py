@@ -36,6 +36,7 @@ from trainers.step.state import (
     ModelParts,
     TrainState,
     abstract_model,
+    check_sequences,
     initial_model,
     num_parameters,
     state_from_parameters,
@@ -134,6 +135,11 @@ class ModelDesign:
         """What says how an adapter of PEFT is read; None without LoRA."""
         arguments = self._trainer.arguments
         return None if arguments.lora is None else Adapted(arguments.model, arguments.lora)
+
+    def check_mesh(self, sizes: Mapping[str, int]) -> None:
+        """Raises UsageError for a mesh with these sizes of its axes, if one of the models cannot be divided over it."""
+        frozen = {f"the model of {each.asked_by}": each.parts for each in self.frozen_models.values()}
+        check_sequences(sizes, {"the model of the task": self.model, **frozen})
 
     @cached_property
     def frozen_models(self) -> dict[str, FrozenModel]:
