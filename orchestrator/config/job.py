@@ -52,7 +52,8 @@ class DriverConfig(Section):
     """Whether Ray Train runs the driver as a supervised process even if this command has started Ray (about 6 s slower to
     start)."""
     dashboard: bool = False
-    """Start Ray's dashboard, where this command starts Ray itself."""
+    """Start Ray's dashboard, where this command starts Ray itself. The page asks for a token: set `RAY_AUTH_TOKEN` to one of
+    your own before the start, and give it that."""
     console_hosts: Literal["all"] | tuple[int, ...] = ()
     """The hosts whose printed lines the console shows, too: `all`, or numbers such as [0, 3]. Up to 100 lines a second are
     shown, of each host its share. The folder `logs` of the run has the lines of all hosts in any case."""

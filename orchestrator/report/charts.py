@@ -14,9 +14,8 @@ Points = Sequence[tuple[float, float]]
 
 HALF, WHOLE = 430, 940
 """Widths in pixels: two charts beside each other, and one alone."""
-UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
-LABELLED_SHARE = 0.06
-"""A smaller part of the bar has no room for its name."""
+LETTER = 7
+"""Pixels of a letter of a name in a bar, at most."""
 KINDS = {"training": GOOD, "starting": STARTING, "saving, evaluating": SAVING, "failed, recovering": TROUBLE, "waiting": WAITING}
 
 
@@ -32,10 +31,11 @@ def lines(
     largest = max((abs(y) for points in curves.values() for _, y in points), default=0.0)
     axis: dict[str, Any] = {"title": None, "tickCount": 5}
     if percent or largest >= 10_000 or 0 < largest < 0.01:
-        axis["format"] = ".0%" if percent else "~s" if largest >= 10_000 else "~e"
+        axis["format"] = "~%" if percent else "~s" if largest >= 10_000 else "~e"
     scale = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
+    x_axis = {"title": x, "grid": False, "tickCount": 6, **({"format": "~s"} if x == "step" else {})}
     encoding = {
-        "x": {"field": "x", "type": "quantitative", "axis": {"title": x, "grid": False, "tickCount": 6, "format": "~s"}},
+        "x": {"field": "x", "type": "quantitative", "axis": x_axis},
         "y": {"field": "y", "type": "quantitative", "axis": axis, "scale": scale},
         "color": {"field": "of", "type": "nominal", "legend": None, "scale": {"domain": names, "range": [*colors.values()]}},
     }
@@ -58,8 +58,8 @@ def goodput_bar(seconds: Mapping[str, float]) -> Chart:
     rows, large = [], []
     for name, value in spent.items():
         ends = {"from": begin_s / whole_s, "to": (begin_s + value) / whole_s, "middle": (begin_s + value / 2) / whole_s}
-        rows.append({"what": name, "kind": KIND_OF.get(name, "waiting"), **ends})
-        large += rows[-1:] if value > LABELLED_SHARE * whole_s else []
+        rows.append({"what": name.replace("_", " "), "kind": KIND_OF.get(name, "waiting"), **ends})
+        large += rows[-1:] if WHOLE * value / whole_s > LETTER * (len(name) + 1) else []
         begin_s += value
     color = {"field": "kind", "type": "nominal", "legend": None, "scale": {"domain": [*KINDS], "range": [*KINDS.values()]}}
     x = {"type": "quantitative", "axis": {"format": ".0%", "title": None, "tickCount": 5}, "scale": {"domain": [0, 1]}}
@@ -75,8 +75,12 @@ def goodput_bar(seconds: Mapping[str, float]) -> Chart:
             },
             {
                 "data": {"values": large},
-                "mark": {"type": "text", "color": SURFACE, "fontSize": 11, "fontWeight": 600},
-                "encoding": {"x": {**x, "field": "middle"}, "text": {"field": "what"}},
+                "mark": {"type": "text", "fontSize": 11, "fontWeight": 600},
+                "encoding": {
+                    "x": {**x, "field": "middle"},
+                    "text": {"field": "what"},
+                    "color": {"condition": {"test": "datum.kind === 'waiting'", "value": TEXT}, "value": SURFACE},
+                },
             },
         ],
     }
@@ -102,11 +106,23 @@ KIND_OF = {
 """The kind of a category of the goodput ledger."""
 
 
+def apart(incidents: Sequence[Chart], length: float) -> list[Chart]:
+    """Returns the incidents that have room for their names: each name as long as it is, from where the incident is."""
+    found: list[Chart] = []
+    for one in sorted(incidents, key=lambda one: one["x"]):
+        if not found or (one["x"] - found[-1]["x"]) / length * WHOLE > LETTER * len(found[-1]["what"]):
+            found.append(one)
+    return found
+
+
+def unit_of(length_s: float) -> tuple[float, str]:
+    """Returns the unit for an axis of so many seconds: its seconds, and its name."""
+    return (3600.0, "hours") if length_s > 2 * 3600 else (60.0, "minutes") if length_s > 180 else (1.0, "seconds")
+
+
 def gantt(line: Timeline) -> Chart:
     """A row for the run and one for each host: what they did when; and a mark for each incident and each save."""
-    unit_s, unit = (
-        (3600.0, "hours") if line.length_s > 2 * 3600 else (60.0, "minutes") if line.length_s > 180 else (1.0, "seconds")
-    )
+    unit_s, unit = unit_of(line.length_s)
     rows = [{"row": bar.row, "a": bar.from_s / unit_s, "b": bar.to_s / unit_s, "kind": bar.kind} for bar in line.bars]
     order = line.rows
     y = {"field": "row", "type": "nominal", "sort": order, "axis": {"title": None, "grid": False}, "scale": {"domain": order}}
@@ -120,7 +136,7 @@ def gantt(line: Timeline) -> Chart:
     }
     incidents = [{"x": at_s / unit_s, "what": what} for at_s, what in line.incidents]
     saves = [{"x": at_s / unit_s, "row": order[0]} for at_s in line.saves]
-    named = incidents if len(incidents) <= 12 else []
+    named = apart(incidents, line.length_s / unit_s)
     return {
         "title": _title("Time line", line.about),
         "width": WHOLE,
@@ -158,11 +174,12 @@ def gantt(line: Timeline) -> Chart:
     }
 
 
-def heat(title: str, cells: Sequence[tuple[int, int, float]], unit: str) -> Chart:
-    """Rows of hosts, columns of steps: how long each host worked on a step."""
-    rows = [{"host": host, "step": step, "s": value} for host, step, value in cells]
+def heat(title: str, cells: Sequence[tuple[int, int, float]], about: str) -> Chart:
+    """Rows of hosts, columns of steps: how many seconds each host worked on a step."""
+    factor, unit = (1e3, "milliseconds") if max((value for *_, value in cells), default=0.0) < 1.0 else (1.0, "seconds")
+    rows = [{"host": host, "step": step, "s": value * factor} for host, step, value in cells]
     return {
-        "title": _title(title, unit),
+        "title": _title(title, f"{unit} {about}"),
         "width": WHOLE,
         "height": {"step": 16},
         "data": {"values": rows},
@@ -174,7 +191,7 @@ def heat(title: str, cells: Sequence[tuple[int, int, float]], unit: str) -> Char
                 "field": "s",
                 "type": "quantitative",
                 "scale": {"scheme": "viridis"},
-                "legend": {"title": None, "format": ".3~s", "gradientLength": 80},
+                "legend": {"title": None, "format": ".3~r", "gradientLength": 80},
             },
         },
     }

@@ -16,7 +16,7 @@ from orchestrator.runs import compare, overview
 from orchestrator.runs.incidents import evidence
 from trainers.console.text import count, sentence
 from trainers.console.text import seconds as duration
-from trainers.published import RATES, SYSTEM, number
+from trainers.published import RATES, SYSTEM, counted, number
 from trainers.storage.usage import REQUESTS
 
 MAX_INCIDENTS = 500
@@ -28,7 +28,7 @@ MORE = {
     "schedule": ("waiting for machines", "hosts.spares, or hosts.min, with which the run goes on without them"),
     "import": ("starting processes", "the machines' disks: a process has to import JAX and your code"),
     "compile": ("compiling", "model.remat and the number of unrolled layers; programs are kept on a machine and found again"),
-    "restore": ("reading data and checkpoint", "data.prepared (`gangway prepare` makes the tokens once)"),
+    "restore": ("reading data and checkpoint", "data.prepared: gangway prepare makes the tokens once"),
     "data_wait": ("waiting for data", "data.prepared, or faster storage: the hosts waited for their batches"),
     "checkpoint": ("saving", "a longer checkpoint.save_steps"),
     "evaluation": ("evaluating", "a longer evaluation.every_steps, or fewer evaluation.max_batches"),
@@ -41,6 +41,10 @@ MORE = {
     "finish": ("from the last step to the end", ""),
 }
 """What a category of the ledger is in words, and the setting that would make it less."""
+
+
+WORDS = {"eval_loss": "held-out loss", "step_time_s": "step time", "num_incidents": "incidents", "wall_s": "wall clock"}
+"""What some results of a comparison are called."""
 
 
 def of_one(record: Record) -> str:
@@ -82,7 +86,7 @@ def of_several(records: Sequence[Record]) -> str:
     rows = []
     for name in dict.fromkeys(name for one in results for name in one):
         values = [one.get(name) for one in results]
-        rows.append((name, [compare.shown(name, value) for value in values], compare.best(name, values)))
+        rows.append((WORDS.get(name, name), [compare.shown(name, value) for value in values], compare.best(name, values)))
     return _render(
         title=" · ".join(names),
         head=None,
@@ -120,15 +124,17 @@ def head(record: Record) -> dict[str, Any]:
     run, metrics, summary = record.overview, record.overview.metrics, record.summary
     whole_s = sum(record.seconds.values())
     steps = "" if run.step is None else f"{run.step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "")
-    tokens, asked = summary.get("tokens"), summary.get("requests")
+    asked = summary.get("requests")
+    amount = counted(summary.get("tokens"), summary.get("samples"))
+    rate = counted(metrics.get("tokens_per_s"), metrics.get("samples_per_s"))
     tiles = [
         ("steps", steps),
         ("loss", _number(metrics.get("loss"))),
         ("held-out loss", _number(run.evaluation.get("eval_loss"))),
         ("goodput", "" if not whole_s else f"{record.seconds.get('step', 0.0) / whole_s:.1%}"),
         ("wall clock", duration(whole_s) if whole_s else ""),
-        ("tokens", f"{tokens:,}" if tokens else ""),
-        ("tokens/s", f"{metrics['tokens_per_s']:,.0f}" if "tokens_per_s" in metrics else ""),
+        (amount[1], f"{amount[0]:,}") if amount else ("", ""),
+        (f"{rate[1]}/s", f"{rate[0]:,.0f}") if rate else ("", ""),
         ("MFU", f"{metrics['mfu']:.1%}" if "mfu" in metrics else ""),
         ("hosts", "" if run.hosts is None else str(run.hosts)),
         ("incidents", f"{run.num_incidents:,}"),
@@ -150,12 +156,18 @@ def head(record: Record) -> dict[str, Any]:
 def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
     """Returns the charts of the metrics: of several runs each metric in one chart."""
     several = len(records) > 1
+    rates = [(one.overview.metrics.get("tokens_per_s"), one.overview.metrics.get("samples_per_s")) for one in records.values()]
+    of_examples = all((rate := counted(*both)) is not None and rate[1] == "examples" for both in rates)
     wanted = [
         ("Loss", "training" if several else "training and held-out data", ("loss",) if several else ("loss", "eval_loss")),
         *([("Held-out loss", "eval_loss", ("eval_loss",))] if several else []),
         ("Learning rate", "", ("learning_rate",)),
         ("Gradient norm", "before clipping", ("grad_norm",)),
-        ("Throughput", "tokens a second", ("tokens_per_s",)),
+        (
+            ("Throughput", "examples a second", ("samples_per_s",))
+            if of_examples
+            else ("Throughput", "tokens a second", ("tokens_per_s",))
+        ),
         ("Model FLOPs utilization", "share of the devices' peak", ("mfu",)),
         ("Step time", "seconds", ("step_time_s",)),
         ("Memory of a device", "bytes, at most", ("device_memory_peak_bytes",)),
@@ -191,6 +203,7 @@ def rolling_goodput(record: Record) -> charts.Chart | None:
     if len(times) < 4 or record.began_s is None or record.ended_s is None:
         return None
     began_s, length_s = record.began_s, record.ended_s - record.began_s
+    unit_s, unit = charts.unit_of(length_s)
     window_s, reached, useful = length_s / 8, 0, []
     for at_s, step, step_s in times:
         new = max(0, step - reached)
@@ -201,10 +214,9 @@ def rolling_goodput(record: Record) -> charts.Chart | None:
         end_s = began_s + length_s * number_of / 40
         begin_s = max(began_s, end_s - window_s)
         inside = sum(worth for at_s, worth in useful if begin_s < at_s <= end_s)
-        points.append(((end_s - began_s) / 60.0, min(1.0, inside / max(end_s - begin_s, 1e-9))))
-    return charts.lines(
-        "Goodput", "rolling, over an eighth of the run", {"goodput": points}, x="minutes", percent=True, width=charts.WHOLE
-    )
+        points.append(((end_s - began_s) / unit_s, min(1.0, inside / max(end_s - begin_s, 1e-9))))
+    about = "rolling, over an eighth of the run"
+    return charts.lines("Goodput", about, {"goodput": points}, x=unit, percent=True, width=charts.WHOLE)
 
 
 def lost(seconds: Mapping[str, float]) -> list[dict[str, str]]:
@@ -254,7 +266,7 @@ def host_heat(record: Record) -> charts.Chart | None:
         for host, busy_s in enumerate(mark.about["busy_s"])
         if busy_s is not None
     ]
-    return charts.heat("Work of each host", cells, "seconds of a step; a row that stands out is a slow host")
+    return charts.heat("Work of each host", cells, "of a step; a row that stands out is a slow host")
 
 
 def _svg_or_nothing(chart: charts.Chart | None) -> str:

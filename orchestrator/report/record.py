@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -106,6 +107,10 @@ def read(run: Where) -> Record:
     incidents = _incidents(folder, problems)
     state, summary = (_document(folder, kind, problems) for kind in (STATE_KIND, SUMMARY_KIND))
     ended = summary if summary.get("launch_id") == about.launch_id else {}
+    if ended and about.kind != overview.ENDED:
+        # The driver makes this page before it writes the outcome, which comes last.
+        how = {"stop_reason": ended.get("stop_reason"), "error": ended.get("error")}
+        about = dataclasses.replace(about, kind=overview.ENDED, state=str(ended.get("status")), **how)
     return Record(
         overview=about,
         published=published,

@@ -60,6 +60,9 @@ STATE_KIND = DocumentKind(STATE, State, "all metrics are sent to MLflow again, w
 KINDS = {kind.name: kind for kind in (RUN_KIND, STATE_KIND)}
 
 
+_NOT_FINITE = not_finite.SUFFIX.encode()
+
+
 class _Entry(TypedDict):
     """A line of the spool. Which of the other keys it has says what it is."""
 
@@ -83,7 +86,9 @@ NEEDED_WITH = {"metrics": ("step",), "artifact": ("folder",), "model": ("source"
 
 def entry(line: bytes) -> dict[str, Any]:
     """Returns the entry in a line of the spool. Raises DamagedDocument."""
-    record = not_finite.shown(documents.parse(line, SPOOL))
+    record = documents.parse(line, SPOOL)
+    if _NOT_FINITE in line:  # of a hundred thousand lines almost none
+        record = not_finite.shown(record)
     problem = shapes.problem(_Entry, record)
     missing = [
         f"{other} is missing"

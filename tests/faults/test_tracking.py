@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import statistics
 import subprocess
 import sys
 import threading
@@ -17,8 +18,10 @@ from urllib.parse import quote
 
 import pytest
 
+from orchestrator.run_state.lease import holder_of
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
+from tests import ROOT
 from tests.stores.contract import buckets
 from trainers.storage import documents
 from trainers.storage.opening import place_of
@@ -70,10 +73,10 @@ def shipped(store, metric="loss", run_name="a"):
     )
 
 
-def wait_for(condition, what):
-    deadline_s = time.monotonic() + PATIENCE_S
+def wait_for(condition, what, patience_s=PATIENCE_S):
+    deadline_s = time.monotonic() + patience_s
     while not condition():
-        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S} s for: {what}"
+        assert time.monotonic() < deadline_s, f"waited {patience_s} s for: {what}"
         time.sleep(0.05)
 
 
@@ -306,6 +309,60 @@ def answers(url):
             return response.status == 200
     except OSError:
         return False
+
+
+def whole_run(run_dir, tmp_path, *more):
+    """A run on one host, of steps of a tenth of a second, each published. Ray Train starts its driver again when that dies."""
+    (tmp_path / "orders").mkdir()
+    (tmp_path / "orders" / "pace.json").write_text(json.dumps({"step_s": 0.1}))
+    settings = ["driver.supervise=true", "hosts.count=1", "publish_every_steps=1", "max_num_steps=1000000", "previews=null"]
+    settings += [f"storage={os.path.dirname(run_dir)}", "name=a", f"hosts.env.GANGWAY_FAULTS={tmp_path}/orders", *more]
+    with open(tmp_path / "console.log", "w") as log:
+        command = [sys.executable, "-m", "orchestrator.run", "configs/tiny.yaml", *settings]
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, process_group=0)
+
+
+def step_times(run_dir):
+    """The seconds of each step, by the training process that took it."""
+    records = [json.loads(line) for line in Path(run_dir, "tracking", "metrics.jsonl").read_text().splitlines()]
+    return {one["step"]: one["metrics"]["step_time_s"] for one in records if "step_time_s" in one.get("metrics", ())}
+
+
+AWAY_S = 20.0
+JOB_PATIENCE_S = 300.0
+
+
+@pytest.mark.slow("a whole job, whose server of MLflow is away for 20 s")
+@pytest.mark.timeout(1200)
+def test_a_server_killed_for_20_s_while_the_driver_restarts_costs_no_point_and_no_step(run_dir, store, tmp_path):
+    port = free_port()
+    with contextlib.ExitStack() as ends:
+        server = ends.enter_context(contextlib.ExitStack())
+        server.enter_context(mlflow_server(store, port))
+        process = whole_run(run_dir, tmp_path, f"tracking.uri=http://127.0.0.1:{port}", "checkpoint.save_steps=1000000")
+        ends.callback(process.kill)
+        wait_for(lambda: len(shipped(store)) >= 100, "100 steps in the store", JOB_PATIENCE_S)
+        before = shipped(store)[-1][0]
+        driver = holder_of(run_dir).pid
+        assert driver != process.pid
+        server.close()
+        killed_s = time.monotonic()
+        wait_for(lambda: max(step_times(run_dir)) >= before + 20, "steps without the server")
+        os.kill(driver, signal.SIGKILL)
+        wait_for(lambda: holder_of(run_dir).pid != driver, "the driver to be started again", JOB_PATIENCE_S)
+        time.sleep(max(0.0, killed_s + AWAY_S - time.monotonic()))
+        back = max(step_times(run_dir))
+        assert shipped(store)[-1][0] < before + 20
+        server.enter_context(mlflow_server(store, port))
+        wait_for(lambda: shipped(store)[-1][0] >= back, "what was logged while the server was away", JOB_PATIENCE_S)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(JOB_PATIENCE_S) == 3, (tmp_path / "console.log").read_text()
+    summary = documents.read_json(documents.join(run_dir, "summary.json"))
+    assert [incident["kind"] for incident in summary["incidents"]] == ["driver_lost"]
+    assert [step for step, _ in shipped(store)] == list(range(1, summary["steps"] + 1))
+    took_s = step_times(run_dir)
+    usual, meanwhile = [took_s[step] for step in range(before - 50, before)], [took_s[step] for step in range(before + 1, back)]
+    assert statistics.mean(meanwhile) < 1.5 * statistics.mean(usual)
 
 
 @pytest.mark.slow(

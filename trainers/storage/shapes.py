@@ -58,9 +58,13 @@ def _plain(hint: Any) -> Check:
 
 def _one_of(arms: tuple[Check, ...]) -> Check:
     def check(value: Any, name: str) -> str:
-        problems = [arm(value, name) for arm in arms]
+        problems = []
+        for arm in arms:
+            problems.append(arm(value, name))
+            if not problems[-1]:
+                return ""
         # The longest: it is about a key inside the value, and the others say only that the value is no null.
-        return "" if "" in problems else max(problems, key=len)
+        return max(problems, key=len)
 
     return check
 
@@ -70,12 +74,12 @@ def _fields(fields: Mapping[str, tuple[Check, bool]]) -> Check:
         if not isinstance(value, Mapping):
             return _wrong(name, value, "an object")
         for key, (check_field, required) in fields.items():
-            path = f"{name}.{key}" if name else key
+            # The name of what is right is not made: files have a hundred thousand lines.
             if key not in value:
                 if required:
-                    return f"{path} is missing"
-            elif found := check_field(value[key], path):
-                return found
+                    return f"{_below(name, key)} is missing"
+            elif check_field(value[key], ""):
+                return check_field(value[key], _below(name, key))
         return ""
 
     return check
@@ -103,8 +107,8 @@ def _mapping(check_value: Check) -> Check:
         for key, item in value.items():
             if type(key) is not str:
                 return _wrong(f"a key of {name}", key, "text")
-            if found := check_value(item, f"{name}.{key}"):
-                return found
+            if check_value(item, ""):
+                return check_value(item, f"{name}.{key}")
         return ""
 
     return check
@@ -125,6 +129,10 @@ def _sequence(origin: type, args: tuple[Any, ...]) -> Check:
         return next(filter(None, found), "")
 
     return check
+
+
+def _below(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
 
 
 def _hashable(value: Any) -> bool:
