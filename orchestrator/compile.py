@@ -1,7 +1,8 @@
 """Compiles the train step of a job for its hosts, which need not be there:
 `python -m orchestrator.compile CONFIG [key=value ...]`.
 
-It tells what a device needs of its memory, what the devices exchange in a step, and which large arrays each of them has whole.
+Compiles the step of a run, and tells what a device needs of its memory, what the devices exchange in a step, and which large
+arrays each of them has whole.
 Nothing is started, and no machine is taken. TPUs need the package `libtpu`, which has their compiler; of GPUs the exchanges are
 those that they will have, and the memory is an upper bound.
 Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.
@@ -9,14 +10,13 @@ Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wro
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import Parser
 from trainers.terminal import command
 
 EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
@@ -24,7 +24,7 @@ EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.compile"), description=__doc__.split("\n\n")[1])
+    parser = Parser("orchestrator.compile", __doc__.split("\n\n")[1], example="config.yaml model.remat=full")
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 hosts.topology=8x8")
     options = parser.parse_intermixed_args(argv)

@@ -56,6 +56,7 @@ COMMANDS = {
     "profile": Command("orchestrator.profile", "profile a few steps of a run while it goes on"),
     "verify": Command("orchestrator.verify", "prove that your program can be killed, resumed and resized"),
     "chaos": Command("orchestrator.chaos", "inject faults into a real run, and score the result"),
+    "completion": Command("orchestrator.completion", "what lets bash, zsh or fish complete these commands, options and keys"),
     "tracking": Command("orchestrator.tracking.__main__", "ship the metrics to MLflow that a run could not ship"),
 }
 

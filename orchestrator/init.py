@@ -6,7 +6,6 @@ Exit status: 0; 2 when the folder is not empty, or cannot be written.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -15,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from orchestrator.shipped.files import CONFIGS, EXAMPLES, PROJECT, folder_of
-from trainers.program import program
+from trainers.program import Parser
 from trainers.storage import ours
 from trainers.terminal import command
 
@@ -33,7 +32,7 @@ class InitError(Exception):
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.init"), description="Write a small project, which runs at once.")
+    parser = Parser("orchestrator.init", "Write a small project, which runs at once.", example="my-project")
     parser.add_argument("folder", metavar="DIR", help="a new or empty folder")
     parser.add_argument("--examples", action="store_true", help="write the configurations and examples of gangway instead")
     options = parser.parse_args(argv)

@@ -1,7 +1,8 @@
 """What a run will need: `gangway plan CONFIG [--on NAME] [key=value ...]`. Nothing is started, and no machine is taken.
 
-It joins the arithmetic of `--dry-run`, the compiled step of `gangway compile`, and the figures of the hardware: memory of a
-device, FLOPs, exchanges, the expected time of a step, tokens a day, days to the end, checkpoints, goodput, and a price.
+Tells what a run will need. It joins the arithmetic of `--dry-run`, the compiled step of `gangway compile`, and the figures of the
+hardware: memory of a device, FLOPs, exchanges, the expected time of a step, tokens a day, days to the end, checkpoints, goodput,
+and a price.
 NAME: v5e-256 (chips of a slice), v5p-512x4 (of four slices), h100-8x16 (GPUs of a machine x machines); default: `hosts`.
 Exit status: 0 it fits; 1 the compiler itself failed; 2 the configuration is wrong, or the step does not fit.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import Parser
 from trainers.terminal import command
 
 EXIT_FITS, EXIT_FAILED, EXIT_REFUSED = 0, 1, 2
@@ -32,7 +33,7 @@ SMALLER = (
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.plan"), description=__doc__.split("\n\n")[1])
+    parser = Parser("orchestrator.plan", __doc__.split("\n\n")[1], example="config.yaml --on v5e-256 --price 1.2")
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 global_batch_size=512")
     parser.add_argument("--on", metavar="NAME", help="other machines than `hosts`: v5e-256, v5p-512x4, h100-8x16")
@@ -133,6 +134,7 @@ def exchanged(facts: Mapping[str, Any]) -> dict[str, int]:
 def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Returns what follows from the time of a step; nothing where that is not known, but why."""
     from orchestrator.planning import roofline, trial
+    from trainers.storage.opening import is_url
 
     if estimate.flops_per_step is None or not found["fits"]:
         return {"step_s": None, "not_predicted": "the model's FLOPs are not known" if found["fits"] else "it does not fit"}
@@ -154,6 +156,7 @@ def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, opt
     written_s = (estimate.checkpoint_bytes or 0) / estimate.num_hosts / SAVE_BYTES_PER_S
     held_s = (estimate.checkpoint_bytes or 0) / estimate.num_devices / COPY_BYTES_PER_S
     best_s = roofline.best_save_interval_s(estimate.num_devices, held_s, hours)
+    in_bucket = is_url(config.run_dir)
     return step | {
         "save_every_s": save_every_s,
         "save_s": written_s,
@@ -161,8 +164,19 @@ def timed(config: Any, estimate: Any, found: Mapping[str, Any], device: Any, opt
         "goodput": goodput,
         "tokens_per_day": per_day,
         "days": days,
+        "requests": asked_of_bucket(estimate.num_hosts, save_every_s, days) if in_bucket else None,
         "price": None if options.price is None or days is None else days * 24 * estimate.num_devices * options.price,
     }
+
+
+def asked_of_bucket(num_hosts: int, save_every_s: float, days: float | None) -> dict[str, float | None]:
+    """Returns how many requests a save, an hour with its saves, and the whole run make; the last is None without an end."""
+    from orchestrator.planning import requests
+
+    hour = requests.of_run(num_hosts, 1.0, 3600.0 / save_every_s)
+    whole = None if days is None else round(sum(hour.times(24 * days)))
+    share = hour.writes / sum(hour)
+    return {"save": sum(requests.of_save(num_hosts)), "hour": round(sum(hour)), "whole_run": whole, "share_of_writes": share}
 
 
 def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any) -> dict[str, Any]:
@@ -228,6 +242,12 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         f"checkpoint       {scaled(found['checkpoint_bytes'] or 0)}B, every {seconds(found['save_every_s'])}; written in some "
         f"{seconds(found['save_s'])}, beside the steps"
     )
+    if asked := found["requests"]:
+        whole = "" if asked["whole_run"] is None else f", {scaled(asked['whole_run']).strip()} in the whole run"
+        yield (
+            f"storage          some {asked['save']:,.0f} requests a save, {asked['hour']:,} an hour{whole}; "
+            f"{asked['share_of_writes']:.0%} of them writes and lists"
+        )
     least = f"checkpoint.save_steps={found['best_save_steps']}"
     yield f"saves            {least} would lose least at this rate of failures (Young, 1974)"
     yield f"goodput          {found['goodput']:.1%} expected"

@@ -9,15 +9,15 @@ from __future__ import annotations
 import sys
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from cluster.agent.answers import Profiled
-from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.driver import ray_cluster
 from orchestrator.run_state.launch import read_gang
 from trainers.first_line import say
 from trainers.runtime.orders import Profile
+from trainers.storage import documents
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_NOT_ALL, EXIT_REFUSED = 0, 1, 2
@@ -32,7 +32,7 @@ Outcome = Profiled
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of_run("orchestrator.profile", "Profiles a run while it goes on.")
+    parser = parser_of_run("orchestrator.profile", "Profiles a run while it goes on.", example="runs/spirals --steps 5")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"how many to record (default: {STEPS})")
     parser.add_argument("--hosts", type=int, nargs="+", default=[0], metavar="HOST", help="which hosts, from 0 (default: 0)")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
@@ -42,21 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"looking for the run {options.run}", stream=sys.stderr)
     try:
         run = run_of(options.run, options.overrides)
-        if not run.store.is_local:
-            raise NoRunError(f"profiles need a run in a local or mounted folder, not {run}: its hosts write them there")
-        run_dir = Path(run.url)
-        outcomes = profile(run_dir, options.steps, options.hosts, options.timeout)
+        outcomes = profile(run.url, options.steps, options.hosts, options.timeout)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     for outcome in outcomes:
         print(f"host {outcome['host']}: {outcome['problem'] or outcome['path']}")
-    if any(outcome["problem"] is None for outcome in outcomes):
-        print(f"to look at them: xprof --logdir {run_dir / 'profile'} (pip install xprof), or tensorboard with the same --logdir")
+    if written := [outcome["path"] for outcome in outcomes if outcome["problem"] is None and outcome["path"]]:
+        print(how_to_look(written[0].rsplit("/", 2)[0]))
     return EXIT_FINE if all(outcome["problem"] is None for outcome in outcomes) else EXIT_NOT_ALL
 
 
-def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = TIMEOUT_S) -> list[Outcome]:
+def profile(run_dir: str, steps: int, hosts: Sequence[int], timeout_s: float = TIMEOUT_S) -> list[Outcome]:
     """Profiles these hosts; returns the outcome of each. Raises NoRunError if the run is not running."""
     gang = read_gang(run_dir)
     if gang is None:
@@ -72,6 +69,13 @@ def profile(run_dir: Path, steps: int, hosts: Sequence[int], timeout_s: float = 
     silent: list[Outcome] = [{"host": host, "path": None, "problem": silence} for host in hosts]
     answered = {answer["host"] for answer in answers}
     return sorted([*answers, *(outcome for outcome in silent if outcome["host"] not in answered)], key=_host)
+
+
+def how_to_look(folder: str) -> str:
+    """Returns what people do with the profiles below this folder, `step-N/host-N`."""
+    first = f"copy {folder} to a FOLDER of this machine, then " if documents.is_url(folder) else ""
+    shown = "FOLDER" if first else folder
+    return f"to look at them: {first}xprof --logdir {shown} (pip install xprof), or tensorboard with the same --logdir"
 
 
 def connect(address: str) -> None:

@@ -13,7 +13,7 @@ import time
 from typing import NoReturn
 
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import Parser
 from trainers.terminal import command
 
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     return run(arguments.config, arguments.overrides, how, began_s=began_s)
 
 
-class Parser(argparse.ArgumentParser):
+class RunParser(Parser):
     """Says of an option that there is not how the setting is given that it may stand for."""
 
     def error(self, message: str) -> NoReturn:
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(prog=program("orchestrator.run"), description="Train on one machine or many.")
+    parser = RunParser("orchestrator.run", "Train on one machine or many.", example="config.yaml optimizer.learning_rate=1e-3")
     parser.add_argument("config", help="a YAML file, such as configs/tiny.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-3 hosts.count=4")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, take no machine")

@@ -17,7 +17,8 @@ PACKAGES = ("trainers", "cluster", "orchestrator")
 PAGE = ROOT / "docs" / "files.md"
 HEAD = """# Every file
 
-A line for each file, from its docstring; `make files` writes this page. `docs/architecture.md` shows how the parts work together.
+A line for each file, from its docstring; `make files` writes this page. [The architecture](architecture.md) shows how the parts
+work together.
 """
 
 

@@ -19,7 +19,10 @@ SYSTEM = frozenset(
     )
 )
 """The names that the system publishes."""
-SYSTEM_PREFIXES = ("loss/", "total_tokens/", "epoch/", "grad_norm/", "learning_rate/", "goodput/", "incidents/", "counted/")
+SYSTEM_PREFIXES = (
+    *("loss/", "total_tokens/", "epoch/", "grad_norm/", "learning_rate/"),
+    *("goodput/", "launch/", "incidents/", "system/", "counted/"),
+)
 """What its other names begin with, such as `loss/SOURCE`."""
 MEAN = "mean_"
 """What the running mean of a metric begins with."""

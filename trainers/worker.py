@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.runtime import orders as orders_of
-from trainers.storage import failed_requests
+from trainers.storage import failed_requests, usage
 from trainers.terminal import shown
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 PR_SET_PTRACER = 0x59616D61
 HEARTBEAT_INTERVAL_S = 0.1
+REQUESTS_INTERVAL_S = 60.0
+"""How often it reports what was asked of buckets; also at its end."""
 FAILED_EXIT_CODE = 1
 
 
@@ -185,6 +187,7 @@ def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:
     trainer.train()
     if os.getpid() != process:  # a child of the user's code has come back from the training, too
         finish(0)
+    report_requests(host)
     host.emit({"ev": "done", "step": host.step, **result(trainer)})
     leave()
 
@@ -300,7 +303,7 @@ def obey(host: Runtime, command: Command) -> None:
 
 def heartbeat_loop(host: Any) -> None:
     """Reports the progress of the loop, from a thread of its own: the loop never waits for a pipe."""
-    reported = (0, 0, 0)
+    reported, requests_at_s = (0, 0, 0), time.monotonic()
     while True:
         # Sent from here: the signal handler that took it must not write to the pipe.
         if notice := host.take_notice():
@@ -308,12 +311,21 @@ def heartbeat_loop(host: Any) -> None:
         failed, why = failed_requests.HERE.take()
         if failed:
             host.emit({"ev": "requests_failed", "number": failed, "why": why})
+        if time.monotonic() - requests_at_s > REQUESTS_INTERVAL_S:
+            report_requests(host)
+            requests_at_s = time.monotonic()
         # Only when something has changed: without heartbeats the agent sees that there is no progress.
         if (now := (host.step, host.batch_index, host.evaluated_batches)) != reported:
             progress = {"step": now[0], "batch_index": now[1], "evaluated_batches": now[2], "busy_s": round(host.busy_s, 6)}
             host.emit({"ev": "heartbeat", **progress, "usage": host.usage})
             reported = now
         time.sleep(HEARTBEAT_INTERVAL_S)
+
+
+def report_requests(host: Any) -> None:
+    """Reports what was asked of buckets since the last time."""
+    if counts := usage.HERE.take():
+        host.emit({"ev": "requests_made", "counts": counts})
 
 
 def exception_event(error: BaseException) -> ExceptionRaised:

@@ -27,11 +27,13 @@ class HostsConfig:
     """The hosts of a run and how to get them (configuration section `hosts`)."""
 
     kind: Literal["cpu", "gpu", "tpu"] = "cpu"
+    """`cpu`: processes that stand for hosts. `gpu`: machines with GPUs. `tpu`: TPU VMs, in whole slices."""
     count: int | None = None
     """Hosts of the gang, no fewer and no more; 1 if not given. On TPU it follows from `topology` and `slices`."""
     min: int | None = None
     """CPU and GPU, with `max` and instead of `count`: the run goes on with any number of hosts from `min` to `max`."""
     max: int | None = None
+    """See `min`: how many hosts the run has when all are there."""
     spares: int = 0
     """Hosts (on TPU: whole slices) held ready beside the gang. A spare replaces a host that is lost. A run starts without spares
     if the cluster has none."""
@@ -50,6 +52,7 @@ class HostsConfig:
     min_slices: int | None = None
     """TPU, with `max_slices` and instead of `slices`: the run goes on with any number of slices between them."""
     max_slices: int | None = None
+    """See `min_slices`: how many slices the run has when all are there."""
     spread: bool = False
     """CPU: each host on a machine of its own. GPU and TPU hosts always are."""
     start_timeout_s: float = 120.0

@@ -98,6 +98,8 @@ class JobConfig:
     tracking: TrackingConfig
     notify: NotifyConfig = field(default_factory=NotifyConfig)
     arguments_class: str = ARGUMENTS_CLASS
+    """The key `arguments`: the class of the arguments, `package.module:Class`, a subclass of `TrainingArguments` that has the
+    keys of your own trainer."""
 
     def __repr__(self) -> str:
         """Without secrets: Ray Train shows its arguments to everybody who can see its dashboard."""
@@ -231,17 +233,12 @@ def _cross_check(made: Settings, wrong: set[str]) -> Iterator[str]:
             yield f"driver.console_hosts = {given}: there is no host {absent[0]}; expected 0 to {last}, or all"
     if config.driver.precompile and config.hosts.kind == "tpu":
         yield "driver.precompile = true: expected null or false with hosts.kind = tpu, whose devices are one process's at a time"
-    if "tracking" not in wrong and (model := config.tracking.register_model) is not None:
-        if documents.is_url(config.training.storage):
-            yield (
-                f"tracking.register_model = {model!r}: models are exported from folders, and storage = "
-                f"{config.training.storage!r} is a bucket; leave it out, and export a copy of the checkpoint"
-            )
-        if not config.training.checkpoint.save_at_end:
-            yield (
-                f"tracking.register_model = {model!r}: checkpoint.save_at_end = false keeps no model of the end; set it to "
-                "true, or leave register_model out"
-            )
+    model = None if "tracking" in wrong else config.tracking.register_model
+    if model is not None and not config.training.checkpoint.save_at_end:
+        yield (
+            f"tracking.register_model = {model!r}: checkpoint.save_at_end = false keeps no model of the end; set it to true, or "
+            "leave register_model out"
+        )
     if not wrong & {"storage", "name"} and (problem := _storage_problem(config.run_dir)):
         yield f"storage: {problem}; set storage=PATH to a folder or bucket that this user and every host can write to"
 

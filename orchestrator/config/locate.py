@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from orchestrator.config.job import ConfigError, load
 from orchestrator.run_state.launch import CHECKPOINTS, STATE
 from orchestrator.run_state.lease import TERMS
 from trainers.checkpoint import committed, copied
-from trainers.program import program
+from trainers.program import Parser
 from trainers.storage import documents
 from trainers.storage.object_store import Limits
 from trainers.storage.opening import place_of
@@ -31,15 +30,15 @@ REFUSALS = (ConfigError, NoRunError, documents.StorageError, OSError)
 """What a command that reads a run may raise: its user can do something about it."""
 
 
-def told(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Returns what a refusal says, for people."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, StorageProblem) else str(error)
 
 
-def parser_of_run(module: str, description: str) -> argparse.ArgumentParser:
+def parser_of_run(module: str, about: str, *, example: str) -> Parser:
     """Returns the parser of a command about a run, with what `run_of` takes: `run` and `overrides`. For
     `parse_intermixed_args`."""
-    parser = argparse.ArgumentParser(prog=program(module), description=description)
+    parser = Parser(module, about, example=example)
     parser.add_argument("run", metavar="RUN|CONFIG", help=RUN_HELP)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="those that the run was started with")
     return parser

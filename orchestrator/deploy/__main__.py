@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainers.program import program
+from trainers.program import Parser
 from trainers.terminal import command
 
 EXIT_FINE, EXIT_REFUSED = 0, 2
@@ -57,10 +57,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     from orchestrator.deploy.request import TARGETS
 
     about = "; ".join(f"{name}: {target.about}" for name, target in TARGETS.items())
-    parser = argparse.ArgumentParser(
-        prog=program("orchestrator.deploy"),
-        description="Write the files with which a configuration runs on a cluster. Nothing is started.",
-        epilog="Example: gangway deploy config.yaml --to gke-tpu --image europe-docker.pkg.dev/my-project/images/llama:1",
+    parser = Parser(
+        "orchestrator.deploy",
+        "Write the files with which a configuration runs on a cluster. Nothing is started.",
+        example="config.yaml --to slurm storage=/shared/runs",
     )
     parser.add_argument("config", help="a YAML file; its section `hosts` says which machines")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as storage=gs://my-bucket/runs hosts.slices=2")

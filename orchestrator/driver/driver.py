@@ -375,7 +375,7 @@ class Driver:
         self._reported_storage_problem = problem
         if self.launch.checkpoint_is_gone():
             self.events.checkpoint_gone()
-        self.events.telling.often(generation.step, self.clock())
+        self.events.exported.often(generation.step, self.clock())
 
     # ------------------------------------------------------------------ when it ends
 

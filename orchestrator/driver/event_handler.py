@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, cast
 
 from cluster.agent import events as agent_events
 from orchestrator.board import BoardLike
+from orchestrator.driver.exported import ExportedMetrics
 from orchestrator.driver.generation import START_PHASES, Generation, in_order
 from orchestrator.driver.host_times import HostTimes
 from orchestrator.driver.outages import Outages
 from orchestrator.driver.ray_train import Reporter
 from orchestrator.driver.state import DriverState
-from orchestrator.driver.telling import Telling
 from orchestrator.events import HostEvent, Level, Status, problem_of
 from orchestrator.policies.stragglers import Straggler, StragglerPolicy, Stragglers
 from orchestrator.run_state.incidents import Action, Incident, of_anomaly
@@ -29,6 +29,7 @@ from trainers.metrics import host_usage
 from trainers.recorders.dispatch import Recorders
 from trainers.runtime.events import (
     AnomalyTreated,
+    Evaluating,
     FirstStep,
     Heartbeat,
     Joined,
@@ -38,6 +39,7 @@ from trainers.runtime.events import (
     Preview,
     Profile,
     RequestsFailed,
+    RequestsMade,
     Restored,
     Saved,
     SaveFailed,
@@ -85,7 +87,7 @@ class EventHandler:
         clock: Callable[[], float],
     ):
         self.launch, self.board, self.reporter, self.clock = launch, board, reporter, clock
-        self.telling = Telling(gauges, launch.progress)
+        self.exported = ExportedMetrics(gauges, launch.progress)
         self.recorders = recorders
         self._step_times_s = {hosts: deque([step_s], KEPT_STEP_TIMES) for hosts, step_s in launch.progress.step_s.items()}
         self.outages = Outages(launch.progress, self.note, clock)
@@ -113,7 +115,7 @@ class EventHandler:
         """Resets what it keeps about the hosts of a generation."""
         self._stragglers = Stragglers(generation.num_hosts, self._straggler_policy)
         self._usage, self._processes = {}, {}
-        self.telling.start(generation.num_hosts)
+        self.exported.start(generation.num_hosts)
 
     def handle_answer(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> None:
         """Handles one agent's answer to `poll`."""
@@ -122,7 +124,7 @@ class EventHandler:
 
     def catch_up(self, generation: Generation, answers: Mapping[int, Mapping[str, Any]]) -> None:
         """Handles the answers of several agents to `poll`, all events in the order of their times."""
-        events = {host: self._told(generation, host, answer) for host, answer in answers.items()}
+        events = {host: self._events_of(generation, host, answer) for host, answer in answers.items()}
         for host, _, event in in_order(events):
             self.handle(generation, host, event, known=event["n"] < self.launch.progress.seen.get(host, 0))
         # After the events: the cursor is stored together with all that came of them.
@@ -132,7 +134,7 @@ class EventHandler:
             if answer["heartbeat"] and self._takes(generation, host, answer["heartbeat"]):
                 self.handle(generation, host, answer["heartbeat"])
 
-    def _told(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> list[HostEvent]:
+    def _events_of(self, generation: Generation, host: int, answer: Mapping[str, Any]) -> list[HostEvent]:
         """Returns the events of an answer that are of this generation, in their order. Where the agent's log has dropped events,
         its facts complete them: they alone tell that the gang trains, and what it has saved."""
         events = [*answer.get("facts", ()), *answer["events"]]
@@ -188,16 +190,16 @@ class EventHandler:
                 self._on_metrics(generation, event)
             case "preview":
                 self._on_preview(event)
-            case "evaluating":
-                self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
             case "saved":
                 self._on_saved(host, event)
-            case "save_failed" | "notice" | "requests_failed":
+            case "save_failed" | "notice":
                 self._on_warning(host, event)
+            case "requests_failed" | "requests_made":
+                self._on_requests(host, event)
             case "restored":
                 self._on_restored(host, event)
-            case "note" | "printed":
-                self._on_text(host, event)
+            case "note" | "printed" | "evaluating":
+                self._on_said(host, event)
             case "profile":
                 self._on_profile(host, event)
             case "first_step":
@@ -247,9 +249,9 @@ class EventHandler:
             goodput = launch.progress.goodput_of_run(self.clock())
             self.board.post({"ev": "metrics", "step": step, "metrics": metrics, "kind": kind, "goodput": goodput})
             launch.publish(step, {**metrics, **by_host})
-            self.recorders.record(step, metrics, event.get("distributions"))
+            self.recorders.record(step, {**metrics, **by_host}, event.get("distributions"))
             self.reporter.report({"step": step, **metrics})
-            self.telling.publish(metrics)
+            self.exported.publish(metrics)
 
     def _use_by_host(self, of_host_0: Mapping[str, float]) -> dict[str, float]:
         """Returns what each host uses of its machine, by the names that trackers have for it; {} until it is time again."""
@@ -291,16 +293,22 @@ class EventHandler:
             for bad in event["skipped"]:
                 self.note(f"checkpoint {bad['step']} was not used: {bad['why']}", "warning")
 
-    def _on_text(self, host: int, event: Note | agent_events.Note | agent_events.Printed) -> None:
-        if event["ev"] == "printed":
+    def _on_said(self, host: int, event: Note | agent_events.Note | agent_events.Printed | Evaluating) -> None:
+        if event["ev"] == "evaluating":
+            self.board.post({"ev": "evaluating", "unit": event["unit"], "done": event["done"], "total": event["total"]})
+        elif event["ev"] == "printed":
             self.board.post({"ev": "printed", "host": host, "lines": event["lines"], "left_out": event["left_out"]})
         else:
             self.note(f"host {host}: {event['message']}")
 
-    def _on_warning(self, host: int, event: SaveFailed | Notice | RequestsFailed | agent_events.MachineNotice) -> None:
+    def _on_requests(self, host: int, event: RequestsFailed | RequestsMade) -> None:
         if event["ev"] == "requests_failed":
             self.outages.failed(event["number"], event["why"], f"host {host}")
-        elif event["ev"] == "notice":
+        else:
+            self.outages.made(event["counts"])
+
+    def _on_warning(self, host: int, event: SaveFailed | Notice | agent_events.MachineNotice) -> None:
+        if event["ev"] == "notice":
             self.note(f"host {host} is about to be taken away: {event['reason']}", "warning")
         else:
             failed = f"the checkpoint of step {event['step']} failed"
@@ -316,7 +324,7 @@ class EventHandler:
 
     def _on_heartbeat(self, generation: Generation, host: int, event: Heartbeat) -> None:
         self._usage[host] = event.get("usage", {})
-        self.telling.host(host, event)
+        self.exported.host(host, event)
         if "busy_s" in event:
             if host < SHOWN_HOSTS and (shown := self._busy.observe(host, event["batch_index"], event["busy_s"])):
                 self.launch.mark("busy", event["t"], step=event["batch_index"], busy_s=shown)
@@ -369,7 +377,7 @@ class EventHandler:
         if label != self._state:
             self._state = label
             self.launch.mark("state", state=label)
-            self.telling.state(label, self.clock())
+            self.exported.state(label, self.clock())
         status: Status = {"ev": "status", "state": label}
         if message:
             status["message"] = message

@@ -77,16 +77,17 @@ def drive(message: dict[str, Any], reporter: Reporter) -> None:
         recorders = Recorders(names, about, lambda message: _warn(board, message), folders=folders)
         try:
             result = Driver(config, launch, board, reporter, recorders, clock=clock).run()
-        except Superseded as error:
-            # No outcome is written: the run belongs to the other driver now.
-            raise JobFailed(str(error)) from error
         except TrainingFailed as error:
             failure = error
-        finally:
-            recorders.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S)
+        except BaseException as error:
+            recorders.close(close_timeout_s(board))
+            if isinstance(error, Superseded):
+                # No outcome is written: the run belongs to the other driver now.
+                raise JobFailed(str(error)) from error
+            raise
         progress = Progress(launch.progress.trained_step, launch.progress.checkpoint_step, launch.progress.save_problem)
         end = ending(result, failure, board.stop_requested(), progress)
-        outcome = conclude(launch, board, config, end, result, clock)
+        outcome = conclude(launch, board, config, recorders, end, result, clock)
         log.write()
         notifier.close(HURRIED_CLOSE_TIMEOUT_S if hurried(board) else NOTICES_CLOSE_TIMEOUT_S)
     if outcome["status"] == "failed":
@@ -131,6 +132,7 @@ def conclude(
     launch: Launch,
     board: BoardLike,
     config: JobConfig,
+    recorders: Recorders,
     end: Ending,
     result: dict[str, Any],
     clock: Callable[[], float],
@@ -147,13 +149,13 @@ def conclude(
         return summary.build(launch, end.status, result, end.error, clock(), shown(config))
 
     # Before the close, which ships what was tracked.
-    unwritten.unless_done("the metrics of the end", lambda: summary.track(launch, document()))
+    unwritten.unless_done("the metrics of the end", lambda: summary.track(launch, recorders, document()))
+    recorders.close(close_timeout_s(board))
     report = None
     if config.tracking.report and not hurried(board):
         report = unwritten.unless_done("the report", lambda: keep_report(launch, config))
     unwritten.unless_done("the model", lambda: register_model(launch, board, config, end))
-    limit_s = HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S
-    if undelivered := unwritten.unless_done("the state of the run", lambda: launch.close(tracked_as, limit_s)):
+    if undelivered := unwritten.unless_done("the state of the run", lambda: launch.close(tracked_as, close_timeout_s(board))):
         _warn(board, undelivered)
     elif model := launch.tracker.registered() if config.tracking.register_model else None:
         board.post({"ev": "note", "message": f"registered in MLflow: {model}", "level": "info"})
@@ -247,6 +249,11 @@ def when_storage_answers(work: Callable[[], Result], board: BoardLike, sleep: Ca
 def hurried(board: BoardLike) -> bool:
     """Returns whether this machine is about to be taken away, so that the end must be quick."""
     return board.stop_requested() == "terminated"
+
+
+def close_timeout_s(board: BoardLike) -> float:
+    """Returns how long the end waits for whoever keeps numbers."""
+    return HURRIED_CLOSE_TIMEOUT_S if hurried(board) else TRACKING_CLOSE_TIMEOUT_S
 
 
 def _warn(board: BoardLike, message: str) -> None:

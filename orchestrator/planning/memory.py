@@ -20,7 +20,8 @@ class Room:
     """Bytes."""
     counted: str
     """Which number of a compiled step must be below it: its `peak`, or its `arguments` alone where the peak is an upper bound."""
-    told: str
+    source: str
+    """Where the limit comes from, for people."""
 
     def lacks(self, memory: Mapping[str, int]) -> str:
         """Returns why a step that needs this memory does not fit; empty if it does."""
@@ -29,7 +30,7 @@ class Room:
             return ""
         what = "at its peak" if self.counted == "peak" else "for state and batch alone"
         gigabytes = f"{need / 1e9:.3g} GB {what}, and a device has {self.of_device / 1e9:.3g} GB"
-        return f"the step {DOES_NOT_FIT} of a device: it needs {gigabytes} ({self.told})"
+        return f"the step {DOES_NOT_FIT} of a device: it needs {gigabytes} ({self.source})"
 
 
 def room(hosts: HostsConfig, device: Hardware | None) -> Room | None:

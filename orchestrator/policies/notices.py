@@ -29,6 +29,7 @@ class NotifyConfig(Section):
     webhook: str | None = field(default=None, repr=False)
     """A URL to which the notice is sent as JSON; to one of Slack, in Slack's form. It is a secret, and never shown or stored."""
     events: tuple[str, ...] = EVENTS
+    """Which events are told: `started`, `incident`, `gave_up`, `finished`, `goodput`."""
     goodput_below: float | None = None
     """Told when the goodput of the run falls below this share of the wall clock, after its first ten minutes."""
 
@@ -77,10 +78,10 @@ class Notices:
 
     config: NotifyConfig
     run: str
-    _told_started: bool = False
-    _incident_told_s: float = float("-inf")
+    _has_started: bool = False
+    _last_incident_s: float = float("-inf")
     _incidents_since: int = 0
-    _goodput_told: bool = False
+    _goodput_noted: bool = False
 
     def of(self, event: Mapping[str, Any], now_s: float, since_start_s: float) -> Notice | None:
         """Returns the notice about an event; None if there is none. `now_s` is any steady clock."""
@@ -100,9 +101,9 @@ class Notices:
         return None
 
     def _started(self, event: Mapping[str, Any]) -> Notice | None:
-        if self._told_started or event["generation"] > 0:
+        if self._has_started or event["generation"] > 0:
             return None
-        self._told_started = True
+        self._has_started = True
         hosts = event["hosts"]
         return Notice(STARTED, f"{self.run} started on {hosts} host{'' if hosts == 1 else 's'}", {"hosts": hosts})
 
@@ -110,9 +111,9 @@ class Notices:
         if incident["action"] == "give up":
             return None  # the end tells it
         self._incidents_since += 1
-        if now_s - self._incident_told_s < INCIDENTS_EVERY_S:
+        if now_s - self._last_incident_s < INCIDENTS_EVERY_S:
             return None
-        self._incident_told_s, count = now_s, self._incidents_since
+        self._last_incident_s, count = now_s, self._incidents_since
         self._incidents_since = 0
         what = incident.get("evidence", {}).get("summary") or str(incident["kind"]).replace("_", " ")
         others = f" (and {count - 1} more in the last minutes)" if count > 1 else ""
@@ -123,11 +124,11 @@ class Notices:
         if goodput is None or limit is None or since_start_s < GOODPUT_AFTER_S:
             return None
         if goodput >= limit:
-            self._goodput_told = self._goodput_told and goodput < limit + GOODPUT_MARGIN
+            self._goodput_noted = self._goodput_noted and goodput < limit + GOODPUT_MARGIN
             return None
-        if self._goodput_told:
+        if self._goodput_noted:
             return None
-        self._goodput_told = True
+        self._goodput_noted = True
         step = event["step"]
         text = f"{self.run}: goodput is {goodput:.0%} at step {step:,}, below {limit:.0%}"
         return Notice(GOODPUT, text, {"goodput": goodput, "step": step})

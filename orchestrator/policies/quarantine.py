@@ -31,6 +31,7 @@ class QuarantinePolicy(Section):
     """The same for errors of its devices: by default a spare replaces the host at the first one. (For errors of the runtime that
     do not say why, the limit is one higher.)"""
     window_s: float = 3600.0
+    """Failures that are older do not count."""
 
     def __post_init__(self):
         require(self.max_failures_per_host >= 1, f"max_failures_per_host = {self.max_failures_per_host}: expected at least 1")

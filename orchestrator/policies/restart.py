@@ -53,6 +53,7 @@ class RestartPolicy(Section):
     backoff_initial_s: float = 1.0
     """The back-off before the second restart without progress (the first restart is immediate). It doubles each time."""
     backoff_max_s: float = 60.0
+    """The longest back-off."""
 
     def __post_init__(self):
         for name in ("max_failures", "max_preemptions", "retry_for_s"):

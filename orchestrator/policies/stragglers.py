@@ -21,9 +21,13 @@ class StragglerPolicy(Section):
     in each of the last `windows` windows of `window_s` seconds."""
 
     factor: float = 1.5
+    """How many times as long as the others' median a straggler is busy."""
     share: float = 0.1
+    """By how much longer it is busy at least, as a share of a step's time."""
     windows: int = 5
+    """In how many windows in a row."""
     window_s: float = 10.0
+    """The length of a window."""
 
     def __post_init__(self):
         require(self.factor > 1, f"factor = {self.factor}: expected more than 1")

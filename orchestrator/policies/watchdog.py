@@ -19,8 +19,11 @@ class WatchdogConfig:
     join_s: float = 120.0
     """For all hosts to find each other."""
     restore_s: float = 900.0
+    """For reading the checkpoint, or making the initial state."""
     compile_s: float = 1800.0
+    """For compiling the step, or loading the kept program."""
     first_step_s: float = 900.0
+    """For the first step of a process. Later ones have `step_floor_s` and `step_factor`."""
     step_floor_s: float = 60.0
     """The limit of a step is never shorter than this."""
     step_factor: float = 20.0
@@ -32,6 +35,7 @@ class WatchdogConfig:
     preview_s: float = 900.0
     """For the model to generate its previews, including the first compilation."""
     finish_s: float = 900.0
+    """From the end of the training until the process has ended. A save, an evaluation and previews have limits of their own."""
     silent_s: float | None = 3600.0
     """For a trainer of one's own that reports neither phases nor steps: how long no process of the gang may send an event or
     print a line. null: no limit. One host is enough to break the silence, for often only host 0 prints."""

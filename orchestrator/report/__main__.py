@@ -6,14 +6,13 @@ it is `report.html` in the run's folder by default, of several `report.html` her
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.config.locate import REFUSALS, RUN_HELP, run_of, told
+from orchestrator.config.locate import REFUSALS, RUN_HELP, in_one_line, run_of
 from orchestrator.report.child import NAME
-from trainers.program import program
+from trainers.program import Parser
 from trainers.storage import documents, durable
 from trainers.storage.documents import Where
 from trainers.terminal import command
@@ -23,7 +22,7 @@ EXIT_FINE, EXIT_REFUSED = 0, 2
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.report"), description="A page about runs, in one file.")
+    parser = Parser("orchestrator.report", "A page about runs, in one file.", example="runs/spirals --figures pictures")
     parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN_HELP)
     parser.add_argument("--out", metavar="FILE", help=f"default: {NAME} in the run's folder; of several runs, here")
     parser.add_argument("--figures", metavar="FOLDER", help="of one run: write its pictures there too, as PNG")
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = options.out or ((runs[0] / NAME).url if len(runs) == 1 else NAME)
         write(runs, out, Path(options.figures) if options.figures else None)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     print(out)
     return EXIT_FINE

@@ -14,9 +14,10 @@ from orchestrator.reporting.text import action_of
 from orchestrator.run_state.incidents import Incident
 from orchestrator.runs import compare, overview
 from orchestrator.runs.incidents import evidence
+from trainers.console.text import count, sentence
 from trainers.console.text import seconds as duration
-from trainers.console.text import sentence
 from trainers.published import RATES, SYSTEM, number
+from trainers.storage.usage import REQUESTS
 
 MAX_INCIDENTS = 500
 MAX_HEAT_COLUMNS = 60
@@ -119,7 +120,7 @@ def head(record: Record) -> dict[str, Any]:
     run, metrics, summary = record.overview, record.overview.metrics, record.summary
     whole_s = sum(record.seconds.values())
     steps = "" if run.step is None else f"{run.step:,}" + (f" of {run.max_steps:,}" if run.max_steps else "")
-    tokens = summary.get("tokens")
+    tokens, asked = summary.get("tokens"), summary.get("requests")
     tiles = [
         ("steps", steps),
         ("loss", _number(metrics.get("loss"))),
@@ -131,6 +132,8 @@ def head(record: Record) -> dict[str, Any]:
         ("MFU", f"{metrics['mfu']:.1%}" if "mfu" in metrics else ""),
         ("hosts", "" if run.hosts is None else str(run.hosts)),
         ("incidents", f"{run.num_incidents:,}"),
+        ("requests to storage", f"{sum(asked.get(kind, 0) for kind in REQUESTS):,}" if asked else ""),
+        ("sent to storage", f"{count(asked.get('bytes_out', 0))}B" if asked else ""),
     ]
     times = [overview.when(at_s) for at_s in (record.began_s, record.ended_s) if at_s is not None]
     return {

@@ -145,7 +145,7 @@ def _lines(name: str, found: Callable[[], Iterator[bytes]], problems: list[str])
 
 def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[str, str], list[Resume]]:
     """Returns what was published, the newest settings, and how they changed."""
-    published: dict[tuple[int, bool], Published] = {}
+    published: dict[int, list[Published]] = {}
     settings: dict[str, str] = {}
     resumes: list[Resume] = []
     damaged = 0
@@ -157,11 +157,11 @@ def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[
             continue
         if "metrics" in found:
             metrics = {name: math.nan if value is None else value for name, value in found["metrics"].items()}
-            # Training and evaluations publish at the same step.
-            is_evaluation = any(name.startswith("eval_") for name in metrics)
-            published[found["step"], is_evaluation] = Published(found["t"], found["step"], metrics)
+            # Training, evaluations and the end publish at one step. A step that comes again has names that were there.
+            others = [one for one in published.get(found["step"], ()) if not one.metrics.keys() & metrics.keys()]
+            published[found["step"]] = [*others, Published(found["t"], found["step"], metrics)]
         elif "go_back" in found:
-            published = {key: one for key, one in published.items() if one.step <= found["go_back"]}
+            published = {step: some for step, some in published.items() if step <= found["go_back"]}
         elif "params" in found:
             new = found["params"]
             changed = {name: (settings.get(name), new.get(name)) for name in {**settings, **new}}
@@ -170,7 +170,7 @@ def _tracked(folder: Place, problems: list[str]) -> tuple[list[Published], dict[
             settings = new
     if damaged:
         problems.append(f"{damaged} damaged lines of {TRACKING}/{SPOOL} are left out")
-    return sorted(published.values(), key=lambda one: one.at_s), settings, resumes
+    return sorted((one for some in published.values() for one in some), key=lambda one: one.at_s), settings, resumes
 
 
 def _marks(folder: Place, problems: list[str]) -> list[Mark]:

@@ -135,7 +135,7 @@ class Launch:
         self._num_published = self._num_marks = 0
         self._gone: str | None = None
         """The checkpoint that was looked for and not found."""
-        self._told_gone: str | None = None
+        self._noted_gone: str | None = None
         self._monotonic = monotonic
         self._stored_at_s = self._looked_at_s = monotonic()
         self._restore()
@@ -276,7 +276,7 @@ class Launch:
 
     def checkpoint_is_gone(self) -> bool:
         """Returns True once for a newest checkpoint that is no longer where it was saved: somebody has deleted it."""
-        is_new, self._told_gone = self._gone != self._told_gone, self._gone
+        is_new, self._noted_gone = self._gone != self._noted_gone, self._gone
         # A newer one may have been saved meanwhile.
         return is_new and self._gone == self.progress.saved_path
 

@@ -53,6 +53,9 @@ class Progress:
     failed_requests: int = 0
     """How many requests to a bucket have failed, over all launches; those of arrays, which are tried again elsewhere, are not
     counted."""
+    requests: dict[str, int] = field(default_factory=dict)
+    """What was asked of buckets, over all launches: requests and bytes by kind (`trainers.storage.usage`). What a process asked
+    in its last minute before it was killed is missing."""
 
     gang: dict[str, Any] | None = None
     """The record of the present generation: how another driver finds its agents, and their orders."""
@@ -138,6 +141,7 @@ class Progress:
             "checkpoint_step": self.checkpoint_step,
             "committed": dataclasses.asdict(self.committed),
             "failed_requests": self.failed_requests,
+            "requests": dict(self.requests),
             "published": dict(self.published),
             "newest": dict(self.newest),
             "course": self.course_of_points,
@@ -180,6 +184,7 @@ class Progress:
     def _restore_run(self, state: Mapping[str, Any], is_same: bool, step_s: float) -> None:
         self.high_water_step, self.checkpoint_step = state["high_water_step"], state["checkpoint_step"]
         self.failed_requests = state.get("failed_requests", 0)
+        self.requests = dict(state.get("requests", {}))
         recorded = state.get("committed", {"step": self.checkpoint_step})
         self.committed = Committed(recorded.get("run"), recorded.get("step"))
         self.published, self.course_of_points = state["published"], state.get("course", self.course_of_points)

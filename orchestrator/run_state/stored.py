@@ -59,6 +59,7 @@ class _State(TypedDict):
     trained_step: NotRequired[int]
     committed: NotRequired[committed.Committed]
     failed_requests: NotRequired[int]
+    requests: NotRequired[dict[str, int]]
     published: dict[str, int]
     newest: NotRequired[dict[str, dict[str, Any]]]
     seen: _Seen

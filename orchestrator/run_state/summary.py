@@ -14,6 +14,7 @@ from orchestrator.run_state.incident_log import KEPT_INCIDENTS
 from orchestrator.run_state.launch import Launch
 from orchestrator.run_state.stored import SUMMARY_KIND
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, PLACE
+from trainers.recorders.dispatch import Recorders
 from trainers.storage import documents
 
 SUMMARY = "summary.json"
@@ -57,6 +58,7 @@ def build(
         "incidents": [incident.to_dict() | {"launch_id": of} for of, incident in incidents[-KEPT_INCIDENTS:]],
         "num_incidents": earlier.num_incidents + progress.num_incidents,
         "failed_requests": progress.failed_requests,
+        "requests": dict(progress.requests),
         "goodput": {name: value + earlier.seconds.get(name, 0.0) for name, value in seconds.items()},
         "wall_s": earlier.wall_s + wall_s,
         "started_at": _time(began_s if earlier.started_at_s is None else earlier.started_at_s),
@@ -114,13 +116,24 @@ def write(run_dir: str, summary: dict[str, Any]) -> str:
     return path
 
 
-def track(launch: Launch, summary: dict[str, Any]) -> None:
-    """Tracks the summary in MLflow: the goodput ledger and the recoveries as metrics of the last step, the whole as a file."""
+def track(launch: Launch, recorders: Recorders, summary: dict[str, Any]) -> None:
+    """Tracks the summary: the goodput ledger and the recoveries as metrics of the last step, in MLflow and by the recorders; the
+    whole as a file, in MLflow."""
+    step, ledger = summary["steps"] or 0, of_the_end(summary)
+    launch.tracker.log_metrics(step, ledger)
+    recorders.record(step, ledger)
+    # Before it is named to MLflow: the shipper reads the file.
+    write(launch.run_dir, summary)
+    launch.tracker.log_artifact(documents.join(launch.run_dir, SUMMARY))
+
+
+def of_the_end(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics of the end of a launch."""
     recoveries = [incident["total_s"] for incident in summary["incidents"] if incident["resumed_step"] is not None]
     seconds = {f"goodput/{category}_s": value for category, value in summary["goodput"].items()}
     share = summary["goodput"]["step"] / summary["wall_s"] if summary["wall_s"] else 0.0
     of_launch = summary["launch"]
-    ledger = {
+    return {
         **seconds,
         "goodput/share": share,
         "launch/wall_s": of_launch["wall_s"],
@@ -128,7 +141,3 @@ def track(launch: Launch, summary: dict[str, Any]) -> None:
         "incidents/count": summary["num_incidents"],
         "incidents/recovery_s": sum(recoveries),
     }
-    launch.tracker.log_metrics(summary["steps"] or 0, ledger)
-    # Before it is named to MLflow: the shipper reads the file.
-    write(launch.run_dir, summary)
-    launch.tracker.log_artifact(documents.join(launch.run_dir, SUMMARY))

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.run_state import requests
 from orchestrator.run_state.requests import STOP, Kind
 from orchestrator.runs import overview
@@ -19,16 +19,16 @@ TIMEOUT_S = 300.0
 LOOK_EVERY_S, LOOK_IN_BUCKET_EVERY_S = 0.5, 2.0
 
 
-def main(kind: Kind, module: str, description: str, argv: Sequence[str] | None = None) -> int:
+def main(kind: Kind, module: str, about: str, argv: Sequence[str] | None = None) -> int:
     """The command of a kind of request. Returns 0; 1 if it was not done in time; 2 if there is no such run, or it does not go
     on."""
-    parser = parser_of_run(module, description)
+    parser = parser_of_run(module, about, example="runs/spirals")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="SECONDS", help=f"default: {TIMEOUT_S:g}")
     options = parser.parse_intermixed_args(argv)
     try:
         done, line = ask(run_of(options.run, options.overrides), kind, options.timeout)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     print(line)
     return EXIT_FINE if done else EXIT_NOT_DONE

@@ -5,7 +5,6 @@ Each RUN is a run's folder, or its URL. Exit status: 0; 2 when one of them is no
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.locate import REFUSALS, NoRunError, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, run_of
 from orchestrator.run_state import lines
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from orchestrator.tracking.spool import entry
 from trainers.console.text import printable, seconds
-from trainers.program import program
+from trainers.program import Parser
 from trainers.published import SYSTEM, number
 from trainers.storage import documents, not_finite
 from trainers.storage.documents import Where
@@ -36,7 +35,7 @@ NOT_COMPARED = frozenset({"name", "storage"})
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.compare"), description="Runs side by side.")
+    parser = Parser("orchestrator.runs.compare", "Runs side by side.", example="runs/first runs/second")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folders of runs, or their URLs")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = differing([settings_of(folder) for folder in folders])
         results = [results_of(overview.read(folder)) for folder in folders]
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
         print(not_finite.dumps({"runs": list(map(str, folders)), "settings": settings, "results": results}, indent=1))
@@ -65,7 +64,7 @@ def settings_of(run: Where) -> dict[str, str]:
             if b'"params"' in line[:60]:
                 found = entry(line).get("params", found)
     except (OSError, documents.DamagedDocument) as error:
-        raise NoRunError(f"the settings of the run in {run} cannot be read: {told(error)}") from error
+        raise NoRunError(f"the settings of the run in {run} cannot be read: {in_one_line(error)}") from error
     if found is None:
         raise NoRunError(f"the run in {run} has recorded no settings")
     return found

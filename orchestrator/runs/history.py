@@ -6,16 +6,15 @@ Exit status: 0; 2 when there is no such run or metric.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from orchestrator.config.locate import REFUSALS, RUN_HELP, NoRunError, run_of, told
+from orchestrator.config.locate import REFUSALS, RUN_HELP, NoRunError, in_one_line, run_of
 from orchestrator.run_state import lines
 from orchestrator.tracking.spool import entry
 from trainers.config.section import did_you_mean
 from trainers.console import curves
-from trainers.program import program
+from trainers.program import Parser
 from trainers.published import SYSTEM
 from trainers.storage import not_finite
 from trainers.storage.documents import DamagedDocument, Where
@@ -29,7 +28,7 @@ Curves = dict[str, list[tuple[int, float]]]
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.history"), description="The course of a run's metrics.")
+    parser = Parser("orchestrator.runs.history", "The course of a run's metrics.", example="runs/spirals loss eval_loss")
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     parser.add_argument("metrics", nargs="*", metavar="METRIC", help="such as loss eval_loss; default: all losses")
     parser.add_argument("--list", action="store_true", help="the names of all metrics")
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FINE
         chosen = {name: found[name] for name in named(options.metrics, found)}
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     print(not_finite.dumps(chosen) if options.json else "\n".join(curves.chart(chosen)))
     return EXIT_FINE

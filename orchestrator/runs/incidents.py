@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from orchestrator.reporting.text import action_of, recovery
 from orchestrator.run_state import incident_log
 from orchestrator.run_state.incidents import Incident
@@ -30,7 +30,7 @@ EXIT_FINE, EXIT_REFUSED = 0, 2
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of_run("orchestrator.runs.incidents", "The incidents of a run.")
+    parser = parser_of_run("orchestrator.runs.incidents", "The incidents of a run.", example="runs/spirals --number 1")
     parser.add_argument("--number", type=int, metavar="N", help="one of them, with its evidence")
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_intermixed_args(argv)
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.number is not None and not 1 <= options.number <= len(found):
             raise NoRunError(f"--number {options.number}: the run has {len(found)} incidents")
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     chosen = found if options.number is None else [found[options.number - 1]]
     if options.json:

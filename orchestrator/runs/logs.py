@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from orchestrator.config.locate import REFUSALS, NoRunError, parser_of_run, run_of, told
+from orchestrator.config.locate import REFUSALS, NoRunError, in_one_line, parser_of_run, run_of
 from trainers.console.text import printable
 from trainers.storage.documents import Where
 from trainers.storage.opening import place_of
@@ -38,7 +38,7 @@ class Log(NamedTuple):
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     about = "What the processes of a run have printed."
-    parser = parser_of_run("orchestrator.runs.logs", about)
+    parser = parser_of_run("orchestrator.runs.logs", about, example="runs/spirals --host 1 --follow")
     parser.add_argument("--host", type=int, metavar="N", help="of one host alone, from 0 (default: of all)")
     parser.add_argument(
         "--lines", type=int, default=LINES, metavar="N", help=f"the last N of each log; 0: all (default: {LINES})"
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.follow:
             follow(run, options.host, found)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     return EXIT_FINE
 

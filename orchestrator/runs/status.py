@@ -6,7 +6,6 @@ Exit status: 0; 2 when there is no such storage or run.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -17,12 +16,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, is_run, run_of, runs_in, told
+from orchestrator.config.locate import LIMITS, REFUSALS, NoRunError, in_one_line, is_run, run_of, runs_in
 from orchestrator.runs import overview
 from orchestrator.runs.overview import Overview
 from trainers.console.text import clock_time, count, printable, seconds
 from trainers.console.view import measures_of
-from trainers.program import program
+from trainers.program import Parser
 from trainers.published import counted, own, shown
 from trainers.storage import documents, not_finite, several
 from trainers.storage.opening import place_of
@@ -43,7 +42,7 @@ ORDER = (overview.LIVE, overview.LOST, overview.UNKNOWN, overview.ENDED)
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.runs.status"), description="How runs are, by their files alone.")
+    parser = Parser("orchestrator.runs.status", "How runs are, by their files alone.", example="runs --watch")
     parser.add_argument(
         "place",
         nargs="?",
@@ -58,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = look(options.place, options.overrides)
     except REFUSALS as error:
-        print(f"error: {told(error)}", file=sys.stderr)
+        print(f"error: {in_one_line(error)}", file=sys.stderr)
         return EXIT_REFUSED
     if options.json:
         print(not_finite.dumps([as_document(one) for one in found], indent=1))

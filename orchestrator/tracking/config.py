@@ -32,6 +32,7 @@ class TrackingConfig(Section):
     """An MLflow tracking server, or `sqlite:///PATH`. Default: `mlflow.db` in the storage folder, shared by its runs. User
     information in it (`http://user:password@host`) is used, and never shown or stored."""
     experiment: str = "gangway"
+    """The experiment of MLflow that the run belongs to."""
     report: bool = True
     """Whether the end of a launch writes `report.html`, a page about the run, into its folder."""
 

@@ -28,7 +28,7 @@ from orchestrator.tracking.shipper_process import LEFT_OVER, URI_VARIABLE
 from orchestrator.tracking.spool import FOLDER, RUN, RUN_KIND, SPOOL, STATE, STATE_KIND, State, entry, read_document
 from orchestrator.tracking.tracker import left_over
 from trainers.config.masking import MASK, masked
-from trainers.program import program
+from trainers.program import Parser
 from trainers.storage import documents, durable, identity, not_finite, opening
 from trainers.storage.documents import DamagedDocument
 from trainers.terminal import command
@@ -408,7 +408,7 @@ def die_with(parent_pid: int) -> None:
 
 @command
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.tracking"), description="Ships a run's tracking file to MLflow.")
+    parser = Parser("orchestrator.tracking", "Ships a run's tracking file to MLflow.", example="runs/spirals")
     parser.add_argument("run_dir", help="the run's folder: STORAGE/NAME")
     parser.add_argument("--follow", type=int, metavar="PID", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ from typing import Any
 
 from cluster.agent.child_process import child_env, import_path
 from trainers.storage import ours
+from trainers.storage.opening import place_of
 from trainers.surroundings import end_with_parent
 
 EXPORTED = "model"
@@ -26,9 +27,9 @@ class RegistrationError(RuntimeError):
 
 def register(client: Any, run_id: str, name: str, step: int, checkpoint: str, folder: str) -> str:
     """Makes a version of the registered model `name` of a checkpoint of this run, and returns it, such as `models:/tiny/3`. A
-    version that an earlier attempt has made is that version. `folder` has room for the model. Raises RegistrationError, and what
-    MLflow raises."""
-    if not os.path.isdir(checkpoint):
+    version that an earlier attempt has made is that version. `checkpoint` is a path or a URL; `folder`, on this machine, has
+    room for the model. Raises RegistrationError, OSError, and what MLflow raises."""
+    if not place_of(checkpoint).is_dir():
         raise FileNotFoundError(f"the model of step {step} is not registered as {name}: its checkpoint {checkpoint} is gone")
     if (version := _made_before(client, run_id, name, step)) is None:
         place = f"models/{step}"

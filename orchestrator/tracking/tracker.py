@@ -96,13 +96,11 @@ class Tracker:
 
     def log_artifact(self, path: str | os.PathLike[str], folder: str = "") -> None:
         """The file or folder must still be there when it is shipped."""
-        where = os.fspath(path)
-        where = where if documents.is_url(where) else identity.inside(os.path.abspath(where), self._run_dir)
-        self._append(artifact=where, folder=folder)
+        self._append(artifact=self._named(path), folder=folder)
 
     def register_model(self, name: str, checkpoint: str, step: int, wait_s: float) -> None:
         """Registers this checkpoint under `name`, after all else is shipped. `close` waits `wait_s` longer for it."""
-        self._model = {"model": name, "source": identity.inside(os.path.abspath(checkpoint), self._run_dir), "step": step}
+        self._model = {"model": name, "source": self._named(checkpoint), "step": step}
         self._wait_s = wait_s
 
     def problem(self) -> str | None:
@@ -155,6 +153,11 @@ class Tracker:
         if self._model is None or (self.registered() or "").startswith(f"models:/{self._model['model']}/"):
             return None
         return f"the model is not registered as {self._model['model']}: {self._folder}/rejected.jsonl says why"
+
+    def _named(self, path: str | os.PathLike[str]) -> str:
+        """Returns a path or a URL as the lines name it."""
+        where = os.fspath(path)
+        return where if documents.is_url(where) else identity.inside(os.path.abspath(where), self._run_dir)
 
     def _append(self, at_s: float | None = None, **record: Any) -> None:
         self._spool.append({"t": self._clock() if at_s is None else at_s, **record})

@@ -14,6 +14,8 @@ from contextlib import ExitStack, suppress
 import psutil
 import pytest
 
+from orchestrator.faultlab.chaos import command as chaos
+from orchestrator.faultlab.verify import command as verify
 from orchestrator.run_state.lease import holder_of
 from tests import ROOT
 from tests.stores.contract import buckets
@@ -33,7 +35,7 @@ def stores():
         yield found
 
 
-@pytest.fixture(params=["gs", "s3"])
+@pytest.fixture
 def bucket(request, stores, monkeypatch):
     stores[request.param].set(monkeypatch)
     standing._rows.clear()
@@ -165,6 +167,7 @@ def test_a_process_the_agent_and_the_driver_are_killed_one_after_the_other(bucke
     assert summary["drivers"] == 2
 
 
+@pytest.mark.parametrize("bucket", ["gs", "s3", "weed"], indirect=True)
 def test_a_run_that_was_stopped_goes_on_by_the_same_command(bucket, start, undisturbed):
     """The second command is killed as a whole (SIGKILL), and the third takes the run from the dead one by the row."""
     url = bucket.url()
@@ -226,3 +229,30 @@ def test_a_second_launch_of_a_live_run_is_refused(bucket, start):
     assert "is in use" in second.stderr
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.ended() == 3
+
+
+@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+def test_a_program_is_verified_in_a_bucket(bucket, tmp_path, monkeypatch, capsys):
+    """Undisturbed twice, killed after a checkpoint, gone on with on fewer hosts, and along that lineage: bit for bit."""
+    monkeypatch.chdir(ROOT)
+    url = bucket.url()
+    status = verify.main([TINY, f"storage={url}", f"hosts.log_dir={tmp_path}", "--steps", "16"])
+    said = capsys.readouterr().out
+    report = json.loads((place_of(url) / "tiny-verify" / "verify.json").get())
+    assert (status, report["passed"]) == (0, True), said
+    assert [finding["good"] for finding in report["findings"]] == [True] * 4
+    assert place_of(f"{url}/tiny-verify").folders() == []  # the runs are gone
+
+
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_a_chaos_run_in_a_bucket_equals_its_replay(bucket, tmp_path, monkeypatch, capsys):
+    """A flipped byte in an object of the newest checkpoint, the driver and an agent."""
+    monkeypatch.chdir(ROOT)
+    url, seed = bucket.url(), str(int(time.time()) % 10_000)
+    overrides = [f"storage={url}", f"hosts.log_dir={tmp_path}", "tracking.mlflow=false", "checkpoint.save_steps=20"]
+    status = chaos.main([TINY, *overrides, "--faults", "flip,driver,agent,disk_full", "--seed", seed])
+    said = capsys.readouterr().out
+    score = json.loads((place_of(url) / "tiny-chaos" / "chaos.json").get())
+    assert status == 0, (seed, score["checks"], said)
+    assert sorted(outcome["injection"]["kind"] for outcome in score["outcomes"]) == ["agent", "driver", "flip"]
+    assert "the storage is a bucket" in score["skipped_kinds"]["disk_full"]

@@ -12,6 +12,7 @@ import pytest
 from orchestrator.driver.driver import Driver
 from tests.ray.jobs import run_job, settings
 from tests.ray.machines import own_ray
+from tests.stores.contract import buckets
 from tests.strikes import Folder, Striking, checkpoint, recovered, step
 
 pytestmark = pytest.mark.slow("trains while hosts come and go")
@@ -23,8 +24,16 @@ def local_ray():
         yield
 
 
-def job(tmp_path, folder, **changes):
-    hosts = {"env": folder.env, **changes.pop("hosts")}
+@pytest.fixture
+def in_bucket(monkeypatch):
+    """What a job needs whose storage is a bucket: the URL, and the variables of its hosts."""
+    with buckets() as stores:
+        stores["gs"].set(monkeypatch)
+        yield stores["gs"].url(), stores["gs"].environment()
+
+
+def job(tmp_path, folder, env=(), **changes):
+    hosts = {"env": {**folder.env, **dict(env)}, **changes.pop("hosts")}
     return settings(tmp_path, max_num_steps=24, checkpoint={"save_steps": 4}, hosts=hosts, **changes)
 
 
@@ -51,10 +60,21 @@ def check_equal(summary, reference):
 
 
 def test_a_lost_host_is_done_without_and_a_new_one_joins_at_a_checkpoint(tmp_path):
+    check_resized(tmp_path)
+
+
+def test_a_run_in_a_bucket_is_resized_as_one_on_a_disk(tmp_path, in_bucket):
+    """Its replay is on a disk: there the same comes of it, bit for bit."""
+    url, env = in_bucket
+    check_resized(tmp_path, env, storage=url)
+
+
+def check_resized(tmp_path, env=(), **place):
     folder = Folder(tmp_path / "faults", step_s=1.0)
     shrunk, grown = recovered, recovered
     board = Striking((checkpoint(4), lambda: folder.agent(1).kill()), (shrunk, lambda: None), (grown, folder.full_speed))
-    summary = run_job(job(tmp_path, folder, hosts={"min": 2, "max": 3}, driver={"elasticity": {"grow": "at_once"}}), board)
+    resized = {"hosts": {"min": 2, "max": 3}, "driver": {"elasticity": {"grow": "at_once"}}}
+    summary = run_job(job(tmp_path, folder, env, **resized, **place), board)
     assert [(i["kind"], i["action"]) for i in summary["incidents"]] == [("host_lost", "shrink"), ("resize", "grow")]
     assert [stretch["num_hosts"] for stretch in summary["lineage"]] == [3, 2, 3]
     check_equal(summary, replay(tmp_path, summary, hosts=3))

@@ -19,7 +19,9 @@ import pytest
 
 from orchestrator.tracking.config import TrackingConfig
 from orchestrator.tracking.tracker import Tracker
+from tests.stores.contract import buckets
 from trainers.storage import documents
+from trainers.storage.opening import place_of
 
 PATIENCE_S = 120.0
 
@@ -349,19 +351,7 @@ print("predicted")
 
 @pytest.mark.slow("trains, registers a model in MLflow and loads it there")
 def test_the_final_model_is_registered_once_loads_and_predicts_and_a_changed_resume_is_a_nested_run(run_dir, store, tmp_path):
-    (tmp_path / "text.txt").write_text("ab" * 4000)
-    settings = {
-        "max_num_steps": 2,
-        "global_batch_size": 8,
-        "storage": os.path.dirname(run_dir),
-        "name": "a",
-        "model": MODEL,
-        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 8},
-        "evaluation": {"max_batches": 1},
-    }
-    (tmp_path / "config.yaml").write_text(json.dumps(settings))
-    trains = [sys.executable, "-m", "trainers.run", str(tmp_path / "config.yaml")]
-    subprocess.run(trains, check=True, capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    train(os.path.dirname(run_dir), tmp_path)
     for launch, steps in (("one", 2), ("two", 2), ("three", 4)):
         it = Tracker(run_dir, TrackingConfig(), "a", {"max_num_steps": steps}, launch=(launch, time.time()))
         it.register_model("tiny", documents.join(run_dir, "checkpoints", "2"), 2, PATIENCE_S)
@@ -372,5 +362,45 @@ def test_the_final_model_is_registered_once_loads_and_predicts_and_a_changed_res
         store, "select r.name, r.status from runs r join tags t on t.run_uuid = r.run_uuid where t.key = 'mlflow.parentRunId'"
     )
     assert named == [("resumed: max_num_steps = 4", "FINISHED")]
+    assert predicts(store)
+
+
+@pytest.mark.slow("trains, registers a model in MLflow and loads it there")
+def test_the_final_model_of_a_run_in_a_bucket_is_registered_loads_and_predicts(made_store, tmp_path, monkeypatch):
+    store = tmp_path / ".gangway" / "runs" / "mlflow.db"
+    store.parent.mkdir(parents=True)
+    store.write_bytes(made_store)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with buckets() as found:
+        found["s3"].set(monkeypatch)
+        storage = found["s3"].url()
+        train(storage, tmp_path)
+        (checkpoint,) = place_of(f"{storage}/a/checkpoints").folders()
+        it = Tracker(f"{storage}/a", TrackingConfig(), "a")
+        it.register_model("tiny", f"{storage}/a/checkpoints/{checkpoint}", 2, PATIENCE_S)
+        assert it.close(PATIENCE_S) is None
+    assert it.registered() == "models:/tiny/1"
+    assert predicts(store)
+
+
+def train(storage, tmp_path):
+    """Trains the run `a` to step 2."""
+    (tmp_path / "text.txt").write_text("ab" * 4000)
+    settings = {
+        "max_num_steps": 2,
+        "global_batch_size": 8,
+        "storage": storage,
+        "name": "a",
+        "model": MODEL,
+        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 8},
+        "evaluation": {"max_batches": 1},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "trainers.run", str(tmp_path / "config.yaml")]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+
+
+def predicts(store):
+    """Whether MLflow loads the first version of `tiny`, and it predicts, in a process that has only MLflow's store."""
     command = [sys.executable, "-c", PREDICT, f"sqlite:///{store}"]
-    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S).stdout.endswith("predicted\n")
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=PATIENCE_S).stdout.endswith("predicted\n")

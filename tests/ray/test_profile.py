@@ -70,7 +70,11 @@ def test_hosts_are_profiled_while_they_train_and_recorders_hear_each_publish_onc
     assert [note for note in notes if "recorder" in note] == []
     spooled = [json.loads(line) for line in (tmp_path / "job" / "tracking" / "metrics.jsonl").read_text().splitlines()]
     published = {line["step"] for line in spooled if "loss" in line.get("metrics", ())}
-    assert [line["step"] for line in read(tmp_path / "job" / "metrics.jsonl")] == sorted(published)
+    lines = list(read(tmp_path / "job" / "metrics.jsonl"))
+    assert [line["step"] for line in lines if "loss" in line["metrics"]] == sorted(published)
+    tracked = {name for line in spooled for name in line.get("metrics", ())}
+    assert {name for line in lines for name in line["metrics"]} == tracked, "recorders have what MLflow has"
+    assert {"goodput/share", "incidents/count", "system/host-1/host_cpu_percent"} <= tracked
     assert list((tmp_path / "job" / "tensorboard").iterdir())
     status, told = command(tmp_path / "job")
     assert status == 2

@@ -61,7 +61,7 @@ FLOORS = {
         ("driver", "faultlab", "checkpoints"),
         ("launching", "compile"),
         ("run", "plan", "profile", "init", "gangway", "chaos", "verify"),
-        ("library", "launched"),
+        ("library", "launched", "completion"),
     ),
 }
 """Wings (subpackages, and modules beside them) from the ground up: each imports those of lower floors only."""
@@ -154,6 +154,7 @@ LIGHT_MODULES = tuple(
         "storage/documents",
         "storage/durable",
         "storage/failed_requests",
+        "storage/usage",
         "storage/identity",
         "storage/local_store",
         "storage/mounts",

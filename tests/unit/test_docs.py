@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 import yaml
 
-from tests import ROOT, index
+from tests import ROOT, index, site
 from tests.unit.test_arrows import FLOORS
 
 CAPABILITIES = (ROOT / "docs" / "capabilities.md").read_text()
@@ -119,3 +120,25 @@ def test_what_is_added_is_known_in_the_files_that_contributing_names_and_in_no_o
 def test_the_page_of_files_is_what_they_say_of_themselves():
     assert index.PAGE.read_text() == index.page(), "make files"
     assert "|  |" not in index.PAGE.read_text(), "a file says nothing of itself"
+
+
+def test_the_menu_of_the_site_has_each_page_once():
+    menu = tomllib.loads((site.DOCS / "site" / "zensical.toml").read_text())["project"]["nav"]
+    pages = sorted(page for item in menu for value in item.values() for page in pages_of(value))
+    assert pages == sorted([*(path.name for path in site.DOCS.glob("*.md")), *site.BESIDE.values()])
+
+
+def pages_of(value):
+    return [value] if isinstance(value, str) else [page for item in value for inner in item.values() for page in pages_of(inner)]
+
+
+def test_links_between_documents_are_links_between_pages(tmp_path):
+    site.lay(tmp_path / "work")
+    for page in (tmp_path / "work" / "pages").glob("*.md"):
+        for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+            assert (page.parent / link).is_file(), f"{page.name} links to {link}"
+
+
+def test_the_tool_of_the_site_is_the_one_of_its_group():
+    (tool,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+    assert tool in (ROOT / "tests" / "site.txt").read_text().splitlines()

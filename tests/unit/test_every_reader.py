@@ -201,7 +201,13 @@ OPTIONS = {
 }
 """What a command needs beside the configuration."""
 NO_OVERRIDES = {"orchestrator.runs.compare", "orchestrator.runs.history", "orchestrator.report.__main__"}
-READ_NONE = {"trainers.export", "trainers.generate", "orchestrator.init", "orchestrator.tracking.__main__"}
+READ_NONE = {
+    "trainers.export",
+    "trainers.generate",
+    "orchestrator.init",
+    "orchestrator.completion",
+    "orchestrator.tracking.__main__",
+}
 COMMANDS = sorted({command.module for command in COMMANDS_OF_GANGWAY.values()} - READ_NONE)
 
 

@@ -1,7 +1,7 @@
 """Records what hosts and devices do in a window of steps, on schedule and on demand, for XProf and TensorBoard.
 
 Training does not wait for it: a trace ends when the loop knows that its last step is complete, and a thread of its own writes
-it.
+it. For a run in a bucket it writes it to a temporary folder, and puts the files into the bucket.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,18 +22,26 @@ from trainers.config import ProfileConfig
 from trainers.runtime.events import Profile
 from trainers.step.host_flags import RUN_AHEAD_STEPS
 from trainers.storage import ours
+from trainers.storage.documents import is_url
+from trainers.storage.opening import place_of
 
 
 @dataclass(frozen=True)
 class Trace:
     """A recording in progress. Steps are batch indices."""
 
-    folder: str
+    folder: str | None
+    """Where the profile shall be in the end; None: it warms up, and is thrown away."""
+    work: str
+    """Where JAX writes it: the same, or a temporary folder."""
     first: int
     last: int
     request: str | None = None
     """The id of the request; None: on schedule."""
-    is_warmup: bool = False
+
+    @property
+    def is_temporary(self) -> bool:
+        return self.work != self.folder
 
 
 class Profiler(Callback):
@@ -40,7 +49,7 @@ class Profiler(Callback):
 
     def __init__(self, config: ProfileConfig, folder: str):
         self.config = config
-        self.folder = folder if "://" in folder else os.path.abspath(folder)
+        self.folder = folder if is_url(folder) else os.path.abspath(folder)
         self._trace: Trace | None = None
         self._writer: threading.Thread | None = None
         self._steps = 0
@@ -50,19 +59,19 @@ class Profiler(Callback):
         due = self.due(self._steps)
         self._steps += 1
         if due == "warm up":
-            self._begin(Trace(tempfile.mkdtemp(prefix="profile-"), state.batch_index, state.batch_index, is_warmup=True))
+            self._begin(None, state.batch_index, state.batch_index)
         elif due == "record":
             self._end_warmup()
             last = state.batch_index + (self.config.record_steps or 1) - 1
-            self._begin(Trace(self._folder_of(state), state.batch_index, last))
+            self._begin(self._folder_of(state), state.batch_index, last)
         # Only without a trace in progress: a request is taken once, and would be lost.
         elif self._trace is None and (request := runtime.current().take_profile_request()) is not None:
             last = state.batch_index + request["steps"] - 1
-            self._begin(Trace(self._folder_of(state), state.batch_index, last, request["id"]))
+            self._begin(self._folder_of(state), state.batch_index, last, request["id"])
 
     def on_step_end(self, state: RunInfo, **kwargs: Any) -> None:
         trace = self._trace
-        if trace is None or trace.is_warmup or self._writer is not None:
+        if trace is None or trace.folder is None or self._writer is not None:
             return
         # Only now is the last step of the trace complete: later ones may still be in flight.
         if state.global_step - RUN_AHEAD_STEPS > trace.last:
@@ -94,18 +103,18 @@ class Profiler(Callback):
         """Returns a folder for each host and window: hosts that share a machine would overwrite each other's file."""
         return f"{self.folder}/step-{state.batch_index:08d}/host-{jax.process_index():04d}"
 
-    def _begin(self, trace: Trace) -> None:
+    def _begin(self, folder: str | None, first: int, last: int, request: str | None = None) -> None:
         if self._trace is not None:
-            self._report(trace, "another profile was under way")
+            assert folder is not None
+            self._report(Trace(folder, folder, first, last, request), "another profile was under way")
             return
-        if "://" in trace.folder:
-            self._report(trace, "a profile is not written to a bucket: give profile.folder an absolute path of the machine")
-            return
-        self._trace = trace
         runtime.current().profiling = True
+        self._trace = trace = Trace(folder, folder or "", first, last, request)
         try:
-            os.makedirs(trace.folder, exist_ok=True)  # before the start: once JAX could not write, it never traces again
-            jax.profiler.start_trace(trace.folder)
+            if folder is None or is_url(folder):
+                self._trace = trace = replace(trace, work=tempfile.mkdtemp(prefix="profile-"))
+            os.makedirs(trace.work, exist_ok=True)  # before the start: once JAX could not write, it never traces again
+            jax.profiler.start_trace(trace.work)
         except Exception as error:  # a profile that fails must not end the run
             self._over(trace, f"it could not be started: {error}")
 
@@ -115,23 +124,32 @@ class Profiler(Callback):
         problem = None
         try:
             jax.profiler.stop_trace()
+            if trace.folder is not None and trace.is_temporary:
+                put(Path(trace.work), trace.folder)
         except Exception as error:  # as above: the disk may be full
             problem = f"it could not be written: {error}"
         self._over(trace, problem)
 
     def _end_warmup(self) -> None:
-        if (trace := self._trace) is not None and trace.is_warmup:
+        if (trace := self._trace) is not None and trace.folder is None:
             self._end()
 
     def _over(self, trace: Trace, problem: str | None) -> None:
         self._trace = self._writer = None
         runtime.current().profiling = False
-        if trace.is_warmup:
+        if trace.is_temporary:
             with suppress(OSError):  # it is in a folder for temporary files
-                ours.delete(trace.folder, ours.TEMPORARY_FOLDER)
-        if problem or not trace.is_warmup:
+                ours.delete(trace.work, ours.TEMPORARY_FOLDER)
+        if problem or trace.folder is not None:
             self._report(trace, problem)
 
     def _report(self, trace: Trace, problem: str | None) -> None:
-        event: Profile = {"ev": "profile", "id": trace.request, "problem": problem, "path": trace.folder}
+        event: Profile = {"ev": "profile", "id": trace.request, "problem": problem, "path": trace.folder or trace.work}
         runtime.current().emit({**event, "first_step": trace.first + 1, "last_step": trace.last + 1})
+
+
+def put(folder: Path, url: str) -> None:
+    """Puts the files of a folder into a bucket, under their paths in it. Raises OSError."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        place = place_of(url) / path.relative_to(folder).as_posix()
+        place.store.upload(place.key, path)

@@ -16,6 +16,9 @@ from typing import Any
 from orbax.checkpoint._src.path import gcs_utils
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
+from trainers.checkpoint import orbax_requests
+from trainers.storage import usage
+
 SCHEMES = ("gs://", "s3://")
 RETRIES = {"max_retries": 10, "initial_delay": "200ms", "max_delay": "8s"}
 """How often tensorstore asks again: about 50 s in all. Without a limit it would ask for longer than anybody waits."""
@@ -35,6 +38,7 @@ def enable() -> None:
         for scheme in ("s3", "s3a", "gcs", "gs"):
             # Else host 0 could see a folder as it was before the other hosts wrote to it.
             fsspec.config.conf.setdefault(scheme, {})["use_listings_cache"] = False
+        orbax_requests.count(usage.HERE, fsspec.config.conf)
         for context in (tensorstore_utils._BASE_TS_CONTEXT, tensorstore_utils._DEFAULT_OCDBT_TS_CONTEXT):
             for store in ("s3", "gcs"):
                 context[f"{store}_request_retries"] = dict(RETRIES)

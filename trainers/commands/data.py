@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.data", __doc__)
+    parser = command_parser("trainers.data", __doc__, example="config.yaml --examples 2")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
     parser.add_argument("--examples", type=int, default=4, metavar="N", help="how many to show as text; default: 4")

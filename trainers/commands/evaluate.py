@@ -84,7 +84,7 @@ def results_of(options: argparse.Namespace) -> Iterator[Result]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.evaluate", __doc__)
+    parser = command_parser("trainers.evaluate", __doc__, example="runs/spirals --json")
     parser.add_argument("config", nargs="+", action=_Places, metavar="[RUN_OR_CHECKPOINT] [CONFIG] [key=value ...]")
     parser.add_argument("--checkpoint", action="append", default=[], metavar="PATH", help="may be given several times")
     parser.add_argument("--unit", metavar="NAME", help="default: all validation units")

@@ -19,7 +19,6 @@ of the library PEFT; as `safetensors`, one file under their own names.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
@@ -29,14 +28,14 @@ from typing import Any
 from trainers.checkpoint.export import FORMATS
 from trainers.errors import CheckpointError, TransientError, UsageError
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import Parser
 from trainers.storage.documents import is_url
 from trainers.terminal import command
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("trainers.export"), description=__doc__.splitlines()[0])
+    parser = Parser("trainers.export", __doc__.splitlines()[0], example="runs/spirals model --format huggingface")
     parser.add_argument("source", metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", metavar="OUT", help="a new file (safetensors) or folder (huggingface, mlflow)")
     parser.add_argument("--format", choices=FORMATS, default="safetensors")

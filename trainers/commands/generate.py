@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.generate", __doc__)
+    parser = command_parser("trainers.generate", __doc__, example='runs/quickstart --prompt "def main" --max-new-tokens 40')
     parser.add_argument("source", metavar="RUN_OR_FOLDER")
     parser.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step; default: the newest")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.prepare", __doc__)
+    parser = command_parser("trainers.prepare", __doc__, example="config.yaml --output prepared")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes a setting of CONFIG")
     parser.add_argument("--output", metavar="FOLDER", help="default: data.prepared, or STORAGE/NAME.prepared")

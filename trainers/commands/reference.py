@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = command_parser("trainers.reference", __doc__)
+    parser = command_parser("trainers.reference", __doc__, example="config.yaml --output reference.parquet")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--output", required=True, metavar="FILE", help=f"a new file: {' or '.join(ENDINGS)}")

@@ -1,7 +1,5 @@
 """Trains in this one process, without Ray.
 
-    python -m trainers.run CONFIG [key=value ...]
-
 CONFIG is a file as the orchestrator reads it. The sections that concern machines have no meaning here, but a wrong key in them
 is refused. Overrides are as there, such as `max_num_steps=100` or `optimizer.learning_rate=1e-4`. Ctrl-C saves and stops; a
 second one ends the command at once.
@@ -10,6 +8,7 @@ Exit status: 0 training finished; 1 it failed; 2 the configuration is wrong; 3 s
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -31,7 +30,7 @@ from trainers.console.of_events import for_console
 from trainers.console.screens import CONSOLE_LOG, Console, make_console
 from trainers.errors import TransientError, UsageError, user_frame
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import parser as command_parser
 from trainers.recorders.dispatch import Recorders
 from trainers.recorders.recorder import About
 from trainers.runtime.events import Event, course_left_at
@@ -51,18 +50,12 @@ CACHE = "~/.cache/gangway/single"
 
 @command
 def main() -> int:
-    given = sys.argv[1:]
-    if given in (["-h"], ["--help"]):
-        print(usage())
-        return 0
-    if not given or given[0].startswith("-") or "=" in given[0] or not all("=" in item for item in given[1:]):
-        print(usage(), file=sys.stderr)
-        return 2
+    options = parse(sys.argv[1:])
     began_s = time.monotonic()
-    say(f"reading {given[0]}", clock=True)
+    say(f"reading {options.config}", clock=True)
     keep_programs()
     try:
-        output = train(read(given[0], given[1:]), began_s)
+        output = train(read(options.config, options.overrides), began_s)
     except Exception as error:  # the command's boundary: reported, with where it arose in the user's code
         return failed(error)
     print(result(output))
@@ -81,8 +74,14 @@ def keep_programs() -> None:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
-def usage() -> str:
-    return str(__doc__).replace("python -m trainers.run", program("trainers.run"))
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = command_parser("trainers.run", __doc__, example="config.yaml max_num_steps=100")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as optimizer.learning_rate=1e-4")
+    options = parser.parse_intermixed_args(argv)
+    if wrong := [word for word in options.overrides if "=" not in word] or [options.config] * ("=" in options.config):
+        parser.error(f"{wrong[0]}: expected one CONFIG, and settings as key=value after it")
+    return options
 
 
 def train(arguments: TrainingArguments, began_s: float) -> TrainerOutput:

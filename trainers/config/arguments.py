@@ -59,15 +59,23 @@ class TrainingArguments(Section):
     name: str
     """The run's name: its folder is `storage`/`name`."""
     storage: str = "runs"
+    """The folder that holds the runs: a local or shared folder, or a bucket (`gs://BUCKET/NAME`, `s3://BUCKET/NAME`). All hosts
+    must see it."""
     trainer: str = "trainers.base:BaseTrainer"
+    """The class that trains: `package.module:Class`, most often a subclass of `BaseTrainer`."""
     task: str = "trainers.tasks.causal_lm:CausalLMTask"
+    """The class that says what is learned: it builds the model, and has the loss."""
     seed: int = 0
+    """Of all that is random: initial parameters, the order of the data, dropout, sampling. The same seed gives the same run,
+    bit for bit."""
     global_batch_size: int = 16
     """Sequences per optimizer step, over all hosts and micro-batches."""
     accumulation_steps: int = 1
     """Micro-batches per step."""
     max_num_steps: int | None = None
+    """The run ends after this many batches. null: no limit of steps."""
     max_num_data_epochs: int | None = None
+    """The run ends after this many passes over the training data. null: no limit of epochs."""
     time_limit: str | None = None
     """The run's wall time, such as `30m` or `2h30m`; the state is saved at the limit. It counts from when the processes of a
     launch begin to train, and over all launches: restarts and waits of the run count, the time between launches does not. A
@@ -81,6 +89,7 @@ class TrainingArguments(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of the computation; parameters and optimizer have `param_dtype`. float16 scales the loss (`loss_scale`)."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype of the parameters and of what the optimizer keeps (but see `optimizer.moment_dtype`)."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     vision: VisionConfig | None = None

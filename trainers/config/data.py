@@ -19,6 +19,7 @@ class DataConfig(SourceConfig):
     source. A task may have a default of its own."""
 
     dataset: str = "trainers.data.sources.text:text_windows"
+    """`package.module:function` (arguments) -> (training data, held-out data)."""
     prepared: str | None = None
     """A folder of `python -m trainers.prepare`, which has the tokens of the sources of this section. null: they are made when
     training begins, and kept on each machine."""
@@ -43,6 +44,7 @@ class DataConfig(SourceConfig):
     mixture: tuple[MixtureSource, ...] = ()
     """Several sources, each row of one of them, in the place of `paths`."""
     shuffle: bool = True
+    """Whether the examples of each epoch come in a random order, which `seed` and the epoch say."""
     truncation: Literal["keep_start", "keep_end"] = "keep_start"
     """Which part remains of an example that is longer than `build_data_collate_info` allows."""
     retries: int = 3

@@ -103,7 +103,9 @@ class EvaluationConfig(Section):
     at_start: bool = False
     """Whether to evaluate before the first step of the run."""
     every_steps: int | None = None
+    """An evaluation is due at each step that is a multiple of this. null: not by steps."""
     every_epochs: int | None = None
+    """An evaluation is due at the end of every so many epochs. null: not by epochs."""
     after_step: int = 0
     """The first step at which an evaluation may be due."""
     after_epochs: int = 0
@@ -116,6 +118,7 @@ class EvaluationConfig(Section):
     """The validation units by name, which begins the names of their metrics; default: `eval`, the held-out data of
     `data.dataset`."""
     score: ScoreConfig | None = None
+    """How evaluations are compared, for the best checkpoint and for an early stop. null: they are not."""
 
     def __post_init__(self):
         require_none([*convert_sections(self), *self._problems()])
@@ -143,13 +146,17 @@ class CheckpointConfig(Section):
     """The whole state that a run without a checkpoint of its own begins with, the position in the data included: the folder of
     another run (its newest whole checkpoint), RUN/STEP, or a checkpoint. For the parameters alone: `init_from`."""
     save_steps: int | None = None
+    """A save is due at each step that is a multiple of this. null: not by steps."""
     save_epochs: int | None = None
+    """A save is due at the end of every so many epochs. null: not by epochs."""
     save_after_step: int = 0
     """The first step at which `save_steps` and `save_epochs` may save."""
     save_after_epochs: int = 0
     """How many epochs must be complete before they may save."""
     save_minutes: float | None = None
+    """A save is due this many minutes after the last one. null: not by time."""
     save_at_end: bool = True
+    """Whether the state is saved at the end of the run."""
     storage_patience_s: float = 5.0
     """How long training waits before a save for a storage that does not answer. It then continues, and tries again later."""
     save_total_limit: int | None = 3

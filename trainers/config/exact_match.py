@@ -18,7 +18,9 @@ class ExactMatchConfig(Section):
     paths: tuple[str, ...]
     """Files of records, as in `data.paths`."""
     question_column: str = "question"
+    """The column of the question."""
     answer_column: str = "answer"
+    """The column of the right answer."""
     prompt: str = PLACE + "\n"
     """The text that the model continues, with the question in the place of `{question}`."""
     chat: bool = False

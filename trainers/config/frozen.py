@@ -38,7 +38,9 @@ class LoraConfig(Section):
     """The model's own weights: what `init_from.path` may be. Every start of a process reads them. null: the folder of
     `model.pretrained`."""
     rank: int = 8
+    """The inner width of an adapter."""
     alpha: float = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
     dropout: float = 0.0
     """The share of an adapter's inputs that is set to 0, in training."""
     targets: tuple[str, ...] = ()

@@ -30,12 +30,15 @@ class MeshConfig(Section):
     """The sizes of the mesh axes over all devices of the run. One of them may be -1: it takes what is left."""
 
     data: int = -1
+    """Each coordinate has all parameters (or its share on the other axes), and its share of the examples."""
     fsdp: int = 1
+    """Parameters, gradients and the optimizer's state are divided over this axis, and so are the examples."""
     expert: int = 1
     """The experts of a mixture are divided over this axis, and so are the examples."""
     context: int = 1
     """The tokens of each sequence are divided over this axis, and so are the parameters, as over `fsdp`."""
     tensor: int = 1
+    """The matrices of each layer are divided over this axis: heads, the channels of the MLP, the vocabulary."""
 
     def __post_init__(self):
         sizes = dataclasses.asdict(self)
@@ -96,6 +99,7 @@ class RopeScaling(Section):
     between change over smoothly, as in Llama 3.1. `yarn`: they change over by the number of their channel, and queries and keys
     are multiplied by `attention_factor` (Peng et al., 2023)."""
     factor: float = 8.0
+    """By how much the angles are divided: about how many times longer the texts may be."""
     low_freq_factor: float = 1.0
     """Of `llama3`: channels that turn less often than this within `original_length` are divided by `factor`."""
     high_freq_factor: float = 4.0
@@ -142,10 +146,15 @@ class ModelConfig(Section):
     """The structure: `llama`, `mistral`, `ministral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3`, `granite`, `smollm3`,
     `olmo2`, `olmo3`, `phi3`, `gpt2`, `mixtral` or `qwen3_moe`. The other keys are its numbers."""
     vocab_size: int = 256
+    """The tokens of the vocabulary. The tokenizer may have no more."""
     width: int = 256
+    """The channels of the residual stream."""
     num_layers: int = 4
+    """The layers, each an attention and an MLP."""
     num_heads: int = 4
+    """The heads of queries of each layer."""
     num_kv_heads: int = 4
+    """The heads of keys and values. Fewer than `num_heads`: several queries share one (GQA, Ainslie et al., 2023)."""
     head_dim: int | None = None
     """The channels of a head. null: `width` / `num_heads`."""
     mlp_width: int = 768
@@ -162,7 +171,9 @@ class ModelConfig(Section):
     `tokamax:ragged_dot`."""
     # As in Su et al., 2021.
     rope_theta: float = 10_000.0
+    """The base of the angles of rotary positions. Larger for longer texts."""
     rope_scaling: RopeScaling | None = None
+    """null: rotary positions are not stretched."""
     local_rope_theta: float | None = None
     """The `rope_theta` of layers with a window, to which `rope_scaling` does not apply. null: that of the others."""
     unturned_every: int | None = None
@@ -190,7 +201,9 @@ class ModelConfig(Section):
     logit_divisor: float | None = None
     """The logits are divided by it."""
     norm_eps: float = 1e-5
+    """What the norms add to the mean square (or the variance) before its root."""
     tie_embeddings: bool = True
+    """Whether the table of embeddings is also the matrix that gives the logits."""
     remat: str = "none"
     """The activations of a layer that are computed again in the backward pass, to save memory. `full`: all of them.
     `dots_saveable`: all but the products of matrices; `dots_with_no_batch_dims_saveable`: all but the products with weights.

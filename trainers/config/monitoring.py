@@ -18,6 +18,7 @@ class AnomalyConfig(Section):
     """raise: the run fails; skip: it goes on with the next batch; rollback: it goes back to a checkpoint before the batch. Also
     for an update that makes parameters or moments infinite or NaN: it was applied, and `skip` goes back too."""
     loss_spike: Literal["off", "raise", "skip", "rollback"] = "off"
+    """off: spikes are not looked for. raise, skip and rollback: as in `non_finite`."""
     spike_zscore: float = 6.0
     """A spike is a loss this many standard deviations above its running mean, both over the updates that were applied."""
     spike_warmup_steps: int = 50
@@ -50,6 +51,7 @@ class MetricsConfig(Section):
     """Further metrics. See `docs/metrics.md`."""
 
     per_parameter_grad_norm: bool = False
+    """Whether the norm of the gradient of each parameter is published, too: `grad_norm/NAME`."""
     running_means: tuple[str, ...] = ()
     """The metrics NAME, such as `accuracy`, whose mean since the run began is published as `mean_NAME`."""
     peak_flops_per_s: float | None = None
@@ -68,7 +70,9 @@ class DistributionConfig(Section):
     pattern: str | None = None
     """Which parameters: a regular expression that is searched in names such as `layers/query`; `.`: all; null: none."""
     every_steps: int = 100
+    """They are recorded at each step that is a multiple of this: a multiple of `publish_every_steps`."""
     bins: int = 64
+    """The bins of a histogram, all of one width."""
 
     def __post_init__(self):
         require_none(self._problems())
@@ -92,10 +96,13 @@ class ProfileConfig(Section):
     skip_steps: int = 0
     """The number of steps of this process to skip at first."""
     wait_steps: int = 0
+    """The steps that are let pass before the warm-up, each time."""
     warmup_steps: int = 1
     """Steps that are traced and thrown away, so that the cost of starting the tracer is not in the record."""
     repeat: int = 1
+    """How many windows are recorded."""
     hosts: tuple[int, ...] = (0,)
+    """Which hosts record, by number."""
     folder: str = "profile"
     """Where profiles are written, on every host: a folder, relative to that of the run or absolute."""
 

@@ -15,7 +15,10 @@ class ScheduleConfig(Section):
     """The learning rate over steps, as a factor of `learning_rate`. See `trainers/optim/schedules.py` for the names."""
 
     name: str = "cosine"
+    """The shape after the warm-up: a name of `trainers/optim/schedules.py`, `optax.FUNCTION`, or `package.module:function`
+    (config, learning_rate, max_num_steps)."""
     warmup_steps: int = 0
+    """The steps in which the rate rises to `optimizer.learning_rate`."""
     warmup_ratio: float | None = None
     """Instead of `warmup_steps`: the share of the run's steps, rounded. The run's steps are `max_num_steps`, else those of
     `max_num_data_epochs`, else `decay_steps`."""
@@ -26,6 +29,7 @@ class ScheduleConfig(Section):
     decay_ratio: float | None = None
     """Instead of `decay_steps`: the share of the run's steps, rounded."""
     final_factor: float = 0.1
+    """The rate at the end of the decay, as a factor."""
     power: float = 2.0
     """The exponent of `polynomial`."""
     hold_steps: int = 0
@@ -114,11 +118,16 @@ class OptimizerConfig(Section):
     """The optimizer. See `trainers/optim/optimizers.py` for the names."""
 
     name: str = "adamw"
+    """A name of `trainers/optim/optimizers.py`, `optax.FACTORY`, or `package.module:function` (config, schedule)."""
     # Weight decay, betas, eps and clipping are those of GPT-3 (Brown et al., 2020, appendix B).
     learning_rate: float = 3e-4
+    """The rate at the peak of the schedule."""
     weight_decay: float = 0.1
+    """Decoupled from the gradient, scaled by the learning rate, and of matrices only."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """The decays of the first and of the second moment. `sgd` has the first alone, as momentum; `rmsprop` the second."""
     eps: float = 1e-8
+    """What is added to the root of the second moment."""
     max_grad_norm: float | None = 1.0
     """Clips by global norm; null: no clipping (the norm is published all the same)."""
     moment_dtype: Literal["float32", "bfloat16"] | None = None
@@ -126,6 +135,7 @@ class OptimizerConfig(Section):
     second moment in bfloat16 no longer moves at half of its value."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     groups: tuple[ParameterGroup, ...] = ()
+    """Parameters with settings of their own, or frozen. The first group that matches counts."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """The arguments of `optax.<factory>`, instead of all settings above except `learning_rate`."""
 
@@ -162,6 +172,7 @@ class LossScaleConfig(Section):
     0, and the gradients are divided by it."""
 
     initial: float = 128.0
+    """The scale at the first step."""
     minimum: float = 1e-4
     """The run fails when the scale would have to fall below this."""
     growth_factor: float = 2.0
@@ -196,8 +207,11 @@ class PruningConfig(Section):
     final_sparsity: float = 0.5
     """The fraction of each parameter that is 0 from `end_step` on."""
     begin_step: int = 0
+    """The step at which pruning begins."""
     end_step: int = 1000
+    """The step at which the final sparsity is reached."""
     every_steps: int = 100
+    """Between the two, weights are pruned at each step that is a multiple of this."""
 
     def __post_init__(self):
         require_none(self._problems())

@@ -24,10 +24,15 @@ class VisionConfig(Section):
     num_channels: int = 3
     """The colours of a pixel."""
     width: int = 768
+    """The channels of the residual stream of the encoder."""
     num_layers: int = 12
+    """Its layers."""
     num_heads: int = 12
+    """The heads of each layer."""
     mlp_width: int = 3072
+    """The inner width of the MLP."""
     norm_eps: float = 1e-6
+    """What the norms add to the variance before its root."""
     num_labels: int | None = None
     """The classes of `vit`: the model has a head that scores them. null: it has none."""
     attention_pooling: bool = False

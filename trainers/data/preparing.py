@@ -182,7 +182,7 @@ def _kept(place: Path) -> PreparedDocuments | None:
 
 
 def _make_and_keep(source: Source, place: Path, note: Note) -> PreparedDocuments:
-    progress = _told_when_slow(source, note, time.monotonic)
+    progress = _noted_when_slow(source, note, time.monotonic)
     try:
         with kept.one_at_a_time(str(place)):
             # Made by another process, while this one has waited.
@@ -201,7 +201,7 @@ def _make_and_keep(source: Source, place: Path, note: Note) -> PreparedDocuments
         return PreparedDocuments(Path(folder, "made"))
 
 
-def _told_when_slow(source: Source, note: Note, clock: Callable[[], float]) -> Progress:
+def _noted_when_slow(source: Source, note: Note, clock: Callable[[], float]) -> Progress:
     """Returns a progress that tells once that the tokens take long."""
     begun_s, is_told = clock(), False
 

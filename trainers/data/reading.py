@@ -12,7 +12,7 @@ from trainers.config import DataConfig
 from trainers.errors import DataUnavailableError, TransientError, UsageError, may_pass
 from trainers.protocol import SKIPPED
 
-TOLD = 5
+NOTED = 5
 """How many examples that were left out are named in notes."""
 LONGEST_GAP = 1000
 """How many examples are searched for one that can be read in place of another."""
@@ -31,7 +31,7 @@ class Reader:
     ):
         self.dataset, self.config, self.note, self.sleep = dataset, config, note, sleep
         self.is_stream = hasattr(dataset, "available")
-        self._told = 0
+        self._num_noted = 0
 
     def __call__(self, index: int) -> Mapping[str, Any]:
         """Returns the example. Raises DataUnavailableError after too many errors that might have passed."""
@@ -42,8 +42,8 @@ class Reader:
         except UsageError:  # it is wrong in the same way for all examples
             raise
         except Exception as error:
-            if self._told < TOLD:
-                self._told += 1
+            if self._num_noted < NOTED:
+                self._num_noted += 1
                 cause = error.__cause__ or error
                 self.note(f"{self._named(index)} is left out: {type(cause).__name__}: {cause}")
             return self._filling(index, error)

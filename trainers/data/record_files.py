@@ -25,7 +25,7 @@ OTHER_FORM = "bring its values into one type, or write a file .jsonl"
 def write(path: Path, records: Iterable[Record], schema: pyarrow.Schema | None) -> None:
     """Writes the file, which is there under its name when all of it is. `schema` is that of `schema_of`, for Parquet. Raises
     UsageError if there is no room, if another process writes it, or if the form has no place for a value."""
-    with _told(path), durable.whole(path) as file:
+    with _named(path), durable.whole(path) as file:
         if path.suffix == ".parquet":
             _write_parquet(file, records, schema)
         else:
@@ -82,7 +82,7 @@ def _line(record: Record, number: int) -> str:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _named(path: Path) -> Iterator[None]:
     try:
         yield
     except BlockingIOError as error:

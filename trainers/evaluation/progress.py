@@ -19,13 +19,13 @@ FORWARD_PART = 1 / 3
 
 def reported(unit: str, batches: Iterable[Any], total: int | None, clock: Callable[[], float] = time.monotonic) -> Iterator[Any]:
     """Yields the batches, and reports how many were given to the devices. Waits for none of them."""
-    host, told_s = runtime.current(), clock()
+    host, noted_s = runtime.current(), clock()
     for done, batch in enumerate(batches, 1):
         yield batch
         # On every host, for its own watchdog: the heartbeats bring it.
         host.evaluated_batches += 1
-        if clock() - told_s >= TELL_EVERY_S:
-            told_s = clock()
+        if clock() - noted_s >= TELL_EVERY_S:
+            noted_s = clock()
             if jax.process_index() == 0:
                 host.emit({"ev": "evaluating", "unit": unit, "done": done, "total": total})
 

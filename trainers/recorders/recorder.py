@@ -39,8 +39,8 @@ class Recorder(Protocol):
     """
 
     def record(self, step: int, metrics: Mapping[str, float], distributions: Mapping[str, Distribution]) -> None:
-        """Records the numbers of one publish by name. Those of an evaluation (`eval_...`) come separately from those of
-        training."""
+        """Records the numbers of one publish by name. Those of an evaluation (`eval_...`), and those of the end of a launch
+        (`goodput/...`, `launch/...`, `incidents/...`), come separately from those of training."""
 
     def close(self) -> None:
         """Ends the recording; what was recorded must be complete when this returns."""

@@ -124,6 +124,13 @@ class RequestsFailed(Envelope):
     """Of the last of them."""
 
 
+class RequestsMade(Envelope):
+    """What this process has asked of buckets since the last such event: requests and bytes by kind (`storage.usage`)."""
+
+    ev: Literal["requests_made"]
+    counts: dict[str, int]
+
+
 class RefusedCheckpoint(TypedDict):
     step: int
     why: str
@@ -259,6 +266,7 @@ Event = (
     | Saved
     | SaveFailed
     | RequestsFailed
+    | RequestsMade
     | Restored
     | Metrics
     | Preview

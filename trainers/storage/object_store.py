@@ -9,9 +9,7 @@ from __future__ import annotations
 import errno
 import random
 import re
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,6 +19,7 @@ from typing import Any, TypeVar
 
 from trainers.storage import durable, failed_requests
 from trainers.storage.store import Entry, StorageFull, StorageProblem, StorageRefused, StorageUnavailable, Store, checked_name
+from trainers.storage.usage import Usage
 
 T = TypeVar("T")
 PART_BYTES = 16 << 20
@@ -54,23 +53,6 @@ class Limits:
 
 
 LIMITS = Limits()
-
-
-class Usage:
-    """The requests and bytes of a store since it was opened, by kind: what a bucket is paid for."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-
-    def add(self, **counts: int) -> None:
-        with self._lock:
-            self._counts.update(counts)
-
-    def so_far(self) -> dict[str, int]:
-        """Returns the requests by kind, `again` (those that were not the first try), `bytes_out` and `bytes_in`."""
-        with self._lock:
-            return dict(self._counts)
 
 
 class ObjectStore(Store):
@@ -205,6 +187,8 @@ class ObjectStore(Store):
         import obstore
 
         self._ask("delete", prefix, lambda _: obstore.delete(self._client, keys))
+        if not self.url.startswith("s3://"):  # which takes all in one request
+            self.usage.add(delete=len(keys) - 1)
 
     def upload(self, name: str, path: Path) -> None:
         import obstore

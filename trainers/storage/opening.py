@@ -17,9 +17,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainers.storage import usage
 from trainers.storage.local_store import LocalStore
-from trainers.storage.object_store import LIMITS, Limits, ObjectStore, Usage
+from trainers.storage.object_store import LIMITS, Limits, ObjectStore
 from trainers.storage.store import Place, StorageRefused, Store, checked_name
+from trainers.storage.usage import Usage
 
 BULK_TRIES = 5
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.S)
@@ -133,7 +135,7 @@ def _client(scheme: str, bucket: str, limits: Limits, settings: tuple[tuple[str,
         return maker(bucket, client_options=options, retry_config=retry, **config)
 
     try:
-        return _Clients(with_tries(0), with_tries(BULK_TRIES), limits, _ADVICE[scheme], Usage())
+        return _Clients(with_tries(0), with_tries(BULK_TRIES), limits, _ADVICE[scheme], Usage(usage.HERE))
     except Exception as error:  # obstore raises what its layers raise: a key file that is not there, a bad region
         message = f"the client cannot be made ({' '.join(str(error).split())[:300]}); {_ADVICE[scheme]}"
         raise StorageRefused(errno.EINVAL, message, f"{scheme}://{bucket}") from error

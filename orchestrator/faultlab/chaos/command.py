@@ -41,7 +41,7 @@ from trainers.checkpoint import layout
 from trainers.checkpoint.standing import Folder
 from trainers.config.yaml_source import shown_override
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import Parser
 from trainers.storage import documents
 from trainers.terminal import command
 
@@ -75,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=program("orchestrator.chaos"),
-        description=__doc__.partition(": `")[0] + ".",
-        epilog="kinds of fault:\n" + "\n".join(f"  {name:18} {kind.about}" for name, kind in KINDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        "orchestrator.chaos",
+        __doc__.partition(": `")[0] + ".",
+        example="config.yaml --faults process,hang --count 4",
+        details="kinds of fault:\n" + "\n".join(f"  {name:18} {kind.about}" for name, kind in KINDS.items()),
     )
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")

@@ -35,7 +35,7 @@ from trainers.checkpoint import layout
 from trainers.checkpoint.standing import Folder
 from trainers.config.yaml_source import shown_override
 from trainers.first_line import say
-from trainers.program import program
+from trainers.program import Parser
 from trainers.storage import documents, not_finite, ours
 from trainers.storage.opening import place_of
 from trainers.storage.store import Place
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=program("orchestrator.verify"), description=__doc__.partition("\n\n")[2])
+    parser = Parser("orchestrator.verify", __doc__.partition("\n\n")[2], example="config.yaml --steps 20")
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=40, help="how many steps each run takes (default: 40)")

@@ -95,6 +95,7 @@ def test_the_help_of_a_command_has_the_name_by_which_it_was_called(name, command
     printed = capsys.readouterr().out
     assert f"gangway {name} " in printed
     assert f"python -m {command.module.removesuffix('.__main__')} " not in printed
+    assert re.search(rf"^example:\n  gangway {name} \S.*\n\Z", printed, re.M), "the help ends with an example"
 
 
 def test_the_module_is_the_name_if_the_command_was_not_called_by_gangway(monkeypatch):

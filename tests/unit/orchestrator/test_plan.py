@@ -11,7 +11,7 @@ from cluster.hosts.config import HostsConfig
 from orchestrator import compile as compiling
 from orchestrator import plan
 from orchestrator.config.job import ConfigError, load
-from orchestrator.planning import memory, trial
+from orchestrator.planning import memory, requests, trial
 from orchestrator.planning.hardware import DEVICES
 from tests import ROOT
 
@@ -69,6 +69,7 @@ def test_what_a_person_reads():
         "days": 3.5,
         "max_steps": 1000,
         "price": 1234.5,
+        "requests": {"save": 95, "hour": 8820, "whole_run": 740880, "share_of_writes": 0.48},
     }
     assert lines_of(**timed) == [
         "a on v5e-4: 4 devices on 1 host, mesh data 4",
@@ -79,6 +80,7 @@ def test_what_a_person_reads():
         "step             2 s (1.5 to 3 by published runs), MFU 50%, bound by products",
         "tokens           20 M a day",
         "checkpoint       12 GB, every 10 min 00 s; written in some 12.0 s, beside the steps",
+        "storage          some 95 requests a save, 8,820 an hour, 741 k in the whole run; 48% of them writes and lists",
         "saves            checkpoint.save_steps=40 would lose least at this rate of failures (Young, 1974)",
         "goodput          99.0% expected",
         "whole run        1,000 steps in 3.5 days",
@@ -86,6 +88,7 @@ def test_what_a_person_reads():
     ]
     of_a_trial = {"source": "a trial on this machine", "mfu": None, "bound_by": None}
     assert "step             2 s (1.5 to 3 by a trial on this machine)" in lines_of(**timed | of_a_trial)
+    assert not any("storage" in line for line in lines_of(**timed | {"requests": None}))
     assert lines_of(not_predicted="why not")[-1] == "step             not predicted: why not"
 
 
@@ -103,8 +106,22 @@ def test_on_cpus_the_time_of_a_step_is_that_of_a_trial(monkeypatch, tmp_path):
     assert asked == [{"flops": 1e9, "peak_bytes": 7}]
     assert (found["step_s"], found["step_s_range"], found["mfu"]) == (0.5, [0.5, 0.9], None)
     assert found["days"] * 86400 == pytest.approx(600 * 0.5 / found["goodput"])
+    assert found["requests"] is None  # a folder
     # A save holds up training for half a second: 2 * 0.5 s * 3600 s, and the root of it.
     assert found["best_save_steps"] == 120
+
+
+def test_a_run_in_a_bucket_makes_requests_by_the_hour_and_by_the_save(monkeypatch):
+    monkeypatch.setattr(trial, "of", lambda config, **about: trial.Trial(0.5, 0.6, 0.9))
+    asked = {}
+    for steps in (10, 20):  # a save each 5 s, and each 10 s
+        config = load(TINY, ["storage=gs://my-bucket/runs", f"checkpoint.save_steps={steps}"])
+        found = plan.timed(config, ESTIMATE, {"fits": True, "memory": {"peak": 7}}, None, OPTIONS)
+        asked[steps] = found["requests"]
+        assert found["requests"]["whole_run"] == pytest.approx(found["days"] * 24 * found["requests"]["hour"], rel=0.01)
+    assert asked[10]["hour"] - asked[20]["hour"] == 360 * asked[10]["save"]
+    assert asked[10]["save"] == sum(requests.of_save(2))
+    assert requests.of_save(3).writes > requests.of_save(2).writes
 
 
 def test_a_step_that_cannot_be_tried_says_why(tmp_path):

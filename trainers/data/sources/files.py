@@ -18,9 +18,10 @@ from trainers.errors import DataError, DataMissingError
 from trainers.storage.documents import is_url
 
 PYTHON_STDLIB = "python-stdlib"
-LEFT_OUT = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
-)
+OF_PYTHON = "__pycache__"
+"""Folders that Python makes beside the code that it imports, also while a run goes on: their files are never data. So a folder
+that has the code of the run too is the same data at the next start."""
+LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip"})
 """Folders of the standard library to leave out: they are large, generated, or differ between distributions."""
 FORMATS = {
     ".jsonl": "jsonl",
@@ -107,7 +108,7 @@ def _files(path: str, source: SourceConfig, left_out: list[str]) -> list[SourceF
         raise DataMissingError(
             f"data.paths: {path!r} does not exist (looked for {os.path.abspath(location)}); expected a file or a folder"
         )
-    found = [file for file in sorted(glob.glob(location, recursive=True)) if os.path.isfile(file)]
+    found = [file for file in sorted(_not_of_python(glob.glob(location, recursive=True), location)) if os.path.isfile(file)]
     if not found:
         raise DataMissingError(f"data.paths: no file matches {path!r} (looked in {os.path.abspath(_fixed(location))})")
     return [_file(os.path.relpath(file, _fixed(location)), file, source) for file in found]
@@ -146,8 +147,18 @@ def _names(path: str, location: str) -> list[str]:
 def _below(folder: str, left_out: frozenset[str]) -> Iterator[str]:
     for parent, folders, files in os.walk(folder, onerror=_raise_unreadable):
         # In place: `os.walk` goes only into the folders that are left in this list.
-        folders[:] = [name for name in folders if name not in left_out]
+        folders[:] = [name for name in folders if name not in left_out and name != OF_PYTHON]
         yield from (os.path.relpath(os.path.join(parent, name), folder) for name in files)
+
+
+def _globbed(filesystem: Any, pattern: str) -> list[str]:
+    found = filesystem.glob(pattern, detail=True)
+    return [name for name, entry in found.items() if entry["type"] == "file"]
+
+
+def _not_of_python(files: Iterable[str], asked: str) -> list[str]:
+    """Returns the files that Python has not made, or all if its folders are asked for by their name."""
+    return [file for file in files if OF_PYTHON not in file.split("/") or OF_PYTHON in asked.split("/")]
 
 
 def _read_of(path: str, names: Sequence[str], pattern: str | None, left_out: list[str]) -> list[str]:
@@ -186,9 +197,10 @@ def _remote_files(url: str, source: SourceConfig, left_out: list[str]) -> list[S
     filesystem, name = remote(url)
     with reading(url):
         if glob.has_magic(name):
-            root, found = _fixed(name), filesystem.glob(name)
+            root, found = _fixed(name), _not_of_python(_globbed(filesystem, name), name)
         elif filesystem.isdir(name):
-            root, there = name, {os.path.relpath(file, name): file for file in filesystem.find(name)}
+            files = _not_of_python(filesystem.find(name), name)
+            root, there = name, {os.path.relpath(file, name): file for file in files}
             found = [there[file] for file in _read_of(url, [*there], source.pattern, left_out)]
         else:
             filesystem.info(name)

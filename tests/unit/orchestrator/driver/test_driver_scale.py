@@ -14,7 +14,8 @@ import cluster
 from orchestrator.driver import poller
 from tests.unit.simulated_ray import MeteredWorld, launched
 
-SIZES = (64, 128, 256)
+SIZES = (128, 256, 512)
+"""With fewer hosts the next probe of a new agent falls before it can answer, so one more is waited for."""
 OWN = str(Path(cluster.__file__).parents[1])
 TESTS = str(Path(OWN, "tests"))
 ALLOWANCE = 0.7

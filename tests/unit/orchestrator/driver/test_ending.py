@@ -15,6 +15,7 @@ from orchestrator.driver.main import conclude, drive
 from orchestrator.driver.ray_train import JobFailed
 from orchestrator.launching import exit_status, outcome_of
 from orchestrator.run_state import summary
+from orchestrator.run_state.goodput import CATEGORIES
 from orchestrator.run_state.launch import open_launch
 from orchestrator.run_state.outcome import read_outcome
 from orchestrator.tracking.config import TrackingConfig
@@ -199,14 +200,42 @@ def texts(board):
     return [event.get("message") for event in board.read(0, 0.0)[1]]
 
 
-def concluded(launch, job, board, status="finished"):
-    return conclude(launch, board, job, Ending(status, None, None), {"stop_reason": "max_steps", "steps": 8}, lambda: 10.0)
+class Kept:
+    """A recorder's numbers, in the place of all recorders."""
+
+    def __init__(self):
+        self.numbers, self.is_closed = [], False
+
+    def record(self, step, metrics):
+        assert not self.is_closed
+        self.numbers.append((step, metrics))
+
+    def close(self, timeout_s):
+        self.is_closed = True
+
+
+def concluded(launch, job, board, status="finished", recorders=None):
+    end, result = Ending(status, None, None), {"stop_reason": "max_steps", "steps": 8}
+    return conclude(launch, board, job, recorders or Kept(), end, result, lambda: 10.0)
 
 
 def test_the_outcome_is_written_last_and_names_nothing_that_could_not_be_written(launch, job):
     outcome = concluded(launch, job, board := Board())
     assert read_outcome(job.run_dir, "here") == outcome == board.outcome()
     assert outcome["unwritten"] == []
+
+
+def test_the_numbers_of_the_end_reach_mlflow_and_the_recorders_by_the_same_names(launch, job, monkeypatch):
+    tracked, recorders = [], Kept()
+    monkeypatch.setattr(launch.tracker, "log_metrics", lambda step, metrics: tracked.append((step, metrics)))
+    concluded(launch, job, Board(), recorders=recorders)
+    assert recorders.is_closed
+    assert recorders.numbers == tracked
+    ((step, numbers),) = tracked
+    assert step == 8
+    assert {*numbers} == {f"goodput/{category}_s" for category in CATEGORIES} | {
+        *("goodput/share", "launch/wall_s", "launch/goodput_share", "incidents/count", "incidents/recovery_s")
+    }
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from orchestrator.driver.outages import Outages
 from orchestrator.run_state.goodput import Goodput
 from orchestrator.run_state.progress import Progress
 from tests.stores.fault_proxy import Fault
-from trainers.storage import object_store
+from trainers.storage import object_store, usage
 from trainers.storage.failed_requests import HERE, FailedRequests
 from trainers.storage.opening import open_store
 from trainers.storage.store import StorageRefused, StorageUnavailable
@@ -41,6 +41,17 @@ def test_a_time_without_storage_is_told_at_its_beginning_and_its_end():
     ]
     of_run.failed(1, "again", "host 0")
     assert (len(told), progress.failed_requests) == (3, 6)
+
+
+def test_what_hosts_and_the_driver_ask_is_added_up_and_goes_on_with_the_next_driver():
+    progress = Progress(Goodput(0.0))
+    of_run = Outages(progress, lambda message, level: None, lambda: 0.0)
+    usage.HERE.take()
+    of_run.made({"put": 3, "bytes_out": 100})
+    usage.HERE.add(put=2, get=1)
+    of_run.look()
+    of_run.look()
+    assert progress.requests == {"put": 5, "bytes_out": 100, "get": 1}
 
 
 def test_every_request_that_failed_is_counted_and_none_that_is_answered(stores, monkeypatch):

@@ -95,6 +95,20 @@ def test_the_page_and_its_pictures_use_only_colours_that_the_style_sheet_defines
     assert set(drawing.VARIABLES) == set(drawing.LIGHT) == set(drawing.DARK)
 
 
+def test_what_is_published_at_the_same_step_takes_no_place_of_the_training(tmp_path):
+    """An evaluation of any name, and the ledger of the end; but a step that comes again takes the place of what it was."""
+    folder = train(tmp_path / "run")
+    last = {"step": 200, "metrics": {"loss": 2.5, "step_time_s": 1.0}}
+    more = [{"step": 200, "metrics": {"books_loss": 4.0}}, {"step": 200, "metrics": {"goodput/share": 0.5}}, last]
+    with open(folder / "tracking" / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps({"t": BEGAN_S + 300 + number, **row}) + "\n" for number, row in enumerate(more))
+    found = record.read(folder)
+    assert [found.curve(name)[-1] for name in ("loss", "eval_loss", "books_loss", "goodput/share")] == [
+        *((200, 2.5), (200, 3.0), (200, 4.0), (200, 0.5))
+    ]
+    assert sum("loss" in one.metrics for one in found.published if one.step == 200) == 1
+
+
 def test_the_time_line_is_what_the_run_and_its_hosts_did(run):
     line = timeline.of(record.read(run))
     assert line.rows == ["run", "host 0", "host 1"]

@@ -16,6 +16,9 @@ from orchestrator.tracking.config import TrackingConfig, own_store
 from orchestrator.tracking.mlflow_shipper import Shipper
 from orchestrator.tracking.registration import RegistrationError, register
 from orchestrator.tracking.tracker import Tracker
+from tests.stores.fault_proxy import Fault
+from trainers.storage.opening import place_of
+from trainers.storage.store import StorageProblem
 
 FIRST = {"max_num_steps": 10, "optimizer": {"learning_rate": 0.1}, "storage": "/a"}
 SECOND = {"max_num_steps": 20, "optimizer": {"learning_rate": 0.1}, "storage": "/b"}
@@ -203,12 +206,31 @@ def test_why_a_model_is_not_registered_is_told_and_it_is_tried_again(client, exp
     assert registration.STEP_TAG in client.versions[0].tags
 
 
+def test_the_model_of_a_run_in_a_bucket_is_exported_from_there(client, exporting, tmp_path, stores, monkeypatch):
+    stores["gs"].set(monkeypatch)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run_dir = stores["gs"].url()
+    checkpoint = f"{run_dir}/checkpoints/10-1_0_00000000"
+    tracker = Tracker(run_dir, TrackingConfig(mlflow=False), "a")
+    tracker.register_model("tiny", checkpoint, 10, 0.0)
+    tracker.close()
+    folder = tmp_path / ".gangway" / "runs" / tracker.identity / "tracking"
+    assert json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["source"] == checkpoint
+    with pytest.raises(FileNotFoundError, match=f"its checkpoint {checkpoint} is gone"):
+        register(client, "run", "tiny", 10, checkpoint, str(folder))
+    (place_of(checkpoint) / "meta.json").put(b"{}")
+    assert register(client, "run", "tiny", 10, checkpoint, str(folder)) == "models:/tiny/1"
+    assert exporting.asked[0][-4:] == [checkpoint, str(folder / "model"), "--format", "mlflow"]
+    stores["gs"].proxy.faults[:] = [Fault(".", "403")]
+    with pytest.raises(StorageProblem):  # and so not set aside for good
+        register(client, "run", "tiny", 20, f"{run_dir}/checkpoints/20-1_0_00000000", str(folder))
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"tracking": {"register_model": "a/b"}}, "register_model = 'a/b': expected a name of at most 250 characters"),
         ({"tracking": {"register_model": "a", "mlflow": False}}, "mlflow = false keeps no model"),
-        ({"tracking": {"register_model": "a"}, "storage": "gs://bucket/runs"}, "storage = 'gs://bucket/runs' is a bucket"),
         ({"tracking": {"register_model": "a"}, "checkpoint": {"save_at_end": False}}, "save_at_end = false keeps no model"),
     ],
 )

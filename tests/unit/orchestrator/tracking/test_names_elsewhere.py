@@ -1,12 +1,19 @@
-"""A published number has one name in metrics.jsonl, TensorBoard, Weights & Biases and MLflow: that of docs/metrics.md."""
+"""A published number has one name in metrics.jsonl, TensorBoard, Weights & Biases and MLflow: that of docs/metrics.md. What
+Prometheus has is among them, or belongs to a moment and not to a step."""
 
 from types import SimpleNamespace
 
 import pytest
 
+from orchestrator.run_state.goodput import CATEGORIES
+from orchestrator.run_state.summary import of_the_end
+from orchestrator.tracking import prometheus
 from orchestrator.tracking.mlflow_shipper import shown
 from orchestrator.tracking.prometheus import PUBLISHED
+from tests import ROOT
 from tests.unit.trainers.recorders.test_recorders import about, events
+from trainers import published
+from trainers.metrics import host_usage
 from trainers.recorders.jsonl import JsonLines, read
 from trainers.recorders.tensorboard import TensorBoard
 from trainers.recorders.wandb import WeightsAndBiases
@@ -27,6 +34,31 @@ def test_every_recorder_has_the_same_names(tmp_path):
     (path,) = (tmp_path / "tensorboard").iterdir()
     values = [event.summary.value[0] for event in events(path) if event.summary.value]
     assert {value.tag: value.simple_value for value in values} == line["metrics"] == logged == NUMBERS
+
+
+SAME = {
+    prometheus.GOODPUT: ["goodput/share"],
+    prometheus.TIME: [f"goodput/{category}_s" for category in CATEGORIES],
+    prometheus.INCIDENTS: ["incidents/count"],
+}
+"""Of a metric of the run for Prometheus, what recorders and MLflow have."""
+OF_THE_MOMENT = {
+    *(prometheus.STATE, prometheus.STEP, prometheus.MAX_STEPS, prometheus.CHECKPOINT_STEP, prometheus.HOSTS),
+    prometheus.GENERATIONS,
+}
+"""Other systems have the settings of a run as parameters, and each number by its step."""
+
+
+def test_what_prometheus_has_of_the_run_is_elsewhere_too_or_of_the_moment():
+    assert {*prometheus.OF_RUN} == {*SAME, *OF_THE_MOMENT}
+    summary = {"goodput": dict.fromkeys(CATEGORIES, 0.0), "wall_s": 1.0, "incidents": [], "num_incidents": 0}
+    ends = of_the_end({**summary, "launch": summary})
+    assert {name for names in SAME.values() for name in names} <= {*ends}
+    assert all(name.startswith(published.SYSTEM_PREFIXES) for name in ends), "no user's metric"
+    assert {*prometheus.OF_HOSTS} - {*host_usage.NAMES} == {"step_time_s"}
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    documented = {"goodput/CATEGORY_s", *(name for name in ends if name.removeprefix("goodput/")[:-2] not in CATEGORIES)}
+    assert {name for name in documented if f"`{name}`" not in text} == set()
 
 
 def test_mlflow_has_them_too_those_of_machines_on_its_page_of_systems():

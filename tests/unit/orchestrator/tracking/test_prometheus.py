@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from orchestrator.driver import telling
+from orchestrator.driver import exported
 from orchestrator.driver.state import DriverState
 from orchestrator.run_state.goodput import CATEGORIES, Goodput
 from orchestrator.run_state.progress import Progress
@@ -102,56 +102,56 @@ def test_the_ledger_goes_out_under_both_names(gauges):
 
 
 @pytest.fixture
-def told(gauges):
+def run(gauges):
     progress = Progress(Goodput(0.0, "step"), max_steps=100, generations=1)
-    return SimpleNamespace(gauges=gauges, progress=progress, telling=telling.Telling(gauges, progress))
+    return SimpleNamespace(gauges=gauges, progress=progress, exported=exported.ExportedMetrics(gauges, progress))
 
 
-def test_a_run_is_in_one_state(told):
+def test_a_run_is_in_one_state(run):
     for label in (*(state.label for state in DriverState), *(phase.label for phase in PHASES.values())):
-        told.telling.state(label, 1.0)
-        states = told.gauges._made["gangway_state"].values
+        run.exported.state(label, 1.0)
+        states = run.gauges._made["gangway_state"].values
         assert {state for (_, state), value in states.items() if value} == {label}
 
 
-def test_what_follows_from_the_progress_is_told_once_a_second(told):
-    told.telling.often(7, 10.0)
-    told.telling.often(8, 10.9)
-    assert of(told.gauges, "gangway_step") == 7
-    told.telling.often(9, 11.0)
-    assert of(told.gauges, "gangway_step") == 9
-    assert of(told.gauges, "gangway_max_steps") == 100
-    assert of(told.gauges, "gangway_time_seconds", "step") == 11.0
-    assert of(told.gauges, "workload_disruptions", "CUMULATIVE") == 0
+def test_what_follows_from_the_progress_is_told_once_a_second(run):
+    run.exported.often(7, 10.0)
+    run.exported.often(8, 10.9)
+    assert of(run.gauges, "gangway_step") == 7
+    run.exported.often(9, 11.0)
+    assert of(run.gauges, "gangway_step") == 9
+    assert of(run.gauges, "gangway_max_steps") == 100
+    assert of(run.gauges, "gangway_time_seconds", "step") == 11.0
+    assert of(run.gauges, "workload_disruptions", "CUMULATIVE") == 0
 
 
-def test_incidents_are_counted_by_kind_those_of_earlier_drivers_too(told):
-    told.progress.num_incidents, told.progress.entries = 3, [incident("hang"), incident("killed")]
-    told.telling.now(1, 1.0)
-    kinds = {kind: value for (_, kind), value in told.gauges._made["gangway_incidents_total"].values.items()}
-    assert kinds == {"hang": 1, "killed": 1, telling.NOT_KEPT: 1}
-    told.progress.num_incidents, told.progress.entries = 4, [*told.progress.entries, incident("killed")]
-    told.telling.now(1, 2.0)
-    assert of(told.gauges, "gangway_incidents_total", "killed") == 2
+def test_incidents_are_counted_by_kind_those_of_earlier_drivers_too(run):
+    run.progress.num_incidents, run.progress.entries = 3, [incident("hang"), incident("killed")]
+    run.exported.now(1, 1.0)
+    kinds = {kind: value for (_, kind), value in run.gauges._made["gangway_incidents_total"].values.items()}
+    assert kinds == {"hang": 1, "killed": 1, exported.NOT_KEPT: 1}
+    run.progress.num_incidents, run.progress.entries = 4, [*run.progress.entries, incident("killed")]
+    run.exported.now(1, 2.0)
+    assert of(run.gauges, "gangway_incidents_total", "killed") == 2
 
 
 def incident(kind):
     return SimpleNamespace(incident=SimpleNamespace(kind=kind))
 
 
-def test_a_host_tells_its_memory_and_how_long_it_works_at_a_step(told):
+def test_a_host_tells_its_memory_and_how_long_it_works_at_a_step(run):
     usage = {"host_cpu_percent": 50.0, "host_memory_bytes": 2e9, "unknown": 1.0}
     for batches, busy_s in ((10, 5.0), (20, 8.0), (20, 8.5)):
-        told.telling.host(1, {"batch_index": batches, "busy_s": busy_s, "usage": usage})
-    assert of(told.gauges, "gangway_host_step_seconds", "1") == pytest.approx(0.3)
-    assert of(told.gauges, "gangway_host_cpu_ratio", "1") == 0.5
-    assert of(told.gauges, "gangway_host_memory_bytes", "1") == 2e9
+        run.exported.host(1, {"batch_index": batches, "busy_s": busy_s, "usage": usage})
+    assert of(run.gauges, "gangway_host_step_seconds", "1") == pytest.approx(0.3)
+    assert of(run.gauges, "gangway_host_cpu_ratio", "1") == 0.5
+    assert of(run.gauges, "gangway_host_memory_bytes", "1") == 2e9
 
 
-def test_a_host_that_the_gang_has_no_more_has_no_numbers(told):
+def test_a_host_that_the_gang_has_no_more_has_no_numbers(run):
     for host in (0, 1):
-        told.telling.host(host, {"batch_index": 1, "busy_s": 1.0, "usage": {"host_memory_bytes": 2e9}})
-    told.telling.start(1)
-    assert of(told.gauges, "gangway_hosts") == 1
-    assert of(told.gauges, "gangway_host_memory_bytes", "0") == 2e9
-    assert of(told.gauges, "gangway_host_memory_bytes", "1") != of(told.gauges, "gangway_host_memory_bytes", "1")  # NaN
+        run.exported.host(host, {"batch_index": 1, "busy_s": 1.0, "usage": {"host_memory_bytes": 2e9}})
+    run.exported.start(1)
+    assert of(run.gauges, "gangway_hosts") == 1
+    assert of(run.gauges, "gangway_host_memory_bytes", "0") == 2e9
+    assert of(run.gauges, "gangway_host_memory_bytes", "1") != of(run.gauges, "gangway_host_memory_bytes", "1")  # NaN

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
 
+from orchestrator.profile import how_to_look
+from tests.stores.fault_proxy import Fault
 from tests.unit.training import of, trainer
 from trainers import runtime
 from trainers.callbacks import Callback
 from trainers.callbacks.profiler import Profiler
 from trainers.config import ProfileConfig
+from trainers.storage.opening import place_of
 
 
 def test_the_schedule_skips_then_waits_warms_up_and_records_again_and_again(tmp_path):
@@ -68,3 +75,46 @@ def test_a_profiler_that_fails_is_reported_and_training_goes_on(tmp_path, events
     (told,) = of(events, "profile")
     assert "it could not be started" in told["problem"]
     assert not runtime.current().profiling
+
+
+def test_the_files_of_a_profile_of_a_run_in_a_bucket_are_put_there_and_none_stays_here(stores, tmp_path, monkeypatch, events):
+    stores["gs"].set(monkeypatch)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    url, written = f"{stores['gs'].url()}/run/profile", []
+
+    def trace(folder):
+        written.append(folder)
+        (Path(folder) / "plugins" / "profile").mkdir(parents=True)
+        (Path(folder) / "plugins" / "profile" / "a.xplane.pb").write_bytes(b"steps")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", trace)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    made = Profiler(ProfileConfig(record_steps=2, warmup_steps=1), url)
+    for step in range(4):
+        made.on_step_begin(SimpleNamespace(batch_index=step))
+    made.on_train_end(SimpleNamespace(batch_index=4))
+    place = f"{url}/step-00000001/host-0000"
+    (told,) = of(events, "profile")
+    assert (told["path"], told["problem"], told["first_step"], told["last_step"]) == (place, None, 2, 3)
+    assert [entry.name for entry in place_of(place).list()] == ["plugins/profile/a.xplane.pb"]
+    assert len(written) == 2, "one to warm up"
+    assert not list(tmp_path.iterdir())
+    stores["gs"].proxy.faults[:] = [Fault(".", "403")]
+    made = Profiler(ProfileConfig(record_steps=1, warmup_steps=0), url)
+    made.on_step_begin(SimpleNamespace(batch_index=0))
+    made.on_train_end(SimpleNamespace(batch_index=1))
+    assert "it could not be written" in of(events, "profile")[1]["problem"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_room_for_a_temporary_folder_does_not_end_the_run(monkeypatch, events):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    made = Profiler(ProfileConfig(record_steps=1), "gs://bucket/run/profile")
+    made.on_step_begin(SimpleNamespace(batch_index=0))
+    assert "it could not be started" in of(events, "profile")[0]["problem"]
+    assert not runtime.current().profiling
+
+
+def test_people_are_told_how_to_look_at_profiles_in_a_folder_and_in_a_bucket():
+    assert "xprof --logdir /runs/a/profile (" in how_to_look("/runs/a/profile")
+    assert "copy gs://b/a/profile to a FOLDER of this machine, then xprof --logdir FOLDER" in how_to_look("gs://b/a/profile")

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from orchestrator.planning import requests
 from tests.programs import checkpointing
 from tests.stores.fault_proxy import Fault
 from trainers.checkpoint import commit, layout, manifest, orbax_bucket, standing, weights
@@ -11,7 +12,7 @@ from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.fence import WriterTerm
 from trainers.checkpoint.retention import Retention
 from trainers.errors import CheckpointUnavailableError
-from trainers.storage import opening
+from trainers.storage import opening, usage
 from trainers.storage.object_store import Limits
 from trainers.storage.opening import place_of
 
@@ -40,6 +41,35 @@ def generation(folder, number, driver_term=1, **settings):
 
 def folders(folder):
     return place_of(folder).folders()
+
+
+@pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)
+def test_every_request_of_a_save_and_a_restore_is_counted_orbax_own_too(folder, bucket):
+    """Beside what a plan expects of a save."""
+    manager = generation(folder, 0, keep=1)
+    manager.save_now(4)
+    bucket.proxy.counted(), usage.HERE.take()
+    manager.save_now(8)
+    one = of_proxy(bucket), usage.HERE.take()
+    generation(folder, 1)
+    both = of_proxy(bucket), usage.HERE.take()
+    for asked, counted in (one, both):
+        assert {kind: counted.get(kind, 0) for kind in asked} == pytest.approx(asked, abs=2)
+    planned, counted = requests.of_save(1), one[1]
+    assert counted["put"] + counted["list"] == pytest.approx(planned.writes, rel=0.3)
+    assert counted["get"] + counted["head"] == pytest.approx(planned.reads, rel=0.3)
+    assert counted["bytes_out"] > manifest.read(layout.at(place_of(folder), 8)).num_bytes / 2
+
+
+def of_proxy(bucket):
+    """What has passed the proxy since the last call, in the words of `Usage`. A deletion of many objects at S3 is a POST."""
+    counted = bucket.proxy.counted()
+    of_s3 = bucket.scheme == "s3"
+    return {
+        "put": counted.get("PUT", 0) + (0 if of_s3 else counted.get("POST", 0)),
+        "delete": counted.get("DELETE", 0) + (counted.get("POST", 0) if of_s3 else 0),
+        **{kind: counted.get(kind.upper(), 0) for kind in ("get", "head", "list")},
+    }
 
 
 @pytest.mark.parametrize("bucket", ["gs", "s3"], indirect=True)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import uuid
 
 import numpy as np
 import pyarrow
@@ -19,7 +20,7 @@ from pyarrow import ipc, parquet
 from tests.unit.source_files import assert_same_rows, lines_of, source, write_jsonl
 from trainers.data import kept
 from trainers.data.sources import access, bounds, lines, tables
-from trainers.data.sources.files import files_of
+from trainers.data.sources.files import files_of, listing
 from trainers.data.sources.records import READERS, open_records, open_told
 from trainers.errors import DataError, DataMissingError, DataUnavailableError, UsageError
 
@@ -258,6 +259,25 @@ def test_of_a_folder_all_is_read_that_is_not_hidden_and_what_is_left_out_is_coun
     if place == "disk":
         path = str(tmp_path / "b.md")
         assert read(pattern="*.txt") == ({"b.md"}, [])
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+@pytest.mark.parametrize(("end", "settings"), [("", {}), ("", {"pattern": "*"}), ("/**", {}), ("/**/*.*", {})])
+def test_what_python_writes_while_it_runs_is_no_data(tmp_path, place, end, settings):
+    """A folder with the code of the run is other data once that was imported, else."""
+    import fsspec
+
+    (tmp_path / "code" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "code" / "a.py").write_text("a = 1")
+    (tmp_path / "code" / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"\xa7\x0d")
+    path = str(tmp_path)
+    if place == "bucket":
+        path = f"memory://caches_{uuid.uuid4().hex}"
+        fsspec.filesystem("memory").put(str(tmp_path), path, recursive=True)
+    found = listing(source(path + end, **settings))
+    assert ([file.name for file in found.files], found.left_out) == (["code/a.py"], [])
+    (asked_for,) = listing(source(f"{path}/code/__pycache__/*")).files
+    assert asked_for.name == "a.cpython-311.pyc"
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,4 +1,4 @@
-"""What the driver knows of its run, told to Prometheus: at every change of its state, and once a second while it trains."""
+"""What the driver knows of its run, exported to Prometheus: at every change of its state, and once a second while it trains."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOT_KEPT = "earlier"
 """The kind of the incidents that are counted and no longer known."""
 
 
-class Telling:
+class ExportedMetrics:
     """Sets the metrics of a run. Changes nothing, and waits for nothing."""
 
     def __init__(self, gauges: Gauges, progress: Progress):
         self._gauges, self._progress = gauges, progress
-        self._told_at_s = -math.inf
+        self._set_at_s = -math.inf
         self._num_incidents = 0
         self._incidents: Counter[str] = Counter()
         self._busy: dict[int, tuple[int, float]] = {}
@@ -63,12 +63,12 @@ class Telling:
 
     def often(self, step: int, now_s: float) -> None:
         """As `now`, at most once a second. `step`: how far the gang has trained."""
-        if now_s >= self._told_at_s + EVERY_S:
+        if now_s >= self._set_at_s + EVERY_S:
             self.now(step, now_s)
 
     def now(self, step: int, now_s: float) -> None:
         """Sets what follows from the progress of the run."""
-        self._told_at_s = now_s
+        self._set_at_s = now_s
         progress, earlier = self._progress, self._progress.earlier
         seconds = progress.goodput.totals(now_s)
         self._gauges.ledger({name: value + earlier.seconds.get(name, 0.0) for name, value in seconds.items()})
@@ -80,9 +80,9 @@ class Telling:
         self._gauges.set(prometheus.GENERATIONS, generations)
         self._gauges.set(prometheus.DISRUPTIONS, max(0, generations - earlier.launches - 1), "CUMULATIVE")
         self._gauges.set(prometheus.PRODUCTIVE_STEPS, progress.high_water_step)
-        self._tell_incidents()
+        self._set_incidents()
 
-    def _tell_incidents(self) -> None:
+    def _set_incidents(self) -> None:
         total = self._progress.earlier.num_incidents + self._progress.num_incidents
         if new := total - self._num_incidents:
             known = [*(incident for _, incident in self._progress.earlier_incidents), *self._progress.incidents][-new:]

@@ -1,0 +1,71 @@
+"""Every key, command, metric and public name is in a page of the documents, which is as the code says."""
+
+import ast
+
+import pytest
+
+from orchestrator.gangway import COMMANDS
+from tests import ROOT
+from tests.pages import api, keys
+from tests.pages.__main__ import PAGES
+from tests.unit.config_keys import every_key
+from tests.unit.documents import blocks
+from trainers import published
+
+OURS = ("trainers", "cluster", "orchestrator")
+KEYS, METRICS, PYTHON = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("keys", "metrics", "api"))
+
+
+@pytest.mark.costs("imports every command, and describes every key")
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_is_what_the_code_says(path):
+    assert path.read_text() == PAGES[path](), "make files"
+
+
+@pytest.mark.parametrize("name", every_key())
+def test_a_key_says_what_it_means_and_is_in_the_page(name):
+    assert keys.meaning_of(every_key()[name]), f"{name}: nothing below its field says what it means"
+    assert f"\n- **`{name}`** · " in KEYS
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("seed", "- **`seed`** · whole number · `0` · at least 0"),
+        ("optimizer.betas", "list of 2 numbers · `[0.9, 0.95]`"),
+        ("optimizer.groups.pattern", "text · must be given · a regular expression"),
+        ("data.packing", "`concat` or `fit` or `null` · `null`"),
+        ("driver.watchdog.join_s", "number of seconds · `120.0` · more than 0"),
+        ("model.family", "one of llama, mistral"),
+    ],
+)
+def test_a_key_has_its_type_its_unit_its_default_and_what_is_allowed(name, says):
+    assert says in keys.entry(every_key()[name])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_its_options_and_an_example_in_the_page(name):
+    text = (ROOT / "docs" / "commands.md").read_text().partition(f"\n## `gangway {name}`\n")[2].partition("\n## ")[0]
+    assert f"\ngangway {name} " in text
+    assert "\n- `" in text
+
+
+def test_every_metric_of_the_system_is_in_the_page():
+    assert [name for name in sorted(published.SYSTEM) if f"`{name}`" not in METRICS] == []
+    assert [prefix for prefix in published.SYSTEM_PREFIXES if f"`{prefix}" not in METRICS] == ["counted/"], "never shown"
+
+
+def imported():
+    """The names of the packages that the programs of the documents and the examples import."""
+    programs = [block.text for block in blocks("python")] + [path.read_text() for path in (ROOT / "examples").rglob("*.py")]
+    for node in (node for text in programs for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)):
+        if node.module and node.module.partition(".")[0] in OURS:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_name_that_a_document_or_an_example_imports_is_in_the_page():
+    modules = {"trainers.protocol", "trainers.runtime"}
+    known = {name.replace(":", ".") for part in api.PARTS for name in part.names}
+    assert set(imported()) - modules <= known
+    assert all(f"### `{name}`" in PYTHON for name in known)
+    assert all(f"### `{name}." in PYTHON for name in modules)
