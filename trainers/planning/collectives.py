@@ -98,7 +98,7 @@ def _groups(line: str, number: int) -> np.ndarray:
         return np.arange(number).reshape(dims).transpose(order or None).reshape(shape)
     listed = LISTED.search(line)
     groups = [[int(device) for device in group.split(",")] for group in GROUP.findall(listed[1])] if listed else []
-    return np.array(groups or [range(number)])
+    return np.array(groups or [list(range(number))])
 
 
 def _computations(text: str) -> dict[str, list[str]]:
