@@ -109,8 +109,8 @@ def read(run: Where) -> Record:
     ended = summary if summary.get("launch_id") == about.launch_id else {}
     if ended and about.kind != overview.ENDED:
         # The driver makes this page before it writes the outcome, which comes last.
-        how = {"stop_reason": ended.get("stop_reason"), "error": ended.get("error")}
-        about = dataclasses.replace(about, kind=overview.ENDED, state=str(ended.get("status")), **how)
+        state_of, reason, error = str(ended.get("status")), ended.get("stop_reason"), ended.get("error")
+        about = dataclasses.replace(about, kind=overview.ENDED, state=state_of, stop_reason=reason, error=error)
     return Record(
         overview=about,
         published=published,
