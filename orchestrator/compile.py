@@ -82,6 +82,9 @@ def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     for kind, total in _by_kind(found["exchanged"]).items():
         where = ", ".join(f"{scope} {scaled(size)}B" for scope, size in list(total.items())[:4])
         yield f"  {kind:<18} {scaled(sum(total.values())):>7}B   {where}"
+    if found["exchanged_over"]:
+        over = ", ".join(f"{axes} {scaled(size)}B" for axes, size in found["exchanged_over"].items())
+        yield f"  over axes          {over}"
 
 
 def _by_kind(exchanged: list[Any]) -> dict[str, dict[str, int]]:

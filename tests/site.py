@@ -70,7 +70,7 @@ def main(folder: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(built, folder)
     shutil.rmtree(work)
-    print(f"The site is in {folder}: open {folder / 'index.html'}")
+    print(f"The site is {folder / 'index.html'}; for its search, serve it: python -m http.server --directory {folder}")
     return 0
 
 

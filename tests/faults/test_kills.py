@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from orchestrator.faultlab.testbed.screen import asked_by_hangup
 from tests import ROOT
 
 TINY = str(ROOT / "configs" / "tiny.yaml")
@@ -24,7 +25,8 @@ def in_the_project(monkeypatch):
 def start(tmp_path, *more):
     log = (tmp_path / "console.log").open("w")
     command = [sys.executable, "-m", "orchestrator.run", TINY, f"storage={tmp_path}", "tracking.mlflow=false", *more]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, text=True, process_group=0)
+    with asked_by_hangup():  # also where the tests run under `nohup`
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, text=True, process_group=0)
 
 
 def wait_until(condition, process, tmp_path, timeout_s=120):
@@ -57,7 +59,7 @@ def test_a_signal_saves_and_stops_and_the_next_launch_goes_on(tmp_path, number):
     last = (tmp_path / "console.log").read_text().splitlines()[-1]
     assert last == f"stopped at {summary['steps']}; saved at {summary['steps']}; run the same command again to go on"
     again = start(tmp_path, f"max_num_steps={summary['steps'] + 5}")
-    assert again.wait(120) == 0
+    assert again.wait(180) == 0
     summary_of_second = json.loads((tmp_path / "tiny" / "summary.json").read_text())
     assert summary_of_second["steps"] == summary["steps"] + 5
     assert summary_of_second["samples"] == 8 * summary_of_second["steps"]
@@ -86,7 +88,7 @@ def test_killed_whole_and_launched_again_it_goes_on(tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     again = start(tmp_path, "max_num_steps=150", "checkpoint.save_steps=1000")
-    assert again.wait(120) == 0, (tmp_path / "console.log").read_text()
+    assert again.wait(180) == 0, (tmp_path / "console.log").read_text()
     summary = json.loads((tmp_path / "tiny" / "summary.json").read_text())
     assert summary["samples"] == 8 * 150
     assert summary["samples_digest"] == undisturbed_digest(150)

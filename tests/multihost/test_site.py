@@ -1,5 +1,7 @@
 """The site of the documents is built without a warning."""
 
+import re
+
 import pytest
 
 from tests import site
@@ -18,6 +20,9 @@ def test_the_site_is_built_without_a_warning_and_has_a_page_for_each_document(tm
     documents = {path.stem for path in site.DOCS.glob("*.md")} | {"contributing", "changelog"}
     assert {path.stem for path in built.glob("*.html")} == documents | {"404"}
     assert (built / "search.json").stat().st_size > 100_000
+    assert not any(re.search(r'(src|stylesheet"[^>]* href)="https?://', path.read_text()) for path in built.glob("*.html")), (
+        "offline"
+    )
 
 
 def test_a_link_that_leads_nowhere_ends_the_build(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 
 from orchestrator.gangway import COMMANDS
@@ -67,10 +68,17 @@ def value_of(action: argparse.Action) -> str:
 
 
 def details(made: Parser) -> str:
-    """Returns what the help says below the options: text, and lines that begin with spaces as they are."""
-    parts = made.details.split("\n\n")
-    return "\n\n".join(block(part) if any(line.startswith("  ") for line in part.splitlines()) else part for part in parts)
+    """Returns what the help says below the options: text, and a list of its lines `name  meaning`. Its usage is left out: that
+    is the list of the arguments."""
+    lines: list[str] = []
+    for line in made.details.splitlines():
+        name, _, meaning = line.strip().partition("  ")
+        if not line.startswith("  "):
+            lines += [*([""] if is_item(lines) else []), line]
+        elif not name.startswith((GANGWAY, "python -m")):
+            lines += [*([] if is_item(lines) else [""]), f"- `{name}`: {meaning.strip()}"]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
-def block(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
+def is_item(lines: list[str]) -> bool:
+    return bool(lines) and lines[-1].startswith("- ")

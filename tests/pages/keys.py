@@ -19,8 +19,8 @@ from trainers.optim import optimizers, schedules
 
 HEAD = """# Every key of a configuration
 
-A configuration is a YAML file. It needs few of these keys, for each has a default, but for those that *must be given*. Below the
-name of a key stand its type, its default and what is allowed. Any of them can be changed on the command line, as
+A configuration is a YAML file. It needs few of these keys, for each has a default, but for those that *must be given*. Beside the
+name of a key stand its type, what is allowed, and its default. Any of them can be changed on the command line, as
 `optimizer.learning_rate=1e-3`. `gangway run CONFIG --dry-run --all` shows all values of a run. A key that is not here is an error
 that says which one may be meant. All keys are there since version 0.1.0. `make files` writes this page from the code.
 """
@@ -57,10 +57,9 @@ def section(prefix: str, keys: list[Key]) -> str:
 
 
 def entry(key: Key) -> str:
-    kind = type_of(key)
-    facts = [kind, default_of(key), *([allowed] if (allowed := allowed_of(key)) and allowed not in kind else [])]
-    meaning = meaning_of(key)
-    return f"- **`{key.name}`** · {' · '.join(facts)}\n\n    {meaning}\n"
+    kind, allowed, default = type_of(key), allowed_of(key), default_of(key)
+    kind = f"{kind}, {allowed}" if allowed and allowed not in kind else kind
+    return f"- **`{key.name}`** · {kind} · {default}\n\n    {meaning_of(key)}\n"
 
 
 def meaning_of(key: Key) -> str:
@@ -72,10 +71,10 @@ def default_of(key: Key) -> str:
     field = key.field
     if field.default is MISSING and field.default_factory is MISSING:
         # The run is named after its file.
-        return "the name of the file" if key.name == "name" else "must be given"
+        return "default: the name of the file" if key.name == "name" else "must be given"
     value = field.default if field.default_factory is MISSING else field.default_factory()
     is_plain = isinstance(value, str) and value.strip() == value != ""
-    return f"`{value if is_plain else json.dumps(value, ensure_ascii=False)}`"
+    return f"default `{value if is_plain else json.dumps(value, ensure_ascii=False)}`"
 
 
 # ---------------------------------------------------------------------- the type, in words

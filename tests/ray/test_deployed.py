@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from orchestrator.deploy import refusals
 from tests import ROOT
 from tests.unit.orchestrator.deploy.of_configs import deploy
 from tests.unit.orchestrator.deploy.test_scripts import SCONTROL, SRUN, TINY, programs
@@ -24,6 +25,7 @@ pytestmark = [pytest.mark.slow("starts a Ray of two nodes, twice"), pytest.mark.
 def launch(tmp_path, monkeypatch):
     """Starts the script that `gangway deploy` has written, as SLURM would on the first machine of an allocation."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(refusals, "OF_ONE_MACHINE", ())  # here both machines share /tmp
     storage = f"storage={tmp_path / 'runs'}"
     deploy("slurm", TINY, storage, "hosts.count=2", "tracking.mlflow=false", f"hosts.log_dir={tmp_path / 'logs'}")
     gangway = f'cd {ROOT}\nexec {sys.executable} -m orchestrator.gangway "$@"\n'
@@ -56,7 +58,7 @@ def launch(tmp_path, monkeypatch):
 def test_a_job_of_slurm_saves_before_its_limit_and_goes_on_in_the_next(launch, tmp_path):
     orders = tmp_path / "orders"
     orders.mkdir()
-    (orders / "pace.json").write_text('{"step_s": 0.5}')
+    (orders / "pace.json").write_text('{"step_s": 0.2}')
     first, console = launch(GANGWAY_FAULTS=str(orders))
     run = tmp_path / "runs" / "tiny"
     wait_for(lambda: any((run / "checkpoints").glob("[0-9]*/meta.json")), first, console)

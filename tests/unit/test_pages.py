@@ -31,11 +31,11 @@ def test_a_key_says_what_it_means_and_is_in_the_page(name):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("seed", "- **`seed`** · whole number · `0` · at least 0"),
-        ("optimizer.betas", "list of 2 numbers · `[0.9, 0.95]`"),
-        ("optimizer.groups.pattern", "text · must be given · a regular expression"),
-        ("data.packing", "`concat` or `fit` or `null` · `null`"),
-        ("driver.watchdog.join_s", "number of seconds · `120.0` · more than 0"),
+        ("seed", "- **`seed`** · whole number, at least 0 · default `0`"),
+        ("optimizer.betas", "list of 2 numbers · default `[0.9, 0.95]`"),
+        ("optimizer.groups.pattern", "text, a regular expression · must be given"),
+        ("data.packing", "`concat` or `fit` or `null` · default `null`"),
+        ("driver.watchdog.join_s", "number of seconds, more than 0 · default `120.0`"),
         ("model.family", "one of llama, mistral"),
     ],
 )
@@ -48,6 +48,7 @@ def test_a_command_has_its_options_and_an_example_in_the_page(name):
     text = (ROOT / "docs" / "commands.md").read_text().partition(f"\n## `gangway {name}`\n")[2].partition("\n## ")[0]
     assert f"\ngangway {name} " in text
     assert "\n- `" in text
+    assert "\n  " not in text, "indented text would be part of the list before it"
 
 
 def test_every_metric_of_the_system_is_in_the_page():

@@ -52,6 +52,11 @@ class IteratedLoader:
             )
         self.batches, self.note, self.global_batch_size = batches, note, global_batch_size
         self.sharding, self.num_rows = meshes.micro_batches(mesh), global_batch_size // hosts
+        if _rows_of_host(self.sharding, self.shape) * hosts != self.shape[1]:
+            raise UsageError(
+                "a loader of batches gives each host rows of its own, and hosts of this mesh share rows: mesh.tensor or "
+                "mesh.context goes over several hosts; put more devices on mesh.data or mesh.fsdp, or give a dataset"
+            )
         problem = (
             f"the loader of batches is an iterator ({type(batches).__name__}), which cannot go back to its beginning: "
             "configure_dataloaders must return an object whose __iter__ begins anew, or one with get_state and set_state"
@@ -152,6 +157,12 @@ class IteratedLoader:
             return jax.make_array_from_process_local_data(self.sharding, local, (*self.shape, *leaf.shape[1:]))
 
         return {name: place(leaf) for name, leaf in batch.items()}
+
+
+def _rows_of_host(sharding: Any, shape: tuple[int, int]) -> int:
+    """Returns how many rows of each micro-batch the devices of this host hold."""
+    rows = {index[1].indices(shape[1])[:2] for index in sharding.addressable_devices_indices_map(shape).values()}
+    return sum(last - first for first, last in rows)
 
 
 def as_loader(given: Any, make: Callable[[Iterable[Any]], IteratedLoader], needed: tuple[str, ...]) -> Any:

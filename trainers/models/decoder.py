@@ -102,7 +102,8 @@ class Decoder(nnx.Module):
     ) -> Hidden:
         """Returns what the logits are computed from. Of packed rows, `segments_BT` numbers the documents, and `positions_BT`
         begins anew in each: a token sees its own document alone. `counted_BT`: how much each token counts in the sums of the
-        routers of a mixture of experts; None: there are no sums.
+        routers of a mixture of experts; None: there are no sums. Where several devices share each sequence (`mesh.context`), all
+        arguments and `x_BTD` have its usual order.
 
         `embedded_BTD` is in place of what `embedded` gives for the tokens, as where some of them stand for parts of an image.
         `blocks_BT` (int32) numbers those of one image: they attend to each other, also to later ones; 0: the token is of none."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
+
+import numpy as np
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 FUSED = "all-reduce-scatter"
@@ -21,6 +24,9 @@ BITS = re.compile(r"\d+")
 CHAIN = re.compile(r'(channel_id=\d+),.*(chain_id="\d+")')
 """Of what is begun in one place, and gone on with in others, beside the work of a loop."""
 SCOPE = re.compile(r'op_name="([^"]*)"')
+STRIDED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]+\},?)*)\}")
+GROUP = re.compile(r"\{([\d,]+)\}")
 NO_SCOPE = re.compile(r"^(jit|jvp|transpose|vmap|checkpoint|rematted_computation|closed_call|while|body|cond|shard_map)\b|^\W|^$")
 
 
@@ -37,12 +43,31 @@ class Exchange(NamedTuple):
 def of(text: str) -> list[Exchange]:
     """Returns what one device exchanges in a run of a program, the largest first. A loop counts as often as it is run, if that
     can be seen, else once."""
+    totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for exchange, _ in _found(text):
+        total = totals[exchange.kind, exchange.scope]
+        total[0], total[1] = total[0] + exchange.times, total[1] + exchange.bytes
+    exchanges = (Exchange(*key, *total) for key, total in totals.items())
+    return sorted(exchanges, key=lambda exchange: -exchange.bytes)
+
+
+def by_axes(text: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the bytes that one device exchanges in a run of a program, the most first, by the axes of the mesh along which the
+    devices differ that exchange them: `context`, or `fsdp x context`. `sizes` are those of the axes."""
+    totals: dict[str, int] = defaultdict(int)
+    for exchange, line in _found(text):
+        totals[" x ".join(_axes(line, sizes))] += exchange.bytes
+    return dict(sorted(totals.items(), key=lambda total: -total[1]))
+
+
+def _found(text: str) -> list[tuple[Exchange, str]]:
+    """Returns each exchange of a program, and its line."""
     lines = _computations(text)
     calls = {name: [call for line in body for call in _calls(line, lines)] for name, body in lines.items()}
     callers = {called: line for body in lines.values() for line in body for called, _ in _calls(line, lines)}
     times = _times(lines, calls)
-    found: list[Exchange] = []
-    chains: dict[str, Exchange] = {}
+    found: list[tuple[Exchange, str]] = []
+    chains: dict[str, tuple[Exchange, str]] = {}
     for name, body in lines.items():
         fused = name.startswith(FUSED)  # its caller says where it belongs
         for line in body:
@@ -52,19 +77,28 @@ def of(text: str) -> list[Exchange]:
             size = max(map(_bytes, SHAPE.findall(match["shape"])), default=0)
             exchange = Exchange("reduce-scatter" if fused else match["kind"], scope, times[name], times[name] * size)
             if (chain := CHAIN.search(line)) is None:
-                found.append(exchange)
-            elif (key := " ".join(chain.groups())) not in chains or exchange.times < chains[key].times:
-                chains[key] = exchange
-    return _added([*found, *chains.values()])
+                found.append((exchange, line))
+            elif (key := " ".join(chain.groups())) not in chains or exchange.times < chains[key][0].times:
+                chains[key] = exchange, line
+    return [*found, *chains.values()]
 
 
-def _added(found: list[Exchange]) -> list[Exchange]:
-    totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for exchange in found:
-        total = totals[exchange.kind, exchange.scope]
-        total[0], total[1] = total[0] + exchange.times, total[1] + exchange.bytes
-    exchanges = (Exchange(*key, *total) for key, total in totals.items())
-    return sorted(exchanges, key=lambda exchange: -exchange.bytes)
+def _axes(line: str, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yields the axes along which the devices differ that exchange something."""
+    groups = _groups(line, math.prod(sizes.values()))
+    for axis, places in zip(sizes, np.unravel_index(groups, tuple(sizes.values())), strict=True):
+        if (places != places[:, :1]).any():
+            yield axis
+
+
+def _groups(line: str, number: int) -> np.ndarray:
+    """Returns int[groups, devices]: which devices exchange something, by their places in the mesh."""
+    if (strides := STRIDED.search(line)) is not None:
+        shape, dims, order = ([int(size) for size in (part or "").split(",") if size] for part in strides.groups())
+        return np.arange(number).reshape(dims).transpose(order or None).reshape(shape)
+    listed = LISTED.search(line)
+    groups = [[int(device) for device in group.split(",")] for group in GROUP.findall(listed[1])] if listed else []
+    return np.array(groups or [list(range(number))])
 
 
 def _computations(text: str) -> dict[str, list[str]]:

@@ -92,7 +92,9 @@ def compiled(arguments: TrainingArguments, devices: list[Any]) -> tuple[list[str
         # The first of many lines, which tells the sizes.
         why = str(error).partition(f"{NO_MEMORY}:")[2].strip().partition("\n")[0]
         return [f"the step does not fit in the memory of a device: {why}"], facts
-    return [], facts | {"memory": memory(program, devices[0].platform), "exchanged": collectives.of(program.as_text() or "")}
+    text = program.as_text() or ""
+    exchanged = {"exchanged": collectives.of(text), "exchanged_over": collectives.by_axes(text, mesh.shape)}
+    return [], facts | {"memory": memory(program, devices[0].platform), **exchanged}
 
 
 def trainer_for(arguments: TrainingArguments) -> tuple[BaseTrainer, Facts]:

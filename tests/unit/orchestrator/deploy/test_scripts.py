@@ -96,7 +96,7 @@ def slurm(tmp_path, monkeypatch):
 def test_ray_starts_on_the_allocation_and_the_run_on_ray(slurm):
     status, said = slurm.run()
     assert (status, said) == (0, "")
-    port = 10000 + slurm.number % 10000
+    port = 20000 + slurm.number % 5000
     noted = "\n".join(slurm.noted())
     head, worker = (line for line in slurm.noted() if line.startswith("srun") and "ray start" in line)
     assert "--nodelist=node1" in head
@@ -138,7 +138,7 @@ def test_the_status_of_the_run_is_that_of_the_job(slurm):
 
 def test_nothing_of_ray_is_left(slurm):
     slurm.run()
-    left = subprocess.run(["pgrep", "-f", f"create_server.* {10000 + slurm.number % 10000}"], check=False)
+    left = subprocess.run(["pgrep", "-f", f"create_server.* {20000 + slurm.number % 5000}"], check=False)
     assert left.returncode == 1
 
 

@@ -325,6 +325,13 @@ def test_on_another_number_of_hosts(shared, states, note):
     assert [note in text for text in notes] == ([] if note is None else [True])
 
 
+def test_batches_of_hosts_that_share_rows_are_refused(monkeypatch):
+    """This host has all rows of the mesh, and would give half of them."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UsageError, match=r"hosts of this mesh share rows: mesh\.tensor or mesh\.context goes over several hosts"):
+        IteratedLoader([], 16, trainer_mesh())
+
+
 @pytest.mark.parametrize(("states", "own"), [(["s", "t"], "t"), (["s"], "s")])
 def test_each_host_takes_its_own_state(monkeypatch, states, own):
     monkeypatch.setattr(jax, "process_index", lambda: 1)

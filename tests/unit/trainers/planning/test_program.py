@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from trainers.planning import collectives, program
 from trainers.planning.estimate import load_datasets
 from trainers.planning.stand_in import StandIn
 
-LAYERS, DEVICES = 3, 4
+LAYERS, DEVICES, LONG = 3, 4, 4096
 MODEL = ModelConfig(vocab_size=256, width=64, num_layers=LAYERS, num_heads=4, num_kv_heads=2, mlp_width=128, remat="full")
 
 
@@ -62,6 +63,41 @@ def test_the_examples_are_divided_in_all_layers():
         return sum(each.bytes for each in facts["exchanged"] if each.scope in ("layers/mlp", "layers/attention"))
 
     assert of_layers(many) == of_layers(few) > 0
+
+
+def shared(parts, exchange="auto"):
+    """Returns the facts of a long sequence that so many devices share; each pair of devices has a replica."""
+    made = arguments(
+        global_batch_size=2,
+        model=dataclasses.replace(MODEL, context_attention=exchange),
+        mesh=MeshConfig(data=1, fsdp=2, context=parts),
+        data=DataConfig(paths=("nowhere",), sequence_length=LONG, packing="concat"),
+    )
+    return program.compiled(made, jax.devices()[: 2 * parts])[1]
+
+
+@pytest.mark.slow("compiles a step for several devices")
+def test_the_memory_of_activations_falls_with_the_devices_that_share_a_sequence():
+    whole, half, quarter = (shared(parts)["memory"]["temporary"] for parts in (1, 2, 4))
+    assert half < 0.7 * whole
+    assert quarter < 0.7 * half
+
+
+@pytest.mark.slow("compiles a step for several devices")
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+def test_devices_that_share_a_sequence_exchange_what_the_arithmetic_says(exchange):
+    parts, facts = 4, shared(4, exchange)
+    keys_and_values = 2 * LONG * MODEL.num_kv_heads * MODEL.channels * 4
+    if exchange == "gather":
+        # Forward and backward; of the gradients, which are added up, a device gets its own.
+        expected = LAYERS * (2 + 1 / parts) * keys_and_values
+    else:
+        # Forward, forward again, and backward: a part at a time, from all devices but the own one. Gradients go all around, and
+        # begin with zeros.
+        expected = LAYERS * (3 * (parts - 1) + parts + 1) * keys_and_values / parts
+    # What the layers return goes to its places, and its gradient back.
+    expected += 2 * LONG * MODEL.width * 4 / parts
+    assert facts["exchanged_over"]["context"] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.costs("starts a process that builds the model")
@@ -151,6 +187,23 @@ ENTRY %main (param: bf16[8]) -> bf16[64] {
 
 def test_what_is_gone_on_with_beside_a_loop_counts_once():
     assert collectives.of(ASYNCHRONOUS) == [("all-gather", "step", 1, 128)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", "tensor"),
+        ("replica_groups={{0,2},{1,3},{4,6},{5,7}}, use_global_device_ids=true", "context"),
+        ("replica_groups=[4,2]<=[2,2,2]T(1,2,0)", "fsdp"),
+        ("replica_groups=[2,4]<=[8]", "context x tensor"),
+        ("replica_groups={}", "fsdp x context x tensor"),
+        ("source_target_pairs={{0,2},{2,0},{5,7},{7,5}}", "context"),
+        ("source_target_pairs={{0,6},{6,0}}", "fsdp x context"),
+    ],
+)
+def test_exchanges_are_told_by_the_axes_along_which_devices_differ(groups, axes):
+    text = f"ENTRY %main (param: bf16[8]) -> bf16[64] {{\n  %all = bf16[64]{{0}} all-gather(%param), channel_id=7, {groups}\n}}\n"
+    assert collectives.by_axes(text, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}) == {axes: 128}
 
 
 def test_a_tpu_needs_its_compiler(monkeypatch):

@@ -1,0 +1,74 @@
+"""Sequences that the devices of several hosts share: killed, resized from two hosts to one and back, and replayed."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+import pytest
+
+from tests.multihost import harness
+from tests.multihost.test_model_state import resized
+from tests.strikes import Folder
+from trainers.config.arguments import TrainingArguments, from_dict
+
+STEPS = 6
+CUT_AT = (3, 5)
+
+
+def arguments(tmp_path, **changes):
+    """Packed rows, which each host reads whole, and has a part of."""
+    texts = tmp_path / "texts"
+    texts.mkdir(exist_ok=True)
+    for number in range(24):
+        words = (str(number * step % 97) for step in range(3 + 2 * number))
+        (texts / f"{number:02}.txt").write_text(" ".join(words))
+    about = {
+        "name": "run",
+        "storage": str(tmp_path),
+        "global_batch_size": 4,
+        "accumulation_steps": 2,
+        "max_num_steps": STEPS,
+        "publish_every_steps": 1,
+        "model": {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16, "context_attention": "ring"},
+        "mesh": {"data": 1, "context": -1},
+        "data": {"sequence_length": 32, "paths": [str(texts)], "eval_fraction": 0.2, "packing": "concat"},
+        "optimizer": {"learning_rate": 0.01, "schedule": {"name": "constant"}},
+        "checkpoint": {"save_steps": 2},
+        **changes,
+    }
+    return from_dict(TrainingArguments, about)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """One host is killed at batch 2."""
+    folder = tmp_path_factory.mktemp("killed")
+    made, faults = arguments(folder), Folder(folder / "faults", step_s=0.2)
+    faults.order(1, "kill", at=2)
+    hosts = harness.start(made, folder / "struck", hosts=2, devices_per_host=2, env=faults.env)
+    assert hosts[1].child.wait_gone(harness.TIMEOUT_S)
+    assert hosts[1].exit.signal == signal.SIGKILL, hosts[1].exit
+    harness.kill(hosts)
+    return resized(made, folder, CUT_AT)
+
+
+@pytest.mark.slow("starts the processes of several hosts")
+def test_a_run_that_was_killed_and_resized_equals_the_replay_of_its_lineage(killed, tmp_path):
+    result = harness.result(killed[0])
+    lineage = [(part["batch_index"], part["num_hosts"], part["mesh"]["context"]) for part in result["lineage"]]
+    assert lineage == [(0, 2, 4), (3, 1, 2), (5, 2, 4)]
+    again = harness.result(resized(arguments(tmp_path, checkpoint={}), tmp_path, CUT_AT)[0])
+    assert again["params_digest"] == result["params_digest"] == harness.result(killed[1])["params_digest"]
+    assert again["samples_digest"] == result["samples_digest"]
+    assert again["eval_loss"] == result["eval_loss"]
+
+
+@pytest.mark.slow("starts the processes of several hosts")
+def test_its_losses_and_its_samples_are_those_of_one_device(killed, tmp_path):
+    (one,) = harness.run(arguments(tmp_path), tmp_path / "logs", hosts=1, devices_per_host=1)
+    expected, found = harness.losses(one), harness.losses(killed[0])
+    assert list(found) == [6]
+    np.testing.assert_allclose(found[6], expected[6], rtol=1e-5)
+    assert harness.result(killed[0])["samples_digest"] == harness.result(one)["samples_digest"]
+    assert harness.result(killed[0])["eval_loss"] == pytest.approx(harness.result(one)["eval_loss"], rel=1e-5)
