@@ -9,6 +9,7 @@ Shape suffixes: B rows and T tokens of a device, S tokens of the whole sequence,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -47,57 +48,85 @@ def context_attention(
     """Returns causal attention [B, T, H, C] of whole sequences, whose tokens are divided in the balanced order
     (`trainers.parallel.sequence`), and so are the queries, keys and values. A token sees tokens less than `reach` (int32) before
     it; of packed rows only those of its segment. Traced for a mesh with the axis `context`."""
-    mesh, dtype = traced_for(), query_BTHC.dtype
-    assert mesh is not None
+    dtype = query_BTHC.dtype
     if dtype == jnp.float16 and kind_of_host() != "gpu":  # elsewhere XLA has no such product
         query_BTHC, key_BTKC, value_BTKC = (x.astype(jnp.float32) for x in (query_BTHC, key_BTKC, value_BTKC))
-    time, parts = key_BTKC.shape[1], mesh.shape[CONTEXT]
-    how = How(exchange, parts, Score(scale, softcap))
-    # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
-    heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
-    rows = BATCH_AXES if key_BTKC.shape[0] % num_replicas(mesh.shape) == 0 else None
-    x_BTHC = PartitionSpec(rows, CONTEXT, heads)
-    slots_S = jnp.asarray(sequence.slots(time, parts))
-
-    def of_device(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, reach: jax.Array) -> jax.Array:
-        grouped = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[-1])
-        return _mixed(how, grouped, key, value, Tokens(slots_S, segments), reach).reshape(query.shape)
-
-    # The segments of the whole sequence: they are few numbers, and every device knows them.
-    specs = (x_BTHC, x_BTHC, x_BTHC, PartitionSpec(rows), PartitionSpec())
-    mapped = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=x_BTHC, check_vma=False)
-    return mapped(query_BTHC, key_BTKC, value_BTKC, segments_BT, reach).astype(dtype)
+    how = How(exchange, sequence.num_parts(), Score(scale, softcap))
+    return _mixed(how, query_BTHC, key_BTKC, value_BTKC, segments_BT, reach).astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mixed(
-    how: How, query_BTKGC: jax.Array, key_BTKC: jax.Array, value_BTKC: jax.Array, tokens: Tokens, reach: jax.Array
+    how: How,
+    query_BTHC: jax.Array,
+    key_BTKC: jax.Array,
+    value_BTKC: jax.Array,
+    segments_BT: jax.Array | None,
+    reach: jax.Array,
 ) -> jax.Array:
-    """Returns what the queries of a device get of all keys. `tokens` are those of the whole sequence, in the order of the
-    devices."""
-    return _forward(how, query_BTKGC, key_BTKC, value_BTKC, tokens, reach)[0]
+    return _forward(how, query_BTHC, key_BTKC, value_BTKC, segments_BT, reach)[0]
 
 
 def _forward(
-    how: How, query_BTKGC: jax.Array, key_BTKC: jax.Array, value_BTKC: jax.Array, tokens: Tokens, reach: jax.Array
+    how: How,
+    query_BTHC: jax.Array,
+    key_BTKC: jax.Array,
+    value_BTKC: jax.Array,
+    segments_BT: jax.Array | None,
+    reach: jax.Array,
 ) -> tuple[jax.Array, Any]:
-    passed = _gathered_forward if how.exchange == "gather" else _ring_forward
-    part = passed(how, query_BTKGC, (key_BTKC, value_BTKC), tokens, reach)
-    mixed_BTKGC = part.mixed_BTKGC.astype(query_BTKGC.dtype)
-    kept = (query_BTKGC, key_BTKC, value_BTKC, tokens, reach, mixed_BTKGC, part.log_sum_BTKG)
-    return mixed_BTKGC, kept
+    slots_S, passed = _slots(how, key_BTKC), _gathered_forward if how.exchange == "gather" else _ring_forward
+
+    def of_device(
+        query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None, reach: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        part = passed(how, _grouped(query, key), (key, value), Tokens(slots_S, segments), reach)
+        return part.mixed_BTKGC.reshape(query.shape).astype(query.dtype), part.log_sum_BTKG.reshape(query.shape[:-1])
+
+    found = _on_devices(of_device, 3, 2, key_BTKC)(query_BTHC, key_BTKC, value_BTKC, segments_BT, reach)
+    return found[0], (query_BTHC, key_BTKC, value_BTKC, segments_BT, reach, *found)
 
 
-def _backward(how: How, kept: Any, gradient_BTKGC: jax.Array) -> tuple[Any, ...]:
-    query, key, value, tokens, reach, mixed, log_sum = kept
-    whole = Part(mixed.astype(jnp.float32), log_sum)
-    passed = _gathered_backward if how.exchange == "gather" else _ring_backward
-    found = passed(how, query, (key, value), tokens, reach, whole, gradient_BTKGC)
-    gradients = (gradient.astype(x.dtype) for gradient, x in zip(found, (query, key, value), strict=True))
-    return (*gradients, None, None)
+def _backward(how: How, kept: Any, gradient_BTHC: jax.Array) -> tuple[Any, ...]:
+    query_BTHC, key_BTKC, value_BTKC, segments_BT, reach, mixed_BTHC, log_sum_BTH = kept
+    slots_S, passed = _slots(how, key_BTKC), _gathered_backward if how.exchange == "gather" else _ring_backward
+
+    def of_device(*arrays: Any) -> tuple[jax.Array, ...]:
+        query, key, value, mixed, log_sum, gradient, segments, reach = arrays
+        whole = Part(_grouped(mixed, key).astype(jnp.float32), _grouped(log_sum[..., None], key)[..., 0])
+        tokens = Tokens(slots_S, segments)
+        found = passed(how, _grouped(query, key), (key, value), tokens, reach, whole, _grouped(gradient, key))
+        return tuple(each.reshape(x.shape).astype(x.dtype) for each, x in zip(found, (query, key, value), strict=True))
+
+    divided = (query_BTHC, key_BTKC, value_BTKC, mixed_BTHC, log_sum_BTH, gradient_BTHC)
+    return (*_on_devices(of_device, len(divided), 3, key_BTKC)(*divided, segments_BT, reach), None, None)
 
 
 _mixed.defvjp(_forward, _backward)
+
+
+def _on_devices(function: Callable[..., Any], divided: int, returned: int, key_BTKC: jax.Array) -> Callable[..., Any]:
+    """Returns `function`, to be called with arrays of whole rows: so many arrays of heads [B, T, H, ...], the segments and
+    `reach`; it returns so many arrays of heads."""
+    mesh = traced_for()
+    assert mesh is not None
+    # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
+    heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
+    rows = BATCH_AXES if key_BTKC.shape[0] % num_replicas(mesh.shape) == 0 else None
+    of_heads = PartitionSpec(rows, CONTEXT, heads)
+    # The segments of whole rows: they are few numbers, and every device knows them.
+    specs = (*[of_heads] * divided, PartitionSpec(rows), PartitionSpec())
+    return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=(of_heads,) * returned, check_vma=False)
+
+
+def _slots(how: How, key_BTKC: jax.Array) -> jax.Array:
+    return jnp.asarray(sequence.slots(key_BTKC.shape[1], how.parts))
+
+
+def _grouped(x_BTHC: jax.Array, key_BTKC: jax.Array) -> jax.Array:
+    """Returns [B, T, K, G, C]."""
+    return x_BTHC.reshape(*x_BTHC.shape[:2], key_BTKC.shape[2], -1, x_BTHC.shape[-1])
+
 
 Pair = tuple[jax.Array, jax.Array]
 """Keys and values, or their gradients."""

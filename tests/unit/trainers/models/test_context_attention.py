@@ -13,6 +13,7 @@ from flax import nnx
 from trainers.config import MeshConfig, ModelConfig
 from trainers.config.attention import Choice, choose_exchange
 from trainers.models import attention_kernels, partial_attention
+from trainers.models import context_attention as attention_of_devices
 from trainers.models.attention import attend, causal_mask
 from trainers.models.blockwise import blockwise
 from trainers.models.context_attention import context_attention
@@ -146,6 +147,31 @@ def test_a_token_that_sees_nothing_gets_nothing():
     assert not part.mixed_BTKGC.any()
     gradients = partial_attention.backward(*arguments, part, jnp.ones_like(grouped))
     assert not any(leaf.any() for leaf in gradients)
+
+
+@pytest.mark.costs("traces a backward pass through a loop over layers, on a mesh")
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_nothing_is_kept_of_all_pairs_of_blocks(exchange, recomputed, monkeypatch):
+    """Not in a loop over layers either, of which JAX takes out what depends on no layer."""
+    monkeypatch.setattr(attention_of_devices, "Score", partial(Score, queries=4, keys=3))
+    mesh = meshes.make_mesh(MeshConfig(data=1, context=2), jax.devices()[:2])
+    query, key, value = inputs()
+    settings = {"segments_BT": jnp.asarray(SEGMENTS), "scale": SCALE, "softcap": SOFTCAP}
+
+    def layers(query, key, value, reach):
+        def layer(x):
+            return x + context_attention(exchange, x, key, value, reach=reach, **settings)
+
+        body = jax.checkpoint(layer, prevent_cse=False) if recomputed else layer
+        return jnp.sum(jax.lax.scan(lambda x, _: (body(x), None), query, None, length=3)[0])
+
+    gradient = meshes.tracing_for(mesh, jax.grad(layers, (0, 1, 2)))
+    program = str(jax.make_jaxpr(gradient)(query, key, value, jnp.asarray(WINDOW)))
+    blocks = (TIME // 2 // 4, TIME // 3 if exchange == "gather" else TIME // 2 // 3)
+    assert f"[{blocks[0]},2," in program  # the queries in blocks
+    kept = [f"[{','.join(map(str, pair))}," for pair in (blocks, blocks[::-1], (3, *blocks))]
+    assert not [pair for pair in kept if pair in program]
 
 
 @pytest.mark.parametrize(
