@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-
 import numpy as np
 import pytest
 
 from tests.multihost import harness
-from tests.multihost.test_model_state import resized
-from tests.strikes import Folder
+from tests.multihost.resizing import killed_and_resized, resized
 from trainers.config.arguments import TrainingArguments, from_dict
 
 STEPS = 6
@@ -44,13 +41,7 @@ def arguments(tmp_path, **changes):
 def killed(tmp_path_factory):
     """One host is killed at batch 2."""
     folder = tmp_path_factory.mktemp("killed")
-    made, faults = arguments(folder), Folder(folder / "faults", step_s=0.2)
-    faults.order(1, "kill", at=2)
-    hosts = harness.start(made, folder / "struck", hosts=2, devices_per_host=2, env=faults.env)
-    assert hosts[1].child.wait_gone(harness.TIMEOUT_S)
-    assert hosts[1].exit.signal == signal.SIGKILL, hosts[1].exit
-    harness.kill(hosts)
-    return resized(made, folder, CUT_AT)
+    return killed_and_resized(arguments(folder), folder, CUT_AT)
 
 
 @pytest.mark.slow("starts the processes of several hosts")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-
 import numpy as np
 import pytest
 
 from tests.multihost import harness
+from tests.multihost.resizing import killed_and_resized, resized
 from tests.programs import normed
-from tests.strikes import Folder
 from trainers.config.arguments import TrainingArguments, from_dict
 
 STEPS = 9
+CUT_AT = (3, 6)
 
 
 def arguments(tmp_path, **changes):
@@ -20,31 +19,18 @@ def arguments(tmp_path, **changes):
     return from_dict(TrainingArguments, {**normed.settings(**about), "storage": str(tmp_path)})
 
 
-def resized(made, folder, cut_at=(3, 6), **orders):
-    """Two hosts, one, and two again. Returns the last ones."""
-    harness.run(made, folder / "two", hosts=2, devices_per_host=2, stop_at=cut_at[0], **orders)
-    harness.run(made, folder / "one", hosts=1, devices_per_host=2, stop_at=cut_at[1])
-    return harness.run(made, folder / "again", hosts=2, devices_per_host=2)
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """One host is killed at batch 2, after the checkpoint of step 2 began or before it."""
     folder = tmp_path_factory.mktemp("killed")
-    made, faults = arguments(folder), Folder(folder / "faults", step_s=0.2)
-    faults.order(1, "kill", at=2)
-    hosts = harness.start(made, folder / "struck", hosts=2, devices_per_host=2, env=faults.env)
-    assert hosts[1].child.wait_gone(harness.TIMEOUT_S)
-    assert hosts[1].exit.signal == signal.SIGKILL, hosts[1].exit
-    harness.kill(hosts)
-    return resized(made, folder)
+    return killed_and_resized(arguments(folder), folder, CUT_AT)
 
 
 @pytest.mark.slow("starts the processes of several hosts")
 def test_a_run_that_was_killed_and_resized_equals_the_replay_of_its_lineage(killed, tmp_path):
     result = harness.result(killed[0])
     assert [(part["batch_index"], part["num_hosts"]) for part in result["lineage"]] == [(0, 2), (3, 1), (6, 2)]
-    again = harness.result(resized(arguments(tmp_path, checkpoint={}), tmp_path)[0])
+    again = harness.result(resized(arguments(tmp_path, checkpoint={}), tmp_path, CUT_AT)[0])
     # The digest of the parameters has the batch statistics, too.
     assert again["params_digest"] == result["params_digest"] == harness.result(killed[1])["params_digest"]
     assert again["samples_digest"] == result["samples_digest"]
