@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser("orchestrator.completion", __doc__, example="bash > gangway.bash")
     options.add_argument("shell", choices=tuple(SHELLS))
     shell = options.parse_args(argv).shell
-    print(SHELLS[shell]([described(name) for name in COMMANDS], keys()), end="")
+    for line in SHELLS[shell]([described(name) for name in COMMANDS], keys()):
+        print(line)
     return 0
 
 
@@ -92,11 +93,7 @@ def keys() -> list[str]:
 # ---------------------------------------------------------------------- the shells
 
 
-def bash(commands: Sequence[Described], known: Sequence[str]) -> str:
-    return "".join(f"{line}\n" for line in _bash(commands, known))
-
-
-def _bash(commands: Sequence[Described], known: Sequence[str]) -> Iterator[str]:
+def bash(commands: Sequence[Described], known: Sequence[str]) -> Iterator[str]:
     yield f"# {GANGWAY} completion bash"
     yield f"_{GANGWAY}_keys='{' '.join(f'{key}=' for key in known)}'"
     yield f"_{GANGWAY}() {{"
@@ -123,11 +120,7 @@ def _bash(commands: Sequence[Described], known: Sequence[str]) -> Iterator[str]:
     yield f"complete -o default -o bashdefault -F _{GANGWAY} {GANGWAY}"
 
 
-def zsh(commands: Sequence[Described], known: Sequence[str]) -> str:
-    return "".join(f"{line}\n" for line in _zsh(commands, known))
-
-
-def _zsh(commands: Sequence[Described], known: Sequence[str]) -> Iterator[str]:
+def zsh(commands: Sequence[Described], known: Sequence[str]) -> Iterator[str]:
     yield f"#compdef {GANGWAY}"
     yield f"# {GANGWAY} completion zsh"
     yield f"_{GANGWAY}() {{"
@@ -158,11 +151,7 @@ def _zsh_row(name: str, about: str) -> str:
     return shlex.quote(f"{name}:{about}")
 
 
-def fish(commands: Sequence[Described], known: Sequence[str]) -> str:
-    return "".join(f"{line}\n" for line in _fish(commands, known))
-
-
-def _fish(commands: Sequence[Described], known: Sequence[str]) -> Iterator[str]:
+def fish(commands: Sequence[Described], known: Sequence[str]) -> Iterator[str]:
     yield f"# {GANGWAY} completion fish"
     for each in commands:
         about = _fish_text(each.about)
@@ -184,7 +173,7 @@ def _fish_text(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-SHELLS: dict[str, Callable[[Sequence[Described], Sequence[str]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+SHELLS: dict[str, Callable[[Sequence[Described], Sequence[str]], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}
 
 if __name__ == "__main__":
     sys.exit(main())
