@@ -140,6 +140,8 @@ def check_whole(job, undisturbed, *kinds):
     assert job.last_meta()["fingerprints"] == undisturbed
     assert job.saved()[-1] == STEPS
     assert max(Counter(job.commits()).values()) == 1, job.commits()
+    # The state of the last save at least: its hosts have sent it, and told so at their end.
+    assert summary["requests"]["bytes_out"] > manifest.read(layout.at(job.run / "checkpoints", STEPS)).num_bytes
     assert [segment.name for segment in (job.run / "tracking" / "segments").list()]
     return summary
 

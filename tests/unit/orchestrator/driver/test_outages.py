@@ -43,7 +43,7 @@ def test_a_time_without_storage_is_told_at_its_beginning_and_its_end():
     assert (len(told), progress.failed_requests) == (3, 6)
 
 
-def test_what_hosts_and_the_driver_ask_is_added_up_and_goes_on_with_the_next_driver():
+def test_what_hosts_and_the_driver_ask_is_added_up():
     progress = Progress(Goodput(0.0))
     of_run = Outages(progress, lambda message, level: None, lambda: 0.0)
     usage.HERE.take()

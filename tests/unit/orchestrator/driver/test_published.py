@@ -70,6 +70,14 @@ def test_of_the_use_of_the_machines_the_largest_value_is_published(handler):
     assert of_all_hosts(handler) == [(1, {"loss": 2.0, CPU: 80.0, MEMORY: 7.0}), (1, {"eval_loss": 2.0})]
 
 
+def test_what_hosts_have_asked_of_a_bucket_is_counted(handler):
+    generation = Generation(0, 2)
+    handler.start(generation)
+    for host in (0, 1):
+        tell(handler, generation, host, "requests_made", counts={"put": 2 + host, "bytes_out": 100})
+    assert handler.launch.progress.requests == {"put": 5, "bytes_out": 200}
+
+
 def test_prometheus_gets_what_is_published_the_state_and_each_host(handler):
     generation = Generation(0, 2)
     handler.start(generation)

@@ -16,6 +16,8 @@ def launched(tmp_path, launch_id, began_s, *, lasted_s=90.0, incidents=1, driver
         clock = lambda: began_s + lasted_s  # noqa: E731
         tracking = TrackingConfig(mlflow=False)
         launch = launches.open_launch(str(tmp_path), launch_id, began_s, tracking, {}, clock, monotonic=clock)
+        launch.progress.requests["put"] = launch.progress.requests.get("put", 0) + 2
+        launch.progress.failed_requests += 1
         if launch.progress.drivers == 1:
             launch.next_generation()
             launch.progress.goodput.switch("step", began_s + 10.0)
@@ -33,6 +35,7 @@ def test_a_resumed_launch_knows_what_the_earlier_ones_used_and_met(tmp_path):
     launched(tmp_path, "second", 5000.0, drivers=2)
     found = launched(tmp_path, "third", 9000.0, lasted_s=30.0, incidents=0)
     assert (found["launches"], found["generations"], found["drivers"], found["num_incidents"]) == (3, 3, 4, 3)
+    assert (found["requests"], found["failed_requests"]) == ({"put": 8}, 4)
     assert [(i["launch_id"], i["step"]) for i in found["incidents"]] == [("first", 0), ("first", 1), ("second", 0)]
     assert (found["goodput"]["step"], found["wall_s"]) == (80.0 + 80.0 + 20.0, 210.0)
     assert sum(found["goodput"].values()) == pytest.approx(found["wall_s"])
