@@ -32,14 +32,15 @@ class BackgroundSave:
         *,
         forbidden: Callable[[Folder], str],
         record: Callable[[int, str, str], None],
+        discard: Callable[[Folder], None],
         on_committed: Callable[[int], None],
         on_failed: Callable[[int, CommitError], None],
     ):
-        """`forbidden(final)` returns why nothing may be committed there now, and `record(step, folder, digest)` is that of
-        `Ownership`, for one folder; host 0 calls both in the thread that saves."""
+        """`forbidden(final)` returns why nothing may be committed there now, `record(step, folder, digest)` is `Ownership.commit`
+        for one folder, and `discard` is `Ownership.discard`; host 0 calls them in the thread that saves."""
         self.arrays = ArrayFiles()
         self._name, self._term = name, term
-        self._record = record
+        self._record, self._discard = record, discard
         self._forbidden, self._on_committed, self._on_failed = forbidden, on_committed, on_failed
         self._storage = StorageCheck()
         self._thread: threading.Thread | None = None
@@ -84,7 +85,8 @@ class BackgroundSave:
                 copied.set()  # training does not wait for what the other hosts make of a failure
 
         forbidden, record = partial(self._forbidden, final), partial(self._record, step)
-        save = Commit(work, final, meta, self._exchange(work.name), write, self.arrays.merge, forbidden, may_replace(), record)
+        exchange, merge = self._exchange(work.name), self.arrays.merge
+        save = Commit(work, final, meta, exchange, write, merge, forbidden, may_replace(), record, self._discard)
         self._thread = threading.Thread(target=self._run, args=(step, save, copied), name=self._name, daemon=True)
         self._thread.start()
         copied.wait()

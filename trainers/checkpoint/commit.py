@@ -104,6 +104,14 @@ class Exchange:
             return {"problem": f"no answer from host {host} within {max(timeout_s, TIMEOUT_S):.0f} s: {one_line(error)}"}
 
 
+def delete(work: Folder) -> None:
+    """Deletes what was not committed, or does not count any more. Raises OSError."""
+    if isinstance(work, Place):
+        ours.delete_folder(work, UNCOMMITTED)
+    else:
+        ours.delete(work, ours.ON_THE_WAY)
+
+
 @dataclass(frozen=True)
 class Commit:
     """A save of one checkpoint: written to `work`, a new folder, recorded, and on a disk renamed to `final`."""
@@ -124,6 +132,8 @@ class Commit:
     record: Callable[[str, str], None] = lambda folder, digest: None
     """Given the name of the folder and the digest of its manifest: records in the row of the run that it is committed. Raises
     CommitError if that is not to be, and OSError if nobody can tell."""
+    discard: Callable[[Folder], None] = delete
+    """Deletes what was not committed. Raises OSError."""
     unclear: list[str] = field(default_factory=list)
     """Why nobody can tell whether it was recorded: then nothing of it may be deleted."""
     clock: Callable[[], float] = field(default=time.time)
@@ -140,7 +150,7 @@ class Commit:
             if exchange.host == 0 and not self.unclear:
                 # No host writes any more: each has answered, or host 0 has waited long enough for it.
                 with suppress(OSError):
-                    _delete(self.work)
+                    self.discard(self.work)
             raise
 
     def _write(self) -> str:
@@ -200,14 +210,6 @@ class Commit:
         except OSError as error:
             self.unclear.append(str(error))
             raise
-
-
-def _delete(work: Folder) -> None:
-    """Deletes what was not committed. Raises OSError."""
-    if isinstance(work, Place):
-        ours.delete_folder(work, UNCOMMITTED)
-    else:
-        ours.delete(work, ours.ON_THE_WAY)
 
 
 def _await_parts(state: Place, written: Collection[str], sleep: Callable[[float], None] = time.sleep) -> None:

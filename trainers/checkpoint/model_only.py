@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers.checkpoint import layout, manifest, standing
+from trainers.checkpoint import layout, manifest
 from trainers.checkpoint.array_io import ArrayFiles
 from trainers.checkpoint.commit import CommitError
 from trainers.storage import durable, ours, sealed
@@ -67,7 +67,7 @@ def keep_in_bucket(arrays: ArrayFiles, checkpoint: Place, models: Place, step: i
     except BaseException:
         if not recording:
             with suppress(OSError):
-                ours.delete_folder(work, standing.UNCOMMITTED)
+                owner.discard(work)
         raise
 
 

@@ -29,6 +29,7 @@ class ModelSaver:
             owner.term,
             forbidden=self._forbidden,
             record=partial(owner.commit, self._folder),
+            discard=owner.discard,
             on_committed=self._committed,
             on_failed=self._failed,
         )

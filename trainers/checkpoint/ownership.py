@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from trainers.checkpoint import committed, fence, layout, manifest, standing
-from trainers.checkpoint.commit import CommitError
+from trainers.checkpoint.commit import CommitError, delete
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.standing import Folder
 from trainers.checkpoint.storage_check import StorageCheck
@@ -46,6 +46,8 @@ class Ownership:
         creating the folder anew would save to the wrong disk."""
         self._cleared = False
         """Whether what a process that died has left was deleted."""
+        self._discarded: set[Folder] = set()
+        """The folders that do not count, and may still be there."""
         self._storage = StorageCheck()
 
     def follow_fence(self, path: str | None) -> None:
@@ -89,11 +91,13 @@ class Ownership:
         """Records that `name` in `folder`, which is that of the checkpoints or of the models, is committed. Raises CommitError if
         another driver has the run, and OSError if nobody can tell."""
         try:
-            self._row.commit(self._writer, step, Kept(name, digest), folder.name)
+            replaced = self._row.commit(self._writer, step, Kept(name, digest), folder.name)
         except OvertakenError as error:
             raise CommitError(f"{error}: no checkpoint is committed from here") from error
         except StorageError as error:
             raise CommitError(str(error)) from error
+        if isinstance(folder, Place) and replaced is not None and replaced.folder != name:
+            self._discarded.add(folder / replaced.folder)
 
     def remove(self, folder: Folder, step: int) -> None:
         """Removes what is saved of a step in one of these folders: first it no longer counts. Raises CommitError or OSError."""
@@ -104,9 +108,27 @@ class Ownership:
         except (OvertakenError, StorageError) as error:
             raise CommitError(f"{path} stays: {error}") from error
         if isinstance(path, Place):
-            ours.delete_folder(path, layout.CHECKPOINT)
+            self.discard(path)
         else:
             layout.delete(path)
+
+    def discard(self, work: Folder) -> None:
+        """Deletes a folder that was not committed, or does not count any more. Raises OSError: `delete_discarded` tries it
+        again."""
+        self._discarded.add(work)
+        delete(work)
+        self._discarded.discard(work)
+
+    def delete_discarded(self, is_read: Callable[[Folder], bool]) -> list[str]:
+        """Deletes what a save has replaced in a bucket, and what could not be deleted before; but not what `is_read` now. Returns
+        what went wrong: that is tried again at the next call. For host 0."""
+        problems = []
+        for folder in [folder for folder in self._discarded.copy() if not is_read(folder)]:
+            try:
+                self.discard(folder)
+            except OSError as error:
+                problems.append(f"{folder}, which does not count, could not be deleted: {error.strerror or error}")
+        return problems
 
     def forbidden(self) -> str:
         """Like `fenced`, with several tries. For host 0, in a thread that may wait."""

@@ -44,6 +44,7 @@ class StateSaver:
             owner.term,
             forbidden=self._forbidden,
             record=partial(owner.commit, owner.folder),
+            discard=owner.discard,
             on_committed=self._committed,
             on_failed=self._failed,
         )

@@ -71,6 +71,7 @@ class Tidier:
                 *(self._is_read, self._seen, self._owner.remove),
             ):
                 self._note(problem)
+            self._delete_discarded()
         except Exception as error:  # a thread's boundary: what is old may stay, training goes on
             self._note(f"old checkpoints in {folder} were not deleted: {one_line(error)}")
 
@@ -82,8 +83,13 @@ class Tidier:
             superseded = frozenset(self._course.superseded)
             for problem in layout.delete_old_models(folder, superseded, self._retention, self._seen, self._owner.remove):
                 self._note(problem)
+            self._delete_discarded()
         except Exception as error:  # a thread's boundary: what is old may stay, training goes on
             self._note(f"old models of {folder.parent} were not deleted: {one_line(error)}")
+
+    def _delete_discarded(self) -> None:
+        for problem in self._owner.delete_discarded(self._is_read):
+            self._note(problem)
 
     def _keep_model(self, checkpoint: Folder, step: int) -> None:
         """Keeps the model of a checkpoint that will be deleted."""

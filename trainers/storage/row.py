@@ -155,15 +155,20 @@ class Row:
             return newest
         return self._append(lambda before: replace(_if_not_overtaken(term, before), what="claim", term=term))
 
-    def commit(self, term: WriterTerm, step: int, kept: Kept, folder: str = CHECKPOINTS) -> Record:
-        """Records that what is in `folder` is committed, in place of what was of the same step. Raises OvertakenError."""
+    def commit(self, term: WriterTerm, step: int, kept: Kept, folder: str = CHECKPOINTS) -> Kept | None:
+        """Records that what is in `folder` is committed, in place of what was of the same step: returns that, which no longer
+        counts. Raises OvertakenError."""
+        replaced: Kept | None = None
 
         def change(before: Record) -> Record:
-            there = {**_if_not_overtaken(term, before).of(folder), step: kept}
+            nonlocal replaced
+            committed = _if_not_overtaken(term, before).of(folder)
+            replaced, there = committed.get(step), {**committed, step: kept}
             highest = before.step if folder != CHECKPOINTS else step if before.step is None else max(step, before.step)
             return replace(before, what="commit", term=term, step=highest, kept={**before.kept, folder: there})
 
-        return self._append(change)
+        self._append(change)
+        return replaced
 
     def remove(self, term: WriterTerm, steps: Iterable[int], folder: str = CHECKPOINTS) -> Record:
         """Records that what is in `folder` of these steps no longer counts: after that it may be deleted. Raises

@@ -135,11 +135,24 @@ def test_a_step_that_is_saved_again_takes_the_place_of_the_abandoned_one(folder)
     new.restore(checkpointing.abstract(checkpointing.state(0)), before=4)
     state = new.save_now(8, course="new")
     assert (new.saved, new.failed) == ([8], [])
+    assert [name.rpartition("_")[0] for name in folders(folder)] == ["4-1_0", "8-1_1"]  # what nobody names is deleted
     third = generation(folder, 2)
     assert third.restored.meta["course"] == "new"
     assert checkpointing.same(third.restored.state, state)
-    third.save_now(12)
-    assert len([name for name in folders(folder) if name.startswith("8-")]) == 1  # what nobody names is deleted
+
+
+def test_what_could_not_be_deleted_is_deleted_after_the_next_save(bucket, folder):
+    """What was removed, and what was not committed."""
+    manager = generation(folder, 0, keep=1)
+    manager.save_now(4)
+    bucket.proxy.faults[:] = [Fault(r"^(DELETE|POST \S+\?delete)", "403")]
+    manager.save_now(8)
+    bucket.proxy.faults += [Fault("^PUT .*meta", "403")]
+    manager.save_now(12)
+    assert (manager.steps(), [name.partition("-")[0] for name in folders(folder)]) == ([8], ["12", "4", "8"])
+    bucket.proxy.faults.clear()
+    manager.save_now(16)
+    assert [name.partition("-")[0] for name in folders(folder)] == ["16"]
 
 
 def test_an_older_generation_commits_nothing_after_a_later_one(folder):

@@ -111,7 +111,8 @@ def test_a_commit_whose_answer_is_lost_is_known_as_its_own(scheme, do, stores, t
     term = row.take_over({}).term
     for number in range(2, 5):
         stores[scheme].proxy.faults[:] = [Fault("^PUT", do, times=2)]
-        assert row.commit(term, number, KEPT).number == number
+        assert row.commit(term, number, KEPT) is None
+        assert row.newest().number == number
     assert Row(folder).newest().of("checkpoints") == dict.fromkeys((2, 3, 4), KEPT)
 
 
@@ -200,4 +201,6 @@ def test_after_damage_nothing_is_committed_until_a_driver_takes_the_run_over(tmp
     assert (taken.number, taken.term, taken.of("checkpoints")) == (4, (3, 0), {10: KEPT})
     with pytest.raises(OvertakenError):
         row.commit(term, 40, KEPT)
-    assert other.commit(taken.term, 40, KEPT).number == 5
+    assert other.commit(taken.term, 20, KEPT._replace(folder="20-2")) is None  # its record is damaged: nobody knows of it
+    assert other.commit(taken.term, 20, KEPT) == KEPT._replace(folder="20-2")
+    assert other.newest().number == 6
