@@ -243,7 +243,7 @@ def test_a_program_is_verified_in_a_bucket(bucket, tmp_path, monkeypatch, capsys
     report = json.loads((place_of(url) / "tiny-verify" / "verify.json").get())
     assert (status, report["passed"]) == (0, True), said
     assert [finding["good"] for finding in report["findings"]] == [True] * 4
-    assert place_of(f"{url}/tiny-verify").folders() == []  # the runs are gone
+    assert [entry.name for entry in place_of(f"{url}/tiny-verify").list() if "/" in entry.name] == []  # the runs are gone
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -80,12 +81,14 @@ class CheckpointManager:
         if step == self.last_saved_step:
             return
         described = self._measured_as_saved(step, state, meta)
+        if jax.default_backend() == "cpu":
+            described.broken()  # waits: the cores that measure are those that write, and a save beside it slows it down threefold
         patience_s = None if patient else self._storage_patience_s
         if problem := self._owner.claim(patience_s):
             self._saver.failed(step, problem)
         else:
             self._saver.save(step, state, described.meta, patience_s)
-        # Only now: the devices have measured it while the arrays were copied. The save itself has found the same.
+        # Only now: an accelerator has measured it while the arrays were copied. The save itself has found the same.
         if described.broken():
             self._saver.refused()
             raise described.error()

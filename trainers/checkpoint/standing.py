@@ -88,6 +88,6 @@ def left_by_others(folder: Place, term: WriterTerm) -> list[Place]:
 def accept_loss(folder: Place) -> None:
     """Records that the newest checkpoint that is there in a bucket is the newest one that was ever committed, and that those
     count no longer which are not there. Raises OSError, or StorageError."""
-    there = {*folder.folders()}
-    gone = [step for step, kept in committed_in(folder).items() if kept.folder not in there]
+    # By their objects: some stores list a folder for a while after all that was in it is deleted.
+    gone = [step for step, kept in committed_in(folder).items() if not (folder / kept.folder).list()]
     row_of(folder).accept_loss({"hostname": socket.gethostname(), "pid": os.getpid()}, gone, folder.name)

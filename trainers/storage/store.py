@@ -91,7 +91,8 @@ class Store(ABC):
 
     @abstractmethod
     def folders(self, prefix: str = "") -> Sequence[str]:
-        """Returns the names of the folders directly in the folder `prefix`, sorted; each without the prefix."""
+        """Returns the names of the folders directly in the folder `prefix`, sorted; each without the prefix. A folder of a disk,
+        and of a store such as SeaweedFS for a while, is named although all that was in it is deleted."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
