@@ -19,6 +19,8 @@ class HostTimes:
     def observe(self, host: int, batch_index: int, busy_s: float) -> list[float] | None:
         """Takes what a heartbeat says: the busy seconds of its process so far. Returns the busy seconds of a step of each host,
         from host 0 on, when an interval has ended for all hosts; else None."""
+        if self._went_back(host, batch_index, busy_s):
+            self._first, self._latest = {}, {}
         self._first.setdefault(host, (batch_index, busy_s))
         self._latest[host] = (batch_index, busy_s)
         spans = {host: self._latest[host][0] - first for host, (first, _) in self._first.items()}
@@ -30,3 +32,10 @@ class HostTimes:
         if self._num_intervals % INTERVALS == 0:
             self._every *= 2
         return shown
+
+    def _went_back(self, host: int, batch_index: int, busy_s: float) -> bool:
+        """Whether the process of the host is another one, whose seconds begin at 0, or has restored an older checkpoint.
+
+        The present interval then has no end: it begins anew for all hosts, which may be others."""
+        batches, seconds = self._latest.get(host, (batch_index, busy_s))
+        return batch_index < batches or busy_s < seconds

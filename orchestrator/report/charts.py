@@ -31,7 +31,9 @@ def lines(
     largest = max((abs(y) for points in curves.values() for _, y in points), default=0.0)
     axis: dict[str, Any] = {"title": None, "tickCount": 5}
     if percent or largest >= 10_000 or 0 < largest < 0.01:
-        axis["format"] = "~%" if percent else "~s" if largest >= 10_000 else "~e"
+        axis["format"] = "~%" if percent else "~s" if largest >= 10_000 else ".2~e"
+        if axis["format"] == ".2~e":
+            axis["labelExpr"] = "datum.value === 0 ? '0' : datum.label"
     scale = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
     x_axis = {"title": x, "grid": False, "tickCount": 6, **({"format": "~s"} if x == "step" else {})}
     encoding = {

@@ -13,7 +13,7 @@ from orchestrator.report.thinned import smoothed
 from orchestrator.reporting.text import action_of
 from orchestrator.run_state.incidents import Incident
 from orchestrator.runs import compare, overview
-from orchestrator.runs.incidents import evidence
+from orchestrator.runs.incidents import evidence, replayed
 from trainers.console.text import count, sentence
 from trainers.console.text import seconds as duration
 from trainers.published import RATES, SYSTEM, counted, number
@@ -160,8 +160,8 @@ def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
     of_examples = all((rate := counted(*both)) is not None and rate[1] == "examples" for both in rates)
     wanted = [
         ("Loss", "training" if several else "training and held-out data", ("loss",) if several else ("loss", "eval_loss")),
-        *([("Held-out loss", "eval_loss", ("eval_loss",))] if several else []),
-        ("Learning rate", "", ("learning_rate",)),
+        *([("Held-out loss", "held-out data", ("eval_loss",))] if several else []),
+        ("Learning rate", "of the newest step", ("learning_rate",)),
         ("Gradient norm", "before clipping", ("grad_norm",)),
         (
             ("Throughput", "examples a second", ("samples_per_s",))
@@ -174,7 +174,7 @@ def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
         ("Memory of a host", "bytes, of the fullest", ("host_memory_bytes",)),
     ]
     others = sorted({name for record in records.values() for name in record.names()} - SYSTEM - {"eval_loss"})
-    wanted += [(name, "", (name,)) for name in others if "/" not in name and not name.endswith(("_s", *RATES))][:12]
+    wanted += [(*_words(name), (name,)) for name in others if "/" not in name and not name.endswith(("_s", *RATES))][:12]
     found = []
     for title, unit, names in wanted:
         drawn = {
@@ -186,6 +186,12 @@ def curves(records: Mapping[str, Record]) -> list[charts.Chart]:
         if drawn:
             found.append(charts.lines(title, unit, drawn, percent=title.startswith("Model FLOPs")))
     return found
+
+
+def _words(name: str) -> tuple[str, str]:
+    """Returns the title of a metric that has no chart of its own, and on which data it was taken."""
+    held_out = name.startswith("eval_")
+    return name.removeprefix("eval_").replace("_", " ").capitalize(), "held-out data" if held_out else "training"
 
 
 def _label(run: str, name: str, several: bool) -> str:
@@ -243,7 +249,8 @@ def incident(index: int, one: Incident, record: Record) -> dict[str, Any]:
         "what": one.kind.replace("_", " "),
         "host": "" if one.host is None else one.host,
         "step": "" if one.step is None else f"{one.step:,}",
-        "cost": "not over yet" if one.open else duration(one.total_s),
+        "recovery": "not over yet" if one.open else duration(one.total_s),
+        "replayed": replayed(one),
         "then": sentence(action_of(one.to_dict())),
         "summary": one.evidence.get("summary", ""),
         "detail": one.detail,

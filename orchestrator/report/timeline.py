@@ -59,13 +59,16 @@ def of(record: Record) -> Timeline | None:
     if not launches:
         return None
     marks = [mark for mark in record.marks if mark.launch == launches[-1]]
-    began_s = marks[0].at_s
+    # The first launch begins with the command, as the goodput does: its driver comes seconds later.
+    began_s = marks[0].at_s if len(launches) > 1 or record.began_s is None else record.began_s
     last_s = max([marks[-1].at_s, *(one.at_s for one in record.published[-1:])])
     if record.overview.kind == LIVE:
         last_s = max(last_s, record.overview.changed_s or last_s)
     length_s = max(last_s - began_s, 1e-3)
     states = [mark for mark in marks if mark.ev == "state"]
     run = [_bar(RUN, mark, end_s, began_s) for mark, end_s in _until_next(states, last_s)]
+    if marks[0].at_s > began_s:
+        run.insert(0, Bar(RUN, 0.0, marks[0].at_s - began_s, "starting"))
     hosts = _of_hosts(marks, states, began_s, last_s)
     incidents = [
         (incident.failed_at_s - began_s, incident.kind.replace("_", " "))

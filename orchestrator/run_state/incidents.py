@@ -68,6 +68,11 @@ class Incident:
         """Whether another generation is to follow, and has not taken a step yet."""
         return self.action in tuple(Action) and Action(self.action).restarts and self.resumed_step is None
 
+    @property
+    def replayed_steps(self) -> int:
+        """The steps that were trained before it, and have to be trained again."""
+        return 0 if self.step is None or self.resumed_step is None else max(0, self.step - self.resumed_step)
+
     def mark(self, phase: str, at_s: float) -> None:
         """Ends a phase at `at_s`. It began at the end of the phase before; the first one began with the failure."""
         # The times come from the clocks of several machines: no phase may be negative.

@@ -141,6 +141,8 @@ def shown(name: str, value: Any) -> str:
         return seconds(value)
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) >= 10):
         return f"{value:,.0f}"
+    if isinstance(value, float) and name.endswith("_per_s"):
+        return f"{value:,.0f}" if value >= 100 else number(value)
     return number(value) if isinstance(value, float) else printable(str(value))
 
 

@@ -67,7 +67,8 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
         ("what", "left"),
         ("host", "right"),
         ("step", "right"),
-        ("cost", "right"),
+        ("recovery", "right"),
+        ("replayed", "right"),
     ):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("then")
@@ -79,9 +80,16 @@ def show(screen: Console, incidents: Sequence[Incident]) -> None:
             "" if incident.host is None else str(incident.host),
             "" if incident.step is None else f"{incident.step:,}",
             "" if incident.open else seconds(incident.total_s),
+            replayed(incident),
             Text("not over yet", "yellow") if incident.open else sentence(action_of(incident.to_dict())),
         )
     screen.print(table)
+
+
+def replayed(incident: Incident) -> str:
+    """Returns how many steps are trained again because of it, in words."""
+    number = incident.replayed_steps
+    return "" if incident.open else f"{number:,} step{'' if number == 1 else 's'}"
 
 
 def show_one(screen: Console, number: int, incident: Incident) -> None:
@@ -96,6 +104,7 @@ def show_one(screen: Console, number: int, incident: Incident) -> None:
         "then": action_of(document),
         "recovery": f"{seconds(incident.total_s)}: {recovery(incident.recovery_s)}" if incident.recovery_s else "",
         "went on at": incident.resumed_step,
+        "replayed": replayed(incident) if incident.replayed_steps else "",
     }
     for name, value in rows.items():
         if value not in (None, ""):

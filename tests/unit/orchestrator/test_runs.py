@@ -194,6 +194,7 @@ def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(st
     _, first, second = capsys.readouterr().out.splitlines()
     assert "process crash" in first
     assert "0.50 s" in first
+    assert "2 steps" in first, "those between the failure and the checkpoint"
     assert "not over yet" in second
     assert incidents.main([run, "--number", "1"]) == 0
     told = capsys.readouterr().out

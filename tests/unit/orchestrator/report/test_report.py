@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import time
@@ -71,6 +72,7 @@ def test_the_page_has_what_the_files_say(text):
         assert what in text, what
     assert "What is missing here" not in text
     assert "Work of each host" in text
+    assert "<span>0.50 s</span><span>10 steps</span>" in text, "the recovery, and what is trained again"
     assert "host 1: &lt;killed&gt; by SIGKILL" in text  # a text of a run is no HTML
     assert "Traceback &lt;b&gt;" in text
 
@@ -123,6 +125,16 @@ def test_the_time_line_is_what_the_run_and_its_hosts_did(run):
     ]
     assert line.incidents == [(60.0, "process crash")]
     assert line.saves == [210.0]
+
+
+def test_the_time_line_begins_with_the_command_as_the_goodput_does(run):
+    """The driver, whose marks are on it, comes seconds after the command."""
+    found = record.read(run)
+    later = dataclasses.replace(found, marks=[dataclasses.replace(mark, at_s=mark.at_s + 5) for mark in found.marks])
+    line = timeline.of(later)
+    assert line.bars[0] == timeline.Bar("run", 0.0, 5.0, "starting")
+    assert line.saves == [215.0]
+    assert line.incidents == [(60.0, "process crash")]
 
 
 def test_each_state_of_a_run_has_its_kind_on_the_time_line():
@@ -213,6 +225,9 @@ def test_axes_have_units_that_people_read(text):
     axes = [chart["layer"][0]["encoding"]["x"]["axis"] for chart in (short, long)]
     assert [(axis["title"], "format" in axis) for axis in axes] == [("seconds", False), ("minutes", False)]
     assert "milliseconds of a step" in text
+    small = charts.lines("Learning rate", "", {"": [(0.0, 1e-3), (1.0, 1.2e-3)]})["layer"][0]["encoding"]["y"]["axis"]
+    assert small["format"] == ".2~e", "1e-3 and 1.2e-3 have labels of their own"
+    assert "'0'" in small["labelExpr"]
     marks = [{"x": at, "what": "process crash"} for at in (10.0, 10.5, 11.0, 60.0)]
     assert [one["x"] for one in charts.apart(marks, 100.0)] == [10.0, 60.0], "names do not lie over each other"
     bar = charts.goodput_bar({"data_wait": 70.0, "checkpoint": 5.0, "step": 25.0})
