@@ -17,7 +17,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.M | re.S)
 FILE_NAME = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
 COMMAND = re.compile(
     r"\.ci/|([A-Z_]+=\S+ )*(python|gangway|pytest|make|ray|mlflow|export|source|cd|mkdir|git|pip|kill|pkill"
-    r"|docker|kubectl|gcloud|sbatch|scancel|bash)\b"
+    r"|docker|kubectl|gcloud|sbatch|scancel|bash|ssh)\b"
 )
 
 

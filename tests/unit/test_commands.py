@@ -31,7 +31,7 @@ MADE = {"models/smollm2": ROOT / "tests" / "unit" / "data" / "parity" / "llama3"
 """Folders of Hugging Face that a command of the documents makes, and one that stands for them here."""
 NOT_OURS = {
     *("cd", "mkdir", "source", "git", "kill", "pkill", "export", "pip", "pytest", "lm_eval"),
-    *("docker", "kubectl", "gcloud", "sbatch", "scancel"),
+    *("docker", "kubectl", "gcloud", "sbatch", "scancel", "ssh"),
 }
 """Programs of every machine or of a cluster, and one that reads what is exported."""
 
