@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tests.stores import emulators
 from trainers.checkpoint.manager import CheckpointManager
 from trainers.checkpoint.retention import Retention
 from trainers.runtime.executables import ProgramStore
@@ -107,6 +106,8 @@ def storage_of(kind: str, folder: str) -> Iterator[str]:
     if kind == "disk":
         yield f"{folder}/ours"
         return
+    from tests.stores import emulators  # not at the top: what saves to a disk needs no emulators
+
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     server = context.Process(target=serve, args=(kind, there), daemon=True)
@@ -120,6 +121,8 @@ def storage_of(kind: str, folder: str) -> Iterator[str]:
 
 
 def serve(kind: str, parent: Connection) -> None:
+    from tests.stores import emulators
+
     with {"gs": emulators.fake_gcs, "s3": emulators.moto}[kind]() as address:
         parent.send(address)
         threading.Event().wait()
@@ -133,34 +136,45 @@ def main() -> None:
         "--storage", choices=("disk", "gs", "s3"), default="disk", help="of ours; Orbax' own saves are on the disk"
     )
     options = parser.parse_args()
-    mesh = Mesh(np.array(jax.devices()), ("data",))
     with tempfile.TemporaryDirectory(prefix="saves-") as folder, storage_of(options.storage, folder) as place:
-        manager = manager_at(place, mesh)
-        orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
-        rounds, asked = [], []
-        for step in range(options.rounds + 1):
-            state = jax.block_until_ready(state_of(int(options.millions * 1e6), mesh, step))
-            if step == 0:
-                manager.prepare(state)
-            usage.HERE.take()
-            rounds.append(one_round(step, state, manager, orbax, folder))
-            asked.append(usage.HERE.take())
-        abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
-        del state
-        reader = manager_at(place, mesh)
-        restored_s = took_s(lambda: jax.block_until_ready(reader.restore(abstract)))
-        read = usage.HERE.take()
+        found = measured(jax.devices(), options.millions, options.rounds, folder, place)
+    size, ours_s, orbax_s = found["bytes"], found["ours"], found["orbax"]
+    print(
+        f"saves of {options.millions:g} M parameters ({size / 1e6:.0f} MB), {options.storage}: ours {1000 * ours_s:.0f} ms, "
+        f"raw asynchronous Orbax {1000 * orbax_s:.0f} ms, ratio {ours_s / orbax_s:.2f}; a copy of all arrays "
+        f"{1000 * found['copy']:.0f} ms, fingerprints alone {1000 * found['fingerprints']:.0f} ms; "
+        f"committed after {found['complete']:.2f} s; restored in {found['restored']:.2f} s"
+    )
+    if options.storage != "disk":
+        print(f"a save asks {said(found['save_asked'], size)}; a restore asks {said(found['restore_asked'], size)}")
+
+
+def measured(
+    devices: list[jax.Device], millions: float, num_rounds: int, folder: str, place: str | None = None
+) -> dict[str, Any]:
+    """Returns the medians of the rounds in seconds, the seconds of a restore, the bytes of the state, and what the last save and
+    the restore asked of the storage. `place` is where ours are saved; None: in `folder`, where Orbax' own are."""
+    mesh = Mesh(np.array(devices), ("data",))
+    place = f"{folder}/ours" if place is None else place
+    manager = manager_at(place, mesh)
+    orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True))
+    rounds, asked = [], []
+    for step in range(num_rounds + 1):
+        state = jax.block_until_ready(state_of(int(millions * 1e6), mesh, step))
+        if step == 0:
+            manager.prepare(state)
+        usage.HERE.take()
+        rounds.append(one_round(step, state, manager, orbax, folder))
+        asked.append(usage.HERE.take())
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
+    del state
+    reader = manager_at(place, mesh)
+    restored_s = took_s(lambda: jax.block_until_ready(reader.restore(abstract)))
+    read = usage.HERE.take()
     # The first ones compile, and make folders.
     median = Round(*(statistics.median(column) for column in zip(*rounds[1:], strict=True)))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
-    print(
-        f"saves of {options.millions:g} M parameters ({size / 1e6:.0f} MB), {options.storage}: ours {1000 * median.ours:.0f} ms, "
-        f"raw asynchronous Orbax {1000 * median.orbax:.0f} ms, ratio {median.ours / median.orbax:.2f}; a copy of all arrays "
-        f"{1000 * median.copy:.0f} ms, fingerprints alone {1000 * median.fingerprints:.0f} ms; "
-        f"committed after {median.complete:.2f} s; restored in {restored_s:.2f} s"
-    )
-    if options.storage != "disk":
-        print(f"a save asks {said(asked[-1], size)}; a restore asks {said(read, size)}")
+    return {**median._asdict(), "restored": restored_s, "bytes": size, "save_asked": asked[-1], "restore_asked": read}
 
 
 def said(asked: dict[str, int], size: int) -> str:
