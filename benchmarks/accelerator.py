@@ -41,6 +41,8 @@ GPU_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 """Of a GPU that JAX may have; its default, 0.75, is for machines with a screen."""
 LEAST_S = 20.0
 """No measurement begins with less time left."""
+PATIENCE_WITH_TESTS = 10
+"""By how much limits are longer with `--small`: tests run on machines that are busy with others."""
 Record = dict[str, Any]
 
 
@@ -144,7 +146,7 @@ def measure_all(
     """Measures what the results do not have. Returns the names of those for which there was no time."""
     # At each start: the results that are there may be of another machine.
     (of_device,) = measurements(small, None)
-    results.add_device(told(of_device, run, of_device.limit_s))
+    results.add_device(told(of_device, run, of_device.limit_s * (PATIENCE_WITH_TESTS if small else 1)))
     left = []
     # Without the device nothing else can be asked for.
     for measurement in measurements(small, results.device) if results.device is not None else ():
@@ -154,9 +156,10 @@ def measure_all(
         if time_left_s < LEAST_S:
             left.append(measurement.name)
             continue
-        limit_s = min(measurement.limit_s, time_left_s)
+        own_s = measurement.limit_s * (PATIENCE_WITH_TESTS if small else 1)
+        limit_s = min(own_s, time_left_s)
         record = told(measurement, run, limit_s)
-        if record["status"] == TIMED_OUT and limit_s < measurement.limit_s:
+        if record["status"] == TIMED_OUT and limit_s < own_s:
             left.append(measurement.name)  # not its own limit: it is measured anew at the next start
         else:
             results.add(measurement.name, record)

@@ -33,7 +33,7 @@ class Sizes:
 
 LARGE = Sizes(LLAMA_1B, (2048, 8192), 16_384, 40, 5, "none", 400.0, 2, 10)
 LITTLE_MEMORY = Sizes(LLAMA_1B, (2048, 8192), 8192, 40, 5, "full", 200.0, 2, 10)
-SMALL = Sizes(TINY, (64,), 256, 8, 2, "none", 0.2, 1, 2)
+SMALL = Sizes(TINY, (64,), 256, 8, 2, "none", 1.0, 1, 2)
 ENOUGH_BYTES = 60e9
 """From this memory on, a device keeps the activations of 16,384 tokens of the model beside its state."""
 
