@@ -31,6 +31,7 @@ from trainers.config import attention, near_keys, yaml_source
 from trainers.config.arguments import ORCHESTRATOR_SECTIONS, TrainingArguments
 from trainers.config.conversion import convert_sections
 from trainers.config.masking import MASK, masked
+from trainers.config.model import SLICE
 from trainers.config.section import Section, require_none
 from trainers.config.yaml_source import ConfigError, Source
 from trainers.settings import ARGUMENTS_CLASS, Settings
@@ -214,6 +215,20 @@ def _job(made: Settings) -> JobConfig:
     return JobConfig(training=made.training, arguments_class=made.arguments_class, **made.machines)
 
 
+def _problems_of_slices(sizes: Mapping[str, int], hosts: HostsConfig, count: int) -> Iterator[str]:
+    """Yields why the axis `slice` of a mesh does not fit so many hosts."""
+    asked = sizes.get(SLICE, 1)
+    if asked == 1:
+        return
+    if hosts.kind == "tpu":
+        slices = count // hosts_config.hosts_per_slice(hosts)
+        if asked != slices:
+            yield f"mesh.slice = {asked}: expected {slices}, the slices of {count} hosts, or 1"
+    elif count > 1 and count % asked:  # of one host the slices are groups of its devices
+        fits = ", ".join(str(number) for number in range(1, count + 1) if count % number == 0)
+        yield f"mesh.slice = {asked}: expected a divisor of the {count} hosts ({fits}): a slice is whole hosts"
+
+
 def _cross_check(made: Settings, wrong: set[str]) -> Iterator[str]:
     """Yields problems between sections. Keys in `wrong` have been reported already and hold defaults here: they are not
     checked."""
@@ -222,7 +237,7 @@ def _cross_check(made: Settings, wrong: set[str]) -> Iterator[str]:
         hosts, per_host = config.hosts, hosts_config.devices_per_host(config.hosts)
         for count in sorted({hosts_config.min_hosts(hosts), hosts_config.num_hosts(hosts)}):
             try:
-                config.training.check_devices(count * per_host)
+                yield from _problems_of_slices(config.training.check_devices(count * per_host), hosts, count)
             except ValueError as error:
                 yield f"{error} (hosts: {count} x {per_host} devices)"
     if not wrong & {"model", "hosts"}:

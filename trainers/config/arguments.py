@@ -42,7 +42,7 @@ from trainers.config.context import problems as problems_of_context
 from trainers.config.conversion import convert_sections, from_dict
 from trainers.config.frozen import BASE
 from trainers.config.masking import masked
-from trainers.config.model import BATCH_AXES, CONTEXT, num_replicas
+from trainers.config.model import CONTEXT, batch_axes, num_replicas
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
 from trainers.config.working_folder import of_a_copy
 
@@ -225,7 +225,7 @@ class TrainingArguments(Section):
         sizes = self.mesh.resolve(num_devices)
         require_none(problems_of_context(self, sizes.get(CONTEXT, 1)))
         replicas, rows = num_replicas(sizes), self.micro_batch_size
-        shown = " x ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES)
+        shown = " x ".join(f"{axis} {sizes[axis]}" for axis in batch_axes(sizes))
         require(
             replicas <= rows,
             f"global_batch_size {self.global_batch_size} / accumulation_steps {self.accumulation_steps} = {rows} sequences for "

@@ -14,21 +14,35 @@ from trainers.config.conversion import convert_sections
 from trainers.config.families import FAMILIES, Family, biased, misspelt
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
+SLICE = "slice"
+"""The mesh axis over the slices, between which the network is slower. A mesh has it only if it is more than 1."""
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Mesh axes over which examples are divided: each coordinate on them is one replica."""
+"""Mesh axes over which examples are divided: each coordinate on them, and on that of the slices, is one replica."""
 CONTEXT = "context"
 """The mesh axis over which the tokens of each sequence are divided. A mesh has it only if it is more than 1."""
 
 
+OPTIONAL = (SLICE, CONTEXT)
+"""Axes that a mesh has only if they are more than 1."""
+
+
 def num_replicas(sizes: Mapping[str, int]) -> int:
     """Returns how many replicas share the examples on a mesh with these axis sizes."""
-    return math.prod(sizes[axis] for axis in BATCH_AXES)
+    return math.prod(sizes[axis] for axis in batch_axes(sizes))
+
+
+def batch_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes over which a mesh with these axis sizes divides examples: the slices first."""
+    return (SLICE, *BATCH_AXES) if SLICE in sizes else BATCH_AXES
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(Section):
     """The sizes of the mesh axes over all devices of the run. One of them may be -1: it takes what is left."""
 
+    slice: int = 1
+    """How many slices the mesh spans: those of TPUs, elsewhere groups of hosts (of one host: of its devices). The network between
+    them is slower. Each slice has all parameters (or their shares on the other axes), and its share of the examples."""
     data: int = -1
     """Each coordinate has all parameters (or its share on the other axes), and its share of the examples."""
     fsdp: int = 1
@@ -47,13 +61,13 @@ class MeshConfig(Section):
         require(list(sizes.values()).count(-1) <= 1, f"mesh {sizes}: at most one axis may be -1")
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """Returns the axis sizes for `num_devices` devices, that of `context` only if it is more than 1. Raises ValueError if
-        they do not multiply to it."""
+        """Returns the axis sizes for `num_devices` devices, those of `slice` and `context` only if they are more than 1. Raises
+        ValueError if they do not multiply to it."""
         sizes = dataclasses.asdict(self)
         fixed = 1
         for size in sizes.values():
             fixed *= size if size != -1 else 1
-        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != CONTEXT or size != 1)
+        shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in OPTIONAL or size != 1)
         if num_devices % fixed or (-1 not in sizes.values() and fixed != num_devices):
             fits = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
             raise ValueError(
@@ -61,8 +75,8 @@ class MeshConfig(Section):
                 f"(each a divisor: {', '.join(map(str, fits))}); set one axis to -1 to let it take what is left"
             )
         found = {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
-        # Programs of meshes that do not divide sequences are those of before there was this axis.
-        return {name: size for name, size in found.items() if name != CONTEXT or size > 1}
+        # Programs of meshes without these axes are those of before there were any.
+        return {name: size for name, size in found.items() if name not in OPTIONAL or size > 1}
 
 
 REMAT = ("none", "full", "dots_saveable", "dots_with_no_batch_dims_saveable")

@@ -104,7 +104,7 @@ class Generator:
             tokens[row, width - len(prompt) :], lengths[row] = prompt, len(prompt)
         padding = jax.random.split(jax.random.key(0), rows - len(prompts)) if rows > len(prompts) else keys[:0]
         keys_B = jnp.concatenate([keys, padding])
-        put = partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES)))
+        put = partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec(meshes.batch_axes(self.mesh.shape))))
         given = put(tokens), put(lengths)
         seen_images = put(filled(images, rows)) if images else None
         progress, stopped = self._begin(self.params, *given, seen_images), np.zeros(rows, bool)

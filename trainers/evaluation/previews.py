@@ -109,7 +109,7 @@ class Previews:
         for row, prompt in enumerate(encoded):
             # At the right: the last tokens of all prompts share one slot, so that one position decodes every row.
             tokens[row, width - len(prompt) :], lengths[row] = prompt, len(prompt)
-        sharding = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES))
+        sharding = NamedSharding(self.mesh, PartitionSpec(meshes.batch_axes(self.mesh.shape)))
         put = partial(jax.make_array_from_callback, sharding=sharding)
         return put(tokens.shape, data_callback=tokens.__getitem__), put(lengths.shape, data_callback=lengths.__getitem__)
 
@@ -130,7 +130,7 @@ def shard_cache(mesh: Mesh, cache: Any) -> Any:
     def put(leaf: jax.Array) -> jax.Array:
         # leaf: [..., B, S, heads, channels]. Heads that the tensor axis does not divide stay whole.
         heads = "tensor" if leaf.shape[-2] % mesh.shape["tensor"] == 0 else None
-        spec = PartitionSpec(*[None] * (leaf.ndim - 4), meshes.BATCH_AXES, None, heads, None)
+        spec = PartitionSpec(*[None] * (leaf.ndim - 4), meshes.batch_axes(mesh.shape), None, heads, None)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
     return jax.tree.map(put, cache)

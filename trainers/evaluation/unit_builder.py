@@ -47,7 +47,7 @@ class UnitBuilder:
 
     def jit_step(self, step: Callable[..., Any], *, predicts: bool = False) -> Any:
         replicated = meshes.replicated(self.mesh)
-        rows = NamedSharding(self.mesh, PartitionSpec(meshes.BATCH_AXES))
+        rows = NamedSharding(self.mesh, PartitionSpec(meshes.batch_axes(self.mesh.shape)))
         return jax.jit(
             meshes.tracing_for(self.mesh, step),
             in_shardings=(self.state_shardings, replicated, meshes.micro_batches(self.mesh), *self._frozen_shardings),

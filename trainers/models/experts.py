@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from trainers.config import LossConfig, ModelConfig
 from trainers.config.arguments import load_object
-from trainers.config.model import BATCH_AXES, CONTEXT, num_replicas
+from trainers.config.model import CONTEXT, batch_axes, num_replicas
 from trainers.parallel.mesh import traced_for
 
 Weights = dict[str, jax.Array]
@@ -54,7 +54,7 @@ def mixture(
     if mesh is None:
         return _of_devices(config, activation, (), (), x_ND, own, counted_N)
     # By hand: the compiler would gather all tokens on each device to sort them.
-    split = BATCH_AXES if x_ND.shape[0] % num_replicas(mesh.shape) == 0 else ()
+    split = batch_axes(mesh.shape) if x_ND.shape[0] % num_replicas(mesh.shape) == 0 else ()
     of_tokens: tuple[Any, ...] = (split or None,)
     if x_ND.ndim == WITH_TIME:
         split, of_tokens = (*split, CONTEXT), (*of_tokens, CONTEXT)

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from trainers.config.attention import SPLASH_BLOCK_TOKENS
-from trainers.parallel.mesh import BATCH_AXES, traced_for
+from trainers.config.model import batch_axes
+from trainers.parallel.mesh import traced_for
 
 LARGEST_BLOCK_TOKENS = 512
 
@@ -34,7 +35,8 @@ def splash(
         return kernel(query_BTHC, key_BTKC, value_BTKC, segments_BT)
     # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
     heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
-    x_BTHC, rows_BT = PartitionSpec(BATCH_AXES, None, heads, None), PartitionSpec(BATCH_AXES, None)
+    rows = batch_axes(mesh.shape)
+    x_BTHC, rows_BT = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None)
     arrays = [query_BTHC, key_BTKC, value_BTKC, *([] if segments_BT is None else [segments_BT])]
     specs = (x_BTHC, x_BTHC, x_BTHC, rows_BT)[: len(arrays)]
     return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=x_BTHC, check_vma=False)(*arrays)

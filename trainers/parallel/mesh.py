@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig
-from trainers.config.model import BATCH_AXES, CONTEXT, num_replicas
+from trainers.config.model import CONTEXT, SLICE, batch_axes, num_replicas
 
 LOGICAL_AXIS_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
@@ -30,11 +31,26 @@ LOGICAL_AXIS_RULES: Mapping[str, str | tuple[str, ...] | None] = {
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns a mesh over all devices of the run. Hosts are in order, so that tensor groups stay within a host where they fit."""
+    """Returns a mesh over all devices of the run. Hosts are in order, so that tensor groups stay within a host where they fit.
+    Raises ValueError if the devices are of more or fewer slices than the mesh has, and the platform knows them."""
     devices = jax.devices() if devices is None else devices
     sizes = config.resolve(len(devices))
     # Auto: the compiler derives the shardings inside a program, and models need not state them.
-    return Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(_by_slices(sizes, devices), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _by_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Returns the devices in the shape of the mesh. TPUs tell their slices: each coordinate of the axis `slice` is one of them.
+    Elsewhere devices that follow each other are a slice."""
+    shape = tuple(sizes.values())
+    if sizes.get(SLICE, 1) == 1 or devices[0].platform != "tpu":
+        return np.array(devices).reshape(shape)
+    found = {getattr(device, "slice_index", 0) for device in devices}
+    if len(found) != sizes[SLICE]:
+        raise ValueError(f"mesh.slice = {sizes[SLICE]}: the devices are of {len(found)} slices; set mesh.slice={len(found)}")
+    within = tuple(1 if axis == SLICE else size for axis, size in sizes.items())
+    across = tuple(size if axis == SLICE else 1 for axis, size in sizes.items())
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
 
 
 _traced_for: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
@@ -80,7 +96,8 @@ def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: Any,
     mesh = traced_for()
     if mesh is None or rows.shape[0] % num_replicas(mesh.shape):
         return function(rows, weights, targets)
-    axes = tuple(axis for axis in (*BATCH_AXES, CONTEXT) if axis in mesh.shape)
+    rows_over = batch_axes(mesh.shape)
+    axes = tuple(axis for axis in (*rows_over, CONTEXT) if axis in mesh.shape)
 
     def varying(weight: jax.Array) -> jax.Array:
         return jax.lax.pcast(weight.astype(np.float32), axes, to="varying").astype(weight.dtype)
@@ -90,7 +107,7 @@ def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: Any,
         # any number of replicas.
         return function(rows, jax.tree.map(varying, weights), targets)
 
-    of_rows, whole = PartitionSpec(BATCH_AXES, *axes[len(BATCH_AXES) :]), PartitionSpec()
+    of_rows, whole = PartitionSpec(rows_over, *axes[len(rows_over) :]), PartitionSpec()
     mapped = jax.shard_map(of_replica, mesh=mesh, in_specs=(of_rows, whole, of_rows), out_specs=of_rows, axis_names=set(axes))
     return mapped(rows, weights, targets)
 
@@ -103,7 +120,7 @@ def by_rows(x: jax.Array) -> jax.Array:
     mesh = traced_for()
     if mesh is None or x.shape[0] % num_replicas(mesh.shape):
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(batch_axes(mesh.shape))))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -118,7 +135,7 @@ def put_everywhere(mesh: Mesh, value: np.ndarray) -> jax.Array:
 
 def micro_batches(mesh: Mesh) -> NamedSharding:
     """Returns the sharding for arrays [accumulation_steps, micro_batch, ...]."""
-    return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+    return NamedSharding(mesh, PartitionSpec(None, batch_axes(mesh.shape)))
 
 
 def padded_rows(mesh: Mesh, rows: int) -> int:

@@ -34,6 +34,7 @@ LLAMA3_8B = {
 }
 LARGE = {
     "llama3_8b_v5e": (8.03e9, 1),
+    "llama3_8b_slices_v5e": (8.03e9, 1),
     "llama3_70b_v5p": (70.6e9, 4),
     "llama3_8b_finetune_v6e": (8.03e9, 1),
     "llama3_8b_lora_v5e": (8.03e9, 1),

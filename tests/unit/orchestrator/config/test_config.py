@@ -239,7 +239,7 @@ def test_all_errors_are_reported_at_once_in_the_order_of_the_file(write):
         "line 6: optimizer.schedule.warmup_steps = -1: expected at least 0",
         "line 7: data.sequence_length = 1: expected at least 2",
         "line 7: data.eval_fraction = 2.0: expected 0 <= eval_fraction < 1",
-        "line 8: mesh: expected a section with keys among data, fsdp, expert, context, tensor (found 3)",
+        "line 8: mesh: expected a section with keys among slice, data, fsdp, expert, context, tensor (found 3)",
         'line 9: hosts.knd: unknown key (found "cpu"); did you mean hosts.kind?',
         "line 10: global_batch_size = 0: expected at least 1",
         "line 11: trakcing: unknown key (found {}); did you mean tracking?",
@@ -266,7 +266,7 @@ def test_the_message_has_a_line_for_each_problem(write):
         ("optimizer: {lr: 1}", "optimizer.lr: unknown key (found 1); did you mean optimizer.learning_rate?"),
         ("optimizer: {groups: [{pattern: a, lerning_rate: 1}]}", "(found 1); did you mean optimizer.groups[0].learning_rate?"),
         ("max_steps: 1", "max_steps: unknown key (found 1); did you mean max_num_steps?"),
-        ("mesh: {zzz: 1}", "mesh.zzz: unknown key (found 1); known keys of mesh: data, fsdp, expert, context, tensor"),
+        ("mesh: {zzz: 1}", "mesh.zzz: unknown key (found 1); known keys of mesh: slice, data, fsdp, expert, context, tensor"),
         ("seed: 1.5", "seed: expected an integer (found 1.5)"),
         ("seed: true", 'seed: expected an integer (found "true")'),
         ("optimizer: {learning_rate: fast}", 'optimizer.learning_rate: expected a number (found "fast")'),
@@ -314,6 +314,38 @@ def test_a_mesh_that_does_not_divide_the_devices(write):
         "mesh data -1 x fsdp 4 x expert 1 x tensor 1 does not fit 6 devices: the sizes must multiply to 6 (each a divisor: "
         "1, 2, 3, 6); set one axis to -1 to let it take what is left (hosts: 3 x 2 devices)"
     )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mesh", "expected"),
+    [
+        ("{count: 4}", "{slice: 2}", None),
+        ("{count: 1, devices_per_host: 4}", "{slice: 2}", None),
+        (
+            "{count: 3, devices_per_host: 4}",
+            "{slice: 2}",
+            "mesh.slice = 2: expected a divisor of the 3 hosts (1, 3): a slice is whole hosts",
+        ),
+        (
+            "{count: 2, devices_per_host: 4}",
+            "{slice: 4}",
+            "mesh.slice = 4: expected a divisor of the 2 hosts (1, 2): a slice is whole hosts",
+        ),
+        ("{kind: tpu, accelerator: v5e, topology: 2x4, slices: 2}", "{slice: 2}", None),
+        ("{kind: tpu, accelerator: v5e, topology: 2x4, min_slices: 1, max_slices: 2}", "{slice: -1, data: 1, fsdp: 8}", None),
+        (
+            "{kind: tpu, accelerator: v5e, topology: 2x4, slices: 2}",
+            "{slice: 4}",
+            "mesh.slice = 4: expected 2, the slices of 2 hosts, or 1",
+        ),
+    ],
+)
+def test_a_mesh_of_other_slices_than_the_hosts_have(write, hosts, mesh, expected):
+    path = write(SMALL + f"global_batch_size: 16\nmesh: {mesh}\nhosts: {hosts}\n")
+    if expected is None:
+        load(path)
+    else:
+        assert problem(path) == expected
 
 
 def test_what_does_not_fit_together_is_reported_with_the_rest(write):
