@@ -16,13 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig, ModelConfig
 from trainers.config.attention import Choice, Needs, choose, problems
+from trainers.config.model import batch_axes
 from trainers.errors import UsageError
 from trainers.models import attention_kernels
 from trainers.models.attention import attend, causal_mask
 from trainers.models.blockwise import blockwise
 from trainers.models.decoder import Decoder
 from trainers.models.splash import splash
-from trainers.parallel.mesh import BATCH_AXES, make_mesh, tracing_for
+from trainers.parallel.mesh import make_mesh, tracing_for
 from trainers.runtime.executables import lowered
 
 BATCH, TIME, HEADS, KV_HEADS, CHANNELS = 2, 128, 4, 2, 16
@@ -91,7 +92,7 @@ def test_the_kernel_of_tpus_gives_the_same_with_segments_a_window_and_a_soft_cap
 def test_the_kernel_of_tpus_divides_rows_and_heads_over_a_mesh():
     mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])
     settings = {"segments_BT": SEGMENTS, "window": None, "scale": 0.25, "softcap": None}
-    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh.shape)))
 
     on_the_mesh = tracing_for(mesh, lambda arrays: splash(*arrays, **settings, interpret=True))
     mixed = jax.jit(on_the_mesh, in_shardings=rows)(inputs())
