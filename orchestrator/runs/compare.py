@@ -29,6 +29,7 @@ from trainers.terminal import command
 EXIT_FINE, EXIT_REFUSED = 0, 2
 LOWER_IS_BETTER = ("loss", "perplexity", "step_time_s", "wall_s", "num_incidents")
 HIGHER_IS_BETTER = ("accuracy", "tokens_per_s", "samples_per_s", "goodput", "mfu")
+BEST = "* "
 NOT_COMPARED = frozenset({"name", "storage"})
 """Settings in which runs must differ."""
 
@@ -126,10 +127,14 @@ def show(
     for name in dict.fromkeys(name for one in results for name in one):
         values = [one.get(name) for one in results]
         first = best(name, values)
-        table.add_row(
-            f"  {name}", *(Text(shown(name, value), "bold green" if i == first else "") for i, value in enumerate(values))
-        )
+        table.add_row(f"  {name}", *(_cell(shown(name, value), number == first) for number, value in enumerate(values)))
     screen.print(table)
+    screen.print(f"{BEST.strip()} the best of its line", style="bright_black")
+
+
+def _cell(text: str, is_best: bool) -> Text:
+    # By a sign, too: colours are lost in a pipe.
+    return Text(f"{BEST}{text}", "bold green") if is_best else Text(text)
 
 
 def shown(name: str, value: Any) -> str:

@@ -158,7 +158,9 @@ def test_runs_are_compared_by_what_differs(start, storage, capsys):
     assert found["settings"] == {"model.width": ["8", "16"]}
     assert [one["loss"] for one in found["results"]] == [2.0, 1.5]
     assert compare.main(folders) == 0
-    assert "model.width" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "model.width" in said
+    assert [line.split()[1:] for line in said.splitlines() if line.split()[:1] == ["loss"]] == [["2.0000", "*", "1.5000"]]
     assert (compare.best("loss", [2.0, 1.5]), compare.best("goodput", [2.0, 1.5]), compare.best("mine", [2.0, 1.5])) == (
         1,
         0,
