@@ -15,8 +15,9 @@ from cluster.hosts import config as hosts_config
 from orchestrator.config.job import JobConfig, given_yaml, shown, to_yaml
 from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
 from orchestrator.planning.child import Child
+from trainers.config import pipeline
 from trainers.config.attention import choose, choose_exchange
-from trainers.config.model import CONTEXT, num_replicas
+from trainers.config.model import CONTEXT, PIPELINE, num_replicas
 
 PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -173,6 +174,8 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         needs = config.training.attention_needs._replace(context=report.mesh.get(CONTEXT, 1))
         choice = choose(config.training.model.attention, kind, needs)
         lines["attention"] = f"{choice.kernel} ({choice.reason})"
+        if (stages := report.mesh.get(PIPELINE, 1)) > 1:
+            lines["  by stages"] = _stages(config, report, stages)
         if needs.context > 1:
             exchange = choose_exchange(config.training.model.context_attention, kind, needs.length)
             lines["  by context"] = f"{exchange.kernel} ({exchange.reason})"
@@ -190,6 +193,16 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
         tokens, flops = report.max_steps * report.tokens_per_step, report.max_steps * (report.flops_per_step or 0)
         lines["whole run"] = f"{report.max_steps:,} steps, {scaled(tokens).strip()} {report.unit}, {scaled(flops)}FLOP"
     return lines
+
+
+def _stages(config: JobConfig, report: PlanReport, stages: int) -> str:
+    rows = pipeline.rows_of_pipeline(report.mesh, config.training.micro_batch_size)
+    count = pipeline.microbatches(stages, rows, config.training.pipeline.microbatches)
+    each, rests = (report.num_layers or 0) // stages, pipeline.resting(stages, count)
+    return (
+        f"{each} layers in each of {stages}; {count} micro-batches of {rows // count} (pipeline.microbatches); a stage rests for "
+        f"{rests:.0%} of a step"
+    )
 
 
 def _step_line(batch: int, report: PlanReport) -> dict[str, str]:

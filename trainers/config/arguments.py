@@ -43,6 +43,8 @@ from trainers.config.conversion import convert_sections, from_dict
 from trainers.config.frozen import BASE
 from trainers.config.masking import masked
 from trainers.config.model import CONTEXT, batch_axes, num_replicas
+from trainers.config.pipeline import PipelineConfig
+from trainers.config.pipeline import problems as problems_of_pipeline
 from trainers.config.section import PATH, Section, did_you_mean, not_paths, parse_duration_s, require, require_none, too_small
 from trainers.config.working_folder import of_a_copy
 
@@ -91,6 +93,7 @@ class TrainingArguments(Section):
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters and of what the optimizer keeps (but see `optimizer.moment_dtype`)."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     vision: VisionConfig | None = None
     """An encoder of images; null: the model has none."""
@@ -223,7 +226,7 @@ class TrainingArguments(Section):
         """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, cannot divide the
         sequences, or has more replicas than a micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
-        require_none(problems_of_context(self, sizes.get(CONTEXT, 1)))
+        require_none([*problems_of_context(self, sizes.get(CONTEXT, 1)), *problems_of_pipeline(self, sizes)])
         replicas, rows = num_replicas(sizes), self.micro_batch_size
         shown = " x ".join(f"{axis} {sizes[axis]}" for axis in batch_axes(sizes))
         require(

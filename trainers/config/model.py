@@ -17,12 +17,16 @@ from trainers.config.section import Section, did_you_mean, require, require_none
 SLICE = "slice"
 """The mesh axis over the slices, between which the network is slower. A mesh has it only if it is more than 1."""
 BATCH_AXES = ("data", "fsdp", "expert")
-"""Mesh axes over which examples are divided: each coordinate on them, and on that of the slices, is one replica."""
+"""Mesh axes over which examples are divided: each coordinate on them, and on those of the slices and of the pipeline, is one
+replica."""
+PIPELINE = "pipeline"
+"""The mesh axis over which the layers of a model are divided: each coordinate is a stage. A mesh has it only if it is more than
+1."""
 CONTEXT = "context"
 """The mesh axis over which the tokens of each sequence are divided. A mesh has it only if it is more than 1."""
 
 
-OPTIONAL = (SLICE, CONTEXT)
+OPTIONAL = (SLICE, PIPELINE, CONTEXT)
 """Axes that a mesh has only if they are more than 1."""
 
 
@@ -32,8 +36,14 @@ def num_replicas(sizes: Mapping[str, int]) -> int:
 
 
 def batch_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes over which a mesh with these axis sizes divides examples: the slices first."""
-    return (SLICE, *BATCH_AXES) if SLICE in sizes else BATCH_AXES
+    """Returns the axes over which a mesh with these axis sizes divides examples: the slices first, and last the stages of the
+    pipeline, which pass the examples of all of them on to each other."""
+    return tuple(axis for axis in (SLICE, *BATCH_AXES, PIPELINE) if axis in sizes or axis in BATCH_AXES)
+
+
+def stage_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes over which the examples within one stage are divided: `batch_axes` without that of the stages."""
+    return tuple(axis for axis in batch_axes(sizes) if axis != PIPELINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +53,9 @@ class MeshConfig(Section):
     slice: int = 1
     """How many slices the mesh spans: those of TPUs, elsewhere groups of hosts (of one host: of its devices). The network between
     them is slower. Each slice has all parameters (or their shares on the other axes), and its share of the examples."""
+    pipeline: int = 1
+    """How many stages the layers are divided into. Each stage has its layers alone, and passes what it makes of a few examples
+    (`pipeline.microbatches`) on to the next one. All stages work at once, but for the beginning and the end of a step."""
     data: int = -1
     """Each coordinate has all parameters (or its share on the other axes), and its share of the examples."""
     fsdp: int = 1
@@ -61,8 +74,8 @@ class MeshConfig(Section):
         require(list(sizes.values()).count(-1) <= 1, f"mesh {sizes}: at most one axis may be -1")
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """Returns the axis sizes for `num_devices` devices, those of `slice` and `context` only if they are more than 1. Raises
-        ValueError if they do not multiply to it."""
+        """Returns the axis sizes for `num_devices` devices, those of `slice`, `pipeline` and `context` only if they are more than
+        1. Raises ValueError if they do not multiply to it."""
         sizes = dataclasses.asdict(self)
         fixed = 1
         for size in sizes.values():

@@ -89,6 +89,7 @@ OF_OTHERS = _by_name(
         "mesh.expert": "expert_parallel_size ep_size",
         "mesh.fsdp": "data_parallel_shard_size fsdp_size",
         "mesh.data mesh.fsdp mesh.expert mesh.context mesh.tensor": "step_partition_spec sharding_axis_dims",
+        "mesh.pipeline": "pipeline_parallel_size pp_size pipeline_parallelism",
         "mesh.tensor": "tensor_parallel_size tp_size",
         "metrics.per_parameter_grad_norm": "log_grad_norms",
         "metrics.running_means": "mean_loss mean_accuracy",

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 
 from trainers.config import LossConfig, ModelConfig
 from trainers.config.arguments import load_object
-from trainers.config.model import CONTEXT, batch_axes, num_replicas
-from trainers.parallel.mesh import traced_for
+from trainers.config.model import CONTEXT
+from trainers.parallel.mesh import divides_rows, in_stage, rows_over, traced_for
 
 Weights = dict[str, jax.Array]
 Activation = Callable[[jax.Array], jax.Array]
@@ -54,7 +54,7 @@ def mixture(
     if mesh is None:
         return _of_devices(config, activation, (), (), x_ND, own, counted_N)
     # By hand: the compiler would gather all tokens on each device to sort them.
-    split = batch_axes(mesh.shape) if x_ND.shape[0] % num_replicas(mesh.shape) == 0 else ()
+    split = rows_over(mesh) if divides_rows(mesh, x_ND.shape[0]) else ()
     of_tokens: tuple[Any, ...] = (split or None,)
     if x_ND.ndim == WITH_TIME:
         split, of_tokens = (*split, CONTEXT), (*of_tokens, CONTEXT)
@@ -68,6 +68,8 @@ def mixture(
         mesh=mesh,
         in_specs=(rows, specs | {"expert_down": PartitionSpec(EXPERT, inner, None)}, rows),
         out_specs=(rows, PartitionSpec()),
+        # `vmap` over stages does not keep the types of what differs between devices.
+        check_vma=not in_stage(),
     )
     return run(x_ND, own, counted_N)
 

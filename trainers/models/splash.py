@@ -8,8 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from trainers.config.attention import SPLASH_BLOCK_TOKENS
-from trainers.config.model import batch_axes
-from trainers.parallel.mesh import traced_for
+from trainers.parallel.mesh import rows_over, traced_for
 
 LARGEST_BLOCK_TOKENS = 512
 
@@ -35,7 +34,7 @@ def splash(
         return kernel(query_BTHC, key_BTKC, value_BTKC, segments_BT)
     # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
     heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
-    rows = batch_axes(mesh.shape)
+    rows = rows_over(mesh)
     x_BTHC, rows_BT = PartitionSpec(rows, None, heads, None), PartitionSpec(rows, None)
     arrays = [query_BTHC, key_BTKC, value_BTKC, *([] if segments_BT is None else [segments_BT])]
     specs = (x_BTHC, x_BTHC, x_BTHC, rows_BT)[: len(arrays)]

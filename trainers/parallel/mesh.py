@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig
-from trainers.config.model import CONTEXT, SLICE, batch_axes, num_replicas
+from trainers.config.model import CONTEXT, PIPELINE, SLICE, batch_axes, num_replicas, stage_axes
 
 LOGICAL_AXIS_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
@@ -26,7 +27,7 @@ LOGICAL_AXIS_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
-    "layers": None,
+    "layers": PIPELINE,
 }
 
 
@@ -56,19 +57,28 @@ def _by_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> np.nd
 _traced_for: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 
-def tracing_for(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+_microbatches: ContextVar[int | None] = ContextVar("microbatches", default=None)
+
+
+def tracing_for(mesh: Mesh, function: Callable[..., Any], *, microbatches: int | None = None) -> Callable[..., Any]:
     """Returns `function`, to be jitted, whose model may ask for the mesh (`traced_for`): some parts of a model divide their work
-    by hand, where the compiler would gather whole arrays."""
+    by hand, where the compiler would gather whole arrays. `microbatches` are those of `pipeline`."""
 
     @functools.wraps(function)
     def traced(*args: Any) -> Any:
-        token = _traced_for.set(mesh)
+        token, count = _traced_for.set(mesh), _microbatches.set(microbatches)
         try:
             return function(*args)
         finally:
+            _microbatches.reset(count)
             _traced_for.reset(token)
 
     return traced
+
+
+def asked_microbatches() -> int | None:
+    """Returns how many micro-batches shall go through the stages in the program that is traced; None if nobody has said."""
+    return _microbatches.get()
 
 
 def traced_for() -> Mesh | None:
@@ -76,6 +86,35 @@ def traced_for() -> Mesh | None:
     traces before it has devices."""
     mesh = _traced_for.get()
     return None if mesh is None or mesh.size == 1 else mesh
+
+
+_within_stage: ContextVar[bool] = ContextVar("within_stage", default=False)
+
+
+@contextmanager
+def within_stage() -> Iterator[None]:
+    """While what one stage of a pipeline does is traced."""
+    token = _within_stage.set(True)
+    try:
+        yield
+    finally:
+        _within_stage.reset(token)
+
+
+def in_stage() -> bool:
+    """Returns whether what is traced is what one stage of a pipeline does."""
+    return _within_stage.get()
+
+
+def rows_over(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes of the mesh over which the examples of what is traced are divided: within a stage of a pipeline, all but
+    that of the stages."""
+    return stage_axes(mesh.shape) if in_stage() else batch_axes(mesh.shape)
+
+
+def divides_rows(mesh: Mesh, rows: int) -> bool:
+    """Returns whether the devices along `rows_over` can have equal parts of so many examples."""
+    return rows % math.prod(mesh.shape[axis] for axis in rows_over(mesh)) == 0
 
 
 def traced_device() -> jax.Device | None:
@@ -96,8 +135,8 @@ def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: Any,
     mesh = traced_for()
     if mesh is None or rows.shape[0] % num_replicas(mesh.shape):
         return function(rows, weights, targets)
-    rows_over = batch_axes(mesh.shape)
-    axes = tuple(axis for axis in (*rows_over, CONTEXT) if axis in mesh.shape)
+    replicas = batch_axes(mesh.shape)
+    axes = tuple(axis for axis in (*replicas, CONTEXT) if axis in mesh.shape)
 
     def varying(weight: jax.Array) -> jax.Array:
         return jax.lax.pcast(weight.astype(np.float32), axes, to="varying").astype(weight.dtype)
@@ -107,7 +146,7 @@ def on_each_replica(function: Callable[..., Any], rows: jax.Array, weights: Any,
         # any number of replicas.
         return function(rows, jax.tree.map(varying, weights), targets)
 
-    of_rows, whole = PartitionSpec(rows_over, *axes[len(rows_over) :]), PartitionSpec()
+    of_rows, whole = PartitionSpec(replicas, *axes[len(replicas) :]), PartitionSpec()
     mapped = jax.shard_map(of_replica, mesh=mesh, in_specs=(of_rows, whole, of_rows), out_specs=of_rows, axis_names=set(axes))
     return mapped(rows, weights, targets)
 
@@ -118,9 +157,9 @@ def by_rows(x: jax.Array) -> jax.Array:
     Said of activations: the compiler might else divide them as the weights are, and add up the products of all examples on all
     devices."""
     mesh = traced_for()
-    if mesh is None or x.shape[0] % num_replicas(mesh.shape):
+    if mesh is None or not divides_rows(mesh, x.shape[0]):
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(batch_axes(mesh.shape))))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows_over(mesh))))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

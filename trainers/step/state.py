@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from trainers.config import LoraConfig, MeshConfig
-from trainers.config.model import CONTEXT
+from trainers.config.model import CONTEXT, PIPELINE
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
@@ -325,14 +325,19 @@ def check_experts(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) 
         raise UsageError(f"mesh.expert = {size}: expected a divisor of the {wrong[0]} experts of the model ({divisors})")
 
 
-def check_sequences(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> None:
-    """Raises UsageError for a model, by name, whose sequences the axis `context` of the mesh cannot divide: it would be computed
-    again on each device along the axis."""
-    parts = mesh_sizes.get(CONTEXT, 1)
+def check_divided_by_hand(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> None:
+    """Raises UsageError for a model, by name, whose sequences the axis `context` of the mesh cannot divide, or whose layers the
+    axis `pipeline` cannot: it would be computed again on each device along the axis."""
+    parts, stages = mesh_sizes.get(CONTEXT, 1), mesh_sizes.get(PIPELINE, 1)
     whole = [name for name, model in models.items() if not getattr(model, "divides_sequences", False)]
     if parts > 1 and whole:
         raise UsageError(
             f"mesh.context = {parts}: only a trainers.models.decoder.Decoder with its own `hidden` divides its sequences, and "
+            f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
+        )
+    if stages > 1 and whole:
+        raise UsageError(
+            f"mesh.pipeline = {stages}: only a trainers.models.decoder.Decoder with its own `hidden` has stages, and "
             f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
         )
 

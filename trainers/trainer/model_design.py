@@ -36,7 +36,7 @@ from trainers.step.state import (
     ModelParts,
     TrainState,
     abstract_model,
-    check_sequences,
+    check_divided_by_hand,
     initial_model,
     num_parameters,
     state_from_parameters,
@@ -139,7 +139,7 @@ class ModelDesign:
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         """Raises UsageError for a mesh with these sizes of its axes, if one of the models cannot be divided over it."""
         frozen = {f"the model of {each.asked_by}": each.parts for each in self.frozen_models.values()}
-        check_sequences(sizes, {"the model of the task": self.model, **frozen})
+        check_divided_by_hand(sizes, {"the model of the task": self.model, **frozen})
 
     @cached_property
     def frozen_models(self) -> dict[str, FrozenModel]:

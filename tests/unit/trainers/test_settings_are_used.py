@@ -245,6 +245,7 @@ def test_the_language_model_computes_and_keeps_in_the_types_of_the_settings(tmp_
         ({"data": 4, "tensor": 2}, {"data": 4, "tensor": 2}),
         ({"expert": 2, "tensor": 2}, {"data": 2, "expert": 2, "tensor": 2}),
         ({"context": 4}, {"data": 2, "context": 4}),
+        ({"pipeline": 2}, {"data": 4, "pipeline": 2}),
         ({"slice": 2}, {"slice": 2, "data": 4}),
     ],
 )

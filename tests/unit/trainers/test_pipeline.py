@@ -1,0 +1,114 @@
+"""Training in stages (`mesh.pipeline`): the numbers of one device, restarts, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.unit.trainers.test_context import EXPERTS, SIZES, WINDOWS, assert_as_on_one_device, texts, trained
+from tests.unit.training import StopAt, arguments, assert_equal, of, trainer
+from trainers.errors import UsageError
+from trainers.parallel import pipeline
+from trainers.stop_reason import StopReason
+
+__all__ = ["texts"]
+FOUR = {**SIZES, "num_layers": 4}
+TASK = "trainers.tasks.causal_lm:CausalLMTask"
+
+
+@pytest.mark.costs("trains on one device and on a mesh")
+def test_ten_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
+    assert_as_on_one_device(tmp_path, events, {"data": 1, "pipeline": 2, "fsdp": 2, "tensor": 2})
+
+
+@pytest.mark.slow("trains on one device and on a mesh, in many forms")
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    [
+        ({"data": 1, "pipeline": 8}, {"model": {**SIZES, "num_layers": 8}}),
+        ({"data": 2, "pipeline": 4}, {"model": FOUR}),
+        ({"data": 1, "pipeline": 4, "fsdp": 2}, {"model": FOUR, "pipeline": {"microbatches": 2}}),
+        ({"data": 1, "pipeline": 2, "tensor": 4}, {"model": {**FOUR, "num_kv_heads": 4}}),
+        ({"data": 1, "pipeline": 2, "expert": 4}, {"model": EXPERTS, "loss": {"load_balancing_weight": 0.02}}),
+        ({"data": 1, "pipeline": 2, "tensor": 4}, {"model": EXPERTS, "loss": {"load_balancing_weight": 0.02}}),
+        ({"slice": 2, "data": 1, "pipeline": 2, "fsdp": 2}, {"model": FOUR}),
+        ({"data": 2, "pipeline": 4}, {"model": {**WINDOWS, "num_layers": 4}}),
+        ({"data": 2, "pipeline": 4}, {"model": {**FOUR, "remat": "full"}, "loss": {"z_loss_weight": 0.01}}),
+    ],
+    ids=["alone", "data", "fsdp", "tensor", "expert", "experts and tensor", "slice", "windows", "remat"],
+)
+def test_with_each_other_axis(tmp_path, events, texts, mesh, changes):
+    assert_as_on_one_device(tmp_path, events, mesh, **{"accumulation_steps": 1, **changes})
+
+
+@pytest.mark.slow("trains several times")
+def test_a_run_that_was_cut_goes_on_bit_for_bit_and_on_other_meshes(tmp_path, events, texts):
+    about = {"mesh": {"data": 2, "pipeline": 4}, "model": FOUR, "checkpoint": {"save_steps": 4}, "accumulation_steps": 1}
+    whole, expected, _ = trained(tmp_path / "whole", events, **about)
+    trained(tmp_path / "cut", events, StopAt(3, StopReason.PREEMPTED), **about)
+    for copy in ("one", "other"):
+        shutil.copytree(tmp_path / "cut", tmp_path / copy)
+    resumed, _, _ = trained(tmp_path / "cut", events, **about)
+    assert of(events, "restored")
+    assert_equal(whole, resumed)
+    for copy, mesh in (("one", {"data": 1, "fsdp": 4, "tensor": 2}), ("other", {"data": 4, "pipeline": 2})):
+        _, found, _ = trained(tmp_path / copy, events, **{**about, "mesh": mesh})
+        assert of(events, "restored")
+        assert len(found) >= 2
+        np.testing.assert_allclose([*found.values()], [expected[step] for step in found], rtol=1e-5)
+
+
+def test_each_stage_has_its_layers_alone(tmp_path):
+    made = trainer(tmp_path, task=TASK, mesh={"data": 4, "pipeline": 2}, model=FOUR)
+    made.configure_model()
+    query = made.state_shardings.params["layers"]["query"]
+    assert query.spec[0] == "pipeline"
+    assert query.shard_shape((4, 16, 16)) == (2, 16, 16)
+
+
+@pytest.mark.costs("trains on a mesh")
+@pytest.mark.parametrize(("asked", "expected"), [(None, 4), (2, 2), (1, 1)])
+def test_so_many_micro_batches_follow_each_other_as_the_settings_say(tmp_path, events, texts, monkeypatch, asked, expected):
+    counts = []
+    count = pipeline.microbatches
+    monkeypatch.setattr(pipeline, "microbatches", lambda *about: counts.append(count(*about)) or counts[-1])
+    trained(
+        *(tmp_path, events),
+        **{"mesh": {"data": 2, "pipeline": 4}, "model": FOUR, "pipeline": {"microbatches": asked}},
+        **{"accumulation_steps": 1, "max_num_steps": 1},
+    )
+    assert counts[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": {"data": -1, "pipeline": 3}}, r"mesh pipeline 3 x data -1 x .* does not fit 8 devices"),
+        ({"model": SIZES}, r"mesh\.pipeline = 4: expected a divisor of the 2 layers \(1, 2\)"),
+        ({"mesh": {"data": -1, "pipeline": 2, "context": 2}}, r"mesh\.pipeline = 2: expected 1 with mesh\.context = 2"),
+        ({"mesh": {}, "pipeline": {"microbatches": 2}}, r"pipeline\.microbatches = 2: expected null with mesh\.pipeline = 1"),
+        (
+            {"pipeline": {"microbatches": 3}},
+            r"pipeline\.microbatches = 3: expected a divisor of 8 \(1, 2, 4, 8\), the sequences of one pipeline: "
+            r"global_batch_size 16 / accumulation_steps 1, divided over 2 pipelines",
+        ),
+        (
+            {"lora": {"rank": 2, "base": "base", "dropout": 0.1}},
+            r"lora\.dropout = 0\.1: expected 0 with mesh\.pipeline = 4, where each micro-batch would drop the same values",
+        ),
+        ({"global_batch_size": 4}, r"4 sequences for 8 replicas \(data 2 x fsdp 1 x expert 1 x pipeline 4\)"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused_before_a_machine_is_taken(tmp_path, changes, message):
+    about = {"task": TASK, "mesh": {"data": 2, "pipeline": 4}, "model": FOUR, "accumulation_steps": 1, **changes}
+    made = arguments(tmp_path, **about)
+    with pytest.raises(ValueError, match=message):
+        made.check_devices(8)
+
+
+def test_a_model_of_the_users_own_is_refused(tmp_path):
+    made = trainer(tmp_path, mesh={"data": 4, "pipeline": 2})
+    with pytest.raises(UsageError, match=r"mesh\.pipeline = 2: only a trainers\.models\.decoder\.Decoder with its own `hidden`"):
+        made.train()
