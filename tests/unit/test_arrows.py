@@ -101,6 +101,7 @@ LIGHT_MODULES = tuple(
         "config/model",
         "config/monitoring",
         "config/near_keys",
+        "config/pipeline",
         "config/optimizer",
         "config/pieces",
         "program",

@@ -85,7 +85,7 @@ FILES = {
         'line 2: max_num_steps: expected an integer (found "many")',
         "line 3: optimizer.lr: unknown key (found 2); did you mean optimizer.learning_rate?",
         "line 3: optimizer.eps = -1.0: expected at least 0",
-        "line 4: mesh: expected a section with keys among slice, data, fsdp, expert, context, tensor (found 3)",
+        "line 4: mesh: expected a section with keys among slice, pipeline, data, fsdp, expert, context, tensor (found 3)",
     ),
     "tabs": refused("data:\n\tshuffle: true\n", "line 2, column 1: not YAML: found character '\\t' that cannot start any token"),
     "anchors and merges": Row(
