@@ -1,5 +1,5 @@
-"""Sequences that the devices of several hosts share, and slices of one host: killed, resized from two hosts to one and back, and
-replayed."""
+"""Sequences that the devices of several hosts share, and stages and slices of one host: killed, resized from two hosts to one and
+back, and replayed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from trainers.config.arguments import TrainingArguments, from_dict
 
 STEPS = 6
 CUT_AT = (3, 5)
+MODEL = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16, "context_attention": "ring"}
 AXES = {
     "context": ({"mesh": {"data": 1, "context": -1}}, [{"context": 4}, {"context": 2}, {"context": 4}]),
+    "pipeline": (
+        {"mesh": {"pipeline": 2, "data": -1}, "accumulation_steps": 1, "model": {**MODEL, "num_layers": 2}},
+        [{"pipeline": 2, "data": 2}, {"pipeline": 2, "data": 1}, {"pipeline": 2, "data": 2}],
+    ),
     "slice": ({"mesh": {"slice": 2, "data": -1}, "accumulation_steps": 1}, [{"data": 2}, {"data": 1}, {"data": 2}]),
 }
 """Settings, and what the mesh has on two hosts, on one, and on two again: of each host, one axis has two devices."""
@@ -33,7 +38,7 @@ def arguments(tmp_path, **changes):
         "accumulation_steps": 2,
         "max_num_steps": STEPS,
         "publish_every_steps": 1,
-        "model": {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16, "context_attention": "ring"},
+        "model": MODEL,
         "data": {"sequence_length": 32, "paths": [str(texts)], "eval_fraction": 0.2, "packing": "concat"},
         "optimizer": {"learning_rate": 0.01, "schedule": {"name": "constant"}},
         "checkpoint": {"save_steps": 2},
