@@ -35,6 +35,7 @@ LLAMA3_8B = {
 LARGE = {
     "llama3_8b_v5e": (8.03e9, 1),
     "llama3_8b_slices_v5e": (8.03e9, 1),
+    "llama3_8b_stages_v5e": (8.03e9, 1),
     "llama3_70b_v5p": (70.6e9, 4),
     "llama3_8b_finetune_v6e": (8.03e9, 1),
     "llama3_8b_lora_v5e": (8.03e9, 1),
@@ -101,10 +102,12 @@ SUMS = {
     "llama3_8b_lora_v5e": 0.2,
     "llama3_8b_long_v5p": 3.0,
     "llama3_8b_long_h100": 4.0,
+    "llama3_8b_stages_v5e": (8 + 4 - 1) / 4,
 }
 """What is summed, by the weights: gradients; of a tensor axis and of experts, activations too; of keys and values that are
 gathered, their gradients; of LoRA, next to nothing. For `llama3_8b_long_v5p` the compiler gathers weights by sums, too. With more
-effort, a device gets its own part alone of what experts sum (1.6 in all)."""
+effort, a device gets its own part alone of what experts sum (1.6 in all). Of stages: in each turn the gradients of one stage's
+weights, a quarter of all."""
 
 
 @pytest.mark.costs("compiles a step of real size")
