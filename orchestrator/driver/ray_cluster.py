@@ -67,17 +67,25 @@ def connect(config: JobConfig) -> bool:
     hosts = num_hosts(config.hosts) + config.hosts.spares
     # One CPU more: where Ray Train supervises the driver, the driver is a worker that takes one.
     cpus = int(hosts * config.hosts.cpus_per_host) + 1
+    folder = os.path.join(private_folder(), "ray")
     # "local": otherwise Ray would join a cluster that somebody else has started on this machine.
     with without_helpers(() if config.driver.dashboard else ASKED_BY_NOBODY), in_a_session():
-        ray.init(
-            "local",
-            num_cpus=cpus,
-            include_dashboard=config.driver.dashboard,
-            job_config=named_after(config),
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            _temp_dir=os.path.join(private_folder(), "ray"),
-        )
+        try:
+            ray.init(
+                "local",
+                num_cpus=cpus,
+                include_dashboard=config.driver.dashboard,
+                job_config=named_after(config),
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                _temp_dir=folder,
+            )
+        except Exception as error:  # Ray raises all kinds: `Exception` itself if a busy machine needs more than its 30 s
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            raise head.ClusterError(
+                f"Ray did not start on this machine: {why} Is it busy, or out of memory? Its logs are in "
+                f"{folder}/session_latest/logs. Call the command again, or give the address of a Ray that runs (RAY_ADDRESS)"
+            ) from error
     return config.driver.supervise
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from orchestrator.config.job import build
-from orchestrator.driver import ray_cluster
+from orchestrator.driver import head, ray_cluster
 
 
 def test_each_ray_gets_a_token_of_its_own():
@@ -100,3 +100,16 @@ def test_rays_page_of_jobs_has_the_name_of_the_run(monkeypatch):
     with mock.patch.dict(os.environ, RAY_ADDRESS="10.0.0.7:6379"):  # `connect` sets more
         ray_cluster.connect(build({"name": "mine", "max_num_steps": 1}))
     assert started["job_config"].metadata == {"job_name": "mine"}
+
+
+def test_a_ray_that_does_not_start_is_an_error_in_words(monkeypatch):
+    def times_out(*address, **options):
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", times_out)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with (
+        mock.patch.dict(os.environ),
+        pytest.raises(head.ClusterError, match="Ray did not start on this machine: The"),
+    ):
+        ray_cluster.connect(build({"name": "mine", "max_num_steps": 1}))
