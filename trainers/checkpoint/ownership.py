@@ -154,11 +154,11 @@ class Ownership:
         for folder in (self.folder, layout.models_of(self.folder)):
             for path in layout.on_the_way(folder):
                 with suppress(OSError):
-                    ours.delete(path, ours.ON_THE_WAY)
+                    delete(path)
             if isinstance(folder, Place):
                 with suppress(OSError, StorageError):
                     for left in standing.left_by_others(folder, self._writer):
-                        ours.delete_folder(left, standing.UNCOMMITTED)
+                        delete(left)
         if isinstance(self.folder, Place):
             return
         for probe in self.folder.glob(f"{layout.PROBE}*"):

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trainers.config.model import CONTEXT, batch_axes, num_replicas
+from trainers.config.model import CONTEXT
 from trainers.models import partial_attention
 from trainers.models.partial_attention import Gradients, Part, Score, Tokens, joined
 from trainers.parallel import sequence
-from trainers.parallel.mesh import traced_for
+from trainers.parallel.mesh import dividing, traced_for
 from trainers.parallel.platform import kind_of_host
 
 
@@ -112,7 +112,7 @@ def _on_devices(function: Callable[..., Any], divided: int, returned: int, key_B
     assert mesh is not None
     # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
     heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
-    rows = batch_axes(mesh.shape) if key_BTKC.shape[0] % num_replicas(mesh.shape) == 0 else None
+    rows = dividing(mesh, key_BTKC.shape[0])
     of_heads = PartitionSpec(rows, CONTEXT, heads)
     # The segments of whole rows: they are few numbers, and every device knows them.
     specs = (*[of_heads] * divided, PartitionSpec(rows), PartitionSpec())

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from trainers.config import LossConfig, ModelConfig
 from trainers.config.arguments import load_object
 from trainers.config.model import CONTEXT
-from trainers.parallel.mesh import divides_rows, in_stage, rows_over, traced_for
+from trainers.parallel.mesh import dividing, in_stage, traced_for
 
 Weights = dict[str, jax.Array]
 Activation = Callable[[jax.Array], jax.Array]
@@ -54,7 +54,7 @@ def mixture(
     if mesh is None:
         return _of_devices(config, activation, (), (), x_ND, own, counted_N)
     # By hand: the compiler would gather all tokens on each device to sort them.
-    split = rows_over(mesh) if divides_rows(mesh, x_ND.shape[0]) else ()
+    split = dividing(mesh, x_ND.shape[0]) or ()
     of_tokens: tuple[Any, ...] = (split or None,)
     if x_ND.ndim == WITH_TIME:
         split, of_tokens = (*split, CONTEXT), (*of_tokens, CONTEXT)

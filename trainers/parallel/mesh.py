@@ -112,9 +112,10 @@ def rows_over(mesh: Mesh) -> tuple[str, ...]:
     return stage_axes(mesh.shape) if in_stage() else batch_axes(mesh.shape)
 
 
-def divides_rows(mesh: Mesh, rows: int) -> bool:
-    """Returns whether the devices along `rows_over` can have equal parts of so many examples."""
-    return rows % math.prod(mesh.shape[axis] for axis in rows_over(mesh)) == 0
+def dividing(mesh: Mesh, rows: int) -> tuple[str, ...] | None:
+    """Returns `rows_over`; None if the devices along these axes cannot have equal parts of so many examples."""
+    axes = rows_over(mesh)
+    return None if rows % math.prod(mesh.shape[axis] for axis in axes) else axes
 
 
 def traced_device() -> jax.Device | None:
@@ -157,9 +158,9 @@ def by_rows(x: jax.Array) -> jax.Array:
     Said of activations: the compiler might else divide them as the weights are, and add up the products of all examples on all
     devices."""
     mesh = traced_for()
-    if mesh is None or not divides_rows(mesh, x.shape[0]):
+    if mesh is None or (axes := dividing(mesh, x.shape[0])) is None:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows_over(mesh))))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(axes)))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from trainers.config.context import CHUNKS, of_length
-from trainers.config.model import CONTEXT, batch_axes, num_replicas
+from trainers.config.model import CONTEXT
 from trainers.config.section import require
-from trainers.parallel.mesh import traced_for
+from trainers.parallel.mesh import dividing, rows_over, traced_for
 
 
 def num_parts() -> int:
@@ -55,7 +55,7 @@ def _placed(x_BT: jax.Array, *axes: str | None) -> jax.Array:
     mesh = traced_for()
     if mesh is None or num_parts() == 1:
         return x_BT
-    rows = batch_axes(mesh.shape) if x_BT.shape[0] % num_replicas(mesh.shape) == 0 else None
+    rows = dividing(mesh, x_BT.shape[0])
     return jax.lax.with_sharding_constraint(x_BT, NamedSharding(mesh, PartitionSpec(rows, *axes)))
 
 
@@ -80,11 +80,11 @@ def in_order(x_BTD: jax.Array) -> jax.Array:
 def _exchanged(x_BTD: jax.Array, exchange: partial[jax.Array]) -> jax.Array:
     mesh = traced_for()
     assert mesh is not None
-    rows = batch_axes(mesh.shape) if x_BTD.shape[0] % num_replicas(mesh.shape) == 0 else None
+    rows = dividing(mesh, x_BTD.shape[0])
     spec = PartitionSpec(rows, CONTEXT)
     # By hand: the compiler would gather the whole sequence on each device.
     return jax.shard_map(
-        exchange, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*batch_axes(mesh.shape), CONTEXT}, check_vma=False
+        exchange, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*rows_over(mesh), CONTEXT}, check_vma=False
     )(x_BTD)
 
 

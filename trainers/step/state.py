@@ -328,18 +328,13 @@ def check_experts(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) 
 def check_divided_by_hand(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> None:
     """Raises UsageError for a model, by name, whose sequences the axis `context` of the mesh cannot divide, or whose layers the
     axis `pipeline` cannot: it would be computed again on each device along the axis."""
-    parts, stages = mesh_sizes.get(CONTEXT, 1), mesh_sizes.get(PIPELINE, 1)
     whole = [name for name, model in models.items() if not getattr(model, "divides_sequences", False)]
-    if parts > 1 and whole:
-        raise UsageError(
-            f"mesh.context = {parts}: only a trainers.models.decoder.Decoder with its own `hidden` divides its sequences, and "
-            f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
-        )
-    if stages > 1 and whole:
-        raise UsageError(
-            f"mesh.pipeline = {stages}: only a trainers.models.decoder.Decoder with its own `hidden` has stages, and "
-            f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
-        )
+    for axis, does in ((CONTEXT, "divides its sequences"), (PIPELINE, "has stages")):
+        if (size := mesh_sizes.get(axis, 1)) > 1 and whole:
+            raise UsageError(
+                f"mesh.{axis} = {size}: only a trainers.models.decoder.Decoder with its own `hidden` {does}, and "
+                f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
+            )
 
 
 def with_shardings(abstract: TrainState, shardings: TrainState) -> TrainState:

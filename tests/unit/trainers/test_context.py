@@ -67,6 +67,22 @@ def assert_as_on_one_device(tmp_path, events, mesh, **changes):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=0, atol=1e-4 * np.abs(other).max())
 
 
+def assert_goes_on(tmp_path, events, about, other):
+    """A run that was cut goes on bit for bit, and with the same losses on a mesh without its axis and on the mesh `other`."""
+    whole, expected, _ = trained(tmp_path / "whole", events, **about)
+    trained(tmp_path / "cut", events, StopAt(3, StopReason.PREEMPTED), **about)
+    for copy in ("one", "other"):
+        shutil.copytree(tmp_path / "cut", tmp_path / copy)
+    resumed, _, _ = trained(tmp_path / "cut", events, **about)
+    assert of(events, "restored")
+    assert_equal(whole, resumed)
+    for copy, mesh in (("one", {"data": 1, "fsdp": 4, "tensor": 2}), ("other", other)):
+        _, found, _ = trained(tmp_path / copy, events, **{**about, "mesh": mesh})
+        assert of(events, "restored")
+        assert len(found) >= 2
+        np.testing.assert_allclose([*found.values()], [expected[step] for step in found], rtol=1e-5)
+
+
 @pytest.mark.costs("trains on one device and on a mesh")
 def test_ten_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
     assert_as_on_one_device(tmp_path, events, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2})
@@ -107,18 +123,7 @@ def test_adapters_drop_the_same_numbers_on_any_mesh(tmp_path, events, base):
 @pytest.mark.slow("trains several times")
 def test_a_run_that_was_cut_goes_on_bit_for_bit_and_on_other_meshes(tmp_path, events, texts):
     about = {"mesh": {"data": 2, "context": 4}, "checkpoint": {"save_steps": 4}}
-    whole, expected, _ = trained(tmp_path / "whole", events, **about)
-    trained(tmp_path / "cut", events, StopAt(3, StopReason.PREEMPTED), **about)
-    for copy in ("one", "other"):
-        shutil.copytree(tmp_path / "cut", tmp_path / copy)
-    resumed, _, _ = trained(tmp_path / "cut", events, **about)
-    assert of(events, "restored")
-    assert_equal(whole, resumed)
-    for copy, mesh in (("one", {"data": 1, "fsdp": 4, "tensor": 2}), ("other", {"data": 4, "context": 2})):
-        _, found, _ = trained(tmp_path / copy, events, **{**about, "mesh": mesh})
-        assert of(events, "restored")
-        assert len(found) >= 2
-        np.testing.assert_allclose([*found.values()], [expected[step] for step in found], rtol=1e-5)
+    assert_goes_on(tmp_path, events, about, {"data": 4, "context": 2})
 
 
 @pytest.mark.parametrize(
