@@ -70,6 +70,7 @@ def open_launch(
     tracker = Tracker(run_dir, tracking, run_dir.rstrip("/").rsplit("/", 1)[-1], params, launch=(launch_id, started_at_s))
     recorded = committed.of_run(layout.folder_of(run_dir), layout.folder_of(run_dir) / CHECKPOINTS)
     folder, course = RunFolder(run_dir), _course(params)
+    folder.delete_left()
     return Launch(folder, launch_id, started_at_s, lease, lease_lost, tracker, clock, Writer(), recorded, course, monotonic)
 
 
@@ -303,6 +304,7 @@ class Launch:
         problem = None if written else f"not all was written to {self.run_dir}: {self.storage_problem or 'there was no time to'}"
         self.stop()
         undelivered = self.tracker.close(timeout_s, status=status)
+        self._folder.delete_left()
         self.lease.release()  # last: from now on another launch may write
         return "; ".join(filter(None, [problem, undelivered])) or None
 

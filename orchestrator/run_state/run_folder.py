@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from orchestrator.run_state import lines, requests
 from orchestrator.run_state.requests import Request
-from trainers.storage import documents, durable
+from trainers.storage import documents, durable, row
 from trainers.storage.document_kind import DocumentKind, set_aside
 from trainers.storage.opening import place_of
 from trainers.storage.store import StorageRefused
@@ -18,6 +20,9 @@ READ_BYTES = 16 << 20
 """How much is read from the end of lines."""
 ROTATE_BYTES = 64 << 20
 """A larger file of lines is renamed to `NAME.old`, and a new one begins."""
+
+WRITTEN_IN = ("", row.FOLDER, row.CHECKPOINTS, "tracking", "requests")
+"""The folders of a run in which files are written under another name first."""
 
 
 class RunFolder:
@@ -69,3 +74,11 @@ class RunFolder:
                 return []
             raise
         return [line.decode(errors="replace") for line in found]
+
+    def delete_left(self) -> None:
+        """Deletes the temporary files that killed processes have left. An object of a bucket has none. Raises nothing: one that
+        cannot be deleted stays until the next time, and what else fails on such a storage is reported."""
+        if not documents.is_url(self.path):
+            for name in WRITTEN_IN:
+                with suppress(OSError):
+                    durable.delete_left(Path(self.path, name))

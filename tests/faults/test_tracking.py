@@ -26,7 +26,7 @@ from tests.stores.contract import buckets
 from trainers.storage import documents
 from trainers.storage.opening import place_of
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 @pytest.fixture

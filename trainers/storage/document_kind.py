@@ -15,7 +15,7 @@ from typing import Any
 
 from trainers.storage import documents, ours, sealed, shapes
 from trainers.storage.documents import DamagedDocument, NewerDocument, Where
-from trainers.storage.not_finite import shown
+from trainers.storage.not_finite import SUFFIX, shown
 from trainers.storage.opening import place_of
 from trainers.storage.store import Place, StorageRefused
 
@@ -46,13 +46,17 @@ class DocumentKind:
 
     def parse(self, text: str | bytes, where: object) -> dict[str, Any]:
         """Returns the contents of a document. Raises DamagedDocument or NewerDocument, which name it as `where`."""
-        return self.checked(documents.parse(text, where), where)
+        # Most documents have no such numbers, and a restart reads several.
+        marked = (SUFFIX.encode() if isinstance(text, bytes) else SUFFIX) in text  # type: ignore[operator]
+        return self.checked(documents.parse(text, where), where, marked=marked)
 
-    def checked(self, document: Any, where: object) -> dict[str, Any]:
-        """Like `parse`, for a document that was read already."""
+    def checked(self, document: Any, where: object, *, marked: bool = True) -> dict[str, Any]:
+        """Like `parse`, for a document that was read already. `marked`: whether it may have numbers that JSON does not have."""
         if not isinstance(document, dict):
             raise DamagedDocument(f"{where}: damaged: expected a JSON object, found {type(document).__name__}")
-        contents = shown({key: value for key, value in document.items() if key not in (FORMAT, DIGEST)})
+        contents = {key: value for key, value in document.items() if key not in (FORMAT, DIGEST)}
+        if marked:
+            contents = shown(contents)
         # A document of a program before there were formats may have a digest.
         written_as = document.get(FORMAT, self.format if self.without_format else None)
         unmarked = self.without_format and FORMAT not in document and DIGEST not in document

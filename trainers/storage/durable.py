@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ from typing import BinaryIO, cast
 
 from trainers.storage import ours
 
+TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp")
+"""The name of a file of `beside`: one that is being written, or that a killed process has left."""
+TRIES = 5
+"""How often a file is written whose temporary file another process deletes as left behind."""
 NOT_OFFERED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """The errors of a file system that has no fsync, or none for folders. It decides by itself when data is safe."""
 
@@ -30,8 +35,14 @@ def write(path: Path, text: str) -> None:
 
 def write_shared(path: Path, contents: bytes, mode: int) -> None:
     """Like `write`, with a mode, to which the umask applies."""
-    with replaced(path, mode) as file:
-        file.write(contents)
+    for is_last in (*[False] * (TRIES - 1), True):
+        try:
+            with replaced(path, mode) as file:
+                file.write(contents)
+            return
+        except FileNotFoundError:
+            if is_last or not path.parent.is_dir():
+                raise
 
 
 @contextmanager
@@ -39,7 +50,7 @@ def replaced(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Yields a file beside `path`, which gets that name when the block ends; nothing is left if the block raises. Several
     processes may do so at the same time: the last one wins. Raises OSError. For one writer at a time see `whole`.
 
-    A process that is killed leaves a file whose name ends in `.tmp`, which no later write replaces.
+    A process that is killed leaves a file whose name ends in `.tmp`, which no later write replaces: see `delete_left`.
     """
     temporary = beside(path)
     try:
@@ -60,6 +71,18 @@ def replaced(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 def beside(path: Path) -> Path:
     """Returns a new name beside `path` that nobody can guess."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def delete_left(folder: Path) -> None:
+    """Deletes the files of `beside` in a folder, which killed processes have left there. One that lives and is just writing
+    such a file writes it again (`write_shared`, `LocalStore.create`). Raises OSError."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    for name in names:
+        if TEMPORARY.fullmatch(name):
+            ours.delete(folder / name, ours.TEMPORARY)
 
 
 def created(path: Path, mode: int = 0o666) -> BinaryIO:

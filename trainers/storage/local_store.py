@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import stat
 import uuid
@@ -34,8 +33,6 @@ REFUSED = frozenset(
 """What a folder answers again if it is asked again. All else may pass: EIO, ESTALE, ETIMEDOUT, a server that is away."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
 """How a file system says that there is no such object: below a file there is none either."""
-_TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp")
-"""A file that is being written, or that a killed process left: no object."""
 
 
 class LocalStore(Store):
@@ -82,19 +79,7 @@ class LocalStore(Store):
         to its writer all the same."""
         path = self.path(name)
         with _problems(path):
-            temporary = _write_beside(path, data)
-            try:
-                # A link, unlike a rename, fails when the name exists; and unlike an exclusive open it shows all at once.
-                os.link(temporary, path)
-            except OSError as error:
-                if _was_linked(temporary):
-                    made = True  # the server made the link and its answer was lost; the client's retry then found the name
-                else:
-                    made = not isinstance(error, FileExistsError) and _create_exclusively(path, data)
-            else:
-                made = True
-            finally:
-                ours.delete(temporary, ours.TEMPORARY)
+            made = _create(path, data)
             if made:
                 durable.sync_folder(path.parent)
             return made
@@ -178,7 +163,7 @@ def _below(folder: Path, prefix: str, after: str) -> Iterator[Entry]:
     is deleted meanwhile is left out."""
     try:
         with os.scandir(folder) as found:
-            inside = [one for one in found if not _TEMPORARY.fullmatch(one.name)]
+            inside = [one for one in found if not durable.TEMPORARY.fullmatch(one.name)]
     except ABSENT:
         return
     for one in inside:
@@ -198,6 +183,25 @@ def _make(folder: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
 
 
+def _create(path: Path, data: bytes) -> bool:
+    for is_last in (*[False] * (durable.TRIES - 1), True):
+        temporary = _write_beside(path, data)
+        try:
+            # A link, unlike a rename, fails when the name exists; and unlike an exclusive open it shows all at once.
+            os.link(temporary, path)
+            return True
+        except FileNotFoundError:  # another process has taken the temporary file for one that was left, and deleted it
+            if is_last:
+                raise
+        except OSError as error:
+            if _was_linked(temporary, path, data):
+                return True  # the server made the link and its answer was lost; the client's retry then found the name
+            return not isinstance(error, FileExistsError) and _create_exclusively(path, data)
+        finally:
+            ours.delete(temporary, ours.TEMPORARY)
+    raise AssertionError
+
+
 def _write_beside(path: Path, data: bytes) -> Path:
     """Writes a finished file in the folder of `path`, under a unique name, and returns its path."""
     _make(path.parent)
@@ -213,9 +217,12 @@ def _write_beside(path: Path, data: bytes) -> Path:
     return temporary
 
 
-def _was_linked(temporary: Path) -> bool:
-    # A second name for this file can only be the one that was to be created.
-    return os.stat(temporary).st_nlink > 1
+def _was_linked(temporary: Path, path: Path, data: bytes) -> bool:
+    try:
+        # A second name for this file can only be the one that was to be created.
+        return os.stat(temporary).st_nlink > 1
+    except FileNotFoundError:  # deleted by another process; the contents show whose the object is
+        return _has_contents(path, data)
 
 
 def _create_exclusively(path: Path, data: bytes) -> bool:
@@ -237,5 +244,9 @@ def _create_exclusively(path: Path, data: bytes) -> bool:
             ours.delete(path, ours.among("a document made just now", [path]))
         raise
     # A mounted bucket may accept two writers; the contents show which one won.
+    return _has_contents(path, data)
+
+
+def _has_contents(path: Path, data: bytes) -> bool:
     with durable.reading(path) as file:
         return file.read() == data

@@ -4,6 +4,8 @@ import ctypes
 import io
 import json
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -179,3 +181,24 @@ def test_an_exception_that_cannot_say_its_message_is_reported():
     event = worker.exception_event(Mute())
     check_event(event, "process")
     assert event["message"] == "(Mute.__str__ raises KeyError)"
+
+
+@pytest.mark.slow("two processes that train")
+def test_a_warm_process_goes_on_from_a_checkpoint_without_another_import(tmp_path):
+    """An import takes tens of milliseconds of a recovery. Of psutil it was a tenth of one."""
+    made = {
+        "name": "a",
+        "storage": str(tmp_path),
+        "global_batch_size": 8,
+        "task": "trainers.tasks.causal_lm:CausalLMTask",
+        "model": {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24},
+        "data": {"paths": [__file__], "sequence_length": 16},
+        "max_num_steps": 2,
+    }
+    command = [sys.executable, "-m", "tests.programs.warm", str(tmp_path / "arguments.json")]
+    env = {**os.environ, "GANGWAY_PROGRAMS": str(tmp_path / "programs"), "JAX_PLATFORMS": "cpu"}
+    (tmp_path / "arguments.json").write_text(json.dumps(made))
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"imported": [], "from_step": 2}

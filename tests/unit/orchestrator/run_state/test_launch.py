@@ -17,7 +17,7 @@ from tests.programs.processes import wait_until
 from trainers.checkpoint import committed, fence
 from trainers.checkpoint.committed import Committed
 from trainers.checkpoint.fence import WriterTerm
-from trainers.storage import documents
+from trainers.storage import documents, durable
 
 
 class Clock:
@@ -348,3 +348,23 @@ def test_a_message_of_megabytes_does_not_push_the_failures_before_it_out(take_up
     assert [past.step for past in history] == [0, 1, 2]
     assert len(history[1].exception[1]) < 30_000
     assert "letters left out" in history[1].exception[1]
+
+
+def test_what_a_killed_process_left_half_written_is_gone_after_the_next_start_and_after_the_end(tmp_path, clock, take_up):
+    """A chaos run found one, of a host that was killed while it recorded a checkpoint: it stayed for ever."""
+    folders = (tmp_path, tmp_path / "row", tmp_path / "checkpoints", tmp_path / "tracking")
+
+    def leave():
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+            durable.beside(folder / "00000007.json").write_text("{")
+
+    def left():
+        return [path for folder in folders for path in folder.glob("*.tmp")]
+
+    leave()
+    launch = take_up()
+    assert left() == []
+    leave()
+    launch.close("FINISHED", 30.0)
+    assert left() == []

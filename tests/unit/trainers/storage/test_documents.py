@@ -175,6 +175,29 @@ def test_a_link_whose_answer_was_lost_was_made(tmp_path, monkeypatch):
     assert not documents.create_json(tmp_path / "claim.json", 2)
 
 
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_temporary_file_that_is_deleted_meanwhile_costs_no_creator_its_document(tmp_path, monkeypatch, is_made):
+    """By a driver that deletes what killed processes left. `is_made`: the server has made the link, and its answer was lost."""
+    link, deleted = os.link, []
+
+    def interrupted(source, target):
+        if deleted:
+            link(source, target)
+            return
+        if is_made:
+            link(source, target)
+        deleted.append(source)
+        durable.delete_left(tmp_path)
+        link(source if not is_made else target, target)
+
+    monkeypatch.setattr(os, "link", interrupted)
+    assert documents.create_json(tmp_path / "claim.json", 1)
+    assert deleted
+    assert not documents.create_json(tmp_path / "claim.json", 2)
+    assert documents.read_json(tmp_path / "claim.json") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["claim.json"]
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_a_file_system_without_fsync_is_no_obstacle(tmp_path, monkeypatch, number):
     monkeypatch.setattr(os, "fsync", refuse(number))

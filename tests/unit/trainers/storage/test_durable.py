@@ -38,3 +38,40 @@ def test_two_may_write_at_the_same_time(tmp_path, monkeypatch):
     durable.write_shared(path, b"first", 0o600)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert path.read_text() == "first"
+
+
+def left_in(folder, name):
+    path = durable.beside(folder / name)
+    path.write_text("half")
+    return path
+
+
+def test_what_killed_processes_left_is_deleted_and_nothing_else(tmp_path):
+    names = ["00000001.json", "mine.tmp", "notes.0123.tmp", "a.tmp.json"]
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    left_in(tmp_path, "00000002.json")
+    durable.delete_left(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    durable.delete_left(tmp_path / "absent")
+
+
+def test_a_file_whose_temporary_one_is_deleted_as_left_behind_is_written_again(tmp_path, monkeypatch):
+    replace, deleted = os.replace, []
+
+    def replaced(source, target):
+        if not deleted:
+            deleted.append(source)
+            durable.delete_left(tmp_path)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    durable.write_shared(tmp_path / "a", b"whole", 0o600)
+    assert deleted
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "whole")]
+
+
+def test_a_folder_that_is_gone_is_an_error_and_not_made_again(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        durable.write_shared(tmp_path / "gone" / "a", b"whole", 0o600)
+    assert not list(tmp_path.iterdir())
