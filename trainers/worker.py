@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 from trainers.config.arguments import TrainingArguments, dataset_function, from_dict, load_object
 from trainers.runtime import orders as orders_of
 from trainers.storage import failed_requests, usage
+from trainers.storage.documents import is_url
 from trainers.terminal import shown
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ REQUESTS_INTERVAL_S = 60.0
 """How often it reports what was asked of buckets; also at its end."""
 FAILED_EXIT_CODE = 1
 IMPORTED_AHEAD = ("psutil", "encodings.idna")
-"""What training imports inside the functions that need it. An import between a warm process and its first step would be a part
-of each recovery: tens of milliseconds."""
+"""See `import_ahead`."""
 
 
 class EventPipe:
@@ -152,9 +152,8 @@ def prepare(message: Preparation) -> Prepared:
     from trainers.runtime import distributed
 
     distributed.find_platforms()
-    for module in IMPORTED_AHEAD:
-        importlib.import_module(module)
     arguments = from_dict(load_object(message["arguments_class"]), message["arguments"])
+    import_ahead(arguments.run_folder)
     trainer_class = load_object(arguments.trainer)
     datasets = dataset_function(arguments)(arguments)
     trainer = None
@@ -162,6 +161,17 @@ def prepare(message: Preparation) -> Prepared:
         trainer = trainer_class(arguments, *datasets)
         prepare_ahead(trainer)
     return Prepared(trainer_class, arguments, datasets, trainer)
+
+
+def import_ahead(run_folder: str) -> None:
+    """Imports what training imports only inside the functions that need it. An import between a warm process and its first step
+    would be a part of each recovery: tens of milliseconds on a disk, a second with a bucket."""
+    for module in IMPORTED_AHEAD:
+        importlib.import_module(module)
+    if is_url(run_folder):
+        from trainers.checkpoint import orbax_bucket
+
+        orbax_bucket.import_ahead(run_folder)
 
 
 def run(prepared: Prepared, orders: Start, pipe: EventPipe) -> None:

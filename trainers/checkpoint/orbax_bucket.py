@@ -6,6 +6,7 @@ changed. `tests/unit/trainers/checkpoint/test_orbax_bucket.py` fails if a new ve
 
 from __future__ import annotations
 
+import importlib
 import os
 import posixpath
 import re
@@ -45,6 +46,15 @@ def enable() -> None:
         tensorstore_utils._use_gcs_driver = lambda directory: directory.startswith(SCHEMES)
         tensorstore_utils._normalize_path = _normalized
         gcs_utils.get_kvstore_for_gcs = lambda url: kvstore(url, os.environ)
+
+
+def import_ahead(url: str) -> None:
+    """Imports, and enables, all that the checkpoints of a run at this URL need: hundreds of modules. Speaks to no bucket."""
+    import fsspec
+
+    enable()
+    importlib.import_module("obstore.store")
+    fsspec.get_filesystem_class(url.partition("://")[0])
 
 
 def kvstore(url: str, environ: Mapping[str, str]) -> dict[str, Any]:
