@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.config.model import CONTEXT, PIPELINE, num_replicas
+from trainers.config.model import PIPELINE, num_replicas
 from trainers.config.section import Section, too_small
 
 MICROBATCHES_PER_STAGE = 4
@@ -65,11 +65,6 @@ def problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]:
         yield (
             f"lora.dropout = {arguments.lora.dropout}: expected 0 with mesh.pipeline = {stages}, where each micro-batch would "
             "drop the same values"
-        )
-    if sizes.get(CONTEXT, 1) > 1:
-        yield (
-            f"mesh.pipeline = {stages}: expected 1 with mesh.context = {sizes[CONTEXT]}, for stages do not divide sequences; "
-            "use mesh.fsdp or mesh.tensor for these devices"
         )
     if (rest := arguments.model.num_layers % stages) and arguments.model.pretrained is None:
         yield f"mesh.pipeline = {stages}: {of_layers(arguments.model.num_layers, stages)} ({rest} are left over)"

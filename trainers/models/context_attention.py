@@ -32,6 +32,8 @@ class How(NamedTuple):
     parts: int
     """The devices that share a sequence."""
     score: Score
+    rows: tuple[str, ...] | None
+    """The axes of the mesh over which the rows are divided. The backward pass is traced later, and not within a stage."""
 
 
 def context_attention(
@@ -51,7 +53,9 @@ def context_attention(
     dtype = query_BTHC.dtype
     if dtype == jnp.float16 and kind_of_host() != "gpu":  # elsewhere XLA has no such product
         query_BTHC, key_BTKC, value_BTKC = (x.astype(jnp.float32) for x in (query_BTHC, key_BTKC, value_BTKC))
-    how = How(exchange, sequence.num_parts(), Score(scale, softcap))
+    mesh = traced_for()
+    assert mesh is not None
+    how = How(exchange, sequence.num_parts(), Score(scale, softcap), dividing(mesh, key_BTKC.shape[0]))
     return _mixed(how, query_BTHC, key_BTKC, value_BTKC, segments_BT, reach).astype(dtype)
 
 
@@ -83,7 +87,7 @@ def _forward(
         part = passed(how, _grouped(query, key), (key, value), Tokens(slots_S, segments), reach)
         return part.mixed_BTKGC.reshape(query.shape).astype(query.dtype), part.log_sum_BTKG.reshape(query.shape[:-1])
 
-    found = _on_devices(of_device, 3, 2, key_BTKC)(query_BTHC, key_BTKC, value_BTKC, segments_BT, reach)
+    found = _on_devices(how, of_device, 3, 2, key_BTKC)(query_BTHC, key_BTKC, value_BTKC, segments_BT, reach)
     return found[0], (query_BTHC, key_BTKC, value_BTKC, segments_BT, reach, *found)
 
 
@@ -99,23 +103,22 @@ def _backward(how: How, kept: Any, gradient_BTHC: jax.Array) -> tuple[Any, ...]:
         return tuple(each.reshape(x.shape).astype(x.dtype) for each, x in zip(found, (query, key, value), strict=True))
 
     divided = (query_BTHC, key_BTKC, value_BTKC, mixed_BTHC, log_sum_BTH, gradient_BTHC)
-    return (*_on_devices(of_device, len(divided), 3, key_BTKC)(*divided, segments_BT, reach), None, None)
+    return (*_on_devices(how, of_device, len(divided), 3, key_BTKC)(*divided, segments_BT, reach), None, None)
 
 
 _mixed.defvjp(_forward, _backward)
 
 
-def _on_devices(function: Callable[..., Any], divided: int, returned: int, key_BTKC: jax.Array) -> Callable[..., Any]:
+def _on_devices(how: How, function: Callable[..., Any], divided: int, returned: int, key_BTKC: jax.Array) -> Callable[..., Any]:
     """Returns `function`, to be called with arrays of whole rows: so many arrays of heads [B, T, H, ...], the segments and
     `reach`; it returns so many arrays of heads."""
     mesh = traced_for()
     assert mesh is not None
     # Where the axis does not divide the keys' heads, every device computes all heads, as it holds their weights.
     heads = "tensor" if key_BTKC.shape[2] % mesh.shape["tensor"] == 0 else None
-    rows = dividing(mesh, key_BTKC.shape[0])
-    of_heads = PartitionSpec(rows, CONTEXT, heads)
+    of_heads = PartitionSpec(how.rows, CONTEXT, heads)
     # The segments of whole rows: they are few numbers, and every device knows them.
-    specs = (*[of_heads] * divided, PartitionSpec(rows), PartitionSpec())
+    specs = (*[of_heads] * divided, PartitionSpec(how.rows), PartitionSpec())
     return jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=(of_heads,) * returned, check_vma=False)
 
 

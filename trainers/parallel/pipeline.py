@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainers.config.model import PIPELINE, num_replicas, stage_axes
+from trainers.config.model import CONTEXT, PIPELINE, num_replicas, stage_axes
 from trainers.config.pipeline import microbatches
 from trainers.parallel.mesh import asked_microbatches, traced_for, within_stage
 
@@ -56,6 +56,10 @@ def through_stages(mesh: Mesh, stage: Stage, x: jax.Array, of_rows: Any, weights
         """[L, ...] to [P, L / P, ...]."""
         return _divided(mesh, each.reshape(stages, -1, *each.shape[1:]), PIPELINE)
 
+    def of_each(x_P: jax.Array) -> jax.Array:
+        """What the stages hold, [P, B / M, T, ...]: rows and tokens divided as without stages."""
+        return _divided(mesh, x_P, PIPELINE, stage_axes(mesh.shape), *([CONTEXT] if CONTEXT in mesh.shape else []))
+
     def of_stage(x: jax.Array, of_rows: Any, weights: Any) -> tuple[jax.Array, Any]:
         with within_stage():
             return stage(x, of_rows, weights)
@@ -72,11 +76,11 @@ def through_stages(mesh: Mesh, stage: Stage, x: jax.Array, of_rows: Any, weights
         # The first stage begins with the next micro-batch; every other one goes on with what it was sent.
         is_first = (jnp.arange(stages) == 0).reshape(-1, *[1] * x.ndim)
         held_P = jnp.where(is_first, x_M[jnp.minimum(number, count - 1)], held_P)
-        held_P = _divided(mesh, held_P, PIPELINE, stage_axes(mesh.shape))
+        held_P = of_each(held_P)
         made_P, found_P = every(held_P, _taken(of_rows_M, jnp.clip(mine_P, 0, count - 1)), weights_P)
         counts = (mine_P >= 0) & (mine_P < count)
         sums_P = jax.tree.map(partial(_added, counts), sums_P, found_P)
-        made_P = _divided(mesh, made_P, PIPELINE, stage_axes(mesh.shape))
+        made_P = of_each(made_P)
         return (jnp.roll(made_P, 1, 0), sums_P), made_P
 
     shapes = jax.eval_shape(every, x_M[first], _taken(of_rows_M, first), weights_P)

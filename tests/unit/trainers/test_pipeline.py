@@ -30,18 +30,25 @@ def test_ten_steps_have_the_numbers_of_one_device(tmp_path, events, texts):
         ({"data": 1, "pipeline": 2, "expert": 4}, {"model": EXPERTS, "loss": {"load_balancing_weight": 0.02}}),
         ({"data": 1, "pipeline": 2, "tensor": 4}, {"model": EXPERTS, "loss": {"load_balancing_weight": 0.02}}),
         ({"slice": 2, "data": 1, "pipeline": 2, "fsdp": 2}, {"model": FOUR}),
+        ({"data": 1, "pipeline": 2, "context": 4}, {"model": FOUR, "pipeline": {"microbatches": 2}}),
+        ({"data": 1, "pipeline": 2, "fsdp": 2, "context": 2}, {"model": {**FOUR, "context_attention": "ring"}}),
+        ({"data": 1, "pipeline": 2, "context": 2, "tensor": 2}, {"model": {**WINDOWS, "num_layers": 4, "remat": "full"}}),
         ({"data": 2, "pipeline": 4}, {"model": {**WINDOWS, "num_layers": 4}}),
         ({"data": 2, "pipeline": 4}, {"model": {**FOUR, "remat": "full"}, "loss": {"z_loss_weight": 0.01}}),
     ],
-    ids=["alone", "data", "fsdp", "tensor", "expert", "experts and tensor", "slice", "windows", "remat"],
+    ids=[
+        *("alone", "data", "fsdp", "tensor", "expert", "experts and tensor", "slice"),
+        *("context", "context in a ring", "context, windows and tensor", "windows", "remat"),
+    ],
 )
 def test_with_each_other_axis(tmp_path, events, texts, mesh, changes):
     assert_as_on_one_device(tmp_path, events, mesh, **{"accumulation_steps": 1, **changes})
 
 
 @pytest.mark.slow("trains several times")
-def test_a_run_that_was_cut_goes_on_bit_for_bit_and_on_other_meshes(tmp_path, events, texts):
-    about = {"mesh": {"data": 2, "pipeline": 4}, "model": FOUR, "checkpoint": {"save_steps": 4}, "accumulation_steps": 1}
+@pytest.mark.parametrize("mesh", [{"data": 2, "pipeline": 4}, {"data": 2, "pipeline": 2, "context": 2}])
+def test_a_run_that_was_cut_goes_on_bit_for_bit_and_on_other_meshes(tmp_path, events, texts, mesh):
+    about = {"mesh": mesh, "model": FOUR, "checkpoint": {"save_steps": 4}, "accumulation_steps": 1}
     assert_goes_on(tmp_path, events, about, {"data": 4, "pipeline": 2})
 
 
@@ -67,12 +74,25 @@ def test_so_many_micro_batches_follow_each_other_as_the_settings_say(tmp_path, e
     assert counts[0] == expected
 
 
+@pytest.mark.costs("trains on a mesh")
+def test_what_stages_hold_is_divided_over_tokens_too(tmp_path, events, texts, monkeypatch):
+    held, divided = [], pipeline._divided
+
+    def noted(mesh, x, *axes):
+        held.extend([axes] if x.ndim == 4 and axes[0] == "pipeline" and x.shape[2] == 32 else [])
+        return divided(mesh, x, *axes)
+
+    monkeypatch.setattr(pipeline, "_divided", noted)
+    mesh = {"data": 2, "pipeline": 2, "context": 2}
+    trained(tmp_path, events, mesh=mesh, model=FOUR, accumulation_steps=1, max_num_steps=1)
+    assert {axes[2:] for axes in held} == {("context",)}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"mesh": {"data": -1, "pipeline": 3}}, r"mesh pipeline 3 x data -1 x .* does not fit 8 devices"),
         ({"model": SIZES}, r"mesh\.pipeline = 4: expected a divisor of the 2 layers \(1, 2\)"),
-        ({"mesh": {"data": -1, "pipeline": 2, "context": 2}}, r"mesh\.pipeline = 2: expected 1 with mesh\.context = 2"),
         ({"mesh": {}, "pipeline": {"microbatches": 2}}, r"pipeline\.microbatches = 2: expected null with mesh\.pipeline = 1"),
         (
             {"pipeline": {"microbatches": 3}},
