@@ -34,6 +34,13 @@ def check_length(time: int) -> None:
     require(time % (CHUNKS * parts) == 0 or parts == 1, f"mesh.context = {parts}: {of_length(time, parts)}")
 
 
+def filled_up(x_BT: jax.Array) -> jax.Array:
+    """Returns the rows with so many zeros at their ends that the devices can have equal parts. Of causal attention, no other
+    token sees them. Traced."""
+    chunks = CHUNKS * num_parts() if num_parts() > 1 else 1
+    return jnp.pad(x_BT, ((0, 0), (0, -x_BT.shape[1] % chunks)))
+
+
 def slots(time: int, parts: int) -> np.ndarray:
     """Returns int32[T]: which token of a row is in each place, in the order that the devices have them in."""
     chunks = np.arange(time, dtype=np.int32).reshape(CHUNKS * parts, -1)
