@@ -77,12 +77,12 @@ def delete_left(folder: Path) -> None:
     """Deletes the files of `beside` in a folder, which killed processes have left there. One that lives and is just writing
     such a file writes it again (`write_shared`, `LocalStore.create`). Raises OSError."""
     try:
-        names = os.listdir(folder)
+        with os.scandir(folder) as found:
+            left = [one.path for one in found if TEMPORARY.fullmatch(one.name) and one.is_file(follow_symlinks=False)]
     except FileNotFoundError:
         return
-    for name in names:
-        if TEMPORARY.fullmatch(name):
-            ours.delete(folder / name, ours.TEMPORARY)
+    for path in left:
+        ours.delete(path, ours.TEMPORARY)
 
 
 def created(path: Path, mode: int = 0o666) -> BinaryIO:

@@ -51,6 +51,8 @@ def test_what_killed_processes_left_is_deleted_and_nothing_else(tmp_path):
     for name in names:
         (tmp_path / name).write_text("mine")
     left_in(tmp_path, "00000002.json")
+    names.append(durable.beside(tmp_path / "a_folder").name)
+    (tmp_path / names[-1]).mkdir()
     durable.delete_left(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     durable.delete_left(tmp_path / "absent")
