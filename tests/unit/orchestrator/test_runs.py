@@ -180,14 +180,15 @@ def an_incident(**changes):
         "failed_at_s": 1000.0,
         "action": "restart",
     }
-    return Incident(**found | {"evidence": {"summary": "host 1 died", "stack": "line 1\nline 2"}} | changes)
+    evidence = {"summary": "host 1 died", "step": 17, "stack": "line 1\nline 2", "log_tail": ["last", "words"]}
+    return Incident(**found | {"evidence": evidence} | changes)
 
 
 def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(start, storage, capsys):
     launch = start("a")
     over = an_incident(resumed_step=15)
     launch.record(over)
-    over.mark("detect", 1000.5)
+    over.mark("first_step", 1000.5)
     launch.update(over)
     launch.record(an_incident(failed_at_s=2000.0, step=None))
     assert launch.flush(30.0)
@@ -202,6 +203,9 @@ def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(st
     told = capsys.readouterr().out
     assert "host 1 died" in told
     assert "    line 2" in told
+    assert told.endswith("\n  log tail\n    last\n    words\n"), "the end of a log is lines, and no list"
+    assert told.count("17") == 1, "the step is told once"
+    assert "first step 0.50\u00a0s" in told
     assert incidents.main([run, "--number", "3"]) == incidents.EXIT_REFUSED
     assert "the run has 2 incidents" in capsys.readouterr().err
 
