@@ -201,7 +201,7 @@ def heat(title: str, cells: Sequence[tuple[int, int, float]], about: str) -> Cha
 
 def phases(seconds: Mapping[str, float]) -> Chart:
     """A bar for each phase of a recovery."""
-    rows = [{"phase": name, "s": value} for name, value in seconds.items()]
+    rows = [{"phase": name.replace("_", " "), "s": value} for name, value in seconds.items()]
     y = {"field": "phase", "type": "nominal", "sort": None, "axis": {"title": None, "grid": False}}
     x = {"field": "s", "type": "quantitative", "axis": {"title": "seconds", "tickCount": 4}}
     return {
