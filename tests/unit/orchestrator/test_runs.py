@@ -71,6 +71,29 @@ def test_a_run_that_goes_on(start, storage):
     assert run.goodput == pytest.approx(0.8, abs=0.05)
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_the_numbers_of_a_run_are_those_of_all_its_launches(start, storage, is_over):
+    """A run that was stopped and resumed is not quicker than one that was not."""
+    first = start("a")
+    first.record(an_incident(resumed_step=15))
+    end(first, "stopped")
+    folder = storage / "a"
+    began_s = time.time() - 60.0
+    second = launches.open_launch(str(folder), "second", began_s, TrackingConfig(mlflow=False), {}, time.time)
+    second.store()
+    assert second.flush(30.0)
+    if is_over:
+        of_the_end = {"wall_s": 1000.0, "num_incidents": 1, "goodput": {"step": 900.0, "start": 100.0}}
+        documents.write_json(folder / "summary.json", {"launch_id": "second", **of_the_end})
+        documents.write_json(folder / outcome.FILE, {"launch_id": "second", "status": "finished"})
+    run = overview.read(folder)
+    second.close("FINISHED", 30.0)
+    assert run.wall_s == (1000.0 if is_over else pytest.approx(160.0, abs=30.0))
+    assert run.goodput == (0.9 if is_over else pytest.approx(80 / 160, abs=0.1))
+    assert run.num_incidents == 1
+    assert compare.results_of(run)["wall_s"] == run.wall_s
+
+
 def test_an_end_is_the_outcome_of_the_newest_launch_alone(start, storage):
     launch = start("a")
     documents.write_json(storage / "a" / outcome.FILE, {"launch_id": "earlier", "status": "failed", "error": "x"})
@@ -161,12 +184,9 @@ def test_runs_are_compared_by_what_differs(start, storage, capsys):
     said = capsys.readouterr().out
     assert "model.width" in said
     assert [line.split()[1:] for line in said.splitlines() if line.split()[:1] == ["loss"]] == [["2.0000", "*", "1.5000"]]
-    assert (compare.best("loss", [2.0, 1.5]), compare.best("goodput", [2.0, 1.5]), compare.best("mine", [2.0, 1.5])) == (
-        1,
-        0,
-        None,
-    )
-    assert compare.best("eval_loss", [1.0, None, 1.0]) is None
+    assert [compare.best(name, [2.0, 1.5]) for name in ("loss", "goodput", "mine")] == [[1], [0], []]
+    assert compare.best("eval_loss", [1.0, None, 1.0]) == []
+    assert compare.best("eval_loss", [2.0, 1.0, None, 1.0]) == [1, 3], "two that are equal are both the best"
     with pytest.raises(SystemExit):
         compare.main(folders[:1])
 
