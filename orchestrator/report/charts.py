@@ -34,7 +34,10 @@ def lines(
         axis["format"] = "~%" if percent else "~s" if largest >= 10_000 else ".2~e"
         if axis["format"] == ".2~e":
             axis["labelExpr"] = "datum.value === 0 ? '0' : datum.label"
-    scale = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
+    scale: dict[str, Any] = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
+    least = min((y for points in curves.values() for _, y in points), default=0.0)
+    if 0 <= least < largest / 4:
+        scale["domainMin"] = 0  # else the room for the names shows numbers below 0, such as a negative learning rate
     x_axis = {"title": x, "grid": False, "tickCount": 6, **({"format": "~s"} if x == "step" else {})}
     encoding = {
         "x": {"field": "x", "type": "quantitative", "axis": x_axis},

@@ -230,6 +230,11 @@ def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(st
     assert "the run has 2 incidents" in capsys.readouterr().err
 
 
+def test_no_steps_are_replayed_after_a_checkpoint_that_is_newer_than_the_last_step_heard_of():
+    """Heartbeats come now and then: a host may have saved a step that it has not told."""
+    assert [an_incident(resumed_step=step).replayed_steps for step in (15, 18, None)] == [2, 0, 0]
+
+
 def test_an_incident_of_a_newer_program_is_refused_by_name(start, storage, capsys):
     launch = start("a")
     launch.record(an_incident())
