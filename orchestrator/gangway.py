@@ -157,9 +157,13 @@ def with_shipped(words: Sequence[str]) -> list[str]:
     found = list(words)
     for number, word in enumerate(words):
         if word.endswith((".yaml", ".yml")) and "=" not in word:
-            if not Path(word).exists() and (path := configuration_named(word)):
+            if Path(word).exists():
+                break
+            if path := configuration_named(word):
                 found[number] = str(path)
                 print(f"{word}: the one that comes with {GANGWAY}, {path}", file=sys.stderr)
+            elif configuration_named(name := Path(word).name):
+                print(f"{word} is not there; {name} comes with {GANGWAY}, and is found by this name alone", file=sys.stderr)
             break
     return found
 

@@ -217,7 +217,6 @@ def save_interval_s(checkpoint: Any, step_s: float) -> float:
 def lines(found: Mapping[str, Any]) -> Iterator[str]:
     """Yields what a person reads."""
     from orchestrator.planning.report import scaled
-    from trainers.console.text import seconds
 
     where = f" on {found['on']}" if found["on"] else ""
     mesh = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
@@ -236,11 +235,13 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         return
     low, high = found["step_s_range"]
     reached = "" if found["mfu"] is None else f", MFU {found['mfu']:.0%}, bound by {found['bound_by']}"
-    yield f"step             {found['step_s']:.3g} s ({low:.3g} to {high:.3g} by {found['source']}){reached}"
+    number, unit = (1e3, "ms") if low < 0.01 else (1, "s")
+    span = f"{number * low:.3g} to {number * high:.3g} by {found['source']}"
+    yield f"step             {number * found['step_s']:.3g} {unit} ({span}){reached}"
     yield f"tokens           {scaled(found['tokens_per_day']).strip()} a day"
     yield (
-        f"checkpoint       {scaled(found['checkpoint_bytes'] or 0)}B, every {seconds(found['save_every_s'])}; written in some "
-        f"{seconds(found['save_s'])}, beside the steps"
+        f"checkpoint       {scaled(found['checkpoint_bytes'] or 0)}B, every {_time(found['save_every_s'])}; written in some "
+        f"{_time(found['save_s'])}, beside the steps"
     )
     if asked := found["requests"]:
         whole = "" if asked["whole_run"] is None else f", {scaled(asked['whole_run']).strip()} in the whole run"
@@ -252,9 +253,18 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"saves            {least} would lose least at this rate of failures (Young, 1974)"
     yield f"goodput          {found['goodput']:.1%} expected"
     if found["days"] is not None:
-        yield f"whole run        {found['max_steps']:,} steps in {found['days']:.3g} days"
+        yield f"whole run        {found['max_steps']:,} steps in {_time(found['days'] * 86400.0)}"
     if found["price"] is not None:
         yield f"price            {found['price']:,.0f}"
+
+
+def _time(duration_s: float) -> str:
+    """0.31 ms · 12.3 s · 1 h 05 min · 3.5 days."""
+    from trainers.console.text import seconds
+
+    if duration_s < 0.1:
+        return f"{1e3 * duration_s:.3g} ms"
+    return seconds(duration_s) if duration_s < 86400.0 else f"{duration_s / 86400.0:.3g} days"
 
 
 def _memory_lines(found: Mapping[str, Any]) -> Iterator[str]:

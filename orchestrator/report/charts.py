@@ -34,7 +34,10 @@ def lines(
         axis["format"] = "~%" if percent else "~s" if largest >= 10_000 else ".2~e"
         if axis["format"] == ".2~e":
             axis["labelExpr"] = "datum.value === 0 ? '0' : datum.label"
-    scale = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
+    scale: dict[str, Any] = {"zero": percent, "padding": 16 if len(names) > 1 else 0}
+    least = min((y for points in curves.values() for _, y in points), default=0.0)
+    if 0 <= least < largest / 4:
+        scale["domainMin"] = 0  # else the room for the names shows numbers below 0, such as a negative learning rate
     x_axis = {"title": x, "grid": False, "tickCount": 6, **({"format": "~s"} if x == "step" else {})}
     encoding = {
         "x": {"field": "x", "type": "quantitative", "axis": x_axis},
@@ -201,7 +204,7 @@ def heat(title: str, cells: Sequence[tuple[int, int, float]], about: str) -> Cha
 
 def phases(seconds: Mapping[str, float]) -> Chart:
     """A bar for each phase of a recovery."""
-    rows = [{"phase": name, "s": value} for name, value in seconds.items()]
+    rows = [{"phase": name.replace("_", " "), "s": value} for name, value in seconds.items()]
     y = {"field": "phase", "type": "nominal", "sort": None, "axis": {"title": None, "grid": False}}
     x = {"field": "s", "type": "quantitative", "axis": {"title": "seconds", "tickCount": 4}}
     return {

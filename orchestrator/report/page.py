@@ -137,7 +137,7 @@ def head(record: Record) -> dict[str, Any]:
         (f"{rate[1]}/s", f"{rate[0]:,.0f}") if rate else ("", ""),
         ("MFU", f"{metrics['mfu']:.1%}" if "mfu" in metrics else ""),
         ("hosts", "" if run.hosts is None else str(run.hosts)),
-        ("incidents", f"{run.num_incidents:,}"),
+        ("incident" if run.num_incidents == 1 else "incidents", f"{run.num_incidents:,}"),
         ("requests to storage", f"{sum(asked.get(kind, 0) for kind in REQUESTS):,}" if asked else ""),
         ("sent to storage", f"{count(asked.get('bytes_out', 0))}B" if asked else ""),
     ]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.run_state import lines
-from orchestrator.run_state.goodput import CATEGORIES
 from orchestrator.run_state.incidents import Incident
 from orchestrator.run_state.launch import TIMELINE
 from orchestrator.run_state.stored import PREVIEWS_KIND, STATE_KIND, SUMMARY_KIND
@@ -119,7 +118,7 @@ def read(run: Where) -> Record:
         stacks=_stacks(folder, incidents),
         settings=settings,
         resumes=resumes,
-        seconds=ended.get("goodput") or _seconds(state),
+        seconds=ended.get("goodput") or overview.seconds_of(state),
         summary=ended,
         samples=_samples(folder, problems),
         problems=[*about.problems, *dict.fromkeys(problems)],
@@ -132,11 +131,6 @@ def _document(folder: Place, kind: DocumentKind, problems: list[str]) -> Mapping
     except (StorageError, OSError) as error:
         problems.append(f"{kind.name} cannot be read: {error}")
         return {}
-
-
-def _seconds(state: Mapping[str, Any]) -> dict[str, float]:
-    now, earlier = state.get("goodput", {}).get("seconds", {}), (state.get("earlier") or {}).get("seconds", {})
-    return {name: now.get(name, 0.0) + earlier.get(name, 0.0) for name in CATEGORIES}
 
 
 def _lines(name: str, found: Callable[[], Iterator[bytes]], problems: list[str]) -> Iterator[bytes]:

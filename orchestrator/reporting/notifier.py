@@ -107,7 +107,7 @@ class Notifier:
         if not self._config.command:
             return
         about = {"GANGWAY_EVENT": notice.event, "GANGWAY_RUN": self._notices.run, "GANGWAY_TEXT": notice.text}
-        body = not_finite.dumps(self._body(notice))
+        body = not_finite.dumps(self._body(notice)) + "\n"  # so that `cat >> FILE` makes lines of JSON
         subprocess.run(
             self._config.command,
             input=body,

@@ -80,7 +80,6 @@ def differing(settings: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
 
 def results_of(run: Overview) -> dict[str, Any]:
     """Returns the results of a run, by name; those that say which run was better last."""
-    wall_s = None if run.started_s is None or run.changed_s is None else run.changed_s - run.started_s
     own = {name: value for name, value in run.metrics.items() if name not in SYSTEM}
     found = {
         "state": run.state,
@@ -93,19 +92,21 @@ def results_of(run: Overview) -> dict[str, Any]:
         "mfu": run.metrics.get("mfu"),
         "goodput": run.goodput,
         "num_incidents": run.num_incidents,
-        "wall_s": wall_s,
+        "wall_s": run.wall_s,
     }
     return {name: value for name, value in found.items() if value is not None}
 
 
-def best(name: str, values: Sequence[Any]) -> int | None:
-    """Returns the number of the run that is best by a result; None if nothing says what is better, or they are equal."""
+def best(name: str, values: Sequence[Any]) -> list[int]:
+    """Returns the numbers of the runs that are best by a result: several if they are equal; none if all are, or if nothing says
+    what is better."""
     numbers = [value for value in values if isinstance(value, int | float)]
     if len(numbers) < 2 or len(set(numbers)) == 1:
-        return None
-    if name.endswith(LOWER_IS_BETTER):
-        return values.index(min(numbers))
-    return values.index(max(numbers)) if name.endswith(HIGHER_IS_BETTER) else None
+        return []
+    if not name.endswith((*LOWER_IS_BETTER, *HIGHER_IS_BETTER)):
+        return []
+    first = min(numbers) if name.endswith(LOWER_IS_BETTER) else max(numbers)
+    return [number for number, value in enumerate(values) if value == first]
 
 
 def show(
@@ -127,7 +128,7 @@ def show(
     for name in dict.fromkeys(name for one in results for name in one):
         values = [one.get(name) for one in results]
         first = best(name, values)
-        table.add_row(f"  {name}", *(_cell(shown(name, value), number == first) for number, value in enumerate(values)))
+        table.add_row(f"  {name}", *(_cell(shown(name, value), number in first) for number, value in enumerate(values)))
     screen.print(table)
     screen.print(f"{BEST.strip()} the best of its line", style="bright_black")
 

@@ -116,12 +116,18 @@ def show_one(screen: Console, number: int, incident: Incident) -> None:
 
 
 def evidence(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns (name, text) of all evidence but the summary."""
-    texts = []
-    for name, value in found.items():
-        if name != "summary" and value not in (None, "", [], {}):
-            texts.append((name.replace("_", " "), value if isinstance(value, str) else not_finite.dumps(value, indent=1)))
-    return texts
+    """Returns (name, text) of all evidence but the summary, and the step that an incident has itself."""
+    return [
+        (name.replace("_", " "), _text(value))
+        for name, value in found.items()
+        if name not in ("summary", "step") and value not in (None, "", [], {})
+    ]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    return value if isinstance(value, str) else not_finite.dumps(value, indent=1)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,10 @@ class Overview:
     checkpoint_step: int | None = None
     num_incidents: int = 0
     goodput: float | None = None
+    """Of all launches, as the two numbers around it."""
+    wall_s: float | None = None
     started_s: float | None = None
-    """Unix time."""
+    """Unix time of the newest launch."""
     changed_s: float | None = None
     """Unix time of its last sign of life, or of its end."""
     stop_reason: str | None = None
@@ -97,8 +99,10 @@ def read(run: Where, now_s: float | None = None) -> Overview:
     about = about if about.get("launch_id") == launch_id else {}
     kind, words, changed_s = _life(files, state, ended if is_over else {}, time.time() if now_s is None else now_s)
     train, evaluation = files.last_metrics(state)
-    seconds = state.get("goodput", {}).get("seconds", {})
+    earlier, started_s = state.get("earlier") or {}, state.get("goodput", {}).get("started_at_s")
+    seconds = about.get("goodput") or seconds_of(state)
     whole_s = sum(seconds.get(name, 0.0) for name in CATEGORIES)
+    this_s = None if started_s is None or changed_s is None else changed_s - started_s
     published = [number for number in (state.get("published") or {}).values() if isinstance(number, int) and number >= 0]
     steps = [number for number in (about.get("steps"), state.get("checkpoint_step"), *published) if number is not None]
     return Overview(
@@ -113,14 +117,21 @@ def read(run: Where, now_s: float | None = None) -> Overview:
         evaluation=about.get("evaluation") or evaluation,
         hosts=about.get("hosts") or _num_hosts(files.document(GANG_KIND)),
         checkpoint_step=state.get("checkpoint_step"),
-        num_incidents=about.get("num_incidents", state.get("num_incidents", 0)),
+        num_incidents=about.get("num_incidents", state.get("num_incidents", 0) + earlier.get("num_incidents", 0)),
         goodput=seconds.get("step", 0.0) / whole_s if whole_s else None,
-        started_s=state.get("goodput", {}).get("started_at_s"),
+        wall_s=about.get("wall_s", None if this_s is None else this_s + earlier.get("wall_s", 0.0)),
+        started_s=started_s,
         changed_s=changed_s,
         stop_reason=ended.get("stop_reason") if is_over else None,
         error=ended.get("error") if is_over else None,
         problems=tuple(files.problems),
     )
+
+
+def seconds_of(state: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the goodput ledger of all launches, by what the newest one has stored."""
+    now, earlier = state.get("goodput", {}).get("seconds", {}), (state.get("earlier") or {}).get("seconds", {})
+    return {name: now.get(name, 0.0) + earlier.get(name, 0.0) for name in CATEGORIES}
 
 
 def _life(files: _Files, state: Mapping[str, Any], ended: Mapping[str, Any], now_s: float) -> tuple[str, str, float | None]:

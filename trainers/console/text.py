@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 
 def count(number: float) -> str:
     """1,234 · 41.2 k · 3.21 M · 1.50 G."""
@@ -29,7 +31,12 @@ def clock_time(elapsed_s: float) -> str:
 
 def printable(text: str) -> str:
     """Replaces control characters: texts of a model or a program must not control the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in text.expandtabs(4))
+    return "".join(c if c.isprintable() or c == "\n" or _is_space(c) else "·" for c in text.expandtabs(4))
+
+
+def _is_space(character: str) -> bool:
+    # Python counts as printable the plain one alone; there are those of Chinese texts, and before a unit.
+    return unicodedata.category(character) == "Zs"
 
 
 def sentence(text: str) -> str:

@@ -199,10 +199,13 @@ def test_a_configuration_that_comes_with_gangway_is_found_by_its_name(monkeypatc
     assert called[-1][1:] == ["--dry-run", str(ROOT / "configs" / "tiny.yaml"), "name=tiny.yaml"]
     assert "tiny.yaml: the one that comes with gangway" in capsys.readouterr().err
     (tmp_path / "tiny.yaml").touch()
-    for word in ("tiny.yaml", "other.yaml", "configs/tiny.yaml", "tiny"):
+    for word in ("tiny.yaml", "other.yaml", "tiny"):
         gangway.main(["run", word])
         assert called[-1][1:] == [word]
     assert capsys.readouterr().err == ""
+    gangway.main(["run", "configs/tiny.yaml"])  # as the documents of the repository write it
+    assert called[-1][1:] == ["configs/tiny.yaml"]
+    assert capsys.readouterr().err.endswith("; tiny.yaml comes with gangway, and is found by this name alone\n")
 
 
 def test_an_installation_without_its_files_is_reported(monkeypatch, tmp_path):

@@ -88,6 +88,13 @@ def test_what_a_person_reads():
     ]
     of_a_trial = {"source": "a trial on this machine", "mfu": None, "bound_by": None}
     assert "step             2 s (1.5 to 3 by a trial on this machine)" in lines_of(**timed | of_a_trial)
+    short = {"step_s": 8.26e-5, "step_s_range": [7.77e-5, 8.68e-5], "save_every_s": 0.004, "save_s": 3e-4, "days": 2.87e-7}
+    assert [line for line in lines_of(**timed | short) if line.startswith(("step", "checkpoint", "whole"))] == [
+        "step             0.0826 ms (0.0777 to 0.0868 by published runs), MFU 50%, bound by products",
+        "checkpoint       12 GB, every 4 ms; written in some 0.3 ms, beside the steps",
+        "whole run        1,000 steps in 24.8 ms",
+    ]
+    assert "whole run        1,000 steps in 2 h 24 min" in lines_of(**timed | {"days": 0.1})
     assert not any("storage" in line for line in lines_of(**timed | {"requests": None}))
     assert lines_of(not_predicted="why not")[-1] == "step             not predicted: why not"
 

@@ -71,6 +71,29 @@ def test_a_run_that_goes_on(start, storage):
     assert run.goodput == pytest.approx(0.8, abs=0.05)
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_the_numbers_of_a_run_are_those_of_all_its_launches(start, storage, is_over):
+    """A run that was stopped and resumed is not quicker than one that was not."""
+    first = start("a")
+    first.record(an_incident(resumed_step=15))
+    end(first, "stopped")
+    folder = storage / "a"
+    began_s = time.time() - 60.0
+    second = launches.open_launch(str(folder), "second", began_s, TrackingConfig(mlflow=False), {}, time.time)
+    second.store()
+    assert second.flush(30.0)
+    if is_over:
+        of_the_end = {"wall_s": 1000.0, "num_incidents": 1, "goodput": {"step": 900.0, "start": 100.0}}
+        documents.write_json(folder / "summary.json", {"launch_id": "second", **of_the_end})
+        documents.write_json(folder / outcome.FILE, {"launch_id": "second", "status": "finished"})
+    run = overview.read(folder)
+    second.close("FINISHED", 30.0)
+    assert run.wall_s == (1000.0 if is_over else pytest.approx(160.0, abs=30.0))
+    assert run.goodput == (0.9 if is_over else pytest.approx(80 / 160, abs=0.1))
+    assert run.num_incidents == 1
+    assert compare.results_of(run)["wall_s"] == run.wall_s
+
+
 def test_an_end_is_the_outcome_of_the_newest_launch_alone(start, storage):
     launch = start("a")
     documents.write_json(storage / "a" / outcome.FILE, {"launch_id": "earlier", "status": "failed", "error": "x"})
@@ -161,12 +184,9 @@ def test_runs_are_compared_by_what_differs(start, storage, capsys):
     said = capsys.readouterr().out
     assert "model.width" in said
     assert [line.split()[1:] for line in said.splitlines() if line.split()[:1] == ["loss"]] == [["2.0000", "*", "1.5000"]]
-    assert (compare.best("loss", [2.0, 1.5]), compare.best("goodput", [2.0, 1.5]), compare.best("mine", [2.0, 1.5])) == (
-        1,
-        0,
-        None,
-    )
-    assert compare.best("eval_loss", [1.0, None, 1.0]) is None
+    assert [compare.best(name, [2.0, 1.5]) for name in ("loss", "goodput", "mine")] == [[1], [0], []]
+    assert compare.best("eval_loss", [1.0, None, 1.0]) == []
+    assert compare.best("eval_loss", [2.0, 1.0, None, 1.0]) == [1, 3], "two that are equal are both the best"
     with pytest.raises(SystemExit):
         compare.main(folders[:1])
 
@@ -180,14 +200,15 @@ def an_incident(**changes):
         "failed_at_s": 1000.0,
         "action": "restart",
     }
-    return Incident(**found | {"evidence": {"summary": "host 1 died", "stack": "line 1\nline 2"}} | changes)
+    evidence = {"summary": "host 1 died", "step": 17, "stack": "line 1\nline 2", "log_tail": ["last", "words"]}
+    return Incident(**found | {"evidence": evidence} | changes)
 
 
 def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(start, storage, capsys):
     launch = start("a")
     over = an_incident(resumed_step=15)
     launch.record(over)
-    over.mark("detect", 1000.5)
+    over.mark("first_step", 1000.5)
     launch.update(over)
     launch.record(an_incident(failed_at_s=2000.0, step=None))
     assert launch.flush(30.0)
@@ -202,8 +223,16 @@ def test_the_incidents_of_all_launches_are_reported_and_one_with_its_evidence(st
     told = capsys.readouterr().out
     assert "host 1 died" in told
     assert "    line 2" in told
+    assert told.endswith("\n  log tail\n    last\n    words\n"), "the end of a log is lines, and no list"
+    assert told.count("17") == 1, "the step is told once"
+    assert "first step 0.50\u00a0s" in told
     assert incidents.main([run, "--number", "3"]) == incidents.EXIT_REFUSED
     assert "the run has 2 incidents" in capsys.readouterr().err
+
+
+def test_no_steps_are_replayed_after_a_checkpoint_that_is_newer_than_the_last_step_heard_of():
+    """Heartbeats come now and then: a host may have saved a step that it has not told."""
+    assert [an_incident(resumed_step=step).replayed_steps for step in (15, 18, None)] == [2, 0, 0]
 
 
 def test_an_incident_of_a_newer_program_is_refused_by_name(start, storage, capsys):

@@ -70,9 +70,12 @@ def text(run):
 def test_the_page_has_what_the_files_say(text):
     for what in ("mine", "200 of 200", "process crash", "held out", "Learning rate", "Time line", "Where the time went"):
         assert what in text, what
+    assert "<b>1</b><span>incident</span>" in text
     assert "What is missing here" not in text
     assert "Work of each host" in text
-    assert "<span>0.50 s</span><span>10 steps</span>" in text, "the recovery, and what is trained again"
+    # On a narrow page, which has no columns, each value has its name beside it.
+    assert '<span data-name="recovery">0.50 s</span><span data-name="replayed">10 steps</span>' in text
+    assert '.row > [data-name]::before { content: attr(data-name) " "' in text
     assert "host 1: &lt;killed&gt; by SIGKILL" in text  # a text of a run is no HTML
     assert "Traceback &lt;b&gt;" in text
 
@@ -135,6 +138,14 @@ def test_the_time_line_begins_with_the_command_as_the_goodput_does(run):
     assert line.bars[0] == timeline.Bar("run", 0.0, 5.0, "starting")
     assert line.saves == [215.0]
     assert line.incidents == [(60.0, "process crash")]
+
+
+def test_the_time_line_of_a_run_that_was_resumed_is_that_of_its_newest_launch(run):
+    found = record.read(run)
+    again = [dataclasses.replace(mark, launch="second", at_s=mark.at_s + 10_000) for mark in found.marks]
+    line, of_first = timeline.of(dataclasses.replace(found, marks=[*found.marks, *again])), timeline.of(found)
+    assert line.bars[0] == of_first.bars[0], "it begins with the first mark, and not with the command of the first launch"
+    assert line.saves == of_first.saves
 
 
 def test_each_state_of_a_run_has_its_kind_on_the_time_line():
@@ -225,6 +236,12 @@ def test_axes_have_units_that_people_read(text):
     axes = [chart["layer"][0]["encoding"]["x"]["axis"] for chart in (short, long)]
     assert [(axis["title"], "format" in axis) for axis in axes] == [("seconds", False), ("minutes", False)]
     assert "milliseconds of a step" in text
+    several = {"a": [(0.0, 1e-3), (1.0, 0.0)], "b": [(0.0, 5e-3), (1.0, 5e-3)]}
+    assert charts.lines("Learning rate", "", several)["layer"][0]["encoding"]["y"]["scale"]["domainMin"] == 0, "none is negative"
+    for points in ([(0.0, 4.0), (1.0, 3.0)], [(0.0, 4.0), (1.0, -3.0)]):
+        chart = charts.lines("Loss", "", {"a": points, "b": [(0.0, 4.0)]})
+        assert "domainMin" not in chart["layer"][0]["encoding"]["y"]["scale"]
+    assert [row["phase"] for row in charts.phases({"first_step": 0.5})["layer"][0]["data"]["values"]] == ["first step"]
     small = charts.lines("Learning rate", "", {"": [(0.0, 1e-3), (1.0, 1.2e-3)]})["layer"][0]["encoding"]["y"]["axis"]
     assert small["format"] == ".2~e", "1e-3 and 1.2e-3 have labels of their own"
     assert "'0'" in small["labelExpr"]

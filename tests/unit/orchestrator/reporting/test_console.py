@@ -459,6 +459,7 @@ def test_small_texts():
     assert sentence("\n first \nsecond") == "first"
     assert sentence("") == ""
     assert printable("a\tb\x00") == "a   b·"
+    assert printable("0.25\u00a0s, 日本\u3000語") == "0.25\u00a0s, 日本\u3000語", "spaces control no terminal"
 
 
 def test_while_the_next_try_is_waited_for_the_user_reads_why_and_until_when():

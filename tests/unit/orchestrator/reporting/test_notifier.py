@@ -17,7 +17,7 @@ from trainers.config.masking import MASK
 SECRET = "T00/B00/xyzzy"
 STARTED = {"ev": "generation", "generation": 0, "hosts": 2}
 ENDED = {"ev": "summary", "summary": {"status": "finished", "steps": 1200, "train_loss": 1.5}}
-KEEPS = "import os, sys; open(sys.argv[1], 'a').write(os.environ['GANGWAY_EVENT'] + ' ' + sys.stdin.read() + chr(10))"
+KEEPS = "import os, sys; open(sys.argv[1], 'a').write(os.environ['GANGWAY_EVENT'] + ' ' + sys.stdin.read())"
 
 
 def incident(action="restart"):
