@@ -38,12 +38,17 @@ def call(bucket, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "argv", list(sys.argv))
 
-    def call(*words):
-        capsys.readouterr()
-        standing._rows.clear()  # as in a process of its own
-        status, printed = gangway.main(words), capsys.readouterr()
-        assert status == 0, f"{words}: {status}\n{printed.out}{printed.err}"
-        return printed.out
+    def call(*words, patience_s=60.0):
+        """Asks again for a while: what a run tells reaches its bucket now and then."""
+        deadline_s = time.monotonic() + patience_s
+        while True:
+            capsys.readouterr()
+            standing._rows.clear()  # as in a process of its own
+            status, printed = gangway.main(words), capsys.readouterr()
+            if status == 0:
+                return printed.out
+            assert time.monotonic() < deadline_s, f"{words}: {status}\n{printed.out}{printed.err}"
+            time.sleep(0.5)
 
     return call
 
