@@ -139,6 +139,14 @@ def test_what_a_person_reads(capsys):
     assert any(line.startswith("  all-gather") and "layers" in line for line in told)
 
 
+def test_what_crosses_the_slower_network_has_a_line():
+    memory = {"peak": 2, "arguments": 1}
+    found = {"mesh": {"slice": 2}, "memory": memory, "devices": 4, "device_kind": "cpu", "whole": {}, "exchanged": []}
+    told = {"fsdp": 5_000, "slice": 2_000, "slice x fsdp": 1_000}
+    assert "  between slices     3 kB, over the slower network" in command.lines("t", {**found, "exchanged_over": told})
+    assert not any("between" in line for line in command.lines("t", {**found, "exchanged_over": {"fsdp": 5_000}}))
+
+
 def test_a_wrong_configuration_is_reported(capsys):
     status = command.main([str(ROOT / "configs" / "tiny.yaml"), "mesh.tensor=3"])
     assert status == command.EXIT_REFUSED

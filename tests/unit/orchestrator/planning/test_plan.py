@@ -366,6 +366,14 @@ def child_answers(monkeypatch):
     return answer
 
 
+def test_what_stays_whole_is_told_by_the_dry_run_and_at_the_start(job, child_answers):
+    lines = ["mesh.fsdp = 2 does not divide embed = 33", "mesh.fsdp = 2 does not divide embed = 35"]
+    child_answers(stdout=json.dumps({"problems": [], "facts": FACTS | {"left_whole": lines}}))
+    report = job_plan.check(job)
+    assert job_plan.arithmetic(job, report)["not divided"].split("\n#" + " " * 19) == lines
+    assert [(event.get("level"), event.get("message")) for event in report.events(job)[1:]] == [("warning", line) for line in lines]
+
+
 def test_the_report_of_a_job(job, child_answers):
     requests = child_answers(stdout=json.dumps({"problems": [], "facts": FACTS}))
     report = job_plan.check(job)
