@@ -85,6 +85,9 @@ def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     if found["exchanged_over"]:
         over = ", ".join(f"{axes} {scaled(size)}B" for axes, size in found["exchanged_over"].items())
         yield f"  over axes          {over}"
+    between = sum(size for axes, size in found["exchanged_over"].items() if "slice" in axes.split(" x "))
+    if between:
+        yield f"  between slices     {scaled(between)}B, over the slower network"
 
 
 def _by_kind(exchanged: list[Any]) -> dict[str, dict[str, int]]:

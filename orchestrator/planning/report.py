@@ -52,6 +52,8 @@ class PlanReport:
     """Where they come from; without those that cannot be seen from here."""
     checkpoint_bytes: int | None = None
     state_bytes_per_device: int | None = None
+    left_whole: Sequence[str] = ()
+    """A line for each kind of dimension of the parameters that an axis of the mesh shall divide and does not."""
     padded_rows_per_step: int = 0
     """Rows that are computed and do not count: the global batch does not divide over the replicas."""
     init_from: str | None = None
@@ -87,7 +89,7 @@ class PlanReport:
         """The console's first."""
         doubt = f"starting all the same, the hosts try again: {self.doubt}"
         lines = [Note(ev="note", message=line) for line in (self.continues or {}).get("notes", ())]
-        lines += [Note(ev="note", level="warning", message=line) for line in self.without_effect]
+        lines += [Note(ev="note", level="warning", message=line) for line in (*self.left_whole, *self.without_effect)]
         return [self.header(config), *lines, *([Note(ev="note", level="warning", message=doubt)] if self.doubt else [])]
 
     def header(self, config: JobConfig) -> RunStarted:
@@ -181,6 +183,8 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
             lines["  by context"] = f"{exchange.kernel} ({exchange.reason})"
     if report.state_bytes_per_device is not None:
         lines["state per device"] = f"{scaled(report.state_bytes_per_device)}B (gradients and activations come on top)"
+    if report.left_whole:
+        lines["not divided"] = ("\n#" + " " * 19).join(report.left_whole)
     if report.frozen_bytes_per_device is not None:
         lines["frozen weights"] = f"{scaled(report.frozen_bytes_per_device)}B per device, read at each start of a process"
     for name, found in (report.frozen or {}).items():

@@ -88,6 +88,7 @@ LIGHT_MODULES = tuple(
         "config/combinations",
         "config/conversion",
         "config/data",
+        "config/divisions",
         "config/evaluation",
         "config/exact_match",
         "config/families",

@@ -35,6 +35,7 @@ from trainers.config import (
     PruningConfig,
     VisionConfig,
     attention,
+    divisions,
     importable,
     recorders,
 )
@@ -223,10 +224,11 @@ class TrainingArguments(Section):
         return self.global_batch_size // self.accumulation_steps
 
     def check_devices(self, num_devices: int) -> dict[str, int]:
-        """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, cannot divide the
-        sequences, or has more replicas than a micro-batch has sequences."""
+        """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, cannot divide what
+        its devices share, or has more replicas than a micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
-        require_none([*problems_of_context(self, sizes.get(CONTEXT, 1)), *problems_of_pipeline(self, sizes)])
+        not_divided = divisions.problems(divisions.of_arguments(self), sizes, num_devices)
+        require_none([*problems_of_context(self, sizes.get(CONTEXT, 1)), *problems_of_pipeline(self, sizes), *not_divided])
         replicas, rows = num_replicas(sizes), self.micro_batch_size
         shown = " x ".join(f"{axis} {sizes[axis]}" for axis in batch_axes(sizes))
         require(

@@ -11,6 +11,7 @@ from typing import Literal
 from trainers.config import combinations
 from trainers.config.attention import EXCHANGES, KERNELS
 from trainers.config.conversion import convert_sections
+from trainers.config.divisions import sizes_that_fit
 from trainers.config.families import FAMILIES, Family, biased, misspelt
 from trainers.config.section import Section, did_you_mean, require, require_none, too_small
 
@@ -82,10 +83,10 @@ class MeshConfig(Section):
             fixed *= size if size != -1 else 1
         shown = " x ".join(f"{name} {size}" for name, size in sizes.items() if name not in OPTIONAL or size != 1)
         if num_devices % fixed or (-1 not in sizes.values() and fixed != num_devices):
-            fits = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+            fits = ", ".join(sizes_that_fit({name: size for name, size in sizes.items() if size != 1}, num_devices))
             raise ValueError(
-                f"mesh {shown} does not fit {num_devices} devices: the sizes must multiply to {num_devices} "
-                f"(each a divisor: {', '.join(map(str, fits))}); set one axis to -1 to let it take what is left"
+                f"mesh {shown} does not fit {num_devices} devices: the sizes must multiply to {num_devices}"
+                f"{f'; what would fit: {fits}' if fits else ''}; set one axis to -1 to let it take what is left"
             )
         found = {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
         # Programs of meshes without these axes are those of before there were any.

@@ -66,8 +66,6 @@ def problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]:
             f"lora.dropout = {arguments.lora.dropout}: expected 0 with mesh.pipeline = {stages}, where each micro-batch would "
             "drop the same values"
         )
-    if (rest := arguments.model.num_layers % stages) and arguments.model.pretrained is None:
-        yield f"mesh.pipeline = {stages}: {of_layers(arguments.model.num_layers, stages)} ({rest} are left over)"
     rows = rows_of_pipeline(sizes, arguments.micro_batch_size)
     if asked is not None and rows % asked:
         fits = ", ".join(str(number) for number in range(1, rows + 1) if rows % number == 0)
@@ -76,9 +74,3 @@ def problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]:
             f"global_batch_size {arguments.global_batch_size} / accumulation_steps {arguments.accumulation_steps}, divided over "
             f"{num_replicas(sizes) // stages} pipelines"
         )
-
-
-def of_layers(layers: int, stages: int) -> str:
-    """Returns what is wrong with a number of layers, and what fits."""
-    divisors = ", ".join(str(number) for number in range(1, layers + 1) if layers % number == 0)
-    return f"expected a divisor of the {layers} layers ({divisors}), for each stage has as many"

@@ -191,17 +191,29 @@ def one_per_device(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
 
+def rule_of(sizes: Mapping[str, int], name: str | None) -> tuple[str, ...]:
+    """Returns the axes of a mesh, with these sizes, that shall divide a dimension with this logical axis; an axis of the mesh
+    stands for itself."""
+    rule = LOGICAL_AXIS_RULES.get(name, name if name in sizes else None) if name else None
+    return tuple(axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if axis in sizes)
+
+
+def dividing_dimension(sizes: Mapping[str, int], name: str | None, number: int) -> tuple[str, ...]:
+    """Returns the axes of a mesh, with these sizes, that do divide it: the first ones of its rule."""
+    axes = rule_of(sizes, name)
+    # Whole, and not padded: an odd vocabulary, say, costs memory and no error.
+    while axes and number % math.prod(sizes[axis] for axis in axes):
+        axes = axes[:-1]
+    return axes
+
+
 def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-    """Returns the sharding by the logical axis rules; an axis of the mesh stands for itself. A dimension that its mesh axes do
-    not divide is divided by the first ones that do, or stays whole on every device."""
+    """Returns the sharding by the logical axis rules. A dimension that its mesh axes do not divide is divided by the first ones
+    that do, or stays whole on every device (`trainers.step.divided` tells which do)."""
 
     def mesh_axes(name: str | None, size: int) -> str | tuple[str, ...] | None:
-        # Whole, and not padded: an odd vocabulary, say, costs memory and no error.
-        rule = LOGICAL_AXIS_RULES.get(name, name if name in mesh.shape else None) if name else None
-        axes = [axis for axis in ((rule,) if isinstance(rule, str) else rule or ()) if axis in mesh.shape]
-        while axes and size % math.prod(mesh.shape[axis] for axis in axes):
-            axes.pop()
-        return tuple(axes) if len(axes) > 1 else axes[0] if axes else None
+        axes = dividing_dimension(mesh.shape, name, size)
+        return axes if len(axes) > 1 else axes[0] if axes else None
 
     return NamedSharding(mesh, PartitionSpec(*map(mesh_axes, logical_axes, shape)))
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from trainers.config.context import CHUNKS, of_length
+from trainers.config.divisions import CHUNKS, Shared, problems
 from trainers.config.model import CONTEXT
-from trainers.config.section import require
+from trainers.config.section import require_none
 from trainers.parallel.mesh import dividing, rows_over, traced_for
 
 
@@ -31,7 +31,9 @@ def num_parts() -> int:
 def check_length(time: int) -> None:
     """Raises ValueError if the devices cannot have equal parts of a row of so many tokens."""
     parts = num_parts()
-    require(time % (CHUNKS * parts) == 0 or parts == 1, f"mesh.context = {parts}: {of_length(time, parts)}")
+    if parts > 1:
+        tokens = Shared(CONTEXT, "the tokens of a sequence", time, CHUNKS, may_change=True)
+        require_none(problems([tokens], {CONTEXT: parts}))
 
 
 def filled_up(x_BT: jax.Array) -> jax.Array:

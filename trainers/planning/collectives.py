@@ -14,7 +14,7 @@ KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective
 FUSED = "all-reduce-scatter"
 """The compiler for TPUs makes one operation of an all-reduce and the choice of a device's part: a reduce-scatter."""
 COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$")
-INSTRUCTION = re.compile(rf"= (?P<shape>.+?) (?P<kind>{'|'.join(KINDS)})(?:-start)?\(")
+INSTRUCTION = re.compile(rf"= (?P<shape>.+?) (?P<kind>{'|'.join(KINDS)})(?P<start>-start)?\(")
 CALLED = re.compile(r"(?:body|calls|to_apply|called_computations|branch_computations)=(\{[^}]*\}|%?[\w.-]+)")
 CONDITION = re.compile(r"condition=%?([\w.-]+)")
 KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -27,6 +27,17 @@ SCOPE = re.compile(r'op_name="([^"]*)"')
 STRIDED = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]+\},?)*)\}")
 GROUP = re.compile(r"\{([\d,]+)\}")
+OF_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\]"
+    r"(?:, device_ids=\(\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?\))? \{(?P<over>[^}]*)\}"
+)
+"""Groups by axes of a mesh that the compiler has made up: its axes, its devices, and over which axes there is an exchange."""
+AXIS_OF_MESH = re.compile(r"'([^']+)'=(\d+)")
+OVER = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+"""An axis, or a part of it: the size of the parts before it, and its own."""
+UNKNOWN = "axes that are not known"
+BEGUN_WITH_OPERANDS = ("all-gather", "collective-permute")
+"""Where these are begun, their shape has what they are given, too."""
 NO_SCOPE = re.compile(r"^(jit|jvp|transpose|vmap|checkpoint|rematted_computation|closed_call|while|body|cond|shard_map)\b|^\W|^$")
 
 
@@ -37,7 +48,7 @@ class Exchange(NamedTuple):
     times: int
     """How often in a step."""
     bytes: int
-    """Of the largest array that a device has of them, times how often."""
+    """Of what a device has of them afterwards, times how often."""
 
 
 def of(text: str) -> list[Exchange]:
@@ -74,7 +85,7 @@ def _found(text: str) -> list[tuple[Exchange, str]]:
             if (match := INSTRUCTION.search(line)) is None or not times[name]:
                 continue
             scope = _scope(callers.get(name, line) if fused else line)
-            size = max(map(_bytes, SHAPE.findall(match["shape"])), default=0)
+            size = _size(match["shape"], with_operands=bool(match["start"]) and match["kind"] in BEGUN_WITH_OPERANDS)
             exchange = Exchange("reduce-scatter" if fused else match["kind"], scope, times[name], times[name] * size)
             if (chain := CHAIN.search(line)) is None:
                 found.append((exchange, line))
@@ -86,19 +97,45 @@ def _found(text: str) -> list[tuple[Exchange, str]]:
 def _axes(line: str, sizes: Mapping[str, int]) -> Iterator[str]:
     """Yields the axes along which the devices differ that exchange something."""
     groups = _groups(line, math.prod(sizes.values()))
+    if groups is None:
+        yield UNKNOWN
+        return
     for axis, places in zip(sizes, np.unravel_index(groups, tuple(sizes.values())), strict=True):
         if (places != places[:, :1]).any():
             yield axis
 
 
-def _groups(line: str, number: int) -> np.ndarray:
-    """Returns int[groups, devices]: which devices exchange something, by their places in the mesh."""
+def _groups(line: str, number: int) -> np.ndarray | None:
+    """Returns int[groups, devices]: which devices exchange something, by their places in the mesh. None if the line says it in a
+    form that is not known here."""
+    if (found := OF_MESH.search(line)) is not None:
+        return _groups_of_mesh(found, number)
     if (strides := STRIDED.search(line)) is not None:
         shape, dims, order = ([int(size) for size in (part or "").split(",") if size] for part in strides.groups())
         return np.arange(number).reshape(dims).transpose(order or None).reshape(shape)
     listed = LISTED.search(line)
+    if listed is None and "replica_groups=" in line:
+        return None
     groups = [[int(device) for device in group.split(",")] for group in GROUP.findall(listed[1])] if listed else []
     return np.array(groups or [list(range(number))])
+
+
+def _groups_of_mesh(found: re.Match[str], number: int) -> np.ndarray:
+    devices = np.arange(number)
+    if found["dims"]:
+        order = [int(each) for each in found["order"].split(",")] if found["order"] else None
+        devices = devices.reshape([int(size) for size in found["dims"].split(",")]).transpose(order)
+    over = {name: (int(before or 1), int(size or 0)) for name, before, size in OVER.findall(found["over"])}
+    shape, exchanging = list[int](), list[int]()
+    for name, whole in ((name, int(size)) for name, size in AXIS_OF_MESH.findall(found["axes"])):
+        before, size = over.get(name, (1, 1))
+        size = size or whole
+        if name in over:
+            exchanging.append(len(shape) + 1)
+        shape += [before, size, whole // before // size]
+    rest = [place for place in range(len(shape)) if place not in exchanging]
+    group = math.prod(shape[place] for place in exchanging)
+    return devices.reshape(shape).transpose([*rest, *exchanging]).reshape(-1, group)
 
 
 def _computations(text: str) -> dict[str, list[str]]:
@@ -145,6 +182,12 @@ def _scope(line: str) -> str:
     # The first of several that became one.
     parts = re.sub(r"\w+\(|\)", "/", match[1].split(":")[0]).split("/")[:-1] if match else []
     return "/".join(dict.fromkeys(part for part in parts if not NO_SCOPE.match(part) and part != "train_step")) or "step"
+
+
+def _size(text: str, *, with_operands: bool) -> int:
+    """Returns the bytes of all arrays of a shape: several exchanges of one kind may have become one."""
+    arrays = [shape for shape in SHAPE.findall(text) if not (with_operands and shape[0] == "u32" and not shape[1])]
+    return sum(map(_bytes, arrays[len(arrays) // 2 :] if with_operands else arrays))
 
 
 def _bytes(shape: tuple[str, str]) -> int:

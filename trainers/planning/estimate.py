@@ -294,6 +294,7 @@ def count(trainer: BaseTrainer, num_devices: int, problems: list[str]) -> Facts:
     if not overrides(trainer, "configure_model"):
         axes, sizes = (trainer.assembly.design.axes, trainer.assembly.design.state_axes), arguments.check_devices(num_devices)
         trainer.assembly.design.check_mesh(sizes)
+        facts["left_whole"] = trainer.assembly.design.left_whole(sizes)
         facts["state_bytes_per_device"] = state_bytes_per_device(state, axes, sizes)
         if frozen:
             facts["frozen_bytes_per_device"] = frozen_bytes_per_device(frozen, sizes)

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from trainers.config import LoraConfig, MeshConfig
-from trainers.config.model import CONTEXT, PIPELINE
+from trainers.config.divisions import Shared
 from trainers.errors import UsageError
 from trainers.metrics.accumulator import Kind, Layout, MetricSums
 from trainers.models import batch_norm, lora
@@ -29,6 +29,7 @@ from trainers.optim.parameter_kinds import Kinds
 from trainers.parallel import mesh as meshes
 from trainers.protocol import Task
 from trainers.step import rest_of_model, rng
+from trainers.step.divided import check_experts, shared_of
 from trainers.step.parameter_kinds import kinds_of
 from trainers.step.rest_of_model import STREAMS
 
@@ -93,6 +94,8 @@ class ModelParts:
     """What the parameters are to an optimizer."""
     divides_sequences: bool = False
     """Whether several devices can share each sequence (`mesh.context`)."""
+    shared: tuple[Shared, ...] = ()
+    """What the devices along an axis of the mesh share in equal parts."""
 
     @property
     def state_shapes(self) -> Any:
@@ -158,8 +161,8 @@ def abstract_model(task: Task, seed: int, adapters: LoraConfig | None = None) ->
     rest_of_model.check_attributes(model)
     graph, (template, frozen, streams, state) = nnx.graphdef(model), nnx.state(model, nnx.Param, Frozen, STREAMS, ...)
     rules = own_axis_rules(model)
-    shares = divides_sequences(model)
-    parts = ModelParts(graph, template, state, streams, frozen, seed, rules, kinds_of(model), divides_sequences=shares)
+    shares, shared = divides_sequences(model), tuple(shared_of(model))
+    parts = ModelParts(graph, template, state, streams, frozen, seed, rules, kinds_of(model), shares, shared)
     return parts, nnx.to_pure_dict(template), logical_axes(template, rules)
 
 
@@ -171,7 +174,8 @@ def abstract_frozen(build: Callable[[nnx.Rngs], Any]) -> tuple[ModelParts, Any, 
     rest_of_model.check_attributes(model)
     graph, (streams, template) = nnx.graphdef(model), nnx.state(model, STREAMS, ...)
     axes = logical_axes(template, own_axis_rules(model))
-    parts = ModelParts(graph, template, nnx.State({}), streams, divides_sequences=divides_sequences(model))
+    shares, shared = divides_sequences(model), tuple(shared_of(model))
+    parts = ModelParts(graph, template, nnx.State({}), streams, divides_sequences=shares, shared=shared)
     return parts, nnx.to_pure_dict(template), axes
 
 
@@ -287,7 +291,7 @@ def state_from_parameters(
 def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) -> Any:
     """Returns the sharding of each leaf of the state: parameters and the model's other state by the logical axis rules, moments
     like their parameters, the rest replicated. Raises UsageError if the mesh cannot divide the experts."""
-    check_experts(mesh, abstract, axes, state_axes)
+    check_experts(mesh.shape, (abstract.params, axes), (abstract.model_state, state_axes))
 
     def by_axes(tree: Any, axes: Any) -> Any:
         return jax.tree.map(lambda leaf, names: meshes.parameter_sharding(mesh, names, leaf.shape), tree, axes)
@@ -306,35 +310,6 @@ def state_shardings(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any
         model_state=by_axes(abstract.model_state, state_axes),
         pruner_state=meshes.like_parameters(mesh, abstract.pruner_state, params, abstract.params),
     )
-
-
-def check_experts(mesh: Mesh, abstract: TrainState, axes: Any, state_axes: Any) -> None:
-    """Raises UsageError if the model has no experts that the axis `expert` of the mesh divides: each device must have as many of
-    them."""
-    size = mesh.shape["expert"]
-    if size == 1:
-        return
-    numbers: set[int] = set()
-    for tree, names_of in ((abstract.params, axes), (abstract.model_state, state_axes)):
-        of_leaves = jax.tree.map(lambda leaf, names: dict(zip(names, leaf.shape, strict=True)).get("experts", 0), tree, names_of)
-        numbers.update(filter(None, jax.tree.leaves(of_leaves)))
-    if not numbers:
-        raise UsageError(f"mesh.expert = {size}: the model has no experts; use mesh.data or mesh.fsdp for these devices")
-    if wrong := [number for number in sorted(numbers) if number % size]:
-        divisors = ", ".join(str(n) for n in range(1, wrong[0] + 1) if wrong[0] % n == 0)
-        raise UsageError(f"mesh.expert = {size}: expected a divisor of the {wrong[0]} experts of the model ({divisors})")
-
-
-def check_divided_by_hand(mesh_sizes: Mapping[str, int], models: Mapping[str, Any]) -> None:
-    """Raises UsageError for a model, by name, whose sequences the axis `context` of the mesh cannot divide, or whose layers the
-    axis `pipeline` cannot: it would be computed again on each device along the axis."""
-    whole = [name for name, model in models.items() if not getattr(model, "divides_sequences", False)]
-    for axis, does in ((CONTEXT, "divides its sequences"), (PIPELINE, "has stages")):
-        if (size := mesh_sizes.get(axis, 1)) > 1 and whole:
-            raise UsageError(
-                f"mesh.{axis} = {size}: only a trainers.models.decoder.Decoder with its own `hidden` {does}, and "
-                f"{' and '.join(whole)} is none; use mesh.data or mesh.fsdp for these devices"
-            )
 
 
 def with_shardings(abstract: TrainState, shardings: TrainState) -> TrainState:

@@ -28,7 +28,7 @@ from trainers.optim.param_groups import parameter_paths
 from trainers.optim.parameter_kinds import Kinds, KindsOnDemand
 from trainers.optim.precision import check_averages, in_float32
 from trainers.protocol import Pruner, Task, TrainerConfigureModelOutput
-from trainers.step import frozen
+from trainers.step import divided, frozen
 from trainers.step.frozen import FrozenModel
 from trainers.step.loss import LossFunction, takes
 from trainers.step.loss_scale import initial_scaler
@@ -36,7 +36,6 @@ from trainers.step.state import (
     ModelParts,
     TrainState,
     abstract_model,
-    check_divided_by_hand,
     initial_model,
     num_parameters,
     state_from_parameters,
@@ -139,7 +138,17 @@ class ModelDesign:
     def check_mesh(self, sizes: Mapping[str, int]) -> None:
         """Raises UsageError for a mesh with these sizes of its axes, if one of the models cannot be divided over it."""
         frozen = {f"the model of {each.asked_by}": each.parts for each in self.frozen_models.values()}
-        check_divided_by_hand(sizes, {"the model of the task": self.model, **frozen})
+        divided.check_models(sizes, {"the model of the task": self.model, **frozen})
+
+    def left_whole(self, sizes: Mapping[str, int]) -> list[str]:
+        """Returns a line for each kind of dimension of the parameters that a mesh with these sizes shall divide and does not."""
+        return divided.left_whole(sizes, *self._named_arrays)
+
+    @property
+    def _named_arrays(self) -> list[tuple[Any, Any]]:
+        """Returns (shapes, logical axes) of all that the models have."""
+        of_frozen = [(each.shapes, each.axes) for each in self.frozen_models.values()]
+        return [(self.state.params, self.axes), (self.state.model_state, self.state_axes), *of_frozen]
 
     @cached_property
     def frozen_models(self) -> dict[str, FrozenModel]:

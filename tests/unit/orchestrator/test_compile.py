@@ -101,13 +101,14 @@ SUMS = {
     "qwen3_30b_a3b_v6e": 9.0,
     "llama3_8b_lora_v5e": 0.2,
     "llama3_8b_long_v5p": 3.0,
+    "llama3_8b_h100": 2.1,
     "llama3_8b_long_h100": 4.0,
     "llama3_8b_stages_v5e": (8 + 4 - 1) / 4,
 }
 """What is summed, by the weights: gradients; of a tensor axis and of experts, activations too; of keys and values that are
-gathered, their gradients; of LoRA, next to nothing. For `llama3_8b_long_v5p` the compiler gathers weights by sums, too. With more
-effort, a device gets its own part alone of what experts sum (1.6 in all). Of stages: in each turn the gradients of one stage's
-weights, a quarter of all."""
+gathered, their gradients; of an H100's program, which is one for CPUs, bfloat16 in float32; of LoRA, next to nothing.
+For `llama3_8b_long_v5p` the compiler gathers weights by sums, too. With more effort, a device gets its own part alone
+of what experts sum (1.6 in all). Of stages: in each turn the gradients of one stage's weights, a quarter of all."""
 
 
 @pytest.mark.costs("compiles a step of real size")
@@ -137,6 +138,14 @@ def test_what_a_person_reads(capsys):
     assert told[1].startswith("memory           ")
     assert "not divided      no large array" in told
     assert any(line.startswith("  all-gather") and "layers" in line for line in told)
+
+
+def test_what_crosses_the_slower_network_has_a_line():
+    memory = {"peak": 2, "arguments": 1}
+    found = {"mesh": {"slice": 2}, "memory": memory, "devices": 4, "device_kind": "cpu", "whole": {}, "exchanged": []}
+    told = {"fsdp": 5_000, "slice": 2_000, "slice x fsdp": 1_000}
+    assert "  between slices     3 kB, over the slower network" in command.lines("t", {**found, "exchanged_over": told})
+    assert not any("between" in line for line in command.lines("t", {**found, "exchanged_over": {"fsdp": 5_000}}))
 
 
 def test_a_wrong_configuration_is_reported(capsys):

@@ -131,8 +131,8 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit_and_on_other_meshes(tmp_path, ev
     [
         (
             {"data": {"sequence_length": 100}},
-            r"mesh\.context = 4: a sequence of 100 tokens has no 2 x 4 equal chunks, an early and a late one for each device; "
-            r"the nearest lengths are 96 and 104 \(data\.sequence_length\), and the nearest sizes of mesh\.context are 2 and 5",
+            r"mesh\.context = 4: data\.sequence_length = 100 is not divisible by 2 x 4 \(so many equal parts for each device\): "
+            r"expected 2, or data\.sequence_length = 96 or 104",
         ),
         ({"vision": {}, "data": {"sequence_length": 96}}, r"mesh\.context = 4: tokens of images \(vision\) attend to each other"),
     ],

@@ -314,8 +314,8 @@ def test_what_follows_from_another_error_is_not_reported(write):
 def test_a_mesh_that_does_not_divide_the_devices(write):
     path = write(SMALL + "mesh: {fsdp: 4}\nhosts: {count: 3, devices_per_host: 2}\n")
     assert problem(path) == (
-        "mesh data -1 x fsdp 4 x expert 1 x tensor 1 does not fit 6 devices: the sizes must multiply to 6 (each a divisor: "
-        "1, 2, 3, 6); set one axis to -1 to let it take what is left (hosts: 3 x 2 devices)"
+        "mesh data -1 x fsdp 4 x expert 1 x tensor 1 does not fit 6 devices: the sizes must multiply to 6; what would fit: "
+        "mesh.fsdp = 3 or 6; set one axis to -1 to let it take what is left (hosts: 3 x 2 devices)"
     )
 
 

@@ -183,7 +183,7 @@ def test_of_a_mixture_of_experts_a_token_uses_a_part():
 
 def test_the_mesh_must_divide_the_experts():
     problems, _ = estimate.plan(arguments(model=MIXTURE, mesh={"data": 1, "expert": 4}), num_devices=4)
-    assert problems == ["mesh.expert = 4: expected a divisor of the 6 experts of the model (1, 2, 3, 6)"]
+    assert problems == ["model: mesh.expert = 4: model.num_experts = 6 is not divisible by it: expected 2"]
     problems, _ = estimate.plan(arguments(mesh={"data": 1, "expert": 2}), num_devices=2)
     assert problems == ["mesh.expert = 2: the model has no experts; use mesh.data or mesh.fsdp for these devices"]
     made = arguments(loss={"load_balancing_weight": 0.01, "router_z_loss_weight": 0.1})
@@ -364,6 +364,15 @@ def child_answers(monkeypatch):
         return requests
 
     return answer
+
+
+def test_what_stays_whole_is_told_by_the_dry_run_and_at_the_start(job, child_answers):
+    lines = ["mesh.fsdp = 2 does not divide embed = 33", "mesh.fsdp = 2 does not divide embed = 35"]
+    child_answers(stdout=json.dumps({"problems": [], "facts": FACTS | {"left_whole": lines}}))
+    report = job_plan.check(job)
+    assert job_plan.arithmetic(job, report)["not divided"].split("\n#" + " " * 19) == lines
+    told = [(event.get("level"), event.get("message")) for event in report.events(job)[1:]]
+    assert told == [("warning", line) for line in lines]
 
 
 def test_the_report_of_a_job(job, child_answers):

@@ -66,6 +66,6 @@ def test_the_rows_that_are_computed_and_do_not_count(num_devices, accumulation_s
 
 
 def test_more_replicas_than_rows_are_refused():
-    assert arguments(mesh={"data": 2, "tensor": 8}).check_devices(16)
+    assert arguments(mesh={"data": 2, "tensor": 4}).check_devices(8)
     with pytest.raises(ValueError, match=r"= 4 sequences for 8 replicas .* set global_batch_size to 16 or more"):
         arguments(accumulation_steps=2).check_devices(8)

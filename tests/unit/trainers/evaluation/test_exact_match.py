@@ -56,7 +56,7 @@ def unit_of(path, records, **changes):
     return {"paths": [str(path)], "prompt": "Q: {question}\n", "num_tokens": NUM_TOKENS, "answer_pattern": PATTERN, **changes}
 
 
-@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "tensor": 4}])
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}])
 @pytest.mark.slow("compiles a decoder and a step")
 def test_the_questions_that_are_answered_right_are_counted_on_any_devices(tmp_path, events, texts, mesh):
     answers = [found(text, PATTERN) for text in texts]

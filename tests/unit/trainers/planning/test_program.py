@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from functools import partial
@@ -100,9 +101,63 @@ def test_devices_that_share_a_sequence_exchange_what_the_arithmetic_says(exchang
         # Forward, forward again, and backward: a part at a time, from all devices but the own one. Gradients go all around, and
         # begin with zeros.
         expected = LAYERS * (3 * (parts - 1) + parts + 1) * keys_and_values / parts
-    # What the layers return goes to its places, and its gradient back.
-    expected += 2 * LONG * MODEL.width * 4 / parts
+    # What the layers return goes to its places, and its gradient back. The rows of the table, of which each device has some
+    # channels, become rows that have all of them, in two exchanges, and their gradients go back.
+    expected += (2 + 4) * LONG * MODEL.width * 4 / parts
     assert facts["exchanged_over"]["context"] == pytest.approx(expected, rel=0.05)
+
+
+BATCH, TOKENS, BYTES = 16, 32, 4
+TABLE = MODEL.vocab_size * MODEL.width * BYTES
+OF_LAYER = MODEL.width * (2 * 64 + 2 * 32 + 3 * MODEL.mlp_width) * BYTES
+"""Queries and output, keys and values, and the MLP: the matrices of a layer."""
+ACTIVATIONS = BATCH * TOKENS * MODEL.width * BYTES
+NORMS = (2 * LAYERS + 1) * MODEL.width * BYTES
+GRADIENTS = LAYERS * OF_LAYER + NORMS + 2 * TABLE
+"""The table's come of the rows that were looked up, and of the logits."""
+
+
+@pytest.mark.slow("compiles a step for several devices")
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        # All gradients, once.
+        ({"data": 4}, {"data": GRADIENTS}),
+        # Weights once forward and once backward, and gradients once; of the table, the logits gather it once, and rows that are
+        # looked up go from those who have some channels of all to those who have all channels of some, and back.
+        (
+            {"data": 1, "fsdp": 4},
+            {"fsdp": 2 * LAYERS * OF_LAYER + (GRADIENTS - TABLE) + TABLE + 2 * ACTIVATIONS / 4},
+        ),
+        # Sums of activations: in each layer of the output, again for it, and of the gradients by queries, keys and values; of the
+        # MLP, and of the gradients by gate and up; of the table and the logits.
+        ({"data": 1, "tensor": 2}, {"tensor": (LAYERS * (5 + 3) + 2) * ACTIVATIONS}),
+        # The share of a device of the gradients goes to the other slice, once; what no axis divides is summed over all devices.
+        (
+            {"slice": 2, "data": 1, "fsdp": 2},
+            {"slice": (LAYERS * OF_LAYER + TABLE) / 2, "slice x fsdp": NORMS + TABLE},
+        ),
+    ],
+    ids=["data", "fsdp", "tensor", "slice"],
+)
+def test_devices_exchange_over_each_axis_what_the_arithmetic_says(mesh, expected):
+    made = arguments(mesh=MeshConfig(**mesh), global_batch_size=BATCH)
+    _, facts = program.compiled(made, jax.devices()[: math.prod(mesh.values())])
+    told = facts["exchanged_over"]
+    assert {axes: told[axes] for axes in expected} == pytest.approx(expected, rel=0.05)
+    # Within a slice: the rest.
+    assert {"fsdp"} >= told.keys() - expected.keys()
+
+
+@pytest.mark.slow("compiles a step for several devices")
+def test_stages_exchange_the_activations_of_a_micro_batch_in_each_turn():
+    stages, made = LAYERS, arguments(mesh=MeshConfig(data=1, pipeline=LAYERS), global_batch_size=12)
+    _, facts = program.compiled(made, jax.devices()[:stages])
+    # Twelve micro-batches of one sequence; forward, again for what was not kept, and backward.
+    turns, of_micro_batch = 12 + stages - 1, TOKENS * MODEL.width * BYTES
+    turned = sum(each.bytes for each in facts["exchanged"] if each.kind == "collective-permute" and "roll" in each.scope)
+    assert turned == pytest.approx(3 * turns * of_micro_batch, rel=0.05)
+    assert facts["exchanged_over"].keys() == {"pipeline"}
 
 
 @pytest.mark.costs("starts a process that builds the model")
@@ -202,6 +257,12 @@ def test_what_is_gone_on_with_beside_a_loop_counts_once():
         ("replica_groups=[4,2]<=[2,2,2]T(1,2,0)", "fsdp"),
         ("replica_groups=[2,4]<=[8]", "context x tensor"),
         ("replica_groups={}", "fsdp x context x tensor"),
+        ("replica_groups=mesh['a'=4,'b'=2] {'b'}", "tensor"),
+        ("replica_groups=mesh['a'=8] {'a'}", "fsdp x context x tensor"),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", "fsdp"),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", "context"),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2], device_ids=([2,2,2]T(2,1,0)) {'a','b'}, dimensions={0}", "context x tensor"),
+        ("replica_groups=another form", "axes that are not known"),
         ("source_target_pairs={{0,2},{2,0},{5,7},{7,5}}", "context"),
         ("source_target_pairs={{0,6},{6,0}}", "fsdp x context"),
     ],
@@ -209,6 +270,21 @@ def test_what_is_gone_on_with_beside_a_loop_counts_once():
 def test_exchanges_are_told_by_the_axes_along_which_devices_differ(groups, axes):
     text = f"ENTRY %main (param: bf16[8]) -> bf16[64] {{\n  %all = bf16[64]{{0}} all-gather(%param), channel_id=7, {groups}\n}}\n"
     assert collectives.by_axes(text, {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}) == {axes: 128}
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("(f32[8,4]{1,0}, bf16[2]{0}) all-reduce(%a, %b)", 8 * 4 * 4 + 4),
+        ("(f32[8]{0}, f32[2]{0}) all-reduce-start(%a, %b)", 40),
+        ("(f32[2]{0}, f32[8]{0}) all-gather-start(%a)", 32),
+        ("((f32[2]{0}, bf16[2]{0}), (f32[8]{0}, bf16[8]{0})) all-gather-start(%a, %b)", 48),
+        ("(f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%a)", 32),
+    ],
+)
+def test_exchanges_that_became_one_all_count(line, size):
+    (found,) = collectives.of(f"ENTRY %main (param: bf16[8]) -> bf16[64] {{\n  %all = {line}, channel_id=7\n}}\n")
+    assert found.bytes == size
 
 
 def test_a_tpu_needs_its_compiler(monkeypatch):

@@ -21,7 +21,7 @@ from trainers.tasks import distillation
 from trainers.tasks.distillation import DistillationTask, distances, divergences
 
 LLAMA = str(ROOT / "tests" / "unit" / "data" / "parity" / "llama3")
-MODEL = {"vocab_size": 64, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
+MODEL = {"vocab_size": 64, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 16}
 
 
 def task_of(**changes):

@@ -20,7 +20,7 @@ from trainers.step.loss import weighted
 PREFERENCE, REWARD, CLASSES = (
     f"trainers.tasks.{name}" for name in ("preference:PreferenceTask", "reward:RewardTask", "classification:ClassificationTask")
 )
-MODEL = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 24}
+MODEL = {"width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 24}
 SGD = {"name": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "schedule": {"name": "constant"}, "max_grad_norm": None}
 
 

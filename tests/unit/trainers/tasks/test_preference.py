@@ -47,7 +47,7 @@ def published(events):
 
 
 def task_of(**changes):
-    model = {"vocab_size": 64, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "mlp_width": 16}
+    model = {"vocab_size": 64, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 16}
     settings = {"name": "t", "max_num_steps": 1, "model": model, "data": {"sequence_length": 8}}
     return PreferenceTask(from_dict(TrainingArguments, {**settings, "preference": {"loss": "simpo"}, **changes}))
 

@@ -1,0 +1,102 @@
+"""What the devices along an axis of the mesh share in equal parts, and the sizes of the axis that fit. Free of JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+CHUNKS = 2
+"""Of a sequence, for each device of `mesh.context`: an early one and a late one."""
+OWN_TASKS = "trainers.tasks."
+"""Tasks whose models are those of the sections `model` and `vision`. Any other one's model is asked when it is built."""
+
+
+class Shared(NamedTuple):
+    axis: str
+    name: str
+    """What is shared, such as `model.num_heads`."""
+    number: int
+    parts: int = 1
+    """How many equal parts each device has."""
+    may_change: bool = False
+    """Whether another number is as good, and not another model."""
+
+
+def of_arguments(arguments: Any) -> Iterator[Shared]:
+    """Yields what a run shares, as far as its configuration tells. `arguments` is a `TrainingArguments`."""
+    yield Shared("context", "data.sequence_length", arguments.data.sequence_length, CHUNKS, may_change=True)
+    vision, model = arguments.vision, arguments.model
+    if model.pretrained is None:  # else the folder says it, when it is read
+        yield of_layers(model)
+    if not arguments.task.startswith(OWN_TASKS):
+        return
+    if vision is not None:
+        yield from of_model(vision, "vision")
+    # What scores classes of images is an encoder alone.
+    if model.pretrained is None and (vision is None or vision.num_labels is None):
+        yield from of_model(model, "model")
+
+
+def of_layers(model: Any) -> Shared:
+    return Shared("pipeline", "model.num_layers", model.num_layers)
+
+
+def of_model(config: Any, section: str) -> Iterator[Shared]:
+    """Yields what the devices share of each layer. `config` is a `ModelConfig` or a `VisionConfig`."""
+    yield Shared("tensor", f"{section}.num_heads", config.num_heads)
+    yield Shared("tensor", f"{section}.num_kv_heads", getattr(config, "num_kv_heads", config.num_heads))
+    yield Shared("tensor", f"{section}.mlp_width", config.mlp_width)
+    if (experts := getattr(config, "num_experts", None)) is not None:
+        yield Shared("expert", f"{section}.num_experts", experts)
+
+
+def problems(shared: Iterable[Shared], sizes: Mapping[str, int], num_devices: int | None = None) -> Iterator[str]:
+    """Yields a line for each axis of a mesh, with these sizes of its axes, that does not divide what it shares: all that it does
+    not divide, and the nearest sizes that divide it, and the number of devices."""
+    of_axes: dict[str, list[Shared]] = {}
+    for each in shared:
+        of_axes.setdefault(each.axis, []).append(each)
+    for axis, all_of_axis in of_axes.items():
+        size = sizes.get(axis, 1)
+        wrong = [each for each in dict.fromkeys(all_of_axis) if each.number % (each.parts * size)]
+        if size == 1 or not wrong:
+            continue
+        # A size of 1 always fits.
+        wholes = (each.number // each.parts if each.number % each.parts == 0 else 1 for each in all_of_axis)
+        common = math.gcd(*wholes, num_devices or 0)
+        expected = f"expected {either(nearest_divisors(common, size))}"
+        for each in (each for each in wrong if each.may_change):
+            expected += f", or {each.name} = {either(nearest_multiples(each.number, each.parts * size))}"
+        by = "it" if wrong[0].parts == 1 else f"{wrong[0].parts} x {size} (so many equal parts for each device)"
+        names = " and ".join(f"{each.name} = {each.number}" for each in wrong)
+        yield f"mesh.{axis} = {size}: {names} {'is' if len(wrong) == 1 else 'are'} not divisible by {by}: {expected}"
+
+
+def nearest_divisors(number: int, size: int) -> list[int]:
+    """Returns the divisors of `number` next to `size`: below it, and above it if there is one."""
+    fits = [each for each in range(1, number + 1) if number % each == 0]
+    return [*[each for each in fits if each < size][-1:], *[each for each in fits if each > size][:1]]
+
+
+def nearest_multiples(number: int, of: int) -> list[int]:
+    below = number // of * of
+    return [*([below] if below else []), below + of]
+
+
+def either(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+def sizes_that_fit(given: Mapping[str, int], num_devices: int) -> Iterator[str]:
+    """Yields, for each axis of a mesh that does not fit so many devices, the sizes next to its own with which the mesh would, if
+    there are any and the other axes stay as they are."""
+    fixed = math.prod(size for size in given.values() if size != -1)
+    for axis, size in given.items():
+        if size == -1 or num_devices % (fixed // size):
+            continue
+        left = num_devices // (fixed // size)
+        if -1 not in given.values():
+            yield f"mesh.{axis} = {left}"
+        elif left % size:
+            yield f"mesh.{axis} = {either(nearest_divisors(left, size))}"
