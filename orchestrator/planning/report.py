@@ -202,10 +202,11 @@ def _model_lines(config: JobConfig, report: PlanReport) -> dict[str, str]:
 def _stages(config: JobConfig, report: PlanReport, stages: int) -> str:
     rows = pipeline.rows_of_pipeline(report.mesh, config.training.micro_batch_size)
     count = pipeline.microbatches(stages, rows, config.training.pipeline.microbatches)
-    each, rests = (report.num_layers or 0) // stages, pipeline.resting(stages, count)
+    each, repeats = (report.num_layers or 0) // stages, config.training.pipeline.num_repeats
+    groups = "" if repeats == 1 else f", in {repeats} groups (pipeline.repeats)"
     return (
-        f"{each} layers in each of {stages}; {count} micro-batches of {rows // count} (pipeline.microbatches); a stage rests for "
-        f"{rests:.0%} of a step"
+        f"{each} layers in each of {stages}{groups}; {count} micro-batches of {rows // count} (pipeline.microbatches); a stage "
+        f"rests for {pipeline.resting(stages, count, repeats):.0%} of a step"
     )
 
 

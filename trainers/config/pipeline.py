@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trainers.config.model import PIPELINE, num_replicas
-from trainers.config.section import Section, too_small
+from trainers.config.section import Section, require_none, too_small
 
 MICROBATCHES_PER_STAGE = 4
 """How many micro-batches there are at most for each stage, if nobody says how many: the stages then rest for less than a fifth of
 the time, and each product still has many rows."""
+REPEATS = 2
+"""How often each micro-batch goes round the stages with the interleaved schedule, if nobody says how often."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig(Section):
-    """How examples go through the stages of `mesh.pipeline`: as in GPipe (Huang et al., 2019)."""
+    """How examples go through the stages of `mesh.pipeline`."""
+
+    schedule: Literal["gpipe", "interleaved"] = "gpipe"
+    """`gpipe`: each stage has layers that follow each other, and each micro-batch goes through the stages once (Huang et al.,
+    2019). `interleaved`: each stage has several groups of layers that do not follow each other, and each micro-batch goes round
+    the stages as often (Narayanan et al., 2021, section 2.2; a circular pipeline). The stages rest for less of the time, and
+    weights are exchanged between them in each step. Evaluations go by `gpipe`."""
 
     microbatches: int | None = None
     """Into how many parts the examples of a step (of one of `accumulation_steps`) are divided, which follow each other through
     the stages. With P stages and M parts the stages rest for (P - 1) / (M + P - 1) of the time. null: as many as divide them, up
-    to 4 for each stage."""
+    to 4 for each stage. With the interleaved schedule there are at least as many as stages."""
+    repeats: int | None = None
+    """How often each micro-batch goes round the stages with the interleaved schedule: so many groups of layers has each stage.
+    With R repeats the stages rest for (P - 1) / (M R + P - 1) of the time. null: 2 (1 with `gpipe`)."""
 
     def __post_init__(self):
-        for problem in too_small(self, 1, "microbatches"):
-            raise ValueError(problem)
+        require_none(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from too_small(self, 1, "microbatches")
+        if self.schedule == "gpipe" and self.repeats is not None:
+            yield f"repeats = {self.repeats}: expected null with schedule = gpipe, which has none; set schedule to interleaved"
+        elif self.repeats is not None and self.repeats < 2:
+            yield f"repeats = {self.repeats}: expected at least 2; set schedule to gpipe for 1"
+
+    @property
+    def num_repeats(self) -> int:
+        """How often each micro-batch goes through all stages."""
+        return 1 if self.schedule == "gpipe" else self.repeats or REPEATS
 
 
 def rows_of_pipeline(sizes: Mapping[str, int], rows: int) -> int:
@@ -43,9 +65,14 @@ def microbatches(stages: int, rows: int, asked: int | None = None) -> int:
     return max(number for number in range(1, MICROBATCHES_PER_STAGE * stages + 1) if rows % number == 0)
 
 
-def resting(stages: int, count: int) -> float:
+def num_turns(stages: int, count: int, repeats: int) -> int:
+    """Returns how many turns `count` micro-batches take."""
+    return count * repeats + stages - 1
+
+
+def resting(stages: int, count: int, repeats: int) -> float:
     """Returns the share of the time in which a stage has no micro-batch."""
-    return (stages - 1) / (count + stages - 1)
+    return (stages - 1) / num_turns(stages, count, repeats)
 
 
 def problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -53,8 +80,7 @@ def problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]:
     `TrainingArguments`."""
     stages, asked = sizes.get(PIPELINE, 1), arguments.pipeline.microbatches
     if stages == 1:
-        if asked is not None:
-            yield f"pipeline.microbatches = {asked}: expected null with mesh.pipeline = 1, which has no stages"
+        yield from _problems_without_stages(arguments.pipeline)
         return
     if arguments.vision is not None:
         yield (
@@ -66,11 +92,50 @@ def problems(arguments: Any, sizes: Mapping[str, int]) -> Iterator[str]:
             f"lora.dropout = {arguments.lora.dropout}: expected 0 with mesh.pipeline = {stages}, where each micro-batch would "
             "drop the same values"
         )
+    if arguments.model.pretrained is None and arguments.pipeline.num_repeats > 1:
+        yield from _problems_of_groups(arguments.model.num_layers, stages, arguments.pipeline.num_repeats)
     rows = rows_of_pipeline(sizes, arguments.micro_batch_size)
+    fits = [number for number in range(1, rows + 1) if rows % number == 0]
     if asked is not None and rows % asked:
-        fits = ", ".join(str(number) for number in range(1, rows + 1) if rows % number == 0)
         yield (
-            f"pipeline.microbatches = {asked}: expected a divisor of {rows} ({fits}), the sequences of one pipeline: "
+            f"pipeline.microbatches = {asked}: expected a divisor of {rows} ({_listed(fits)}), the sequences of one pipeline: "
             f"global_batch_size {arguments.global_batch_size} / accumulation_steps {arguments.accumulation_steps}, divided over "
             f"{num_replicas(sizes) // stages} pipelines"
         )
+    elif asked is not None and arguments.pipeline.num_repeats > 1 and asked < stages:
+        enough = [number for number in fits if number >= stages]
+        yield (
+            f"pipeline.microbatches = {asked}: expected at least {stages}, the stages, with pipeline.schedule = interleaved: the "
+            f"first stage goes on with what the last one has sent; of {rows} sequences of one pipeline the nearest numbers that "
+            f"fit are {_listed(enough[:2])}"
+        )
+
+
+def _problems_without_stages(config: PipelineConfig) -> Iterator[str]:
+    if config.microbatches is not None:
+        yield f"pipeline.microbatches = {config.microbatches}: expected null with mesh.pipeline = 1, which has no stages"
+    if config.schedule != "gpipe":
+        yield f"pipeline.schedule = {config.schedule}: expected gpipe with mesh.pipeline = 1, which has no stages"
+
+
+def _problems_of_groups(layers: int, stages: int, repeats: int) -> Iterator[str]:
+    divisors = [number for number in range(1, layers + 1) if layers % number == 0]
+    groups = stages * repeats
+    if layers % groups:
+        nearest = [number for number in (layers - layers % groups, layers - layers % groups + groups) if number]
+        of_stages = [number for number in divisors if number > 1 and layers % (number * repeats) == 0]
+        of_repeats = [number // stages for number in divisors if number > stages and number % stages == 0]
+        yield (
+            f"pipeline.repeats = {repeats}: {layers} layers are not {groups} equal groups, {repeats} for each stage; "
+            f"the nearest numbers that fit are {_listed(nearest)} (model.num_layers), "
+            f"{_listed(_nearest(of_stages, stages)) or 'none'} (mesh.pipeline), and "
+            f"{_listed(_nearest(of_repeats, repeats)) or 'none'} (pipeline.repeats)"
+        )
+
+
+def _nearest(numbers: Sequence[int], asked: int) -> list[int]:
+    return sorted(sorted(numbers, key=lambda number: abs(number - asked))[:2])
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -123,10 +123,11 @@ class Decoder(nnx.Module):
         with jax.named_scope("layers"):
             xs, of_rows = (self._layer_weights(), self._local()), (positions_BT, segments_BT, counted_BT, blocks_BT)
             embedded_BTD = self.embedded(tokens_BT, positions_BT) if embedded_BTD is None else embedded_BTD
+            in_turns = partial(remat.in_turns, policy=config.remat)
             if (stages := pipeline.mesh_of(batch, config.num_layers)) is None:
                 x_ND, sums = self._through(embedded_BTD, of_rows, xs)
             else:
-                x_BTD, sums = pipeline.through_stages(stages, self._stage, embedded_BTD, of_rows, xs)
+                x_BTD, sums = pipeline.through_stages(stages, self._stage, embedded_BTD, of_rows, xs, in_turns)
                 x_ND = by_rows(x_BTD.reshape(-1, config.width))
         x_BTD = self._final_normed(x_ND).reshape(batch, time, config.width)
         return Hidden(sequence.in_order(x_BTD), self._table(), config.logit_softcap, sums)
@@ -147,7 +148,7 @@ class Decoder(nnx.Module):
         counted_N = counted_BT if counted_BT is None or shared else counted_BT.reshape(-1)
 
         def layer(x_ND: jax.Array, xs: tuple[Weights, jax.Array | None]) -> tuple[jax.Array, RouterSums | None]:
-            weights, local = xs
+            (weights, local), x_ND = xs, remat.named(x_ND)
             mix = partial(attend_all, local)
             x_ND, sums = self._layer(x_ND, weights, batch, turned(local), mix, counted_N)
             return placed(x_ND), sums

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from trainers.config import MeshConfig
 from trainers.config.model import CONTEXT, PIPELINE, SLICE, batch_axes, num_replicas, stage_axes
+from trainers.config.pipeline import PipelineConfig
 
 LOGICAL_AXIS_RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "vocab": "tensor",
@@ -57,28 +58,28 @@ def _by_slices(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> np.nd
 _traced_for: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 
 
-_microbatches: ContextVar[int | None] = ContextVar("microbatches", default=None)
+_pipeline: ContextVar[PipelineConfig | None] = ContextVar("pipeline", default=None)
 
 
-def tracing_for(mesh: Mesh, function: Callable[..., Any], *, microbatches: int | None = None) -> Callable[..., Any]:
+def tracing_for(mesh: Mesh, function: Callable[..., Any], *, pipeline: PipelineConfig | None = None) -> Callable[..., Any]:
     """Returns `function`, to be jitted, whose model may ask for the mesh (`traced_for`): some parts of a model divide their work
-    by hand, where the compiler would gather whole arrays. `microbatches` are those of `pipeline`."""
+    by hand, where the compiler would gather whole arrays. `pipeline` says how examples go through stages."""
 
     @functools.wraps(function)
     def traced(*args: Any) -> Any:
-        token, count = _traced_for.set(mesh), _microbatches.set(microbatches)
+        token, how = _traced_for.set(mesh), _pipeline.set(pipeline)
         try:
             return function(*args)
         finally:
-            _microbatches.reset(count)
+            _pipeline.reset(how)
             _traced_for.reset(token)
 
     return traced
 
 
-def asked_microbatches() -> int | None:
-    """Returns how many micro-batches shall go through the stages in the program that is traced; None if nobody has said."""
-    return _microbatches.get()
+def asked_pipeline() -> PipelineConfig:
+    """Returns how examples shall go through the stages in the program that is traced."""
+    return _pipeline.get() or PipelineConfig()
 
 
 def traced_for() -> Mesh | None:

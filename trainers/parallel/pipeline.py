@@ -1,28 +1,39 @@
-"""Layers in stages (`mesh.pipeline`): micro-batches follow each other through them, as in GPipe (Huang et al., 2019).
+"""Layers in stages (`mesh.pipeline`): micro-batches follow each other through them, as in GPipe (Huang et al., 2019), or go round
+them several times (the interleaved schedule: Narayanan et al., 2021, section 2.2).
 
-Stage s has micro-batch t - s in turn t. So M micro-batches take M + P - 1 turns on P stages, and all stages compute in each turn:
-in the first and last ones some of them compute what nobody uses. What the stages hold is one array, divided over the axis
-`pipeline` along its first dimension; after each turn it is shifted by one stage, which the compiler makes an exchange between
-neighbours. Every other axis of the mesh works within a stage as it does without stages.
+With R repeats the layers are R x P groups, and stage s has the groups s, s + P, ... In turn t it has micro-batch (t - s) mod M,
+with its group number (t - s) div M. So M micro-batches take M R + P - 1 turns, and all stages compute in each turn: in the first
+and last ones some of them compute what nobody uses. GPipe's schedule is that of one repeat.
 
-Shape suffixes: B rows, M micro-batches, P stages, L layers.
+What the stages hold is one array, divided over the axis `pipeline` along its first dimension; after each turn it is shifted by
+one stage, which the compiler makes an exchange between neighbours. What the last stage sends to the first one waits there until
+the others have gone by, and is the result after the last repeat. Every other axis of the mesh works within a stage as it does
+without stages.
+
+Parameters lie as they are saved: each stage has layers that follow each other. With several repeats the weights are exchanged
+between the stages before the turns, and their gradients after them.
+
+Shape suffixes: B rows, M micro-batches, P stages, R repeats, L layers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainers.config.model import CONTEXT, PIPELINE, num_replicas, stage_axes
-from trainers.config.pipeline import microbatches
-from trainers.parallel.mesh import asked_microbatches, traced_for, within_stage
+from trainers.config.pipeline import microbatches, num_turns
+from trainers.parallel.mesh import asked_pipeline, traced_for, within_stage
 
 Stage = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
+Wrap = Callable[..., Callable[..., Any]]
 
 
 def mesh_of(rows: int, layers: int) -> Mesh | None:
@@ -31,17 +42,21 @@ def mesh_of(rows: int, layers: int) -> Mesh | None:
     mesh = traced_for()
     if mesh is None or PIPELINE not in mesh.shape:
         return None
-    return None if layers % mesh.shape[PIPELINE] or rows % num_replicas(mesh.shape) else mesh
+    groups = mesh.shape[PIPELINE] * asked_pipeline().num_repeats
+    return None if layers % groups or rows % num_replicas(mesh.shape) else mesh
 
 
-def through_stages(mesh: Mesh, stage: Stage, x: jax.Array, of_rows: Any, weights: Any) -> tuple[jax.Array, Any]:
+def through_stages(mesh: Mesh, stage: Stage, x: jax.Array, of_rows: Any, weights: Any, in_turns: Wrap) -> tuple[jax.Array, Any]:
     """Returns what all layers make of `x` [B, ...], and the sums of each layer [L, ...] over all rows. Traced.
 
     `stage(x, of_rows, weights)` returns what some layers make of some rows, and the sums of these layers over these rows, in any
     pytree. `weights` are arrays [L, ...] in any pytree; `of_rows` are what it must know of each row, [B, ...], or of all rows
-    alike, [1, ...]."""
+    alike, [1, ...]. `in_turns(function, held=shapes)` wraps what takes its weights in each turn out of arrays of these shapes."""
     stages, replicas, rows = mesh.shape[PIPELINE], num_replicas(mesh.shape) // mesh.shape[PIPELINE], x.shape[0]
-    count = microbatches(stages, rows // replicas, asked_microbatches())
+    asked = asked_pipeline()
+    count, repeats = microbatches(stages, rows // replicas, asked.microbatches), asked.num_repeats
+    # Rows and tokens are divided as without stages.
+    tokens = [CONTEXT] if CONTEXT in mesh.shape else []
 
     def split(each: jax.Array) -> jax.Array:
         """[B, ...] to [M, B / M, ...]: each micro-batch has rows of every replica, which stay where they are."""
@@ -52,42 +67,78 @@ def through_stages(mesh: Mesh, stage: Stage, x: jax.Array, of_rows: Any, weights
         parts = each.reshape(count, replicas, -1, *each.shape[2:]).swapaxes(0, 1)
         return parts.reshape(rows, *each.shape[2:])
 
-    def of_stages(each: jax.Array) -> jax.Array:
-        """[L, ...] to [P, L / P, ...]."""
-        return _divided(mesh, each.reshape(stages, -1, *each.shape[1:]), PIPELINE)
-
-    def of_each(x_P: jax.Array) -> jax.Array:
-        """What the stages hold, [P, B / M, T, ...]: rows and tokens divided as without stages."""
-        return _divided(mesh, x_P, PIPELINE, stage_axes(mesh.shape), *([CONTEXT] if CONTEXT in mesh.shape else []))
+    def of_layers(each: jax.Array) -> jax.Array:
+        return each.swapaxes(0, 1).reshape(-1, *each.shape[3:])
 
     def of_stage(x: jax.Array, of_rows: Any, weights: Any) -> tuple[jax.Array, Any]:
         with within_stage():
             return stage(x, of_rows, weights)
 
-    x_M, weights_P = split(x), jax.tree.map(of_stages, weights)
+    def every(x_P: jax.Array, of_rows_P: Any, weights_P: Any, repeat_P: jax.Array) -> tuple[jax.Array, Any]:
+        mine_P = jax.tree.map(partial(_group, repeat_P), weights_P)
+        return jax.vmap(of_stage, spmd_axis_name=PIPELINE)(x_P, of_rows_P, mine_P)
+
+    x_M, weights_P = split(x), jax.tree.map(partial(of_stages, mesh, repeats), weights)
     of_rows_M = jax.tree.map(
         lambda each: split(each) if len(each) == rows else jnp.broadcast_to(each, (count, *each.shape)), of_rows
     )
-    every, first = jax.vmap(of_stage, spmd_axis_name=PIPELINE), jnp.zeros(stages, jnp.int32)
+    if repeats > 1:
+        every = in_turns(every, held={each.shape for each in jax.tree.leaves(weights_P)})
+    first = jnp.zeros(stages, jnp.int32)
 
-    def turn(carry: tuple[jax.Array, Any], number: jax.Array) -> tuple[tuple[jax.Array, Any], jax.Array]:
-        held_P, sums_P = carry
-        mine_P = number - jnp.arange(stages)
-        # The first stage begins with the next micro-batch; every other one goes on with what it was sent.
+    def turn(carry: tuple[jax.Array, jax.Array, Any], number: jax.Array) -> tuple[tuple[jax.Array, jax.Array, Any], None]:
+        waiting_PM, sent_P, sums_P = carry
+        begun_P = number - jnp.arange(stages)
+        repeat_P, mine_P = jnp.divmod(jnp.clip(begun_P, 0, repeats * count - 1), count)
+        # The first stage begins with what waits there; every other one goes on with what it was sent.
         is_first = (jnp.arange(stages) == 0).reshape(-1, *[1] * x.ndim)
-        held_P = jnp.where(is_first, x_M[jnp.minimum(number, count - 1)], held_P)
-        held_P = of_each(held_P)
-        made_P, found_P = every(held_P, _taken(of_rows_M, jnp.clip(mine_P, 0, count - 1)), weights_P)
-        counts = (mine_P >= 0) & (mine_P < count)
-        sums_P = jax.tree.map(partial(_added, counts), sums_P, found_P)
-        made_P = of_each(made_P)
-        return (jnp.roll(made_P, 1, 0), sums_P), made_P
+        held_P = jnp.where(is_first, waiting_PM[:, number % count], sent_P)
+        held_P = _divided(mesh, held_P, PIPELINE, stage_axes(mesh.shape), *tokens)
+        made_P, found_P = every(held_P, _taken(of_rows_M, mine_P), weights_P, repeat_P)
+        counts_P = (begun_P >= 0) & (begun_P < repeats * count)
+        is_group = (repeat_P[:, None] == jnp.arange(repeats)) & counts_P[:, None]
+        sums_P = jax.tree.map(partial(_added, is_group), sums_P, found_P)
+        sent_P = jnp.roll(_divided(mesh, made_P, PIPELINE, stage_axes(mesh.shape), *tokens), 1, 0)
+        last = (number - stages + 1) % count
+        kept_P = jnp.where(number < stages - 1, waiting_PM[:, last], sent_P)
+        waiting_PM = _divided(mesh, waiting_PM.at[:, last].set(kept_P), PIPELINE, None, stage_axes(mesh.shape), *tokens)
+        return (waiting_PM, sent_P, sums_P), None
 
-    shapes = jax.eval_shape(every, x_M[first], _taken(of_rows_M, first), weights_P)
-    held, sums = jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), shapes)
-    (_, sums_P), made = jax.lax.scan(turn, (held, sums), jnp.arange(count + stages - 1))
-    sums = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), sums_P)
-    return joined(made[stages - 1 :, -1]), sums
+    waiting = _divided(mesh, jnp.broadcast_to(x_M, (stages, *x_M.shape)), PIPELINE, None, stage_axes(mesh.shape), *tokens)
+    shapes = jax.eval_shape(every, x_M[first], _taken(of_rows_M, first), weights_P, first)
+    sent = jnp.zeros(shapes[0].shape, shapes[0].dtype)
+    sums = jax.tree.map(lambda each: jnp.zeros((stages, repeats, *each.shape[1:]), each.dtype), shapes[1])
+    (waiting_PM, _, sums_P), _ = jax.lax.scan(turn, (waiting, sent, sums), jnp.arange(num_turns(stages, count, repeats)))
+    return joined(waiting_PM[0]), jax.tree.map(of_layers, sums_P)
+
+
+def of_stages(mesh: Mesh, repeats: int, each: jax.Array) -> jax.Array:
+    """Returns the groups of each stage [P, R, L / P / R, ...], of an array [L, ...]. Traced.
+
+    They lie on the stages in the order of the layers: group g on stage g // R, and it belongs on stage g mod P. Of a sharding
+    alone the compiler makes a gather of all layers for some R. So they are sent by hand, in R exchanges: in each of them every
+    stage sends one group, and gets one."""
+    stages = mesh.shape[PIPELINE]
+    if repeats == 1:
+        return _divided(mesh, each.reshape(stages, 1, -1, *each.shape[1:]), PIPELINE)
+    groups = np.arange(stages * repeats)
+    # The groups of a stage have different numbers, before and after. Those it gets are P apart: after lcm(P, R) groups the
+    # remainders repeat, so the next ones are shifted.
+    in_exchange = (groups + groups // math.lcm(stages, repeats)) % repeats
+
+    def of_stage(mine: jax.Array) -> jax.Array:
+        mine_R, stage = mine.reshape(repeats, -1, *mine.shape[1:]), jax.lax.axis_index(PIPELINE)
+
+        def got(exchange: int) -> jax.Array:
+            sent_P = groups[in_exchange == exchange]
+            route = [(int(group) // repeats, int(group) % stages) for group in sent_P]
+            return jax.lax.ppermute(mine_R[jnp.asarray(sent_P % repeats)[stage]], PIPELINE, route)
+
+        order_PR = jnp.asarray(in_exchange.reshape(repeats, stages).T)
+        return jnp.stack([got(exchange) for exchange in range(repeats)])[order_PR[stage]][None]
+
+    lie = PartitionSpec(PIPELINE)
+    return jax.shard_map(of_stage, mesh=mesh, in_specs=lie, out_specs=lie, axis_names={PIPELINE})(each)
 
 
 def _taken(parts: Any, index_P: jax.Array) -> Any:
@@ -95,8 +146,15 @@ def _taken(parts: Any, index_P: jax.Array) -> Any:
     return jax.tree.map(lambda each: each[index_P], parts)
 
 
-def _added(counts_P: jax.Array, sum_P: jax.Array, found_P: jax.Array) -> jax.Array:
-    return sum_P + jnp.where(counts_P.reshape(-1, *[1] * (sum_P.ndim - 1)), found_P, 0)
+def _group(repeat_P: jax.Array, each: jax.Array) -> jax.Array:
+    """Returns, for each stage, the weights of one of its groups, of an array [P, R, ...]."""
+    if each.shape[1] == 1:
+        return each[:, 0]
+    return jax.vmap(lambda weights, repeat: weights[repeat])(each, repeat_P)
+
+
+def _added(is_group_PR: jax.Array, sum_PR: jax.Array, found_P: jax.Array) -> jax.Array:
+    return sum_PR + jnp.where(is_group_PR.reshape(*is_group_PR.shape, *[1] * (sum_PR.ndim - 2)), found_P[:, None], 0)
 
 
 def _divided(mesh: Mesh, x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:

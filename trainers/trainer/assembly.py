@@ -223,7 +223,7 @@ class Assembly:
         shardings, replicated = self.state_shardings, meshes.replicated(self.mesh)
         frozen = jax.tree.map(lambda leaf: leaf.sharding, self.frozen_shapes)
         return jax.jit(
-            meshes.tracing_for(self.mesh, step, microbatches=self._trainer.arguments.pipeline.microbatches),
+            meshes.tracing_for(self.mesh, step, pipeline=self._trainer.arguments.pipeline),
             in_shardings=(shardings, replicated, meshes.micro_batches(self.mesh), meshes.one_per_device(self.mesh), *frozen),
             # Pinned: XLA may choose other shardings for outputs, and the next step would be compiled again for them.
             out_shardings=StepOutput(shardings, replicated, replicated, replicated, replicated),  # type: ignore[arg-type]

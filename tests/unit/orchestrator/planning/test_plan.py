@@ -421,6 +421,25 @@ def test_the_report_of_a_mixture_of_experts(child_answers):
     )
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "groups", "count", "share"),
+    [
+        ({}, "", 8, "11%"),
+        ({"microbatches": 2}, "", 2, "33%"),
+        ({"schedule": "interleaved"}, ", in 2 groups (pipeline.repeats)", 8, "6%"),
+        ({"schedule": "interleaved", "repeats": 4, "microbatches": 2}, ", in 4 groups (pipeline.repeats)", 2, "11%"),
+    ],
+)
+def test_the_report_tells_for_how_long_a_stage_rests(child_answers, pipeline, groups, count, share):
+    child_answers(stdout=json.dumps({"problems": [], "facts": {**FACTS, "num_layers": 8}}))
+    about = {"name": "job", "max_num_steps": 400, "hosts": {"count": 4}, "mesh": {"pipeline": 2}, "model": {"num_layers": 8}}
+    job = build({**about, "pipeline": pipeline})
+    assert job_plan.arithmetic(job, job_plan.check(job))["  by stages"] == (
+        f"4 layers in each of 2{groups}; {count} micro-batches of {8 // count} (pipeline.microbatches); a stage rests for "
+        f"{share} of a step"
+    )
+
+
 def test_what_could_not_be_looked_at_is_reported_first(job, child_answers):
     child_answers(stdout=json.dumps({"problems": [], "facts": {"doubt": "data: ConnectionError: away"}}))
     report = job_plan.check(job)
