@@ -100,7 +100,7 @@ SUMS = {
     "llama3_70b_v5p": 10.0,
     "qwen3_30b_a3b_v6e": 9.0,
     "llama3_8b_lora_v5e": 0.2,
-    "llama3_8b_long_v5p": 3.0,
+    "llama3_8b_long_v5p": 3.3,
     "llama3_8b_h100": 2.1,
     "llama3_8b_long_h100": 4.0,
     "llama3_8b_stages_v5e": (8 + 4 - 1) / 4,
