@@ -48,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def facts(config: Any) -> dict[str, Any]:
     """Returns the numbers of the compiled step. Raises ConfigError with what is wrong, and PlanError if the compiler failed."""
+    from cluster.hosts import compiler_flags
     from cluster.hosts import config as hosts_config
     from cluster.hosts.tpu import topology_name
     from orchestrator.planning.child import Child
@@ -57,6 +58,8 @@ def facts(config: Any) -> dict[str, Any]:
     # The compiler alone needs no TPU: it does not ask which one this machine has, and may run twice at once.
     env = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     if hosts.kind == "tpu":
+        env |= compiler_flags.defaults_env(hosts)
+        env |= {name: value for name, value in hosts.env.items() if name == compiler_flags.VARIABLES["tpu"]}
         devices |= {"topology": topology_name(hosts.accelerator, hosts.topology), "slices": hosts_config.max_slices(hosts)}
     else:
         env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices['count']}"

@@ -28,7 +28,7 @@ import cluster
 from cluster.agent import log_mark
 from cluster.agent.events import ProcessEvent, problem_of
 from cluster.agent.process_record import ExitStatus
-from cluster.hosts import environment
+from cluster.hosts import compiler_flags, environment
 
 _log = logging.getLogger(__name__)
 
@@ -66,11 +66,11 @@ copies the locks that they hold."""
 def child_env(inherited: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of the parent with the `changes` for the child.
 
-    XLA's flags are joined (a later one wins). What is dropped of the parent's, and why, is in `cluster.hosts.environment`.
+    XLA's flags are joined (`cluster.hosts.compiler_flags`). What is dropped of the parent's, and why, is in
+    `cluster.hosts.environment`.
     """
     kept = environment.taken(inherited)
-    flags = " ".join(part for part in (kept.get("XLA_FLAGS"), changes.get("XLA_FLAGS")) if part)
-    return {**kept, **changes, **({"XLA_FLAGS": flags} if flags else {})}
+    return {**kept, **compiler_flags.joined(kept, changes)}
 
 
 def import_path(paths: list[str]) -> list[str]:

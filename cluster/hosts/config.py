@@ -70,6 +70,9 @@ class HostsConfig:
     would hang too. The ends of the logs are copied to the run's folder."""
     env: dict[str, str] = field(default_factory=dict, repr=False)
     """More environment variables for the training processes. They override all others. Their values are never shown or stored."""
+    compiler_flags: bool = True
+    """Whether XLA gets the flags that are known to help on hosts of this kind; the dry run shows them. What `env`, or a machine's
+    own environment, sets in XLA_FLAGS (on TPU: LIBTPU_INIT_ARGS) comes over them."""
     private_files: bool = True
     """Whether only the user of the run can read the files that it writes, on its hosts and in its storage (0600, folders 0700).
     false: the umask of the processes decides, which a folder that a group shares needs."""

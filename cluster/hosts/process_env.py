@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.hosts import compiler_flags
 from cluster.hosts.config import HostsConfig, devices_per_host
 from cluster.hosts.environment import NO_PROXY_BETWEEN_HOSTS
 
@@ -35,7 +36,12 @@ def process_env(config: HostsConfig, host: int, cache_dir: str) -> dict[str, str
         if devices > 1:
             variables["NPROC"] = str(CPU_THREADS_PER_DEVICE * devices)
     # XLA_FLAGS comes last: it holds the user's flags and ours.
-    return {**variables, **config.env, **({"XLA_FLAGS": flags} if flags else {})}
+    return {
+        **variables,
+        **compiler_flags.defaults_env(config),
+        **config.env,
+        **({"XLA_FLAGS": flags} if flags else {}),
+    }
 
 
 def compile_cache_dir(config: HostsConfig, host: int, cache_dir: str) -> str:

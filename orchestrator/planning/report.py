@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.hosts import compiler_flags
 from cluster.hosts import config as hosts_config
 from orchestrator.config.job import JobConfig, given_yaml, shown, to_yaml
 from orchestrator.events import ConsoleEvent, Note, RunStarted, Unit
@@ -133,6 +134,8 @@ def arithmetic(config: JobConfig, report: PlanReport) -> dict[str, str]:
             f"= {training.global_batch_size + padding} {report.rows}" + (f", {padding} of them padding" if padding else "")
         ),
     }
+    if flags := compiler_flags.of_hosts(config.hosts):
+        lines["compiler flags"] = "; ".join(f"{flag} ({flag.why})" for flag in flags)
     return lines | _model_lines(config, report) | _data_lines(training.global_batch_size, report)
 
 

@@ -33,6 +33,7 @@ HOSTS = _section(
     ("metadata", Literal["none", "gce"]),
     ("log_dir", str),
     ("env", dict[str, str]),
+    ("compiler_flags", bool),
     ("private_files", bool),
 )
 WATCHDOG = _section(

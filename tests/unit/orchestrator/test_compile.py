@@ -8,6 +8,8 @@ import re
 
 import pytest
 
+from cluster.agent.child_process import child_env
+from cluster.hosts import compiler_flags
 from orchestrator import compile as command
 from orchestrator.config.job import load
 from tests import ROOT
@@ -66,6 +68,23 @@ def folder(tmp_path):
 
 def test_each_configuration_of_a_real_size_is_compiled():
     assert {path.stem for path in (ROOT / "configs" / "large").glob("*.yaml")} == LARGE.keys()
+
+
+def test_a_compiler_for_tpus_gets_the_flags_that_their_hosts_will_have(monkeypatch):
+    class Stop(Exception):
+        """Instead of the compiler."""
+
+    def child(module, config, request, env):
+        given.append(child_env({}, env))
+        raise Stop
+
+    given = []
+    monkeypatch.setattr("orchestrator.planning.child.Child", child)
+    for settings in ([], ["hosts.env.LIBTPU_INIT_ARGS=--of_user=1"], ["hosts.compiler_flags=false"]):
+        with pytest.raises(Stop):
+            command.facts(load(ROOT / "configs" / "large" / "llama3_8b_slices_v5e.yaml", settings))
+    flags = " ".join(map(str, compiler_flags.BETWEEN_SLICES))
+    assert [env.get("LIBTPU_INIT_ARGS") for env in given] == [flags, f"{flags} --of_user=1", None]
 
 
 @pytest.mark.timeout(900)

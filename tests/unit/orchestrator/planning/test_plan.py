@@ -4,6 +4,7 @@ import errno
 import json
 import re
 import subprocess
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -373,6 +374,14 @@ def test_what_stays_whole_is_told_by_the_dry_run_and_at_the_start(job, child_ans
     assert job_plan.arithmetic(job, report)["not divided"].split("\n#" + " " * 19) == lines
     told = [(event.get("level"), event.get("message")) for event in report.events(job)[1:]]
     assert told == [("warning", line) for line in lines]
+
+
+def test_the_dry_run_tells_the_flags_of_the_compiler(job, child_answers):
+    child_answers(stdout=json.dumps({"problems": [], "facts": FACTS}))
+    report = job_plan.check(job)
+    assert "compiler flags" not in job_plan.arithmetic(job, report)
+    told = job_plan.arithmetic(replace(job, hosts=hosts_config.HostsConfig(kind="gpu", count=2)), report)["compiler flags"]
+    assert told == ("--xla_gpu_enable_latency_hiding_scheduler=true (begins exchanges early enough that products hide them)")
 
 
 def test_the_report_of_a_job(job, child_answers):
