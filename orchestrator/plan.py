@@ -183,12 +183,14 @@ def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any
     """Returns the time of a step by the figures of the hardware, with the range of published runs."""
     from orchestrator.planning import roofline
 
-    several = estimate.num_hosts > 1 if config.hosts.kind == "gpu" else config.hosts.slices > 1
+    exchanged = sum(found["exchanged"].values())
+    network = over_network(config.hosts, estimate, exchanged)
     work = roofline.Work(
         flops=estimate.flops_per_step / estimate.num_devices,
         state_bytes=estimate.state_bytes_per_device or 0,
-        exchanged_bytes=sum(found["exchanged"].values()),
-        crosses_network=several,
+        # Of TPUs the compiler tells what goes within a slice alone.
+        exchanged_bytes=exchanged if config.hosts.kind == "tpu" else exchanged - network,
+        network_bytes=network,
     )
     step = roofline.step_time(work, device)
     low, high = device.spread
@@ -197,8 +199,23 @@ def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any
         "step_s_range": [step.seconds * device.reached / high, step.seconds * device.reached / low],
         "source": "published runs",
         "bound_by": step.bound_by,
+        "network_bytes": network,
         "mfu": roofline.utilization(work, device),
     }
+
+
+def over_network(hosts: Any, estimate: Any, exchanged: float) -> float:
+    """Returns the bytes of a step that a device sends to other slices or machines. Of slices they are its share of the gradients,
+    in float32. Of machines with GPUs they are all (`exchanged`), for which axis goes between machines is not known."""
+    from orchestrator.planning import roofline
+
+    if hosts.kind == "gpu":
+        return exchanged if estimate.num_hosts > 1 else 0.0
+    slices = estimate.mesh.get("slice", hosts.slices)
+    if slices == 1 or not estimate.checkpoint_bytes:
+        return 0.0
+    share = (estimate.state_bytes_per_device or 0) / estimate.checkpoint_bytes
+    return roofline.summed_over_slices(4 * (estimate.parameters or 0) * share, slices)
 
 
 def by_trial(tried: Any) -> dict[str, Any]:
@@ -228,6 +245,8 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if found["exchanged"]:
         kinds = ", ".join(f"{kind} {scaled(size)}B" for kind, size in found["exchanged"].items())
         yield f"exchanged        {kinds}, by one device in a step"
+    if found.get("network_bytes"):
+        yield f"over a network   {scaled(found['network_bytes'])}B, to other slices or machines"
     if found["flops_per_step"]:
         yield f"FLOPs a step     {scaled(found['flops_per_step'])}FLOP, {scaled(found['tokens_per_step'])}tokens"
     if found["step_s"] is None:

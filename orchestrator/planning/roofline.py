@@ -27,8 +27,9 @@ class Work:
     state_bytes: float
     """Of parameters, moments and the rest."""
     exchanged_bytes: float
-    crosses_network: bool
-    """Whether exchanges leave the slice or the machine."""
+    """With other devices of its slice or machine."""
+    network_bytes: float = 0.0
+    """With devices of other slices or machines."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,18 @@ class StepTime:
 
 
 def step_time(work: Work, hardware: Hardware) -> StepTime:
-    link = hardware.network_bytes_per_s if work.crosses_network else hardware.link_bytes_per_s
     return StepTime(
         work.flops / (hardware.peak_flops_per_s * hardware.reached),
         2 * work.state_bytes / hardware.memory_bytes_per_s,  # read and written
-        work.exchanged_bytes / link,
+        # One after the other: what a slice has summed is summed over the slices.
+        work.exchanged_bytes / hardware.link_bytes_per_s + work.network_bytes / hardware.network_bytes_per_s,
     )
+
+
+def summed_over_slices(gradient_bytes: float, slices: int) -> float:
+    """Returns how much a device sends to sum its share of the gradients over the slices: a reduce-scatter and an all-gather, in
+    each of which it sends all parts but its own."""
+    return 2 * gradient_bytes * (slices - 1) / slices
 
 
 def utilization(work: Work, hardware: Hardware) -> float:

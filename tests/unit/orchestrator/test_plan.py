@@ -86,6 +86,7 @@ def test_what_a_person_reads():
         "whole run        1,000 steps in 3.5 days",
         "price            1,234",
     ]
+    assert "over a network   2 GB, to other slices or machines" in lines_of(**timed | {"network_bytes": 2e9})
     of_a_trial = {"source": "a trial on this machine", "mfu": None, "bound_by": None}
     assert "step             2 s (1.5 to 3 by a trial on this machine)" in lines_of(**timed | of_a_trial)
     short = {"step_s": 8.26e-5, "step_s_range": [7.77e-5, 8.68e-5], "save_every_s": 0.004, "save_s": 3e-4, "days": 2.87e-7}
@@ -116,6 +117,24 @@ def test_on_cpus_the_time_of_a_step_is_that_of_a_trial(monkeypatch, tmp_path):
     assert found["requests"] is None  # a folder
     # A save holds up training for half a second: 2 * 0.5 s * 3600 s, and the root of it.
     assert found["best_save_steps"] == 120
+
+
+def test_only_gradients_go_between_slices_and_all_between_machines_with_gpus():
+    """Before, a step on several slices was told as if all its exchanges went over the slower network."""
+    about = {"num_devices": 32, "flops_per_step": 1e9, "state_bytes_per_device": 6e8, "checkpoint_bytes": 96e8, "parameters": 8e8}
+    found, device = {"exchanged": {"all-gather": 2e9}}, DEVICES["v5e"]
+    took_s = {}
+    for slices in (1, 2):
+        hosts = types.SimpleNamespace(kind="tpu", slices=slices)
+        estimate = types.SimpleNamespace(**about, num_hosts=4, mesh={"slice": 2} if slices > 1 else {})
+        took_s[slices] = plan.by_figures(types.SimpleNamespace(hosts=hosts), estimate, found, device)["step_s"]
+    # A sixteenth of 3.2 GB of gradients, half of it twice, at 3 GB/s.
+    assert took_s[1] == pytest.approx(2e9 / 200e9)
+    assert took_s[2] == pytest.approx(took_s[1] + 0.2e9 / 3e9)
+    for machines, seconds in ((1, 2e9 / 450e9), (4, 2e9 / 50e9)):
+        config = types.SimpleNamespace(hosts=types.SimpleNamespace(kind="gpu", slices=1))
+        estimate = types.SimpleNamespace(**about, num_hosts=machines, mesh={})
+        assert plan.by_figures(config, estimate, found, DEVICES["h100"])["step_s"] == pytest.approx(seconds)
 
 
 def test_a_run_in_a_bucket_makes_requests_by_the_hour_and_by_the_save(monkeypatch):

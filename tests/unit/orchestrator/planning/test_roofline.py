@@ -28,7 +28,7 @@ FURTHER = [("h100", 7e9, 64, 8192, 0.547), ("h100", 7e9, 64, 8192, 0.542), ("h10
 
 
 def expected(name, parameters, devices, tokens):
-    work = roofline.Work(6 * parameters * tokens, 12 * parameters / devices, 6 * parameters, crosses_network=False)
+    work = roofline.Work(6 * parameters * tokens, 12 * parameters / devices, 6 * parameters)
     return roofline.utilization(work, DEVICES[name])
 
 
@@ -58,13 +58,21 @@ def test_the_table_of_the_benchmarks_is_what_is_computed_here():
 
 def test_the_slowest_part_counts_and_is_named():
     device = DEVICES["h100"]
-    products = roofline.Work(1e15, 1e9, 1e9, crosses_network=False)
+    products = roofline.Work(1e15, 1e9, 1e9)
     assert roofline.step_time(products, device).bound_by == "products"
-    memory = roofline.step_time(roofline.Work(1e9, 60e9, 1e6, crosses_network=False), device)
+    memory = roofline.step_time(roofline.Work(1e9, 60e9, 1e6), device)
     assert (memory.bound_by, memory.seconds) == ("memory", pytest.approx(2 * 60e9 / 3350e9))
-    within = roofline.step_time(roofline.Work(1e9, 1e6, 90e9, crosses_network=False), device)
-    beyond = roofline.step_time(roofline.Work(1e9, 1e6, 90e9, crosses_network=True), device)
+    within = roofline.step_time(roofline.Work(1e9, 1e6, 90e9), device)
+    beyond = roofline.step_time(roofline.Work(1e9, 1e6, 0, network_bytes=90e9), device)
     assert (within.bound_by, within.seconds, beyond.seconds) == ("exchanges", 0.2, 1.8)
+    both = roofline.step_time(roofline.Work(1e9, 1e6, 90e9, network_bytes=90e9), device)
+    assert both.seconds == pytest.approx(2.0)
+
+
+def test_gradients_are_summed_over_slices_in_two_passes():
+    assert roofline.summed_over_slices(8e9, 2) == 8e9
+    assert roofline.summed_over_slices(8e9, 4) == 12e9
+    assert roofline.summed_over_slices(8e9, 1) == 0
 
 
 def test_goodput_falls_with_failures_and_with_rare_saves():
