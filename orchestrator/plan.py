@@ -37,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="a YAML file, such as configs/large/llama3_8b_v5e.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="such as mesh.tensor=4 global_batch_size=512")
     parser.add_argument("--on", metavar="NAME", help="other machines than `hosts`: v5e-256, v5p-512x4, h100-8x16")
+    parser.add_argument(
+        "--meshes", action="store_true", help="try meshes of data, fsdp and tensor, and propose one; takes minutes"
+    )
     parser.add_argument("--price", type=float, metavar="P", help="of a device-hour, in your currency")
     parser.add_argument("--hours-between-failures", type=float, metavar="H", help="of the whole run; default: by its devices")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     say(f"planning {options.config}: nothing is started", stream=sys.stderr)
     # After the first line: this imports much.
     from orchestrator.config.job import ConfigError, load
-    from orchestrator.planning import hardware
+    from orchestrator.planning import hardware, meshes
     from orchestrator.planning.child import PlanError
     from trainers.config.masking import masked
     from trainers.storage import not_finite
@@ -52,25 +55,30 @@ def main(argv: list[str] | None = None) -> int:
     try:
         machines = [] if options.on is None else hardware.overrides_for(options.on)
         config = load(options.config, [*machines, *options.overrides])
-        found = planned(config, options)
+        if options.meshes:
+            found = meshes.compared(config, lambda changed: planned(changed, options, remedies=False))
+        else:
+            found = planned(config, options)
     except (ConfigError, ValueError) as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_REFUSED
     except PlanError as error:
         print(f"error: {masked(str(error))}", file=sys.stderr)
         return EXIT_FAILED
-    print(not_finite.dumps(found, indent=1) if options.json else "\n".join(lines(found)))
+    told = meshes.lines(found) if options.meshes else lines(found)
+    print(not_finite.dumps(found, indent=1) if options.json else "\n".join(told))
     return EXIT_FITS if found["fits"] else EXIT_REFUSED
 
 
-def planned(config: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the plan. Raises ConfigError with what is wrong, and PlanError if the compiler failed."""
+def planned(config: Any, options: argparse.Namespace, *, remedies: bool = True) -> dict[str, Any]:
+    """Returns the plan; with `remedies` also what makes a step fit that does not. Raises ConfigError with what is wrong, and
+    PlanError if the compiler failed."""
     from orchestrator.planning import hardware, memory, report
 
     estimate = report.check(config)
     device = hardware.of(config.hosts.kind, config.hosts.accelerator, options.on)
     room = memory.room(config.hosts, device)
-    step = compiled(config, room)
+    step = compiled(config, room, remedies=remedies)
     facts = step["facts"]
     found: dict[str, Any] = {
         "name": config.training.name,
@@ -94,7 +102,7 @@ def planned(config: Any, options: argparse.Namespace) -> dict[str, Any]:
     return found | timed(config, estimate, found, device, options)
 
 
-def compiled(config: Any, room: Any = None) -> dict[str, Any]:
+def compiled(config: Any, room: Any = None, *, remedies: bool = True) -> dict[str, Any]:
     """Returns the facts of the compiled step. If it does not fit, also why, and the first of SMALLER with which it does. `room`
     (`orchestrator.planning.memory`) judges where the compiler knows no limit."""
     from orchestrator import compile as compiling
@@ -113,7 +121,7 @@ def compiled(config: Any, room: Any = None) -> dict[str, Any]:
         if DOES_NOT_FIT not in str(error):
             raise
         problem = str(error).strip().splitlines()[-1].strip()
-    for override, why in SMALLER:
+    for override, why in SMALLER if remedies else ():
         changed = override.format(twice=2 * config.training.accumulation_steps)
         try:
             facts = facts_of(build(to_dict(config), overrides=[changed]))
