@@ -227,7 +227,7 @@ class TrainingArguments(Section):
         """Returns the mesh's axis sizes on `num_devices` devices. Raises ValueError if the mesh does not fit, cannot divide what
         its devices share, or has more replicas than a micro-batch has sequences."""
         sizes = self.mesh.resolve(num_devices)
-        not_divided = divisions.problems(divisions.of_arguments(self), sizes, num_devices)
+        not_divided = divisions.problems(divisions.of_arguments(self, sizes), sizes, num_devices)
         require_none([*problems_of_context(self, sizes.get(CONTEXT, 1)), *problems_of_pipeline(self, sizes), *not_divided])
         replicas, rows = num_replicas(sizes), self.micro_batch_size
         shown = " x ".join(f"{axis} {sizes[axis]}" for axis in batch_axes(sizes))

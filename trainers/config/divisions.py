@@ -21,21 +21,26 @@ class Shared(NamedTuple):
     """How many equal parts each device has."""
     may_change: bool = False
     """Whether another number is as good, and not another model."""
+    may_be_common: bool = False
+    """Whether devices may have some of it in common: then it is told, and not refused."""
 
 
-def of_arguments(arguments: Any) -> Iterator[Shared]:
-    """Yields what a run shares, as far as its configuration tells. `arguments` is a `TrainingArguments`."""
-    yield Shared("context", "data.sequence_length", arguments.data.sequence_length, CHUNKS, may_change=True)
-    vision, model = arguments.vision, arguments.model
-    if model.pretrained is None:  # else the folder says it, when it is read
-        yield of_layers(model)
-    if not arguments.task.startswith(OWN_TASKS):
+def of_arguments(arguments: Any, sizes: Mapping[str, int]) -> Iterator[Shared]:
+    """Yields what a run shares on a mesh with these sizes of its axes, as far as its configuration tells. `arguments` is a
+    `TrainingArguments`, of which nothing is read that no axis divides: a key that nobody reads has no effect, and is reported."""
+    if sizes.get("context", 1) > 1:
+        yield Shared("context", "data.sequence_length", arguments.data.sequence_length, CHUNKS, may_change=True)
+    is_given = arguments.model.pretrained is None  # else the folder says it, when it is read
+    if is_given and sizes.get("pipeline", 1) > 1:
+        yield of_layers(arguments.model)
+    if not arguments.task.startswith(OWN_TASKS) or sizes.get("tensor", 1) == sizes.get("expert", 1) == 1:
         return
+    vision = arguments.vision
     if vision is not None:
         yield from of_model(vision, "vision")
     # What scores classes of images is an encoder alone.
-    if model.pretrained is None and (vision is None or vision.num_labels is None):
-        yield from of_model(model, "model")
+    if is_given and (vision is None or vision.num_labels is None):
+        yield from of_model(arguments.model, "model")
 
 
 def of_layers(model: Any) -> Shared:
@@ -45,8 +50,9 @@ def of_layers(model: Any) -> Shared:
 def of_model(config: Any, section: str) -> Iterator[Shared]:
     """Yields what the devices share of each layer. `config` is a `ModelConfig` or a `VisionConfig`."""
     yield Shared("tensor", f"{section}.num_heads", config.num_heads)
-    yield Shared("tensor", f"{section}.num_kv_heads", getattr(config, "num_kv_heads", config.num_heads))
     yield Shared("tensor", f"{section}.mlp_width", config.mlp_width)
+    # Models with few of them, or one, are divided over more devices all the same.
+    yield Shared("tensor", f"{section}.num_kv_heads", getattr(config, "num_kv_heads", config.num_heads), may_be_common=True)
     if (experts := getattr(config, "num_experts", None)) is not None:
         yield Shared("expert", f"{section}.num_experts", experts)
 
@@ -56,7 +62,8 @@ def problems(shared: Iterable[Shared], sizes: Mapping[str, int], num_devices: in
     not divide, and the nearest sizes that divide it, and the number of devices."""
     of_axes: dict[str, list[Shared]] = {}
     for each in shared:
-        of_axes.setdefault(each.axis, []).append(each)
+        if not each.may_be_common:
+            of_axes.setdefault(each.axis, []).append(each)
     for axis, all_of_axis in of_axes.items():
         size = sizes.get(axis, 1)
         wrong = [each for each in dict.fromkeys(all_of_axis) if each.number % (each.parts * size)]
@@ -71,6 +78,14 @@ def problems(shared: Iterable[Shared], sizes: Mapping[str, int], num_devices: in
         by = "it" if wrong[0].parts == 1 else f"{wrong[0].parts} x {size} (so many equal parts for each device)"
         names = " and ".join(f"{each.name} = {each.number}" for each in wrong)
         yield f"mesh.{axis} = {size}: {names} {'is' if len(wrong) == 1 else 'are'} not divisible by {by}: {expected}"
+
+
+def in_common(shared: Iterable[Shared], sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yields a line for each thing that devices along an axis have in common, because the axis does not divide it."""
+    for each in shared:
+        if each.may_be_common and each.number % (size := sizes.get(each.axis, 1)):
+            line = f"mesh.{each.axis} = {size} does not divide {each.name} = {each.number}"
+            yield f"{line}: devices along it have keys and values in common"
 
 
 def nearest_divisors(number: int, size: int) -> list[int]:

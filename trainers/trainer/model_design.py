@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from trainers.checkpoint.weights import Adapted
-from trainers.config import ParameterGroup
+from trainers.config import ParameterGroup, divisions
 from trainers.config.frozen import BASE
 from trainers.errors import NotConfiguredError, UsageError
 from trainers.evaluation.validation import shapes_of_rows
@@ -141,8 +141,11 @@ class ModelDesign:
         divided.check_models(sizes, {"the model of the task": self.model, **frozen})
 
     def left_whole(self, sizes: Mapping[str, int]) -> list[str]:
-        """Returns a line for each kind of dimension of the parameters that a mesh with these sizes shall divide and does not."""
-        return divided.left_whole(sizes, *self._named_arrays)
+        """Returns a line for each kind of dimension of the parameters that a mesh with these sizes shall divide and does not, and
+        for what devices have in common for another reason."""
+        models = [self.model, *(each.parts for each in self.frozen_models.values())]
+        common = dict.fromkeys(line for model in models for line in divisions.in_common(model.shared, sizes))
+        return [*divided.left_whole(sizes, *self._named_arrays), *common]
 
     @property
     def _named_arrays(self) -> list[tuple[Any, Any]]:

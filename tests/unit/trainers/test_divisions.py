@@ -23,7 +23,7 @@ class OwnDecoderTask(CausalLMTask):
     """A task that builds a decoder of other sizes than the configuration's."""
 
     def build_model(self, rngs):
-        return Decoder(ModelConfig(**{**MODEL, "width": 24, "num_heads": 6, "num_kv_heads": 3}), rngs=rngs)
+        return Decoder(ModelConfig(**{**MODEL, "width": 24, "num_heads": 3, "num_kv_heads": 3}), rngs=rngs)
 
 
 def made(tmp_path, **changed) -> TrainingArguments:
@@ -35,9 +35,8 @@ def made(tmp_path, **changed) -> TrainingArguments:
     [
         (
             {"mesh": {"tensor": 3}},
-            "mesh.tensor = 3: model.num_heads = 8 and model.num_kv_heads = 4 are not divisible by it: expected 2 or 4",
+            "mesh.tensor = 3: model.num_heads = 8 is not divisible by it: expected 2 or 4",
         ),
-        ({"mesh": {"tensor": 8}}, "mesh.tensor = 8: model.num_kv_heads = 4 is not divisible by it: expected 4"),
         (
             {"mesh": {"tensor": 4}, "model": {**MODEL, "mlp_width": 54}},
             "mesh.tensor = 4: model.mlp_width = 54 is not divisible by it: expected 2",
@@ -64,13 +63,13 @@ def made(tmp_path, **changed) -> TrainingArguments:
                 "task": "trainers.tasks.image_classification:ImageClassificationTask",
                 "model": {**MODEL, "num_heads": 2, "num_kv_heads": 2},
             },
-            "mesh.tensor = 4: vision.num_heads = 6 and vision.num_kv_heads = 6 are not divisible by it: expected 3 or 6",
+            "mesh.tensor = 4: vision.num_heads = 6 is not divisible by it: expected 3 or 6",
         ),
         # Of all axes at once.
         (
-            {"mesh": {"pipeline": 3, "tensor": 8}},
+            {"mesh": {"pipeline": 3, "tensor": 8}, "model": {**MODEL, "num_heads": 4}},
             "mesh.pipeline = 3: model.num_layers = 4 is not divisible by it: expected 2 or 4\n"
-            "mesh.tensor = 8: model.num_kv_heads = 4 is not divisible by it: expected 4",
+            "mesh.tensor = 8: model.num_heads = 4 is not divisible by it: expected 4",
         ),
     ],
 )
@@ -112,7 +111,7 @@ def planned(**changed):
 def test_a_decoder_of_a_users_own_is_asked_for_its_sizes():
     problems, _ = planned(task=f"{__name__}:OwnDecoderTask")
     assert problems == [
-        "mesh.tensor = 2: model.num_kv_heads = 3 is not divisible by it: expected 1 or 3 (the model of the task)",
+        "mesh.tensor = 2: model.num_heads = 3 is not divisible by it: expected 1 or 3 (the model of the task)",
     ]
     problems, _ = planned(task=f"{__name__}:OwnDecoderTask", mesh={})
     assert problems == []
@@ -136,6 +135,10 @@ def test_a_decoder_of_a_users_own_is_asked_for_its_sizes():
                 "mesh.fsdp = 4 does not divide embed = 18: each device along it has all of layers.down and 7 more "
                 f"({4 * 18 * (64 + 4 * (4 * 18 + 3 * 48)):,} bytes)"
             ],
+        ),
+        (
+            {"model": {**MODEL, "num_kv_heads": 1}},
+            ["mesh.tensor = 2 does not divide model.num_kv_heads = 1: devices along it have keys and values in common"],
         ),
         (
             {"task": "tests.programs.tiny:TableTask"},
