@@ -42,6 +42,8 @@ MAX_PARAM_LENGTH = 6000
 CHANGED = "changed."
 """How the names of the tags begin that have settings which later launches have changed."""
 PLACE_TAG = "gangway.run_dir"
+OF_TRAININGS = {"mlflow.experimentKind": "custom_model_development"}
+"""Without this tag of the experiment, MLflow's pages show its runs among evaluations of language models."""
 LEFT_TAG = "gangway.course_left"
 """The tag of a run whose training has gone back to take another course: which steps have points of both."""
 ATTEMPTS_AT_END = 3
@@ -193,7 +195,7 @@ class MlflowRun:
                 )
             return experiment.experiment_id
         # If another run creates it first, this fails, and the next try finds it.
-        return self.client.create_experiment(name, artifact_location=artifacts)
+        return self.client.create_experiment(name, artifact_location=artifacts, tags=OF_TRAININGS)
 
     def _find_run(self, named: dict[str, Any]) -> tuple[bool, str]:
         """Returns whether the run existed, and its id. If it or its store was deleted, it is created again from the file."""

@@ -196,6 +196,7 @@ def test_two_runs_that_start_at_once_on_a_new_store(tmp_path):
     store = tmp_path / "runs" / "mlflow.db"
     assert [shipped(store, run_name=name) for name in "ab"] == [expected(range(20))] * 2
     assert query(store, "select count(*) from experiments where name = 'gangway'") == [(1,)]
+    assert query(store, "select key, value from experiment_tags") == [("mlflow.experimentKind", "custom_model_development")]
     assert not list(store.parent.glob("*.unfinished*"))
 
 
