@@ -25,8 +25,8 @@ def test_the_configured_mesh_is_the_first_and_none_comes_twice(tmp_path):
 
 
 def test_what_the_devices_cannot_share_is_not_tried_and_other_axes_stay(tmp_path):
-    assert {each["tensor"] for each in meshes.candidates(job(tmp_path, "model.num_kv_heads=1"))} == {1}
-    of_two_slices = job(tmp_path, "mesh.slice=2", "model.num_kv_heads=1")
+    assert {each["tensor"] for each in meshes.candidates(job(tmp_path, "model.mlp_width=65"))} == {1}
+    of_two_slices = job(tmp_path, "mesh.slice=2", "model.mlp_width=65")
     assert [tuple(each.values()) for each in meshes.candidates(of_two_slices)] == [(2, 1, 1), (1, 2, 1)]
     assert meshes.changed(of_two_slices, {"data": 1, "fsdp": 2, "tensor": 1}).training.mesh.slice == 2
 
@@ -53,7 +53,7 @@ def compared(tmp_path, of_fsdp):
             raise ConfigError("tiny", [found])
         return found
 
-    return meshes.compared(job(tmp_path, "model.num_kv_heads=1"), planned)
+    return meshes.compared(job(tmp_path, "model.mlp_width=65"), planned)
 
 
 def test_the_fastest_step_that_fits_is_proposed_and_of_equal_ones_that_with_the_fewest_exchanges(tmp_path):
