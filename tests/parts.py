@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 WITHOUT_RAY = ("tests/unit", "tests/multihost")
-_BUCKETS = "tests/faults/test_buckets.py"
-WITH_RAY = {"ray": ("tests/ray", _BUCKETS), "faults": ("tests/faults", f"--ignore={_BUCKETS}")}
+_BUCKETS = ("tests/faults/test_buckets.py", "tests/faults/test_commands_in_bucket.py")
+WITH_RAY = {"ray": ("tests/ray", *_BUCKETS), "faults": ("tests/faults", *(f"--ignore={file}" for file in _BUCKETS))}
 """Each a part of its own, with what pytest is given. Buckets are with the shorter one: so both end at about the same time."""
 SHOWN_LATER = Path("build/tests")
 NO_TESTS = 5
