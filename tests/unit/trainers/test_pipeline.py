@@ -82,10 +82,22 @@ def test_with_each_other_axis(tmp_path, events, texts, mesh, changes):
         ({"data": 1, "pipeline": 2, "expert": 4}, 2, {"model": MIXTURE, "loss": {"load_balancing_weight": 0.02}}),
         ({"data": 1, "pipeline": 2, "tensor": 4}, 2, {"model": {**MIXTURE, "num_kv_heads": 4}}),
         ({"slice": 2, "data": 1, "pipeline": 2, "fsdp": 2}, 2, {"model": FOUR}),
+        ({"data": 2, "pipeline": 2, "context": 2}, 2, {"model": FOUR}),
         ({"data": 4, "pipeline": 2}, 2, {"model": {**WINDOWS, "num_layers": 4}}),
         ({"data": 2, "pipeline": 4}, 2, {"model": {**EIGHT, "remat": "full"}, "loss": {"z_loss_weight": 0.01}}),
     ],
-    ids=["alone", "data", "three", "accumulation and fsdp", "expert", "experts and tensor", "slice", "windows", "remat"],
+    ids=[
+        "alone",
+        "data",
+        "three",
+        "accumulation and fsdp",
+        "expert",
+        "experts and tensor",
+        "slice",
+        "context",
+        "windows",
+        "remat",
+    ],
 )
 def test_interleaved_with_each_other_axis(tmp_path, events, texts, mesh, repeats, changes):
     about = {"accumulation_steps": 1, "pipeline": {**INTERLEAVED, "repeats": repeats}, **changes}
