@@ -120,7 +120,7 @@ def compiled(config: Any, room: Any = None, *, remedies: bool = True) -> dict[st
     except ConfigError as error:
         if DOES_NOT_FIT not in str(error):
             raise
-        problem = str(error).strip().splitlines()[-1].strip()
+        problem = error.last_line
     for override, why in SMALLER if remedies else ():
         changed = override.format(twice=2 * config.training.accumulation_steps)
         try:
@@ -191,13 +191,11 @@ def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any
     """Returns the time of a step by the figures of the hardware, with the range of published runs."""
     from orchestrator.planning import roofline
 
-    exchanged = sum(found["exchanged"].values())
-    network = over_network(config.hosts, estimate, exchanged)
+    within, network = by_distance(config.hosts, estimate, sum(found["exchanged"].values()))
     work = roofline.Work(
         flops=estimate.flops_per_step / estimate.num_devices,
         state_bytes=estimate.state_bytes_per_device or 0,
-        # Of TPUs the compiler tells what goes within a slice alone.
-        exchanged_bytes=exchanged if config.hosts.kind == "tpu" else exchanged - network,
+        exchanged_bytes=within,
         network_bytes=network,
     )
     step = roofline.step_time(work, device)
@@ -212,18 +210,19 @@ def by_figures(config: Any, estimate: Any, found: Mapping[str, Any], device: Any
     }
 
 
-def over_network(hosts: Any, estimate: Any, exchanged: float) -> float:
-    """Returns the bytes of a step that a device sends to other slices or machines. Of slices they are its share of the gradients,
-    in float32. Of machines with GPUs they are all (`exchanged`), for which axis goes between machines is not known."""
+def by_distance(hosts: Any, estimate: Any, exchanged: float) -> tuple[float, float]:
+    """Returns the bytes of a step that a device sends (within its slice or machine, to others), of those that the compiler tells
+    as `exchanged`. Of machines with GPUs it is not known which axis goes between them: all do. Of TPUs the compiler tells what
+    goes within a slice alone; between slices goes a device's share of the gradients, in float32."""
     from orchestrator.planning import roofline
 
     if hosts.kind == "gpu":
-        return exchanged if estimate.num_hosts > 1 else 0.0
+        return (0.0, exchanged) if estimate.num_hosts > 1 else (exchanged, 0.0)
     slices = estimate.mesh.get("slice", hosts.slices)
     if slices == 1 or not estimate.checkpoint_bytes:
-        return 0.0
+        return exchanged, 0.0
     share = (estimate.state_bytes_per_device or 0) / estimate.checkpoint_bytes
-    return roofline.summed_over_slices(4 * (estimate.parameters or 0) * share, slices)
+    return exchanged, roofline.summed_over_slices(4 * (estimate.parameters or 0) * share, slices)
 
 
 def by_trial(tried: Any) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def compared(config: JobConfig, planned: Callable[[JobConfig], dict[str, Any]]) 
         try:
             found = planned(changed(config, mesh))
         except ConfigError as error:
-            found = {"fits": False, "problem": str(error).strip().splitlines()[-1].strip()}
+            found = {"fits": False, "problem": error.last_line}
         plans.append({**found, "tried": mesh})
     fitting = [each for each in plans if each["fits"]]
     best = min(fitting, key=_cost, default=None)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from trainers.config.divisions import nearest_multiples
 from trainers.config.model import PIPELINE, num_replicas
 from trainers.config.section import Section, require_none, too_small
 
@@ -122,12 +123,11 @@ def _problems_of_groups(layers: int, stages: int, repeats: int) -> Iterator[str]
     divisors = [number for number in range(1, layers + 1) if layers % number == 0]
     groups = stages * repeats
     if layers % groups:
-        nearest = [number for number in (layers - layers % groups, layers - layers % groups + groups) if number]
         of_stages = [number for number in divisors if number > 1 and layers % (number * repeats) == 0]
         of_repeats = [number // stages for number in divisors if number > stages and number % stages == 0]
         yield (
             f"pipeline.repeats = {repeats}: {layers} layers are not {groups} equal groups, {repeats} for each stage; "
-            f"the nearest numbers that fit are {_listed(nearest)} (model.num_layers), "
+            f"the nearest numbers that fit are {_listed(nearest_multiples(layers, groups))} (model.num_layers), "
             f"{_listed(_nearest(of_stages, stages)) or 'none'} (mesh.pipeline), and "
             f"{_listed(_nearest(of_repeats, repeats)) or 'none'} (pipeline.repeats)"
         )

@@ -42,6 +42,11 @@ class ConfigError(ValueError):
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n  ".join([f"{name}: {count}", *self.problems]))
 
+    @property
+    def last_line(self) -> str:
+        """Of the last problem: where a compiler has said much, what it comes to."""
+        return str(self).strip().splitlines()[-1].strip()
+
 
 @dataclass(frozen=True)
 class Origin:

@@ -123,10 +123,10 @@ class Decoder(nnx.Module):
         with jax.named_scope("layers"):
             xs, of_rows = (self._layer_weights(), self._local()), (positions_BT, segments_BT, counted_BT, blocks_BT)
             embedded_BTD = self.embedded(tokens_BT, positions_BT) if embedded_BTD is None else embedded_BTD
-            in_turns = partial(remat.in_turns, policy=config.remat)
             if (stages := pipeline.mesh_of(batch, config.num_layers)) is None:
                 x_ND, sums = self._through(embedded_BTD, of_rows, xs)
             else:
+                in_turns = partial(remat.in_turns, policy=config.remat)
                 x_BTD, sums = pipeline.through_stages(stages, self._stage, embedded_BTD, of_rows, xs, in_turns)
                 x_ND = by_rows(x_BTD.reshape(-1, config.width))
         x_BTD = self._final_normed(x_ND).reshape(batch, time, config.width)

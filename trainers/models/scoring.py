@@ -39,10 +39,11 @@ class ScoringDecoder(Decoder):
         float32[B, S, scores], from the last such token of each segment. A segment that a row has not has no meaningful score."""
         # Rows of pairs have a token more than `data.sequence_length`, which is checked.
         tokens_BT, token_weight_BT = filled_up(tokens_BT), filled_up(token_weight_BT)
+        of = None if of is None else Segments(filled_up(of.segments_BT), filled_up(of.positions_BT), of.number)
         counted_BTS = (token_weight_BT > 0)[:, :, None]
-        positions_BT, segments_BT = (None, None) if of is None else (filled_up(of.positions_BT), filled_up(of.segments_BT))
-        if of is not None and segments_BT is not None:
-            counted_BTS &= segments_BT[:, :, None] == jnp.arange(1, of.number + 1)
+        positions_BT, segments_BT = (None, None) if of is None else (of.positions_BT, of.segments_BT)
+        if of is not None:
+            counted_BTS &= of.segments_BT[:, :, None] == jnp.arange(1, of.number + 1)
         x_BTD = self.hidden(tokens_BT, positions_BT, segments_BT).x_BTD
         last_BS = jnp.max(jnp.where(counted_BTS, jnp.arange(tokens_BT.shape[1])[:, None], 0), axis=1)
         x_BSD = jnp.take_along_axis(x_BTD, last_BS[:, :, None], axis=1)

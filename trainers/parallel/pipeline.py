@@ -56,7 +56,7 @@ def through_stages(mesh: Mesh, stage: Stage, x: jax.Array, of_rows: Any, weights
     asked = asked_pipeline()
     count, repeats = microbatches(stages, rows // replicas, asked.microbatches), asked.num_repeats
     # Rows and tokens are divided as without stages.
-    tokens = [CONTEXT] if CONTEXT in mesh.shape else []
+    divided: tuple[str | tuple[str, ...], ...] = (stage_axes(mesh.shape), *([CONTEXT] if CONTEXT in mesh.shape else []))
 
     def split(each: jax.Array) -> jax.Array:
         """[B, ...] to [M, B / M, ...]: each micro-batch has rows of every replica, which stay where they are."""
@@ -66,9 +66,6 @@ def through_stages(mesh: Mesh, stage: Stage, x: jax.Array, of_rows: Any, weights
     def joined(each: jax.Array) -> jax.Array:
         parts = each.reshape(count, replicas, -1, *each.shape[2:]).swapaxes(0, 1)
         return parts.reshape(rows, *each.shape[2:])
-
-    def of_layers(each: jax.Array) -> jax.Array:
-        return each.swapaxes(0, 1).reshape(-1, *each.shape[3:])
 
     def of_stage(x: jax.Array, of_rows: Any, weights: Any) -> tuple[jax.Array, Any]:
         with within_stage():
@@ -93,23 +90,23 @@ def through_stages(mesh: Mesh, stage: Stage, x: jax.Array, of_rows: Any, weights
         # The first stage begins with what waits there; every other one goes on with what it was sent.
         is_first = (jnp.arange(stages) == 0).reshape(-1, *[1] * x.ndim)
         held_P = jnp.where(is_first, waiting_PM[:, number % count], sent_P)
-        held_P = _divided(mesh, held_P, PIPELINE, stage_axes(mesh.shape), *tokens)
+        held_P = _divided(mesh, held_P, PIPELINE, *divided)
         made_P, found_P = every(held_P, _taken(of_rows_M, mine_P), weights_P, repeat_P)
         counts_P = (begun_P >= 0) & (begun_P < repeats * count)
         is_group = (repeat_P[:, None] == jnp.arange(repeats)) & counts_P[:, None]
         sums_P = jax.tree.map(partial(_added, is_group), sums_P, found_P)
-        sent_P = jnp.roll(_divided(mesh, made_P, PIPELINE, stage_axes(mesh.shape), *tokens), 1, 0)
+        sent_P = jnp.roll(_divided(mesh, made_P, PIPELINE, *divided), 1, 0)
         last = (number - stages + 1) % count
         kept_P = jnp.where(number < stages - 1, waiting_PM[:, last], sent_P)
-        waiting_PM = _divided(mesh, waiting_PM.at[:, last].set(kept_P), PIPELINE, None, stage_axes(mesh.shape), *tokens)
+        waiting_PM = _divided(mesh, waiting_PM.at[:, last].set(kept_P), PIPELINE, None, *divided)
         return (waiting_PM, sent_P, sums_P), None
 
-    waiting = _divided(mesh, jnp.broadcast_to(x_M, (stages, *x_M.shape)), PIPELINE, None, stage_axes(mesh.shape), *tokens)
+    waiting = _divided(mesh, jnp.broadcast_to(x_M, (stages, *x_M.shape)), PIPELINE, None, *divided)
     shapes = jax.eval_shape(every, x_M[first], _taken(of_rows_M, first), weights_P, first)
     sent = jnp.zeros(shapes[0].shape, shapes[0].dtype)
     sums = jax.tree.map(lambda each: jnp.zeros((stages, repeats, *each.shape[1:]), each.dtype), shapes[1])
     (waiting_PM, _, sums_P), _ = jax.lax.scan(turn, (waiting, sent, sums), jnp.arange(num_turns(stages, count, repeats)))
-    return joined(waiting_PM[0]), jax.tree.map(of_layers, sums_P)
+    return joined(waiting_PM[0]), jax.tree.map(_of_layers, sums_P)
 
 
 def of_stages(mesh: Mesh, repeats: int, each: jax.Array) -> jax.Array:
@@ -139,6 +136,11 @@ def of_stages(mesh: Mesh, repeats: int, each: jax.Array) -> jax.Array:
 
     lie = PartitionSpec(PIPELINE)
     return jax.shard_map(of_stage, mesh=mesh, in_specs=lie, out_specs=lie, axis_names={PIPELINE})(each)
+
+
+def _of_layers(each_PR: jax.Array) -> jax.Array:
+    """[P, R, L / P / R, ...] to [L, ...]."""
+    return each_PR.swapaxes(0, 1).reshape(-1, *each_PR.shape[3:])
 
 
 def _taken(parts: Any, index_P: jax.Array) -> Any:

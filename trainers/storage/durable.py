@@ -12,13 +12,14 @@ import os
 import re
 import stat
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, TypeVar, cast
 
 from trainers.storage import ours
 
+T = TypeVar("T")
 TEMPORARY = re.compile(r".+\.[0-9a-f]{32}\.tmp")
 """The name of a file of `beside`: one that is being written, or that a killed process has left."""
 TRIES = 5
@@ -35,14 +36,21 @@ def write(path: Path, text: str) -> None:
 
 def write_shared(path: Path, contents: bytes, mode: int) -> None:
     """Like `write`, with a mode, to which the umask applies."""
-    for is_last in (*[False] * (TRIES - 1), True):
-        try:
-            with replaced(path, mode) as file:
-                file.write(contents)
-            return
-        except FileNotFoundError:
-            if is_last or not path.parent.is_dir():
-                raise
+
+    def once() -> None:
+        with replaced(path, mode) as file:
+            file.write(contents)
+
+    again_if_deleted(once)
+
+
+def again_if_deleted(work: Callable[[], T]) -> T:
+    """Returns what `work` returns. It is called again while its temporary file is missing: another process may have deleted that
+    as left behind (`delete_left`). Raises what the last call raises."""
+    for _ in range(TRIES - 1):
+        with suppress(FileNotFoundError):
+            return work()
+    return work()
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class LocalStore(Store):
         to its writer all the same."""
         path = self.path(name)
         with _problems(path):
-            made = _create(path, data)
+            made = durable.again_if_deleted(lambda: _create(path, data))
             if made:
                 durable.sync_folder(path.parent)
             return made
@@ -184,22 +184,19 @@ def _make(folder: Path) -> None:
 
 
 def _create(path: Path, data: bytes) -> bool:
-    for is_last in (*[False] * (durable.TRIES - 1), True):
-        temporary = _write_beside(path, data)
-        try:
-            # A link, unlike a rename, fails when the name exists; and unlike an exclusive open it shows all at once.
-            os.link(temporary, path)
-            return True
-        except FileNotFoundError:  # another process has taken the temporary file for one that was left, and deleted it
-            if is_last:
-                raise
-        except OSError as error:
-            if _was_linked(temporary, path, data):
-                return True  # the server made the link and its answer was lost; the client's retry then found the name
-            return not isinstance(error, FileExistsError) and _create_exclusively(path, data)
-        finally:
-            ours.delete(temporary, ours.TEMPORARY)
-    raise AssertionError
+    temporary = _write_beside(path, data)
+    try:
+        # A link, unlike a rename, fails when the name exists; and unlike an exclusive open it shows all at once.
+        os.link(temporary, path)
+        return True
+    except FileNotFoundError:  # for `again_if_deleted`
+        raise
+    except OSError as error:
+        if _was_linked(temporary, path, data):
+            return True  # the server made the link and its answer was lost; the client's retry then found the name
+        return not isinstance(error, FileExistsError) and _create_exclusively(path, data)
+    finally:
+        ours.delete(temporary, ours.TEMPORARY)
 
 
 def _write_beside(path: Path, data: bytes) -> Path:

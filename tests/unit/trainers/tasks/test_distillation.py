@@ -21,6 +21,12 @@ from trainers.tasks import distillation
 from trainers.tasks.distillation import DistillationTask, distances, divergences
 
 LLAMA = str(ROOT / "tests" / "unit" / "data" / "parity" / "llama3")
+RUN = {
+    "task": "trainers.tasks.distillation:DistillationTask",
+    "model": {"pretrained": LLAMA},
+    "previews": {"prompts": []},
+    "data": {"sequence_length": 8, "dataset": "tests.programs.small_tokens:datasets"},
+}
 MODEL = {"vocab_size": 64, "width": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "mlp_width": 16}
 
 
@@ -136,13 +142,10 @@ def test_a_teacher_with_another_vocabulary_is_an_error():
 def test_a_run_learns_from_its_teacher_in_parts_on_any_devices(tmp_path, events, monkeypatch):
     monkeypatch.setattr(distillation, "MAX_LOGITS", 64)
     changes = {
-        "task": "trainers.tasks.distillation:DistillationTask",
-        "model": {"pretrained": LLAMA},
+        **RUN,
         "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
         "frozen": {"teacher": LLAMA},
-        "previews": {"prompts": []},
         "distillation": {"temperature": 2.0, "top_k": 8},
-        "data": {"sequence_length": 8, "dataset": "tests.programs.small_tokens:datasets"},
         "max_num_steps": 1,
     }
     made = arguments(tmp_path, **changes)

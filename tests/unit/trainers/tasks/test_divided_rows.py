@@ -7,8 +7,9 @@ import pytest
 
 from tests.programs.small_tokens import datasets
 from tests.unit import training
+from tests.unit.trainers.tasks.test_distillation import RUN
 from tests.unit.trainers.tasks.test_packed_examples_loss import CLASSES, MODEL, PREFERENCE, REWARD, SGD, arguments, home
-from tests.unit.trainers.tasks.test_preference import LLAMA, QWEN
+from tests.unit.trainers.tasks.test_preference import QWEN
 from tests.unit.training import OneDevice, losses, of
 from trainers import runtime
 from trainers.base import BaseTrainer
@@ -18,7 +19,6 @@ from trainers.tasks import distillation
 __all__ = ["home"]
 MESHES = {
     "both": {"data": 2, "pipeline": 2, "context": 2},
-    # Of two slices too.
     "slices": {"slice": 2, "data": 1, "context": 2, "tensor": 2},
 }
 STEPS = 3
@@ -58,15 +58,7 @@ def test_three_steps_have_the_numbers_of_one_device(tmp_path, events, task, pack
 @pytest.mark.slow("trains on one device and on meshes")
 def test_a_student_has_the_numbers_of_one_device(tmp_path, events, monkeypatch):
     monkeypatch.setattr(distillation, "MAX_LOGITS", 64)
-    about = {
-        "task": "trainers.tasks.distillation:DistillationTask",
-        "model": {"pretrained": LLAMA},
-        "frozen": {"teacher": QWEN},
-        "previews": {"prompts": []},
-        "data": {"sequence_length": 8, "dataset": "tests.programs.small_tokens:datasets"},
-        "max_num_steps": STEPS,
-        "optimizer": SGD,
-    }
+    about = {**RUN, "frozen": {"teacher": QWEN}, "max_num_steps": STEPS, "optimizer": SGD}
     found = {}
     for name, mesh in {"one": {}, **MESHES}.items():
         events.clear()
