@@ -28,6 +28,7 @@ from trainers.config.arguments import TrainingArguments, dataset_function, from_
 from trainers.runtime import orders as orders_of
 from trainers.storage import failed_requests, usage
 from trainers.storage.documents import is_url
+from trainers.surroundings import keep_freed_memory
 from trainers.terminal import shown
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def prepare_or_explain(message: Preparation) -> Prepared:
 
 def prepare(message: Preparation) -> Prepared:
     """Does everything that needs no device: imports, configuration, data, shapes."""
+    keep_freed_memory(os.environ)  # before JAX is imported, which starts threads
     from trainers.runtime import distributed
 
     distributed.find_platforms()

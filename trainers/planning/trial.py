@@ -27,7 +27,7 @@ from trainers.errors import TransientError, UsageError
 from trainers.parallel import mesh as meshes
 from trainers.planning.program import lower, trainer_for
 from trainers.runtime import distributed
-from trainers.surroundings import end_with_parent
+from trainers.surroundings import end_with_parent, keep_freed_memory
 
 WINDOWS = 5
 """The fastest of these counts: other programs of the machine make a step slower, and never faster."""
@@ -39,6 +39,7 @@ def main() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         request = json.load(sys.stdin)
+        keep_freed_memory(os.environ)  # as the processes do that train
         try:
             distributed.let_cpus_run_one_program_at_a_time()
             distributed.join(distributed.JoinSpec(request["host"], request["num_hosts"], request["coordinator"]))

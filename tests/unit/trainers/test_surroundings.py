@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import stat
 import subprocess
 import sys
@@ -118,3 +119,66 @@ def test_what_works_something_out_for_a_command_ends_with_it():
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=60, check=False, env=environ)
     wait_until(lambda: not psutil.pid_exists(int(done.stdout)) or psutil.Process(int(done.stdout)).status() == "zombie", 30)
+
+
+TAKES_AND_FREES = """
+import resource
+for _ in range(12):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    array = bytearray(48 << 20)
+    del array
+print("pages in the last turn:", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+TRAINS = {
+    "trainers.run": """
+import sys
+from trainers.commands import run
+sys.argv[1:] = ["none.yaml"]
+assert run.main() == 2
+""",
+    "a host's process": """
+from contextlib import suppress
+from trainers import worker
+with suppress(ValueError):
+    worker.prepare({"arguments_class": "", "arguments": {}})
+""",
+    "a trial of a plan": """
+import io, sys
+from contextlib import suppress
+from trainers.planning import trial
+sys.stdin = io.StringIO('{"host": 0}')
+with suppress(KeyError):
+    trial.main()
+""",
+}
+KEEPS = "import os; from trainers.surroundings import keep_freed_memory; assert keep_freed_memory(os.environ) == {}"
+
+
+def pages_of_the_last_turn(code, **variables):
+    """Returns how many pages come from the kernel for an array like one that was freed before."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
+    command = [sys.executable, "-c", f"{code}\n{TAKES_AND_FREES}"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return int(re.search(r"pages in the last turn: (\d+)", done.stdout + done.stderr).group(1))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "trainers.run",
+        pytest.param("a host's process", marks=pytest.mark.slow("imports JAX in a process of its own")),
+        pytest.param("a trial of a plan", marks=pytest.mark.slow("imports JAX in a process of its own")),
+    ],
+)
+def test_what_computes_on_cpus_keeps_the_memory_that_it_frees(program):
+    """Else the kernel clears the pages of all temporary arrays again for each step."""
+    assert pages_of_the_last_turn(TRAINS[program]) < 100
+
+
+@pytest.mark.parametrize(
+    ("variables", "keeps"), [({}, True), ({"MALLOC_ARENA_MAX": "4"}, False), ({"JAX_PLATFORMS": "cuda,cpu"}, False)]
+)
+def test_the_memory_is_not_kept_with_an_accelerator_or_where_a_user_has_chosen_otherwise(variables, keeps):
+    pages = pages_of_the_last_turn(KEEPS.format(keeps), **variables)
+    assert pages < 100 if keeps else pages > 1000
