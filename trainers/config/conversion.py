@@ -179,7 +179,9 @@ class _Conversion:
         """Returns the section. Raises _WrongError if a key without a default is missing or wrong, or if its own check fails."""
         fields = {item.name: item for item in dataclasses.fields(cls) if item.init}  # type: ignore[arg-type]
         if not isinstance(data, Mapping):
-            raise self._wrong(path, f"expected a section with keys among {', '.join(fields)}", data)
+            instead = getattr(cls, "no_texts", {}).get(str(data))
+            hint = "" if instead is None else f"; {instead}"
+            raise self._wrong(path, f"expected a section with keys among {', '.join(fields)}{hint}", data)
         hints, values = hints_of(cls), {}
         for key, item in data.items():
             if key not in fields:

@@ -248,6 +248,13 @@ def test_all_errors_are_reported_at_once_in_the_order_of_the_file(write):
     ]
 
 
+def test_a_mesh_that_is_to_be_found_is_found_by_a_command(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("mesh: auto\nmax_num_steps: 3\n")
+    (problem,) = problems(path)
+    assert "`gangway plan CONFIG --meshes` tries those that the hosts allow, and proposes one" in problem
+
+
 def test_the_message_has_a_line_for_each_problem(write):
     with pytest.raises(ConfigError) as raised:
         load(write("seed: x\nmax_num_steps: 0\n"))
