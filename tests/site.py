@@ -22,6 +22,8 @@ TOOL = ROOT / "build" / "zensical"
 """Where `make build/zensical` puts the tool."""
 BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Documents beside `docs` that are pages too, by their names there."""
+OPTION = re.compile(r"(\s)(--[a-z-]+)")
+"""An option in code that is more than the option."""
 
 
 class SiteError(Exception):
@@ -57,7 +59,16 @@ def build(folder: Path) -> Path:
     done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=surroundings)
     if done.returncode:
         raise SiteError(done.stdout)
+    for page in (folder / "site").glob("*.html"):
+        page.write_text(whole_names(page.read_text()))
     return folder / "site"
+
+
+def whole_names(page: str) -> str:
+    """Returns a page whose short names in code, and whose options in longer code, are each on one line. Without this a browser
+    breaks them after a hyphen, as in `--` and `adapter`, and in a narrow column of a table at any letter."""
+    page = re.sub(r"<code>([^\s<]{1,32})</code>", r'<code class="whole">\1</code>', page)
+    return re.sub(r"<code>[^<]* --[^<]*</code>", lambda code: OPTION.sub(r'\1<span class="whole">\2</span>', code[0]), page)
 
 
 def main(folder: Path) -> int:

@@ -85,6 +85,7 @@ class Result:
 
     @property
     def state(self) -> TrainState:
+        """The whole state after the last step: parameters, optimizer and counters."""
         return self._both[0]
 
     @property

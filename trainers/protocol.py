@@ -153,7 +153,8 @@ class Task(Protocol):
         """
 
     @property
-    def tokens_per_example(self) -> int: ...
+    def tokens_per_example(self) -> int:
+        """The number of targets of an example. 1: the run counts examples, and has no perplexity."""
 
     def flops_per_token(self, num_parameters: int) -> float:
         """Returns the floating-point operations for a token, forward and backward."""

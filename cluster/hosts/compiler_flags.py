@@ -32,7 +32,7 @@ ON_GPUS = (
         "xla_gpu_enable_latency_hiding_scheduler",
         "true",
         "begins exchanges early enough that products hide them",
-        "the images of NVIDIA's JAX Toolbox set it",
+        "the images of NVIDIA's JAX Toolbox",
     ),
 )
 BETWEEN_SLICES = (
@@ -40,13 +40,13 @@ BETWEEN_SLICES = (
         "xla_tpu_enable_data_parallel_all_reduce_opt",
         "true",
         "sums the gradients of several slices over their network while the step goes on",
-        "MaxText, benchmarks/xla_flags_library.py",
+        "MaxText: xla_flags_library.py",
     ),
     Flag(
         "xla_tpu_data_parallel_opt_different_sized_ops",
         "true",
         "the same for gradients of different sizes, across iterations of a loop",
-        "MaxText, benchmarks/xla_flags_library.py",
+        "MaxText: xla_flags_library.py",
     ),
 )
 """Asynchronous exchanges within a slice are on by libtpu's own defaults."""

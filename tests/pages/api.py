@@ -90,9 +90,9 @@ def page() -> str:
 
 
 def entry(path: str) -> str:
-    thing, name = load_object(path), path.replace(":", ".")
-    shown = f"`{path.partition(':')[2]}{signature(thing)}`" if callable(thing) else ""
-    parts = (f"### `{name}`", shown, paragraphs(thing), "\n".join(members(thing)))
+    thing, (module, _, name) = load_object(path), path.partition(":")
+    shown = f"`{name}{signature(thing)}`" if callable(thing) else ""
+    parts = (f"### `{name}`", f"`from {module} import {name}`", shown, paragraphs(thing), "\n".join(members(thing)))
     return "\n\n".join(part for part in parts if part) + "\n\n"
 
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests import ROOT, index, site
+from tests.unit.documents import DOCUMENTS, FENCE
 from tests.unit.test_arrows import FLOORS
 
 CAPABILITIES = (ROOT / "docs" / "capabilities.md").read_text()
@@ -137,6 +138,25 @@ def test_links_between_documents_are_links_between_pages(tmp_path):
     for page in (tmp_path / "work" / "pages").glob("*.md"):
         for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
             assert (page.parent / link).is_file(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, index.PAGE, ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_each_table_begins_with_the_names_of_its_columns(document):
+    """A table that an empty line cuts in two is text from there on."""
+    lines = FENCE.sub("", document.read_text()).splitlines()
+    for before, line, after in zip(["", *lines], lines, [*lines[1:], ""], strict=False):
+        if line.startswith("|") and not before.startswith("|"):
+            assert re.fullmatch(r"\|[-:| ]+\|", after), line
+
+
+def test_names_and_options_in_code_stay_on_one_line_of_the_site():
+    page = (
+        "<p><code>--adapter</code> <code>gangway run CONFIG --dry-run --all</code> <code>{}</code></p><code>a --b <i>c</i></code>"
+    )
+    assert site.whole_names(page.format("tests/" + "long_" * 6)) == (
+        '<p><code class="whole">--adapter</code> <code>gangway run CONFIG <span class="whole">--dry-run</span> '
+        '<span class="whole">--all</span></code> <code>tests/long_long_long_long_long_long_</code></p><code>a --b <i>c</i></code>'
+    )
 
 
 def test_the_tool_of_the_site_is_the_one_of_its_group():

@@ -66,7 +66,9 @@ def imported():
 
 def test_every_name_that_a_document_or_an_example_imports_is_in_the_page():
     modules = {"trainers.protocol", "trainers.runtime"}
-    known = {name.replace(":", ".") for part in api.PARTS for name in part.names}
+    parts = [name.partition(":") for part in api.PARTS for name in part.names]
+    known = {f"{module}.{name}" for module, _, name in parts}
     assert set(imported()) - modules <= known
-    assert all(f"### `{name}`" in PYTHON for name in known)
-    assert all(f"### `{name}." in PYTHON for name in modules)
+    assert all(f"### `{name}`\n\n`from {module} import {name}`\n" in PYTHON for module, _, name in parts)
+    assert len({name for _, _, name in parts}) == len(parts), "two headings of one name"
+    assert all(f"`from {name} import " in PYTHON for name in modules)

@@ -122,6 +122,7 @@ class Runtime:
             self.phase(before)
 
     def note(self, message: str) -> None:
+        """Shows a message on the console of the run."""
         self.emit({"ev": "note", "message": cut(message)})
 
     def request_stop(self, reason: str, *, of_training: bool = False) -> None:
@@ -140,6 +141,7 @@ class Runtime:
         self.take_save_requests()
 
     def request_save(self) -> None:
+        """Asks for a checkpoint after the present step."""
         with self._lock:
             self._save_requests += 1
 
@@ -197,6 +199,7 @@ class Runtime:
 
     @property
     def stop_reason(self) -> str | None:
+        """Why training is asked to stop; None if it is not."""
         return self._asked or self._stop
 
 

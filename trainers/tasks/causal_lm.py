@@ -201,9 +201,11 @@ class CausalLMTask:
         return flops_of_decoder(model, self.arguments.data.sequence_length, num_parameters - looked_up * model.width)
 
     def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text."""
         return self.tokenizer.encode(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens."""
         return self.tokenizer.decode(tokens)
 
     @cached_property

@@ -35,6 +35,7 @@ class ClassificationTask(ScoringTask):
 
     @property
     def num_scores(self) -> int:
+        """The number of classes."""
         return len(self.arguments.classification.labels)
 
     def loss(self, model: ScoringDecoder, batch: Batch) -> PerExample:

@@ -86,6 +86,7 @@ class PreferenceTask(CausalLMTask):
 
     @property
     def context_length(self) -> int:
+        """The targets of one text of a pair."""
         return self.arguments.data.sequence_length
 
     def flops_per_token(self, num_parameters: int) -> float:

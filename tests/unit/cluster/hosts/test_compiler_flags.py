@@ -32,7 +32,7 @@ def test_the_page_has_all_of_them():
     page = (ROOT / "docs" / "models.md").read_text()
     for hosts, flags in (("GPU", compiler_flags.ON_GPUS), ("several TPU slices", compiler_flags.BETWEEN_SLICES)):
         for flag in flags:
-            assert f"| {hosts} | `{flag.name}={flag.value}` | {flag.why} | {flag.source} |" in page
+            assert f"| `{flag.name}={flag.value}` | {hosts} | {flag.why} | {flag.source} |" in page
 
 
 def test_what_a_user_sets_is_not_set_twice():
